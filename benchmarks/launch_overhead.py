@@ -43,6 +43,9 @@ ROOT = Path(__file__).parents[1]
 STEPS = 6
 PHASES = ("launcher", "imports", "init_distributed", "script", "initialize", "first step", "steady steps", "tear-down")
 
+OVERLAYS = "warm, overlays"
+"""Launches in a world of their own (``optuna_dsat/runtime/world.py``)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
@@ -110,7 +113,9 @@ class Launch:
         return self.ended - self.started - phases["first step"] - phases["steady steps"]
 
 
-def request(example: Example, *, launch_id: str, purpose: str, slots: int, cwd: str) -> LaunchRequest:
+def request(
+    example: Example, *, launch_id: str, purpose: str, slots: int, cwd: str, isolation: str = "off"
+) -> LaunchRequest:
     """Return a launch of the example's own config; batch sizes that it leaves to a trainer are made plain."""
     own = ds_config.effective(user_file.load(example.config).raw)
     sizes = ds_config.batch_overlay(2)
@@ -123,6 +128,7 @@ def request(example: Example, *, launch_id: str, purpose: str, slots: int, cwd: 
         slots=slots,
         start_profile_step=1,
         end_profile_step=2 if purpose == "profile" else STEPS,
+        isolation=isolation,
     )
 
 
@@ -142,13 +148,14 @@ def run(launcher: TorchrunLauncher, asked: LaunchRequest) -> Launch:
 
 
 def measure(example: Example, *, launches: int, devices: Devices, folder: Path) -> dict[str, list[Launch]]:
-    """Return the launches by plain torchrun and warm, made in turns."""
+    """Return the launches by plain torchrun, warm, and warm in overlays, made in turns."""
     slots, cwd = len(devices.devices), str(folder)
     launchers = {
         "torchrun": TorchrunLauncher(folder / "torchrun", devices=devices),
         "warm": TorchrunLauncher(folder / "warm", devices=devices, warm=True, on_notice=print),
     }
-    found: dict[str, list[Launch]] = {name: [] for name in launchers}
+    kinds = {"torchrun": ("torchrun", "off"), "warm": ("warm", "off"), OVERLAYS: ("warm", "auto")}
+    found: dict[str, list[Launch]] = {name: [] for name in kinds}
     for name in launchers:
         (folder / name).mkdir()
     try:
@@ -156,9 +163,12 @@ def measure(example: Example, *, launches: int, devices: Devices, folder: Path) 
         imported = next(event for event in profile.events if isinstance(event, ModulesImported))
         launchers["warm"].prepare(Preload.learned(imported))
         for number in range(launches + 1):  # the first of each waits for the imports, or warms the disk's cache
-            for name, launcher in launchers.items():
-                launch_id = f"launch-{number}"
-                launch = run(launcher, request(example, launch_id=launch_id, purpose="trial", slots=slots, cwd=cwd))
+            for name, (starter, isolation) in kinds.items():
+                launch_id = f"launch-{isolation}-{number}"
+                asked = request(
+                    example, launch_id=launch_id, purpose="trial", slots=slots, cwd=cwd, isolation=isolation
+                )
+                launch = run(launchers[starter], asked)
                 if number:
                     found[name].append(launch)
     finally:
@@ -178,6 +188,14 @@ def table(found: dict[str, list[Launch]]) -> list[str]:
     rows.append("| **outside of steps** | " + " | ".join(f"**{outside[name]:.2f}**" for name in names) + " |")
     rows.append("")
     rows.append(f"Warm takes {outside['warm'] / outside['torchrun']:.1%} of torchrun's time outside of steps.")
+    pairs = list(zip(found[OVERLAYS], found["warm"], strict=True))
+    more = statistics.median(isolated.outside() - plain.outside() for isolated, plain in pairs)
+    steps = statistics.median(
+        isolated.phases()["steady steps"] / plain.phases()["steady steps"] for isolated, plain in pairs
+    )
+    rows.append(
+        f"Overlays take {more:.3f} s more a launch; steady steps take {steps:.3f} times as long (medians of pairs)."
+    )
     return rows
 
 

@@ -51,6 +51,8 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         say_prose(result.learning_rate_advice)
     if result.loss_check is not None:
         say_prose(result.loss_check["message"])
+    if result.isolation:
+        say_prose(result.isolation)
     print(json.dumps(dict(result.config), indent=2))
     say(f"Written to {result.config_path}")
     say(f"Metrics in {result.metrics_path}")

@@ -31,7 +31,7 @@ from optuna_dsat.launch.protocol import (
     Settled,
     SlotsBusyError,
 )
-from optuna_dsat.launch.reports import complete_report, report_of, report_of_unstarted, write_report
+from optuna_dsat.launch.reports import complete_report, isolation_notice, report_of, report_of_unstarted, write_report
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.run_files import write_run_directory
 from optuna_dsat.launch.running import FailedFork, RunningLaunch
@@ -228,7 +228,7 @@ class ClusterLauncher:
             self._take_of_launch(name, news)
 
     def _notify_once(self, text: str) -> None:
-        if text not in self._told:
+        if text and text not in self._told:
             self._told.add(text)
             self._notify(text)
 
@@ -340,6 +340,7 @@ class ClusterLauncher:
     def _settled_report(self, launch: RunningLaunch, remote: RemoteLaunch, place: HeldPlace) -> LaunchReport:
         facts = launch.facts(remote.oom_kills)
         self._forking.learn_from(launch)
+        self._notify_once(isolation_notice(launch))
         report = report_of(launch, facts, classify(facts), note="", exit_s=0.0)
         return replace(report, host=", ".join(place.node_names))
 
@@ -365,6 +366,7 @@ class ClusterLauncher:
             again = _Waiting(request=launch.request, directory=directory, repeats=failed, plain=True)
             self._waiting = {name: again, **self._waiting}
             return None
+        self._notify_once(isolation_notice(launch))
         report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
         report = replace(report, host=", ".join(place.node_names))
         write_report(report, launch.directory, facts=facts, output_dir=self._output_dir)

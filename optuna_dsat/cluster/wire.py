@@ -28,7 +28,8 @@ def request_from_json(record: Mapping[str, Any]) -> LaunchRequest:
     """Build from the output of ``request_to_json``."""
     command = dict(record["command"])
     command["args"] = tuple(command["args"])
-    return LaunchRequest(**{**record, "command": ScriptCommand(**command)})
+    writable = tuple(record.get("writable", ()))
+    return LaunchRequest(**{**record, "writable": writable, "command": ScriptCommand(**command)})
 
 
 def to_lines(node: int, message: Mapping[str, Any]) -> Iterator[bytes]:

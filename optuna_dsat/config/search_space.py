@@ -86,8 +86,6 @@ class SearchSpace:
     """The user's own ``zero_optimization`` section in its current form, lists resolved."""
     legacy_keys: tuple[str, ...] = ()
     """Deprecated spellings of knobs in the user's section, which overlays remove."""
-    allow_untested_optimizer: bool = False
-    """Whether overlays must set ``zero_allow_untested_optimizer``."""
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -140,11 +138,10 @@ class SearchSpace:
 
         Sub-keys of the user's own offload sections (``pin_memory``, ``buffer_count``...) are kept. Knobs that do not
         apply are removed, as they would be inherited otherwise: an ``offload_param`` is meaningless below ZeRO 3, and
-        an ``offload_optimizer`` without ZeRO makes DeepSpeed build a CPU optimizer for parameters on the GPU. With ZeRO
-        and an optimizer that is not in DeepSpeed's list of tested ones (or the script's own, which is unknown),
-        ``zero_allow_untested_optimizer`` is set unless the user's config sets it: DeepSpeed otherwise refuses ZeRO with
-        it, and the key changes nothing but that assertion. ``reduce_scatter`` is disabled at stages 2 and 3 if
-        gradients are prescaled, because DeepSpeed refuses its default there.
+        an ``offload_optimizer`` without ZeRO makes DeepSpeed build a CPU optimizer for parameters on the GPU.
+        ``reduce_scatter`` is disabled at stages 2 and 3 if gradients are prescaled, because DeepSpeed refuses its
+        default there. ``zero_allow_untested_optimizer`` is never set: ZeRO flattens and splits parameters, and an
+        optimizer that reads their shapes then trains differently (``Profiled.zero_is_untested``).
 
         Args:
             params: As :meth:`suggest` returned them.
@@ -176,8 +173,6 @@ class SearchSpace:
                 params[MICRO_BATCH], gradient_accumulation_steps or self.accumulation(params[MICRO_BATCH])
             ),
         }
-        if self.allow_untested_optimizer and values[ZERO_STAGE] > 0:
-            result["zero_allow_untested_optimizer"] = True
         return result
 
     def _written(self, tuned: TunedKnob, values: Mapping[str, Any]) -> Any:

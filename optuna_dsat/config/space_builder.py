@@ -56,8 +56,6 @@ _LEGACY = MappingProxyType({
     "max_reuse_distance": "stage3_max_reuse_distance",
 })  # fmt: skip
 """Deprecated spelling of a knob, which DeepSpeed accepts -> the knob; overlays remove it if they set the knob."""
-_TESTED_OPTIMIZERS = frozenset({"adam", "adamw", "adagrad", "lion", "muon"})
-"""Config names whose classes are in ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +78,8 @@ class SpaceRequest:
     """Largest micro-batch; the same for the whole study."""
     pipeline: bool = False
     """Whether the script trains a pipeline module: ZeRO 0 and 1 only."""
+    untested_optimizer: str = ""
+    """Class of an optimizer for which only ZeRO 0 is searched; empty if there is none."""
     device: str = "cuda"
     """``cuda`` or ``cpu``."""
     gradient_accumulation_steps: int | None = None
@@ -159,7 +159,6 @@ class _Builder:
             max_samples_per_rank=request.max_samples_per_rank,
             user_zero=self._zero,
             legacy_keys=self._legacy_keys(),
-            allow_untested_optimizer=_needs_permission(self._plain),
         )
 
     def smallest_micro_batch(self) -> int:
@@ -216,6 +215,11 @@ class _Builder:
         stages = _unique(normalise("--zero-stages", "stage", stage) for stage in self._request.zero_stages)
         narrowed = self._listed(knob)
         reason = f"--zero-stages asks for {', '.join(map(str, stages))}"
+        if self._request.untested_optimizer:
+            reason = (
+                f"DeepSpeed does not list {self._request.untested_optimizer} as tested with ZeRO, so that only ZeRO 0 "
+                'is searched without "zero_allow_untested_optimizer": true in the config'
+            )
         if ZERO_STAGE in self._request.fix:
             narrowed = (normalise(ZERO_STAGE, "stage", self._request.fix[ZERO_STAGE]),)
         elif ZERO_STAGE in self._no_tune:
@@ -399,11 +403,6 @@ def _site(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_rank
         nvme_only=nvme_only,
         one_rank=one_rank,
     )
-
-
-def _needs_permission(plain: Mapping[str, Any]) -> bool:
-    name = str((plain.get("optimizer") or {}).get("type") or "").lower()
-    return name not in _TESTED_OPTIMIZERS and "zero_allow_untested_optimizer" not in plain
 
 
 def _distinct(name: str, sizes: Iterable[int], params: int | None) -> Iterable[int]:

@@ -62,6 +62,7 @@ class ModelProfile:
     device_name: str = ""
     optimizer: str = ""
     """Class name of the innermost optimizer, empty if there is none."""
+    optimizer_tested: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.trainable_params <= self.params:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.build_locks import extensions_dir
 from optuna_dsat.launch.devices import Device, Devices, cpu_devices, detect_devices, host_memory_bytes
 from optuna_dsat.launch.holders import foreign_holders, users_in_words
+from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.launch.nvml import DeviceError, GpuUse, Nvml, NvmlError
 from optuna_dsat.launch.visible import is_part
 from optuna_dsat.words import bytes_in_words, things_in_words
@@ -193,6 +195,7 @@ def host_findings(*, output_dir: Path, environ: Mapping[str, str], shm: Path = P
     if shm.is_dir():
         yield _shared_memory(shm)
     yield _disk(output_dir)
+    yield _isolation(output_dir)
     yield _compiler(environ)
 
 
@@ -244,6 +247,23 @@ def _disk(output_dir: Path) -> Finding:
         if scarce
         else "",
         data=data | {"free_bytes": free},
+    )
+
+
+def _isolation(output_dir: Path) -> Finding:
+    folder = output_dir if output_dir.is_dir() else Path(tempfile.gettempdir())
+    why = why_no_overlay(folder)
+    return Finding(
+        area="host",
+        name="isolation",
+        status=Status.PROBLEM if why else Status.FINE,
+        text=f"Overlays cannot be mounted ({why}): of what trials write, only Python's writers are redirected."
+        if why
+        else "Trials write to overlays: the user's files stay as they are.",
+        remedy="Allow unprivileged user namespaces (user.max_user_namespaces), or give a container CAP_SYS_ADMIN."
+        if why
+        else "",
+        data={"overlays": not why, "reason": why},
     )
 
 

@@ -168,6 +168,36 @@ class GuidedPlanner:
         found = iter(self._posterior(trials, formula_error=ERROR).predict(rows, sizes))
         return [None if row is None else next(found) for row, _ in queried]
 
+    def log_ratio(
+        self,
+        trials: Sequence[FrozenTrial],
+        configuration: tuple[Mapping[str, Any], int],
+        other: tuple[Mapping[str, Any], int],
+    ) -> tuple[float, float]:
+        """Return by how much a configuration is better than another, as a logarithm, with its standard deviation.
+
+        The formula may err by ``DOUBTED_FORMULA`` at each of them, which a fit to few launches does not show.
+
+        Args:
+            trials: The study's trials.
+            configuration: Knobs and micro-batch.
+            other: The same of the other.
+
+        Raises:
+            ValueError: If one of them is not in this space.
+        """
+        rows = [self.problem.table.row_index(params) for params, _ in (configuration, other)]
+        if None in rows:
+            raise ValueError(f"{configuration} or {other} is not in this space")
+        sizes = np.array([size for _, size in (configuration, other)], dtype=np.int64)
+        means, covariance = self._posterior(trials, formula_error=ERROR).joint(np.array(rows, dtype=np.int64), sizes)
+        variance = covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]
+        return float(means[0] - means[1]), math.sqrt(max(0.0, float(variance)) + 2 * DOUBTED_FORMULA**2)
+
+    def noise(self, trials: Sequence[FrozenTrial]) -> float:
+        """Return the relative standard deviation from launch to launch that the model takes as likeliest."""
+        return math.sqrt(self._posterior(trials).residuals.noise_variance)
+
     def expected_peaks(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
     ) -> list[int | None]:

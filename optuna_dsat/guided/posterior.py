@@ -380,6 +380,11 @@ class Posterior:
             for n in range(len(rows))
         ]
 
+    def joint(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
+        """Return posterior mean (n,) and covariance (n, n) of the log objectives of n configurations."""
+        peak, _ = self._runs.fits(rows, sizes)
+        return self.residuals.joint(self._points(rows, sizes.astype(np.float64), self._share(peak)))
+
     def acquisition(self, rows: Numbers, sizes: Numbers, *, over: float | None = None) -> Acquisition:
         """Return the acquisition function at configurations.
 

@@ -2,11 +2,12 @@
 
     python -m optuna_dsat.launch.agent RECORD TUNER_PID TORCHRUN_ARGUMENTS...
 
-The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with six differences. The kernel kills it when
+The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with seven differences. The kernel kills it when
 the thread that started it ends, and so with the tuner, also if that is killed. If ranks fail, it writes their exit
 codes and signals to RECORD as JSON: torchrun itself only logs them, and outcomes are not read from logs. Ended by a
 signal, it leaves with 128 and its number, as shells do. It serves one machine, so it does not wait for others. It never
-calls CUDA (``launch/cuda_state.py``). It ends after all that a measured launch has started (``launch/orphans.py``).
+calls CUDA (``launch/cuda_state.py``). It enters the launch's own view of the file system (``runtime/world.py``). It
+ends after all that a measured launch has started (``launch/orphans.py``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from optuna_dsat.launch.orphans import adopt_orphans, end_children
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
 from optuna_dsat.runtime.rank_process import AGENT_ENV, die_with_parent
+from optuna_dsat.runtime.world import enter_world
 
 __all__ = ["main"]
 
@@ -64,8 +66,10 @@ def main(argv: list[str]) -> int:
     record, parent_pid, arguments = Path(argv[0]), int(argv[1]), argv[2:]
     die_with_parent(parent_pid)
     os.environ[AGENT_ENV] = str(os.getpid())
-    if not LaunchPlan.load(os.environ[LAUNCH_ENV]).measures:
+    plan = LaunchPlan.load(os.environ[LAUNCH_ENV])
+    if not plan.measures:
         return _run_torchrun(arguments, record)
+    enter_world(plan.world, cwd=os.getcwd(), arguments=arguments, environ=os.environ)  # noqa: PTH109 - a text
     adopt_orphans()
     try:
         return _run_torchrun(arguments, record)

@@ -1,4 +1,4 @@
-"""What went on beside a launch while its steps were measured."""
+"""Conditions of a launch on its machine."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class Conditions:
     """Other processes on the launch's GPUs, each in words."""
     throttle_reasons: tuple[str, ...] = ()
     """NVML's reasons for clocks below the highest, other than idleness, each in words."""
+    isolation: str = ""
+    """How the user's files were protected from the launch: ``mount``, ``python`` or ``off``; empty if unknown."""
+    isolation_note: str = ""
+    """Folders that no overlay could be mounted on, and why."""
 
     @property
     def others_share(self) -> float | None:
@@ -43,11 +47,14 @@ class Conditions:
             ValueError: If a value is none of its kind: the database is others' to write.
         """
         known = [one for one in fields(cls) if one.name in record]
-        return cls(**{one.name: _checked(one.name, record[one.name], is_words=one.default == ()) for one in known})
+        return cls(**{one.name: _checked(one.name, record[one.name], default=one.default) for one in known})
 
 
-def _checked(name: str, value: Any, *, is_words: bool) -> Any:
-    if is_words:
+def _checked(name: str, value: Any, *, default: Any) -> Any:
+    if default == "":
+        if isinstance(value, str):
+            return value
+    elif default == ():
         if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
             return tuple(value)
     elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -116,6 +116,7 @@ class EventLog:
             written = tail.read()
             read = [event for event in written if event.rank == rank]
             tail.dropped += len(written) - len(read)
+            read = self._to_its_end(rank, read)
             if read:
                 self.events.setdefault(rank, []).extend(read)
                 dated += zip(accumulate((event.time for event in read), max), read, strict=True)  # a clock is set back
@@ -125,6 +126,13 @@ class EventLog:
             if self.first_step is None and any(isinstance(event, StepMeasured) for event in fresh):
                 self.first_step = now
         return fresh
+
+    def _to_its_end(self, rank: int, events: Sequence[Event]) -> list[Event]:
+        """Return a rank's new events up to the record of its end. What its script does later does not count."""
+        if rank in self.ends:
+            return []
+        ends = (number for number, event in enumerate(events) if isinstance(event, RankFailed | RankFinished))
+        return list(events[: next(ends, len(events)) + 1])
 
     @property
     def dropped(self) -> int:

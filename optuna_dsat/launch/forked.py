@@ -6,15 +6,19 @@ of a fresh interpreter: standard streams, environment, signals, ``sys.path``, op
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,6 +234,7 @@ def _become_rank(
     safe_path = bool(environ.get("PYTHONSAFEPATH"))
     if not safe_path:
         sys.path.insert(0, str(Path.cwd()))
+    _disown_temporary_folders()
     _reseed()
     restore_cuda()
     _reset_device_queries()
@@ -250,6 +255,19 @@ def resolve_python_path(python_path: str) -> None:
         kept = [path for path in sys.path if path not in taken]
         own = dict.fromkeys(os.path.normpath(Path.cwd() / entry) for entry in relative)
         sys.path[:] = [*kept[: places[0]], *own, *kept[places[0] :]]
+
+
+def _disown_temporary_folders() -> None:
+    """Leave the folders that the fork server's imports made to the server: later ranks use them, too.
+
+    All other exit functions of imported modules run in the rank, as they would after its own import.
+    """
+    atexit.unregister(shutil.rmtree)
+    cleanup = getattr(tempfile.TemporaryDirectory, "_cleanup", None)
+    for finalizer in list(getattr(weakref.finalize, "_registry", {})):
+        pending = finalizer.peek()
+        if pending is not None and pending[1] == cleanup:
+            finalizer.detach()
 
 
 def _reseed() -> None:

@@ -26,7 +26,7 @@ from optuna_dsat.launch.ending import kill_leftovers
 from optuna_dsat.launch.notes import GoneTuner, any_gone, gone_tuners
 from optuna_dsat.launch.orphans import end_noted
 from optuna_dsat.launch.processes import LaunchProcess, find_leftovers
-from optuna_dsat.launch.shared_memory import noted_path, shared_memory_of
+from optuna_dsat.launch.shared_memory import MAKERS, noted_path, shared_memory_of
 from optuna_dsat.runtime.leavings import SHARED_MEMORY
 
 __all__ = ["LeftoverWatch", "Removed", "remove_leftovers", "remove_noted"]
@@ -157,9 +157,7 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
     folders = {path for path in there if path.is_dir()}
     shared = {path for path in there - folders if path.parent == SHARED_MEMORY}
     for folder in folders:
-        with contextlib.suppress(OSError):  # one that a script has shut, or made under a mask that does
-            folder.chmod(0o700)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_folder(folder)
     record.unlink(missing_ok=True)
     return Removed(
         processes=processes,
@@ -167,6 +165,20 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
         folders=len(folders),
         files=sum(map(_remove_file, values)),
     )
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder, and what a script or an overlay has shut in it."""
+
+    def open_and_retry(remove: Callable[..., Any], path: str, _error: Any) -> None:
+        with contextlib.suppress(OSError):
+            Path(path).parent.chmod(0o700)
+            Path(path).chmod(0o700)
+            (shutil.rmtree if Path(path).is_dir() else remove)(path)
+
+    with contextlib.suppress(OSError):
+        folder.chmod(0o700)
+    shutil.rmtree(folder, onerror=open_and_retry)
 
 
 def _remove_file(value: Any) -> bool:
@@ -182,7 +194,7 @@ def _remove_file(value: Any) -> bool:
 
 
 def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:
-    """Return what processes have in shared memory that was written since their launch began; the rest is another's."""
+    """Return the files in shared memory that processes of launches made, by name and by time of writing."""
     found: set[Path] = set()
     for mark in {one.mark for one in processes}:
         pids = [one.key.pid for one in processes if one.mark == mark]
@@ -192,7 +204,11 @@ def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:
                 began.append(psutil.Process(pid).create_time())
         for path in shared_memory_of(pids) if began else ():
             with contextlib.suppress(OSError):
-                if path.parent == SHARED_MEMORY and path.stat().st_mtime >= min(began) - _CLOCK_S:
+                if (
+                    path.parent == SHARED_MEMORY
+                    and MAKERS.match(path.name)
+                    and path.stat().st_mtime >= min(began) - _CLOCK_S
+                ):
                     found.add(path)
     return found
 

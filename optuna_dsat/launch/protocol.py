@@ -93,6 +93,10 @@ class LaunchRequest:
     I/O of its processes extend it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables added for the launch."""
+    isolation: str = "off"
+    """How the user's files are protected from the launch: ``auto``, ``python`` or ``off`` (``runtime/world.py``)."""
+    writable: tuple[str, ...] = ()
+    """Files and folders that the launch may change all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

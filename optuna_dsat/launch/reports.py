@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from optuna_dsat.launch.classify import LaunchFacts, Verdict
+from optuna_dsat.launch.isolation import describe_isolation
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.running import RunningLaunch
@@ -20,7 +21,7 @@ from optuna_dsat.runtime.rank_process import EXIT_EVENTS_LOST
 from optuna_dsat.runtime.regular_file import open_regular
 from optuna_dsat.secrecy.references import hidden_text
 
-__all__ = ["complete_report", "report_of", "report_of_unstarted", "write_report"]
+__all__ = ["complete_report", "isolation_notice", "report_of", "report_of_unstarted", "write_report"]
 
 _EXPLAINED_BY_LOG = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
 """Outcomes for which a report quotes the end of the log if no rank recorded a traceback."""
@@ -67,6 +68,11 @@ def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, no
         exit_s=exit_s,
         conditions=launch.conditions,
     )
+
+
+def isolation_notice(launch: RunningLaunch) -> str:
+    """Return how the user's files are protected from a launch; empty where that was switched off, or is not known."""
+    return "" if launch.request.isolation == "off" else describe_isolation(launch.conditions)
 
 
 def _spent(launch: RunningLaunch, recorded: Sequence[Event]) -> tuple[float, float]:

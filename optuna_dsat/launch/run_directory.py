@@ -15,6 +15,8 @@ The directory of one launch:
       logs/agent.log      output of torchrun itself
       logs/rank0.stdout.log, logs/rank0.stderr.log
       trackers/           output of experiment trackers and TensorBoard
+      world/              what the launch changes of the user's files, while it runs (``runtime/world.py``)
+      world.json          which folders were protected, and how
 """
 
 from __future__ import annotations
@@ -201,6 +203,11 @@ class RunDirectory:
     def torchrun_dir(self) -> Path:
         """Folder that torchrun creates for logs of its own; stays without files, since ranks write to ``log_dir``."""
         return self.log_dir / "torchrun"
+
+    @property
+    def world(self) -> Path:
+        """Folder for what the launch changes of the user's files; removed after the launch."""
+        return self.root / "world"
 
     @property
     def python_path(self) -> Path:

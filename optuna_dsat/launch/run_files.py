@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from optuna_dsat.launch.command import (
     agent_command,
@@ -19,6 +20,8 @@ from optuna_dsat.launch.rendezvous import Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.runtime.launch_plan import LaunchPlan
+from optuna_dsat.runtime.leavings import note
+from optuna_dsat.runtime.world import WorldPlan
 from optuna_dsat.secrecy.command import without_secrets
 
 __all__ = ["PreparedLaunch", "prepare_launch", "write_run_directory"]
@@ -52,7 +55,10 @@ def write_run_directory(request: LaunchRequest, output_dir: Path, *, leavings: P
     directory = replace(RunDirectory.create(output_dir, request.launch_id), leavings=leavings)
     directory.write_json(directory.config, request.ds_config)
     directory.write_json(directory.overlay, request.overlay)
-    directory.write_json(directory.launch, _plan(request, directory))
+    plan = _plan(request, directory)
+    if plan.world.folder and leavings is not None:
+        note(leavings, plan.world.folder)
+    directory.write_json(directory.launch, asdict(plan))
     return directory
 
 
@@ -104,8 +110,8 @@ def prepare_launch(
     )
 
 
-def _plan(request: LaunchRequest, directory: RunDirectory) -> dict[str, object]:
-    plan = LaunchPlan(
+def _plan(request: LaunchRequest, directory: RunDirectory) -> LaunchPlan:
+    return LaunchPlan(
         launch_id=request.launch_id,
         purpose=request.purpose,
         events_dir=str(directory.events_dir),
@@ -114,10 +120,31 @@ def _plan(request: LaunchRequest, directory: RunDirectory) -> dict[str, object]:
         user_config_path=request.command.config_path,
         trackers_dir="" if request.purpose == "full" else str(directory.trackers_dir),
         leavings="" if directory.leavings is None else str(directory.leavings),
+        world=_world(request, directory),
         overlay=dict(request.overlay),
         batch_source=dict(request.command.batch_source),
         start_profile_step=request.start_profile_step,
         end_profile_step=request.end_profile_step,
         device_memory_bytes=request.device_memory_bytes,
     )
-    return dict(vars(plan))
+
+
+def _world(request: LaunchRequest, directory: RunDirectory) -> WorldPlan:
+    if request.purpose == "full" or request.isolation == "off":
+        return WorldPlan()
+    own = [str(directory.root), *([] if directory.leavings is None else [str(directory.leavings.parent)])]
+    swapped = _nvme_paths(request.ds_config)
+    return WorldPlan(
+        isolation=request.isolation,
+        folder=str(directory.world),
+        passed=tuple(dict.fromkeys((*own, *request.writable, *swapped))),
+    )
+
+
+def _nvme_paths(config: Any) -> Iterator[str]:
+    """Yield the folders to which DeepSpeed swaps: it removes its files itself, and no overlay may slow it down."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            if key == "nvme_path" and isinstance(value, str):
+                yield value
+            yield from _nvme_paths(value)

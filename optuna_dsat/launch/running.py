@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.activity import MAX_STALL_LIMITS, ActivityMonitor
@@ -22,11 +22,12 @@ from optuna_dsat.launch.shared_memory import free_shared_bytes
 from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankStarted
+from optuna_dsat.runtime.rank_process import EXIT_LIMIT_S
 
 __all__ = ["FailedFork", "RunningLaunch"]
 
-_EXIT_GRACE_S = 1.0
-"""Time for a clean exit after all ranks are done, before they are killed."""
+_EXIT_GRACE_S = EXIT_LIMIT_S + 1.0
+"""Time for ranks to exit after their last record, before they are killed: they end themselves at ``EXIT_LIMIT_S``."""
 
 _FAILURE_GRACE_S = 2.0
 """Time for the other ranks to leave a record, after one failed for a reason that may lie with another."""
@@ -92,6 +93,8 @@ class RunningLaunch:
             look=self.look_at_gpus,
         )
         self._kill_ranks_at: float | None = None
+        self._last_end: tuple[int, float] = 0, 0.0
+        """Ranks that have left a record of their end, and the time at which the last of these records was read."""
         self._sweeping = False
         self._agent_ended_as: int | None = None
         """Exit code of torchrun if it ended by itself; what is killed after that may include it, if it is forked."""
@@ -123,8 +126,11 @@ class RunningLaunch:
 
     @property
     def conditions(self) -> Conditions:
-        """What went on beside it while its steps were measured."""
-        return self._beside.conditions if self.conditions_elsewhere is None else self.conditions_elsewhere()
+        """What went on beside it while its steps were measured, and how the user's files were protected."""
+        found = self._beside.conditions if self.conditions_elsewhere is None else self.conditions_elsewhere()
+        starts = self._log.starts
+        notes = sorted({start.isolation_note for start in starts if start.isolation_note})
+        return replace(found, isolation=starts[0].isolation if starts else "", isolation_note="; ".join(notes))
 
     @property
     def is_forked(self) -> bool:
@@ -133,8 +139,8 @@ class RunningLaunch:
 
     @property
     def settled(self) -> bool:
-        """Whether the outcome is final: all steps are done, it was stopped, or it is being ended out of memory."""
-        if self.stop_reason is not None or (self._sweeping and self._log.is_out_of_memory):
+        """Whether the outcome is final: all steps are done, it was stopped, or a rank is out of memory."""
+        if self.stop_reason is not None or self._log.is_out_of_memory:
             return True
         return len(self._log.done) == self.request.slots
 
@@ -233,13 +239,15 @@ class RunningLaunch:
         if len(ends) == self.request.slots and dead >= ends:
             self._start_sweep()  # all have left a record and are gone: torchrun has nothing to add
             return
+        if len(ends) > self._last_end[0]:
+            self._last_end = len(ends), now
         if len(done) == self.request.slots:
-            self._kill_by(now + _EXIT_GRACE_S)
+            self._kill_by(now)
         elif ends - done or dead - ends:
             self._kill_by(now + self._grace_s(ends, dead))
         if self._kill_ranks_at is None:
             self._check_limits(now, bool(done))
-        elif now >= self._kill_ranks_at:
+        elif now >= self._kill_ranks_at and not (ends - dead and now < self._last_end[1] + _EXIT_GRACE_S):
             unexplained = dead - ends
             if not unexplained or now >= self._kill_ranks_at + _AGENT_GRACE_S:
                 self._start_sweep()

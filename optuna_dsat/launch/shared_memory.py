@@ -18,12 +18,17 @@ from typing import Any
 
 from optuna_dsat.runtime.leavings import SHARED_MEMORY
 
-__all__ = ["SharedMemoryWatch", "free_shared_bytes", "noted_path", "shared_memory_of"]
+__all__ = ["MAKERS", "SharedMemoryWatch", "free_shared_bytes", "noted_path", "shared_memory_of"]
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 """Pauses between two looks at the processes while there are files of unknown makers: the first, doubled up to the last.
 """
 
+MAKERS = re.compile(
+    r"torch_|psm_|pym-|nccl-|deepspeed_|sem\.|__KMP_REGISTERED_LIB_|ucx_shm_posix_|cuda\.shm\.|\d{6}_[a-z_]+$"
+)
+"""Names by torch, Python's multiprocessing, NCCL, DeepSpeed, OpenMP, UCX, CUDA and MosaicML's loaders. A process that
+has mapped a file of another name may not have made it."""
 _BY_TORCH = re.compile(r"torch_(?P<pid>\d+)_.*")
 """Name of a file that torch shares; it has the number of the process that made it."""
 
@@ -105,11 +110,14 @@ class SharedMemoryWatch:
 
     def add(self, pids: Iterable[int]) -> None:
         """Note what of these processes' files was not there before the launch."""
-        numbers = set(pids)
+        numbers = {pid for pid in pids if _shares_memory(pid)}
         used = {path.name for path in shared_memory_of(numbers) if path.parent == SHARED_MEMORY}
-        for name, inode in _files() - self._before:
+        names = {name for name, _ in self._before}
+        for name, inode in _files():
+            if name in names:
+                continue
             by_torch = _BY_TORCH.fullmatch(name)
-            made = name in used or (by_torch is not None and int(by_torch["pid"]) in numbers)
+            made = (name in used and MAKERS.match(name)) or (by_torch is not None and int(by_torch["pid"]) in numbers)
             path = SHARED_MEMORY / name
             if made and path not in self._found and _is_own(path):
                 self._found.add(path)
@@ -119,6 +127,14 @@ class SharedMemoryWatch:
         if self._record is not None:
             with contextlib.suppress(OSError), self._record.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps({"path": str(path), "inode": inode}) + "\n")
+
+
+def _shares_memory(pid: int) -> bool:
+    """Return whether a process sees this process's shared memory, not that of its launch alone."""
+    try:
+        return Path(f"/proc/{pid}/root{SHARED_MEMORY}").stat().st_dev == SHARED_MEMORY.stat().st_dev
+    except OSError:  # gone
+        return False
 
 
 def _files() -> frozenset[tuple[str, int]]:

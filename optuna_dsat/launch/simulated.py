@@ -108,6 +108,7 @@ class SimulatedProfile:
     peak_bytes: int
     device_name: str = "simulated"
     optimizer: str = "AdamW"
+    optimizer_tested: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

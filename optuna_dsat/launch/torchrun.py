@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.build_watch import BuildWatch
 from optuna_dsat.launch.built_operators import COMMUNICATION, operator_name
@@ -15,7 +18,9 @@ from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.device_return import DeviceReturn
 from optuna_dsat.launch.devices import Devices, Nvml
 from optuna_dsat.launch.ending import kill_leftovers
+from optuna_dsat.launch.folder_changes import State, changed_paths, snapshot
 from optuna_dsat.launch.forking import Forking
+from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.launch.leftovers import LeftoverWatch, remove_noted
 from optuna_dsat.launch.notes import TunerNotes
 from optuna_dsat.launch.operators import compile_operators
@@ -31,7 +36,7 @@ from optuna_dsat.launch.protocol import (
     Settled,
     SlotsBusyError,
 )
-from optuna_dsat.launch.reports import complete_report, report_of, write_report
+from optuna_dsat.launch.reports import complete_report, isolation_notice, report_of, write_report
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.run_files import write_run_directory
 from optuna_dsat.launch.running import FailedFork, RunningLaunch
@@ -39,6 +44,7 @@ from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.spawn import spawn
 from optuna_dsat.launch.start_queue import StartQueue
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.world import NEW_CACHES
 
 __all__ = ["TorchrunLauncher"]
 
@@ -86,6 +92,8 @@ class TorchrunLauncher:
         self._base_env = dict(os.environ if base_env is None else base_env)
         self._running: dict[str, RunningLaunch] = {}
         self._queue = StartQueue()
+        self._before: Mapping[str, State] | None = None
+        """The user's folders before a profile launch without overlays; None if there is none."""
         self._device_return = DeviceReturn(self._pool)
         self._notes = TunerNotes(self._output_dir)
         self._leftovers = LeftoverWatch(self._base_env, on_notice=self._notify)
@@ -156,6 +164,30 @@ class TorchrunLauncher:
             return
         self._start_on(self._pool.take(request.slots), request)
 
+    def _users_files(self, request: LaunchRequest) -> Mapping[str, State]:
+        command = request.command
+        script = os.path.dirname(command.script) if os.path.isabs(command.script) else command.cwd  # noqa: PTH117, PTH120
+        without = [str(self._output_dir.resolve().parent), *request.writable]
+        return snapshot([command.cwd, script], without=without)
+
+    def _refuse_changes(self, launch: RunningLaunch) -> None:
+        """End the search where a launch without overlays has changed the user's files all the same.
+
+        Raises:
+            ScriptFailedError: Names the first of them.
+        """
+        before, self._before = self._before, None
+        if before is None or launch.conditions.isolation != "python":
+            return
+        if changes := changed_paths(before, self._users_files(launch.request)):
+            more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+            raise ScriptFailedError(
+                f"The profile launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
+                f"be redirected without overlays. Allow it with --writable {shlex.quote(changes[0])}, or run where "
+                "overlays can be mounted (optuna-dsat doctor).",
+                log_path=str(launch.directory.stdout(0)),
+            )
+
     def _write_run_directory(self, request: LaunchRequest) -> RunDirectory:
         return write_run_directory(request, self._output_dir, leavings=self._notes.begin())
 
@@ -172,6 +204,9 @@ class TorchrunLauncher:
     ) -> RunningLaunch:
         """Start the processes of a launch; interrupted, it leaves none of them, nor what they left."""
         mark = new_mark()
+        if request.purpose == "profile" and request.isolation != "off":
+            mounts = request.isolation == "auto" and not why_no_overlay(directory.root)
+            self._before = None if mounts else self._users_files(request)
         try:
             launch = spawn(
                 request, directory, lease, pool=self._pool, base_env=self._base_env, forking=forking, mark=mark
@@ -208,7 +243,7 @@ class TorchrunLauncher:
             name = launch.request.launch_id
             updates += [Observed(launch_id=name, event=event) for event in launch.advance(time.monotonic())]
             if launch.settled and launch.settled_as is None and not self._forking.may_repeat(launch):
-                launch.settled_as = _settled_report(launch, self._forking)
+                launch.settled_as = self._settled_report(launch)
                 updates.append(Settled(launch_id=name, report=launch.settled_as))
             if launch.gone_at is not None and (report := self._conclude(launch, launch.gone_at)) is not None:
                 updates.append(Finished(launch_id=name, report=report))
@@ -216,6 +251,12 @@ class TorchrunLauncher:
             self._start_on(lease, request, directory)
         updates += [Finished(launch_id=report.launch_id, report=report) for report in self._queue.take_stopped()]
         return updates
+
+    def _settled_report(self, launch: RunningLaunch) -> LaunchReport:
+        facts = launch.facts(kernel_oom_kills())
+        self._forking.learn_from(launch)
+        self._notify(isolation_notice(launch))
+        return report_of(launch, facts, classify(facts), note="", exit_s=0.0)
 
     def _conclude(self, launch: RunningLaunch, gone_at: float) -> LaunchReport | None:
         """Return the report of a launch without processes; None if its devices are not free or it is repeated."""
@@ -226,12 +267,14 @@ class TorchrunLauncher:
         del self._running[launch.request.launch_id]
         remove_stale_locks(self._base_env)
         exit_s = now - launch.last_event
+        self._refuse_changes(launch)
         if launch.settled_as is not None:
             return complete_report(launch.settled_as, launch.directory, note=note, exit_s=exit_s)
         facts = launch.facts(kernel_oom_kills())
         verdict = classify(facts)
         if (failed := self._forking.suspect(launch, verdict)) is not None and self._repeat_plainly(launch, failed):
             return None
+        self._notify(isolation_notice(launch))
         report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
         write_report(report, launch.directory, facts=facts, output_dir=self._output_dir)
         return report
@@ -270,6 +313,7 @@ class TorchrunLauncher:
         self._queue.clear()
         self._forking.close()
         self._notes.close()
+        _remove_empty(self._output_dir / NEW_CACHES)
         self._leftovers.look()  # a tuner beside this one may have been killed just now, and nobody may start another
 
 
@@ -278,10 +322,12 @@ def _settled_slots(launches: Iterable[RunningLaunch]) -> int:
     return sum(launch.request.slots for launch in launches if launch.settled_as is not None)
 
 
-def _settled_report(launch: RunningLaunch, forking: Forking) -> LaunchReport:
-    facts = launch.facts(kernel_oom_kills())
-    forking.learn_from(launch)
-    return report_of(launch, facts, classify(facts), note="", exit_s=0.0)
+def _remove_empty(folder: Path) -> None:
+    """Remove the empty folders in a folder, and the folder if nothing is left."""
+    with contextlib.suppress(OSError):
+        for entry in (*folder.iterdir(), folder):
+            with contextlib.suppress(OSError):
+                entry.rmdir()
 
 
 def _each_once(notify: Callable[[str], None]) -> Callable[[str], None]:
@@ -289,7 +335,7 @@ def _each_once(notify: Callable[[str], None]) -> Callable[[str], None]:
     notified: set[str] = set()
 
     def notify_once(text: str) -> None:
-        if text not in notified:
+        if text and text not in notified:
             notified.add(text)
             notify(text)
 

@@ -1,15 +1,16 @@
 """Why a study's winner wins: against the user's own config, knob by knob, and what would make it faster still.
 
 A knob's contribution is the winner's metric over the metric with the user's value of this knob and the winner's values
-of all others. Where launches of the winner's structure differ in this knob only, it is measured: the geometric mean of
-their ratios. Elsewhere it is predicted by the models that guided search fits to all launches of the study, whatever
-method searched.
+of all others. Where launches of the winner's structure differ in this knob only, it is measured
+(``optuna_dsat.report.pairs``). Elsewhere it is predicted by the models that guided search fits to all launches of the
+study, whatever method searched; a prediction whose 95% interval contains 1 is not claimed: the knob was not measured
+separately.
 
 Such contributions alone need not multiply to the measured speed-up. What knobs do together beyond what each does alone
-is a factor of its own, by the fitted formula of the step time. What is still missing is the remainder: launches that
-differ by more than their settings, as on a machine that others became busy on, and errors of the models. All factors
-multiply to the measured speed-up. One that its own factors contradict (a remainder that is not 1 with 95% certainty)
-is not claimed.
+is a factor, by the fitted formula of the step time. What is still missing is the remainder: knobs that were not
+measured separately, launches that differ by more than their settings, as on a machine that others became busy on, and
+errors of the models. All factors multiply to the measured speed-up. A speed-up that its factors contradict (a remainder
+that is not 1 with 95% certainty, though every knob has a factor) is not claimed.
 
 What bounds the winner is its predicted step by resource (``StepTimeModel.bounds``). What to change or buy next is the
 same model evaluated with one thing changed (``optuna_dsat.report.proposals``), so it holds as far as the model does.
@@ -28,22 +29,25 @@ from optuna_dsat.cost.step_time import ERROR
 from optuna_dsat.cost.utilisation import utilisation
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
-from optuna_dsat.guided.residual_gp import NOISE_SD
 from optuna_dsat.metrics import LARGER_IS_BETTER
+from optuna_dsat.report.pairs import Pairs
 from optuna_dsat.report.proposals import Situation, proposals
 from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.paired import Ratio
+from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.standing import Standing, compared, speed_up_over
 from optuna_dsat.study.stored import StoredStudy
 from optuna_dsat.study.verdict_words import how_known
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Feasibility, feasibility, score, visible_params
+from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params
 from optuna_dsat.words import bytes_in_words
 
 __all__ = ["REMAINDER", "TOGETHER", "Contribution", "Explanation", "explain", "explain_study", "explained"]
 
 TOGETHER, REMAINDER = "together", "remainder"
 """Sources of the two factors that belong to no single knob."""
+NOT_SEPARATE = "not measured separately"
+"""Why a knob has no factor of which the launches do not show the effect."""
 _Z95 = 1.96
 """Standard deviations on either side that hold 95% of a normal distribution."""
 
@@ -58,7 +62,7 @@ class Contribution:
     winner: Any
     factor: float | None
     """The winner's metric over that with the user's value, above 1 if the winner's is better; None if the user's value
-    would not run.
+    would not run, or the launches do not show its effect.
     """
     low: float | None
     high: float | None
@@ -66,7 +70,7 @@ class Contribution:
     source: str
     """``measured`` or ``model``; ``together`` or ``remainder`` for what no single knob explains."""
     pairs: int = 0
-    """Pairs of launches that were compared; 0 if predicted."""
+    """Pairs of configurations that were compared; 0 if predicted."""
     note: str = ""
     """Why there is no factor; empty if there is one."""
     brings: tuple[str, ...] = ()
@@ -74,7 +78,7 @@ class Contribution:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the factor's logarithm; 0 without a factor."""
+        """Standard deviation of a normal distribution with this 95% interval of the logarithm; 0 without a factor."""
         return 0.0 if self.low is None or self.high is None else (math.log(self.high) - math.log(self.low)) / 2 / _Z95
 
 
@@ -117,6 +121,10 @@ class Explanation:
     """Memory of one device."""
     utilisation: float | None
     """Share of the GPU's peak FLOPS; None for a GPU that is not in the table."""
+    noise: float
+    """Relative standard deviation from launch to launch that the intervals assume."""
+    is_noise_measured: bool
+    """Whether ``noise`` comes from configurations that were launched more than once; otherwise it is assumed."""
     proposals: tuple[str, ...]
     """What to change or buy next, largest gain first."""
 
@@ -180,6 +188,7 @@ def explained(study: StoredStudy) -> Explanation | None:
         winner=study.best,
         baseline=study.baseline,
         paired=study.paired_ratio(study.best),
+        rounds=study.rounds,
     )
     if study.verdict is None:
         return found
@@ -198,6 +207,7 @@ def explain(
     winner: Standing,
     baseline: Standing | None,
     paired: Ratio | None = None,
+    rounds: Rounds | None = None,
 ) -> Explanation:
     """Explain a study's winner.
 
@@ -207,14 +217,16 @@ def explain(
         winner: The winning trial.
         baseline: The user's own config; None if it was not measured.
         paired: The ratio of the two in rounds that measured both; None if there are none.
+        rounds: The confirmation; None if there is none.
     """
     larger = planner.problem.metric in LARGER_IS_BETTER
     user = {} if baseline is None else visible_params(baseline.trial)
     best = visible_params(winner.trial)
-    found = list(_contributions(trials, planner, winner=best, user=user))
+    pairs = Pairs(trials, rounds or Rounds(), maximize=larger, assumed_noise=planner.noise(trials))
+    found = list(_contributions(trials, planner, pairs, winner=best, user=user))
     found.sort(key=lambda one: -abs(math.log(one.factor)) if one.factor else 0.0)
     together = _together(trials, planner, winner=best, user=user, found=found)
-    ratio = None if baseline is None else _ratio(baseline, winner, paired, maximize=larger)
+    ratio = None if baseline is None else _ratio(baseline, winner, paired, pairs, maximize=larger)
     own = baseline is not None and baseline.trial.number == winner.trial.number
     searched = MICRO_BATCH in best  # the user's own config has no parameters where it lies outside the space
     expected = planner.predict(trials, [_split(best)])[0] if searched else None
@@ -243,6 +255,8 @@ def explain(
         peak_bytes=winner.trial.user_attrs.get(attributes.PEAK_BYTES),
         device_bytes=planner.problem.device_bytes,
         utilisation=reached,
+        noise=pairs.noise,
+        is_noise_measured=pairs.is_noise_measured,
         proposals=tuple(proposals(now)) if searched else (),
     )
 
@@ -263,7 +277,7 @@ def _reverted(planner: GuidedPlanner, winner: Mapping[str, Any], knob: str, own:
 
 
 def _contributions(
-    trials: Sequence[FrozenTrial], planner: GuidedPlanner, *, winner: dict[str, Any], user: dict[str, Any]
+    trials: Sequence[FrozenTrial], planner: GuidedPlanner, pairs: Pairs, *, winner: dict[str, Any], user: dict[str, Any]
 ) -> Iterator[Contribution]:
     """Yield one contribution for each knob in which winner and user differ."""
     if MICRO_BATCH not in winner or not user:
@@ -274,45 +288,26 @@ def _contributions(
         if own == value or own is None:
             continue
         other = _reverted(planner, winner, knob, own)
-        found = _measured(trials, planner, winner, other) or _modelled(trials, planner, knob, winner, other)
+        found = _measured(pairs, winner, other) or _modelled(trials, planner, knob, winner, other)
         brought = (name for name in sorted(_differing(winner, other)) if name != knob)
         yield replace(found, brings=tuple(brought))
 
 
-def _measured(
-    trials: Sequence[FrozenTrial], planner: GuidedPlanner, winner: dict[str, Any], other: dict[str, Any]
-) -> Contribution | None:
-    """Compare launches that differ as winner and other do, and in nothing else; None if there are none."""
-    differing = _differing(winner, other)
-    kept = [name for name in STRUCTURE if name not in differing]
-    knob = _named(winner, other, differing)
-    ours: dict[str, list[float]] = {}
-    theirs: dict[str, list[float]] = {}
-    for trial in trials:
-        params, shown = visible_params(trial), score(trial)
-        if feasibility(trial) is not Feasibility.FITS or not shown:
-            continue
-        if any(params.get(name) != winner.get(name) for name in kept):
-            continue  # the effect of a knob depends on the structure
-        rest = str(sorted((name, value) for name, value in params.items() if name not in differing))
-        part = {name: params.get(name) for name in differing}
-        for chosen, side in ((ours, winner), (theirs, other)):
-            if part == {name: side.get(name) for name in differing}:
-                chosen.setdefault(rest, []).append(shown)
-    sign = 1 if planner.problem.metric in LARGER_IS_BETTER else -1
-    logs = [sign * math.log(a / b) for rest in ours.keys() & theirs.keys() for a in ours[rest] for b in theirs[rest]]
-    if not logs:
+def _measured(pairs: Pairs, winner: dict[str, Any], other: dict[str, Any]) -> Contribution | None:
+    """Return the measured effect of the settings in which winner and other differ; None if no launches show it."""
+    effect = pairs.effect(winner, other)
+    if effect is None:
         return None
-    mean, spread = sum(logs) / len(logs), NOISE_SD * math.sqrt(2 / len(logs))
+    knob = _named(winner, other, _differing(winner, other))
     return Contribution(
         knob=knob,
         user=other.get(knob),
         winner=winner.get(knob),
-        factor=math.exp(mean),
-        low=math.exp(mean - _Z95 * spread),
-        high=math.exp(mean + _Z95 * spread),
+        factor=math.exp(effect.mean),
+        low=math.exp(effect.mean - effect.half_width),
+        high=math.exp(effect.mean + effect.half_width),
         source="measured",
-        pairs=len(logs),
+        pairs=effect.pairs,
     )
 
 
@@ -344,8 +339,9 @@ def _modelled(
     if there.fits < 0.5 or there.peak_bytes > planner.problem.device_bytes:
         needs = f"{bytes_in_words(there.peak_bytes)} of {bytes_in_words(planner.problem.device_bytes)}"
         return replace(unknown, note=f"model: with it this micro-batch is not expected to fit ({needs})")
-    sign = 1 if planner.problem.metric in LARGER_IS_BETTER else -1
-    mean, spread = sign * math.log(here.value / there.value), math.hypot(here.spread, there.spread)
+    mean, spread = planner.log_ratio(trials, _split(winner), _split(other))
+    if abs(mean) < _Z95 * spread:
+        return replace(unknown, note=NOT_SEPARATE)
     return Contribution(
         knob=knob,
         user=other.get(knob),
@@ -385,14 +381,17 @@ def _together(
     return _factor(TOGETHER, mean, spread, note="what they do together beyond each alone (model)")
 
 
-def _ratio(baseline: Standing, winner: Standing, paired: Ratio | None, *, maximize: bool) -> tuple[float, float] | None:
+def _ratio(
+    baseline: Standing, winner: Standing, paired: Ratio | None, pairs: Pairs, *, maximize: bool
+) -> tuple[float, float] | None:
     """Return the measured ratio with the standard deviation of its logarithm; None if either metric is 0."""
+    of_two_launches = pairs.quantile * pairs.noise * math.sqrt(2) / _Z95
     if paired is not None:
-        return paired.value, NOISE_SD if math.isinf(paired.half_width) else paired.half_width / _Z95
+        return paired.value, of_two_launches if math.isinf(paired.half_width) else paired.half_width / _Z95
     value = speed_up_over(baseline, winner, maximize=maximize)
     ends = (baseline.low, baseline.high, winner.low, winner.high)
     if value is None or None in ends:
-        return None if value is None else (value, NOISE_SD * math.sqrt(2))
+        return None if value is None else (value, of_two_launches)
     low, high, best_low, best_high = (math.log(end) for end in ends if end is not None)
     return value, math.hypot(high - low, best_high - best_low) / 2 / _Z95
 
@@ -401,14 +400,16 @@ def _remainder(ratio: float, spread: float, others: Sequence[Contribution]) -> C
     """Return what of the measured ratio the other factors do not explain."""
     explained = _product(others)
     mean = math.log(ratio) - math.log(explained.factor or 1.0)
-    return _factor(REMAINDER, mean, math.hypot(explained.spread, spread), note="none of the above explains it")
+    unclaimed = any(one.note == NOT_SEPARATE for one in others)
+    note = "the settings that were not measured separately" if unclaimed else "none of the above explains it"
+    return _factor(REMAINDER, mean, math.hypot(explained.spread, spread), note=note)
 
 
 def _product(parts: Sequence[Contribution]) -> Contribution:
-    """Return the product of factors, with their independent spreads."""
+    """Return the product of factors; launches that several of them share may err in all, so their spreads add up."""
     known = [one for one in parts if one.factor is not None]
     mean = sum(math.log(one.factor) for one in known if one.factor is not None)
-    return _factor("product", mean, math.hypot(*(one.spread for one in known)))
+    return _factor("product", mean, sum(one.spread for one in known))
 
 
 def _factor(source: str, mean: float, spread: float, *, note: str = "") -> Contribution:

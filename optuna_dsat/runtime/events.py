@@ -67,6 +67,10 @@ class RankStarted(Event):
     host: str
     forked: bool = False
     """Whether the process was forked with torch and DeepSpeed already imported, rather than started by torchrun."""
+    isolation: str = "off"
+    """How the user's files are protected: ``mount``, ``python`` or ``off`` (``runtime/world.py``)."""
+    isolation_note: str = ""
+    """Folders that no overlay could be mounted on, and why; empty if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +236,8 @@ class ProfileMeasured(Event):
     device_name: str
     optimizer: str
     """Class name of the innermost optimizer; empty if there is none."""
+    optimizer_tested: bool = True
+    """Whether DeepSpeed lists the optimizer's class as tested with ZeRO; True without an optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ class DeepSpeedHook:
         rank: This rank.
         writer: Records events.
         state: Updated with the rank's phase, steps and device.
-        exit_process: Ends this process after the last profile step; does not return.
+        exit_process: Ends the script after the last profile step, by an exception.
     """
 
     def __init__(

@@ -23,7 +23,14 @@ from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import LaidConfig, effective_config
 from optuna_dsat.runtime.rank import Rank
 
-__all__ = ["ACCUMULATION", "MICRO_BATCH", "TRAINER_FIELDS", "HuggingFaceHook", "note_own_options"]
+__all__ = [
+    "ACCUMULATION",
+    "MICRO_BATCH",
+    "SCHEDULE_LENGTH_KEYS",
+    "TRAINER_FIELDS",
+    "HuggingFaceHook",
+    "note_own_options",
+]
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
@@ -64,7 +71,7 @@ callback cancels evaluation at every step."""
 _DISABLED_METHODS = ("_save_checkpoint", "create_model_card", "init_hf_repo", "push_to_hub", "save_model", "save_state")
 """Methods of the Trainer that are disabled in a launch that measures."""
 
-_SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
+SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
 """Scheduler parameters that the Trainer computes from the training length and compares with the config. They depend on
 the micro-batch, so a launch that measures uses the computed values."""
 
@@ -310,7 +317,7 @@ class HuggingFaceHook:
 def _reset_schedule_length(config: Mapping[str, Any]) -> None:
     params = (config.get("scheduler") or {}).get("params")
     if isinstance(params, dict):
-        params.update({key: "auto" for key in _SCHEDULE_LENGTH_KEYS if key in params})
+        params.update({key: "auto" for key in SCHEDULE_LENGTH_KEYS if key in params})
 
 
 def _disable_method(cls: Any, name: str) -> None:

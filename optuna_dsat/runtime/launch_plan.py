@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS
+from optuna_dsat.runtime.world import WorldPlan
 
 __all__ = ["LAUNCH_ENV", "LaunchPlan"]
 
@@ -37,6 +38,8 @@ class LaunchPlan:
     """Folder for logs of torch's ``SummaryWriter``; empty to keep the script's own folder."""
     leavings: str = ""
     """File in which ranks note what they may leave outside the run directory; empty to note nothing."""
+    world: WorldPlan = field(default_factory=WorldPlan)
+    """What the launch sees and changes of the file system."""
     overlay: Mapping[str, Any] = field(default_factory=dict)
     """Merged into the config that the script passes to ``deepspeed.initialize``; None removes a key."""
     batch_source: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +89,7 @@ class LaunchPlan:
             raise ValueError(f"{path} holds no launch description: a JSON object is expected.")
         known = {f.name for f in fields(cls)}
         try:
-            return cls(**{key: value for key, value in record.items() if key in known})
+            world = WorldPlan.from_record(record.get("world", {}))
+            return cls(**{**{key: value for key, value in record.items() if key in known}, "world": world})
         except TypeError as error:
             raise ValueError(f"{path} holds no launch description: {error}.") from error

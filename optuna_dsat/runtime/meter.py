@@ -118,7 +118,7 @@ class Meter:
         memory: Tracks memory.
         state: Updated with phase and steps.
         last_step: The step after which ``exit_process`` is called; skipped ones do not count.
-        exit_process: Ends this process; does not return.
+        exit_process: Ends the script by an exception; called again if the script catches that and trains on.
         observer: Observes the phases; None for none.
         size_of: Tells the size of a forward pass's inputs.
     """
@@ -427,6 +427,7 @@ class Meter:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        self._exit_if_measured()
         self._close_evaluation()
         # "batch" contains all three phases and starts with forward, as which a failure is reported.
         self._state.phase = "forward" if name == "batch" else name
@@ -489,7 +490,10 @@ class Meter:
                 self._observer.discard()
             else:
                 self._observer.boundary(state.steps, step.fed.samples)
-        if state.has_measured(self._last_step):
+        self._exit_if_measured()
+
+    def _exit_if_measured(self) -> None:
+        if self._state.has_measured(self._last_step):
             self._exit_process()
 
     def _steps_completed(self) -> int:

@@ -14,6 +14,7 @@ included although they do not grow with the batch; the memory model corrects for
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -125,6 +126,7 @@ class Profiler:
                 peak_bytes=peaks.allocated,
                 device_name=self._device_name(),
                 optimizer=_optimizer_name(self._engine),
+                optimizer_tested=_is_tested(self._engine),
             )
         )
 
@@ -243,3 +245,9 @@ def _element_size(module: Any) -> int:
 def _optimizer_name(engine: Any) -> str:
     optimizer = getattr(engine, "basic_optimizer", None)
     return "" if optimizer is None else type(optimizer).__name__
+
+
+def _is_tested(engine: Any) -> bool:
+    """Return whether ``engine._do_optimizer_sanity_check`` would accept the optimizer with ZeRO."""
+    optimizer, zero = getattr(engine, "basic_optimizer", None), sys.modules.get("deepspeed.runtime.zero.utils")
+    return optimizer is None or zero is None or bool(zero.is_zero_supported_optimizer(optimizer))

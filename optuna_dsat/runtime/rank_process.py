@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from time import monotonic, sleep  # themselves: a script may put others in their place in the module
 from typing import NoReturn
@@ -18,7 +19,7 @@ from optuna_dsat.runtime.arguments import ScriptCommand, replace_config_paths
 from optuna_dsat.runtime.build_locks import guard_builds
 from optuna_dsat.runtime.config_option import default_config_option
 from optuna_dsat.runtime.config_redirect import reads_redirected
-from optuna_dsat.runtime.device_memory import unlink_shared_buffers
+from optuna_dsat.runtime.device_memory import process_limit_lifted, unlink_shared_buffers
 from optuna_dsat.runtime.environment_watch import EnvironmentWatch
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
@@ -45,12 +46,13 @@ from optuna_dsat.runtime.local_rank import default_local_rank, with_local_rank
 from optuna_dsat.runtime.meter import RankState
 from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened
 from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.redirection import redirect_writes
 from optuna_dsat.runtime.reporting import set_current_trial
-from optuna_dsat.runtime.side_effects import TemporaryFolders
+from optuna_dsat.runtime.world import World, rename_across_layers
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 from optuna_dsat.secrecy.references import hidden_text
 
-__all__ = ["AGENT_ENV", "EXIT_EVENTS_LOST", "FailedExit", "exit_as_python", "exit_code", "run_rank"]
+__all__ = ["AGENT_ENV", "EXIT_EVENTS_LOST", "EXIT_LIMIT_S", "FailedExit", "exit_as_python", "exit_code", "run_rank"]
 
 EXIT_EVENTS_LOST = 74
 """Exit code of a rank whose events could not be written (``EX_IOERR`` of ``sysexits.h``)."""
@@ -58,17 +60,25 @@ EXIT_EVENTS_LOST = 74
 AGENT_ENV = "OPTUNA_DSAT_AGENT_PID"
 """Environment variable with the process number of torchrun, which starts the ranks; the script does not see it."""
 
+EXIT_LIMIT_S = 5.0
+"""Longest time for exit handlers (``finally``, ``with``, ``atexit``) after the last record of a rank."""
+
+_EXIT_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""Signal that raises ``SystemExit`` in the main thread, also while that waits, when another thread has trained."""
+
 _PR_SET_PDEATHSIG = 1
 """``linux/prctl.h``."""
+
+_HERE = str(Path(__file__).resolve().parent)
 
 _LOCAL_RANKS_TIMEOUT_S = 2.0
 """Maximum wait for the other ranks of this host, which may still be communicating with this one."""
 
 
 def run_rank(plan: LaunchPlan, rank: Rank, command: ScriptCommand, *, safe_path: bool, forked: bool = False) -> int:
-    """Run the script as this rank of the launch; return the exit code of a script that ran to its end.
+    """Run the script as this rank of the launch; return the rank's exit code.
 
-    Does not return if the rank ends early: after the last profile step (exit code 0) or on an exception (1).
+    After the last profile step, ``SystemExit`` ends the script as its own call of ``sys.exit`` would.
 
     Raises:
         SystemExit: If the script calls ``sys.exit``; the caller exits with its code.
@@ -91,9 +101,11 @@ class _RankProcess:
         self._rank = rank
         self._forked = forked
         self._environment = EnvironmentWatch()
-        self._temporary = TemporaryFolders()
         self._state = RankState()
         self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
+        self._world = World() if plan.world.isolation == "off" else World.load(plan.world.record)
+        self._is_done = False
+        """Whether the last record is written. What the script raises after it is its own."""
 
     def run(self, command: ScriptCommand, *, safe_path: bool) -> int:
         rank, plan = self._rank, self._plan
@@ -106,15 +118,22 @@ class _RankProcess:
                 pid=os.getpid(),
                 host=rank.host,
                 forked=self._forked,
+                isolation=self._world.mode,
+                isolation_note=self._world.reason,
             )
         )
-        if plan.leavings:
+        if plan.leavings and not self._world.covers_shared_memory:
             note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
-        if plan.leavings and plan.measures:  # a training may want its folders
+        if plan.leavings and plan.measures and self._world.mode != "mount":  # a training may want its folders
             note_temporary_folders(Path(plan.leavings))
             note_temporary_files(Path(plan.leavings))
             note_shared_memory(Path(plan.leavings))
             ImportWatch({"multiprocessing.util": share_multiprocessing_folder}).install()
+        if self._world.redirected:
+            upper = Path(plan.world.folder) / "files"
+            redirect_writes(upper, folders=self._world.redirected, passed=self._world.passed)
+        if self._world.unprivileged:
+            rename_across_layers()
         if self._reports_imports:
             self._environment.install()
         ImportWatch({"torch.utils.file_baton": guard_builds}).install()
@@ -131,20 +150,43 @@ class _RankProcess:
         if given != args:
             args = given
             self._takes_local_rank()
+        signal.signal(_EXIT_SIGNAL, _exit_script)
         try:
             with reads_redirected(
                 user_config=plan.user_config_path, config=plan.config_path, on_read=self._reads_config
             ):
                 ScriptCommand(name=command.name, is_module=command.is_module, args=args).run(safe_path=safe_path)
-        except SystemExit as end:
-            self._finish("script_end" if end.code in (None, 0) else f"exit_code_{exit_code(end)}")
-            raise
-        except (EventWriteError, KeyboardInterrupt):
-            raise
+                threading._shutdown()  # type: ignore[attr-defined]  # a thread of the script may still train
         except BaseException as error:  # noqa: BLE001 - recorded and printed as Python prints it
-            self._fail(error)
-        self._finish("script_end")
+            return self._end(error)
+        if not self._is_done:
+            self._finish("script_end")
+            self._limit_exit(0)
         return 0
+
+    def _end(self, error: BaseException) -> int:
+        """Record what ended the script, unless the rank's end is recorded already; return the rank's exit code.
+
+        Raises:
+            SystemExit: If the script called ``sys.exit`` before the last profile step.
+            FailedExit: If the script of a full training run failed.
+        """
+        if self._is_done:
+            if not isinstance(error, SystemExit):
+                _show(error)
+            return 0
+        if isinstance(error, (EventWriteError, KeyboardInterrupt)):
+            raise error
+        if isinstance(error, SystemExit):
+            code = exit_code(error)
+            self._finish(f"exit_code_{code}" if code else "script_end")
+            self._limit_exit(code)
+            raise error
+        self._fail(error)
+        if not self._plan.measures:
+            raise FailedExit(1)
+        self._limit_exit(1)
+        return 1
 
     @property
     def _reports_imports(self) -> bool:
@@ -167,8 +209,18 @@ class _RankProcess:
                 rank=self._rank.rank, time=time.time(), reason=reason, steps=state.steps, skipped=state.skipped
             )
         )
+        self._is_done = True
 
-    def _exit_after_last_step(self) -> None:
+    def _exit_after_last_step(self) -> NoReturn:
+        """End the script as ``sys.exit`` would; at every later step again, if the script has caught that."""
+        if not self._is_done:
+            self._record_measured()
+            self._limit_exit(0)
+            if (main := threading.main_thread()) is not threading.current_thread() and main.ident is not None:
+                signal.pthread_kill(main.ident, _EXIT_SIGNAL)
+        raise SystemExit(0)
+
+    def _record_measured(self) -> None:
         if self._reports_imports:
             self._writer.write(
                 ModulesImported(
@@ -181,7 +233,17 @@ class _RankProcess:
             )
         self._finish("profile_done" if self._state.steps >= self._plan.end_profile_step else STEPS_SKIPPED)
         self._wait_for_local_ranks()
-        end_process(0, self._temporary)
+
+    def _limit_exit(self, code: int) -> None:
+        """End this process by force, with this exit code, if the script's exit handlers take too long."""
+        if self._plan.measures:
+            timer = threading.Timer(EXIT_LIMIT_S, end_process, args=(code,))
+            timer.daemon = True
+            try:
+                with process_limit_lifted():  # for the thread's stack
+                    timer.start()
+            except RuntimeError:  # no memory for a thread
+                end_process(code)
 
     def _wait_for_local_ranks(self) -> None:
         """Wait until the other ranks of this host have completed or failed the last step."""
@@ -190,9 +252,8 @@ class _RankProcess:
         while monotonic() < deadline and not all(map(_has_ended, paths)):
             sleep(0.005)
 
-    def _fail(self, error: BaseException) -> NoReturn:
-        here = str(Path(__file__).resolve().parent)
-        trace = without_runtime_frames(error.__traceback__, here)
+    def _fail(self, error: BaseException) -> None:
+        trace = without_runtime_frames(error.__traceback__, _HERE)
         diagnosis = diagnose(error, phase=self._state.phase, device=self._state.device, limited=self._state.limited)
         self._writer.write(
             RankFailed(
@@ -207,10 +268,21 @@ class _RankProcess:
                 steps=self._state.steps,
             )
         )
+        self._is_done = True
+        _show(error)
+
+
+def _exit_script(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _show(error: BaseException) -> None:
+    """Print an exception as Python does."""
+    trace = without_runtime_frames(error.__traceback__, _HERE)
+    try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        if not self._plan.measures:
-            raise FailedExit(1)  # exit handlers of a full training run may save something
-        end_process(1, self._temporary)
+    except BaseException:  # noqa: BLE001 - the script's own hook
+        traceback.print_exc()
 
 
 def die_with_parent(parent: int) -> None:
@@ -236,18 +308,13 @@ def redirect_output(log_dir: Path, rank: int) -> None:
         os.close(target)
 
 
-def end_process(code: int, temporary: TemporaryFolders | None = None) -> NoReturn:
-    """End immediately after flushing output, without the teardown of Python, CUDA and the process group (seconds).
-
-    Args:
-        code: Exit code.
-        temporary: Folders to remove; None for none.
-    """
+def end_process(code: int) -> NoReturn:
+    """End immediately after flushing output, without the teardown of Python, CUDA and the process group (seconds)."""
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for workers that are killed
     multiprocessing = sys.modules.get("multiprocessing")
     for worker in multiprocessing.active_children() if multiprocessing is not None else ():
         worker.kill()  # data loader workers otherwise outlive this process by seconds
-    if temporary is not None:
-        temporary.remove()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -280,8 +347,11 @@ def exit_as_python(code: int) -> NoReturn:
     A gloo thread that still runs during that teardown aborts the process, and a successful training would count as
     failed.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # the first step of Python's own shutdown
-    atexit._run_exitfuncs()
+    for part in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        try:
+            part()
+        except BaseException:  # noqa: BLE001 - printed by Python, too, and without effect on its exit code
+            traceback.print_exc()
     end_process(code)
 
 

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import shutil
 import sys
-import tempfile
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "TemporaryFolders",
     "disable_checkpoints",
     "redirect_accelerates_tensorboard",
     "redirect_tensorboard",
@@ -99,33 +95,6 @@ def redirect_accelerates_tensorboard(tracker_class: Any, folder: Path) -> None:
         original(*bound.args, **bound.kwargs)
 
     tracker_class.__init__ = __init__
-
-
-class TemporaryFolders:
-    """Temporary folders that this process would remove at its normal end, which a rank does not reach.
-
-    These are the folder of ``multiprocessing``, which data loader workers use, and those of ``TemporaryDirectory``,
-    which trackers use. Folders that were there at construction belong to the process that this one was forked from.
-    """
-
-    def __init__(self) -> None:
-        self._before = {self._of_multiprocessing(), *self._of_tempfile()}
-
-    def remove(self) -> None:
-        """Remove the folders that were made since."""
-        for folder in {self._of_multiprocessing(), *self._of_tempfile()} - self._before:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    @staticmethod
-    def _of_multiprocessing() -> str:
-        current = getattr(sys.modules.get("multiprocessing.process"), "_current_process", None)
-        return str(getattr(current, "_config", {}).get("tempdir") or "")
-
-    @staticmethod
-    def _of_tempfile() -> list[str]:
-        cleanup = getattr(tempfile.TemporaryDirectory, "_cleanup", None)
-        pending = [finalizer.peek() for finalizer in list(getattr(weakref.finalize, "_registry", {}))]
-        return [str(found[2][0]) for found in pending if found is not None and found[1] == cleanup]
 
 
 def disable_checkpoints(engine_class: Any) -> None:

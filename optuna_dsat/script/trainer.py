@@ -15,6 +15,7 @@ from typing import Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.runtime.batch_names import names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
+from optuna_dsat.runtime.hugging_face_hook import SCHEDULE_LENGTH_KEYS
 from optuna_dsat.script.batch_rule import guesses
 
 __all__ = ["ScriptTrainer", "trainer_guesses"]
@@ -104,9 +105,19 @@ class ScriptTrainer:
         return f"Set {' and '.join(places)}: it has to agree with the config." if places else ""
 
     def trainable(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``config`` as the trainer accepts it: Lightning's refuses one with gradient accumulation steps."""
+        """Return ``config`` as the trainer accepts it.
+
+        Lightning's refuses one with gradient accumulation steps. Hugging Face's compares the lengths of the schedule
+        with those that it computes from its batch sizes: at other ones than the script's they become ``"auto"``.
+        """
         refused = ds_config.GRADIENT_ACCUMULATION if self.framework == "lightning" else None
-        return {key: value for key, value in config.items() if key != refused}
+        result = {key: value for key, value in config.items() if key != refused}
+        own = all(config.get(key) == self.script_value(key) for key in _FIELDS[self.framework])
+        scheduler = config.get("scheduler") or {}
+        if self.framework == "transformers" and not own and isinstance(scheduler.get("params"), Mapping):
+            computed = {key: ds_config.AUTO for key in SCHEDULE_LENGTH_KEYS if key in scheduler["params"]}
+            result["scheduler"] = {**scheduler, "params": {**scheduler["params"], **computed}}
+        return result
 
     def script_value(self, key: str) -> int | None:
         """Return the micro-batch or the accumulation steps that the script itself sets; None if not observed.

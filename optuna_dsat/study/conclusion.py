@@ -13,6 +13,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import Turn, TurnLostError
 from optuna_dsat.study.confirmation import Confirmation
@@ -246,6 +247,7 @@ class Conclusion:
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
             device=spec.device,
+            isolation=describe_isolation(weakest_isolation(row.report.conditions for row in launches)),
         )
 
 

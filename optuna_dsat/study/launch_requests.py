@@ -62,6 +62,8 @@ def launch_request(
         env=spec.script.environment,
         timeout_s=spec.trial_timeout_s,
         stall_s=spec.stall_timeout_s,
+        isolation=spec.isolation,
+        writable=spec.writable,
     )
 
 

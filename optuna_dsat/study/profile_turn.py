@@ -79,6 +79,13 @@ class ProfileTurn:
                 "The script builds its model within deepspeed.zero.Init, which is for ZeRO 3: only ZeRO 3 is searched. "
                 "Enter zero.Init at ZeRO 3 only (enabled=...) to have the other stages searched, too."
             )
+        if profiled.followed_by(self._spec).zero_stages == (0,) and profiled.zero_is_untested(self._spec):
+            self._context.say(
+                f"The script's optimizer, {profiled.profile.optimizer}, is not among those that DeepSpeed tests with "
+                "ZeRO, which flattens and splits the parameters: one that reads their shapes trains differently then. "
+                'Only ZeRO 0 is searched. If yours reads no shapes, add "zero_allow_untested_optimizer": true to the '
+                "config to have ZeRO 1 to 3 searched, too."
+            )
         if told := _data_in_words(profiled.followed_by(self._spec), profiled):
             self._context.say(told)
         if objective(self._spec, profiled) != self._spec.metric:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from optuna_dsat.config import ds_config
 from optuna_dsat.config.op_builders import operators_of
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import ModelProfile
@@ -68,7 +69,7 @@ class Profiled:
 
     def followed_by(self, spec: StudySpec) -> StudySpec:
         """Return a spec as the script means it: its trainer's and its own batch sizes filled in and followed."""
-        stages = (3,) if self.only_zero_3 else spec.zero_stages
+        stages = (3,) if self.only_zero_3 else (0,) if self.zero_is_untested(spec) else spec.zero_stages
         return follow_script(
             spec.model_copy(update={"zero_stages": stages}),
             differences=self.config_differences,
@@ -79,18 +80,36 @@ class Profiled:
             environment=self.environment,
         )
 
+    def zero_is_untested(self, spec: StudySpec) -> bool:
+        """Return whether only ZeRO 0 is known to train as the user's config does.
+
+        DeepSpeed refuses ZeRO with optimizers that it does not list as tested: ZeRO flattens and splits parameters, and
+        an optimizer that reads their shapes trains differently then. The user accepts that by the config's
+        ``zero_allow_untested_optimizer`` or by training with ZeRO already, as accelerate and the trainers allow.
+        They set the key for any optimizer, so where they run, only the file's counts.
+        """
+        own = {key: values[0] for key, values in self.config_differences.items()}
+        library = self.trainer is not None or self._has_accelerate
+        config = ds_config.with_values(spec.ds_config, own)
+        accepted = (spec.ds_config if library else config).get("zero_allow_untested_optimizer") is True
+        uses_zero = ds_config.zero_section(ds_config.effective(config)).get("stage", 0) not in (0, ds_config.AUTO)
+        return not (self.profile.optimizer_tested or accepted or uses_zero)
+
+    @property
+    def _has_accelerate(self) -> bool:
+        return any(name.partition(".")[0] == "accelerate" for name in self.preload.modules)
+
     def operators(self, spec: StudySpec, space: SearchSpace) -> tuple[str, ...]:
         """Return the names of the operator builders that launches of a search may need.
 
         accelerate allows DeepSpeed any optimizer where it prepares the script's own, which shows that it does.
         """
         config = self.followed_by(spec).ds_config
-        has_accelerate = any(name.partition(".")[0] == "accelerate" for name in self.preload.modules)
         return operators_of(
             config,
             space,
             measured_with=self.profile.optimizer,
-            replaced_on_host=has_accelerate and config.get("zero_allow_untested_optimizer") is True,
+            replaced_on_host=self._has_accelerate and config.get("zero_allow_untested_optimizer") is True,
         )
 
     def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:

@@ -117,6 +117,8 @@ class StudyResult:
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
     device: str = "cuda"
     """What the launches ran on: ``cuda`` or ``cpu``."""
+    isolation: str = ""
+    """How the user's files were protected from the launches; of several ways the weakest."""
     by_gpus: Mapping[int, StudyResult] = field(default_factory=dict)
     """GPUs of a launch -> result of the search with so many, where ``autotuning.num_gpus`` lists several; then this
     result is the one with the most samples per second. Empty otherwise."""
@@ -229,6 +231,25 @@ def write_settings(copy: SettingsCopy, config: Mapping[str, Any]) -> None:
 _ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam", "zerooneadam", "onebitlamb"})
 
 
+_COUNTED_IN_STEPS = frozenset(
+    {"warmup_num_steps", "total_num_steps", "cycle_first_step_size", "cycle_second_step_size", "decay_step_size"}
+    | {"lr_range_test_step_size", "total_curriculum_step", "require_steps", "schedule_offset", "schedule_offset_end"}
+    | {"quantization_period", "freeze_step", "var_freeze_step"}
+)
+"""Keys of a DeepSpeed config that are numbers of optimizer steps: of its schedulers, curricula, compression and 1-bit
+optimizers (``lr_schedules``, ``data_pipeline``, ``compression`` and ``fp16.onebit`` of 0.19.8)."""
+
+
+def _scaled_steps(config: Mapping[str, Any], ratio: float) -> str:
+    """Return the numbers of steps in a config that cover the same samples at a batch ``ratio`` times as large."""
+    changed = [
+        f"{key} from {value:,} to {max(1, round(value / ratio)):,}"
+        for key, value in ds_config.flatten(config).items()
+        if key.rpartition(".")[2] in _COUNTED_IN_STEPS and type(value) is int and value > 0
+    ]
+    return f" The config counts these in steps; for as many samples change {', '.join(changed)}." if changed else ""
+
+
 def learning_rate_advice(
     config: Mapping[str, Any],
     *,
@@ -266,7 +287,8 @@ def learning_rate_advice(
     return (
         f"The global batch goes from {count_in_words(user_batch)} to {things_in_words(batch, 'sample')}{steps}: "
         f"consider multiplying your learning rate{told} by {factor}. That is a rule of thumb, to be checked by the "
-        f"loss of a longer run.{'' if is_chosen else f' Keep the batch with --train-batch-size {user_batch}.'}"
+        f"loss of a longer run.{_scaled_steps(config, ratio)}"
+        f"{'' if is_chosen else f' Keep the batch with --train-batch-size {user_batch}.'}"
     )
 
 

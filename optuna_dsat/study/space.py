@@ -126,6 +126,9 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         params=None if profiled is None else profiled.profile.params,
         micro_batch_cap=cap,
         pipeline=profiled is not None and profiled.pipeline,
+        untested_optimizer=(
+            profiled.profile.optimizer if profiled is not None and profiled.zero_is_untested(spec) else ""
+        ),
         device=spec.device,
         gradient_accumulation_steps=ds_config.batch_triangle(
             ds_config.effective(spec.ds_config),

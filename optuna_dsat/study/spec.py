@@ -189,6 +189,11 @@ class StudySpec(_Frozen):
     """Modules imported before a warm launch, in addition to those that the profile launch imported."""
     no_preload: tuple[str, ...] = ()
     """Packages that every warm launch imports itself."""
+    isolation: Literal["auto", "python", "off"] = "auto"
+    """How the user's files are protected from trials: overlays where they can be mounted, else Python's writers
+    redirected; the latter alone; or not at all."""
+    writable: tuple[str, ...] = ()
+    """Absolute paths that trials may change."""
     confirm: int = Field(default=3, ge=0)
     """Most finalists measured again in rounds with the user's config; 0 for none."""
     confirm_time_s: float | None = Field(default=None, ge=0)
@@ -289,6 +294,7 @@ class StudySpec(_Frozen):
         budget = {
             "name", "max_trials", "max_concurrent_trials", "max_slots", "trial_timeout_s", "timeout_s", "max_retries",
             "confirm", "output_dir", "enqueue_user_config", "launcher", "preload", "no_preload",
+            "isolation", "writable",
             "adaptive_steps", "wait_for_gpus_s", "stall_timeout_s", "confirm_time_s", "tie",
             "slurm_arg", "ray_address", "ray_node", "queue_timeout_s", "idle_release_s",
         }  # fmt: skip

@@ -45,6 +45,7 @@ def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> di
         return config
     complete = space.without_idle(config)
     offload = ds_config.zero_section(complete).get("offload_optimizer") or {}
-    if space.allow_untested_optimizer and offload.get("device", "none") != "none":
+    own_optimizer = "type" not in (complete.get("optimizer") or {})
+    if own_optimizer and offload.get("device", "none") != "none":
         complete = {"zero_force_ds_cpu_optimizer": False, **complete}
     return complete

@@ -99,6 +99,24 @@ class PlaceOptions:
             panel=WHERE,
         ),
     ] = None
+    isolation: Annotated[
+        Literal["auto", "python", "off"],
+        Option(
+            help="How your files are protected from trials: auto (overlay mounts, else redirected writers of Python), "
+            "python (the latter alone) or off.",
+            panel=WHERE,
+        ),
+    ] = default("isolation")
+    writable: Annotated[
+        Sequence[StrPath] | None,
+        Option(
+            help="File or folder that trials may change, such as a cache of your data (repeatable).",
+            python_help="Files and folders that trials may change, such as a cache of the data.",
+            metavar="PATH",
+            text_type=list[str] | None,
+            panel=WHERE,
+        ),
+    ] = None
     storage: Annotated[
         str,
         Option(

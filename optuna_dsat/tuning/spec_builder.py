@@ -93,6 +93,8 @@ def _settings(options: TuneOptions) -> dict[str, Any]:
         settings["zero_stages"] = tuple(sorted(set(stages)))
     if "nvme_path" in settings:
         settings["nvme_path"] = _existing_folder(os.fspath(settings["nvme_path"]))
+    if "writable" in settings:
+        settings["writable"] = tuple(os.path.abspath(path) for path in settings["writable"])  # noqa: PTH100 - keeps links
     for name in ("no_tune", "preload", "no_preload", "slurm_arg", "ray_node"):
         if name in settings:
             settings[name] = tuple(str(one) for one in settings[name])

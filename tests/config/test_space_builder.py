@@ -345,16 +345,15 @@ def test_what_cannot_be_meant_is_refused(zero: dict[str, Any], options: dict[str
         make(zero, **options)
 
 
-def test_untested_optimizers_are_allowed_where_deepspeed_would_ask() -> None:
-    def says(config: dict[str, Any], stage: int) -> Any:
-        space = build_space(SpaceRequest(ds_config=config, zero_stages=(stage,), params=PARAMS))
-        return space.overlay(draw(space, 1)[0]).get("zero_allow_untested_optimizer")
+@pytest.mark.parametrize("optimizer", [{}, {"type": "SGD"}, {"type": "AdamW"}])
+def test_the_guard_against_untested_optimizers_stays_on(optimizer: dict[str, Any]) -> None:
+    space = build_space(SpaceRequest(ds_config={"optimizer": optimizer}, zero_stages=(0, 1, 2, 3), params=PARAMS))
+    assert all("zero_allow_untested_optimizer" not in space.overlay(params) for params in draw(space, 20))
 
-    assert says({}, 1) is True
-    assert says({}, 0) is None
-    assert says({"optimizer": {"type": "SGD"}}, 3) is True
-    assert says(BASE, 2) is None
-    assert says({"zero_allow_untested_optimizer": False}, 2) is None
+
+def test_a_stage_that_an_untested_optimizer_excludes_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"DeepSpeed does not list RowNorm as tested.*zero_allow_untested_optimizer"):
+        make({"stage": [1, 2]}, zero_stages=(0,), untested_optimizer="RowNorm")
 
 
 def test_gradient_accumulation_can_be_given() -> None:

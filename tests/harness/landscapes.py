@@ -19,6 +19,8 @@ class Hill:
     override: Callable[[Mapping[str, Any]], SimulatedResult | None] = lambda _: None
     configs: list[dict[str, Any]] = field(default_factory=list)
     """Every config that was run, in order."""
+    optimizer: str = "AdamW"
+    optimizer_tested: bool = True
 
     def profile(self, slots: int) -> SimulatedProfile:  # noqa: ARG002 - the protocol's
         return SimulatedProfile(
@@ -31,6 +33,8 @@ class Hill:
             device_memory_bytes=60 * GIB,
             host_memory_bytes=512 * GIB,
             peak_bytes=20 * GIB,
+            optimizer=self.optimizer,
+            optimizer_tested=self.optimizer_tested,
         )
 
     def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:  # noqa: ARG002 - the protocol's

@@ -41,7 +41,7 @@ time.sleep(600)
 @pytest.fixture
 def names() -> Iterator[list[Path]]:
     """Return two paths in shared memory."""
-    paths = [SHARED_MEMORY / f"optuna-dsat-test-{uuid.uuid4().hex}" for _ in range(2)]
+    paths = [SHARED_MEMORY / f"nccl-test-{uuid.uuid4().hex}" for _ in range(2)]
     yield paths
     for path in paths:
         path.unlink(missing_ok=True)
@@ -128,6 +128,34 @@ def test_what_was_noted_is_removed_after_the_tuner_was_killed_unless_another_has
     assert remove_noted(record) == Removed(shared_memory=1)
     assert not made.exists()
     assert again.exists()
+
+
+def test_a_file_that_another_process_made_is_not_taken_for_the_launchs(tmp_path: Path) -> None:
+    """Data that appear in shared memory while a rank runs, and that it maps, were deleted with the launch."""
+    data = SHARED_MEMORY / f"data-{uuid.uuid4().hex}"
+    watch = SharedMemoryWatch(lambda: (rank.pid,), record=tmp_path / "record")
+    data.write_bytes(b"data" * 1024)
+    rank = mapping(data)
+    try:
+        watch.check(0.0)
+        assert watch.found == frozenset()
+    finally:
+        killed(rank)
+        data.unlink()
+
+
+def test_a_name_that_was_there_before_is_left_whatever_its_file(tmp_path: Path, names: list[Path]) -> None:
+    replaced, other = names
+    old(replaced)
+    watch = SharedMemoryWatch(lambda: (rank.pid,), record=tmp_path / "record")
+    other.write_bytes(b"new" * 1024)
+    other.rename(replaced)  # as a script does that replaces its data
+    rank = mapping(replaced)
+    try:
+        watch.check(0.0)
+        assert watch.found == frozenset()
+    finally:
+        killed(rank)
 
 
 def test_a_leftover_of_a_killed_tuner_takes_no_older_file_with_it(tmp_path: Path, names: list[Path]) -> None:

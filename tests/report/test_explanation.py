@@ -87,7 +87,8 @@ def test_what_pairs_of_launches_show_is_said_as_measured() -> None:
     assert (overlap.source, overlap.pairs, overlap.user, overlap.winner) == ("measured", 2, False, True)
     values = [value_of(trial) for trial in study.trials]
     ratios = [values[2] / values[1], values[3] / values[4]]
-    assert overlap.factor == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
+    assert overlap.factor is not None
+    assert ratios[0] < overlap.factor < (ratios[0] * ratios[1]) ** 0.5, "the pair with the winner counts more"
     sizes = parts[MICRO_BATCH]  # of 4 and 8 only the runs without overlap are a pair
     assert (sizes.source, sizes.pairs) == ("measured", 1)
     assert found.contributions[0].knob == MICRO_BATCH

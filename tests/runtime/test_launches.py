@@ -82,6 +82,7 @@ def test_a_profile_of_zero_3_with_offload_by_args_and_a_client_optimizer(start: 
         assert profile.host_memory_bytes > profile.device_memory_bytes
         assert 0 < profile.peak_bytes < 2 * 2**30
         assert profile.optimizer == "AdamW"
+        assert profile.optimizer_tested
         assert len(launch.of(StepMeasured, rank)) == 5
     assert json.loads(launch.log("stdout").splitlines()[-1])["deepspeed_config"] is True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,3 +192,15 @@ class OverflowingEngine(Engine):
 def test_a_profiled_step_that_was_skipped_is_profiled_again(plan: LaunchPlan) -> None:
     [profile] = profile_of(OverflowingEngine(), plan)
     assert profile.activation_bytes_per_sample == ACTIVATIONS
+
+
+@pytest.mark.parametrize("tested", [False, True])
+def test_deepspeed_decides_whether_an_optimizer_is_tested_with_zero(
+    plan: LaunchPlan, tested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = Engine()
+    engine.basic_optimizer = torch.optim.Rprop(torch.nn.Linear(1, 1).parameters())
+    listed = SimpleNamespace(is_zero_supported_optimizer=lambda optimizer: tested and optimizer.param_groups != [])
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.utils", listed)
+    [profile] = profile_of(engine, plan)
+    assert (profile.optimizer, profile.optimizer_tested) == ("Rprop", tested)

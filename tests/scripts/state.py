@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -26,6 +27,11 @@ import torch
 PER_LAUNCH = ("OPTUNA_DSAT_", "TORCHELASTIC_", "MASTER_PORT", "COMET_", "MLFLOW_", "TENSORBOARD_", "WANDB_DIR")
 
 
+def handler_name(number: int) -> str:
+    """Return a signal's handler as text, without the address of a function, which differs between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(signal.getsignal(number)))
+
+
 def look() -> dict[str, Any]:
     """Return what may differ between one way of starting a rank and another."""
     main = sys.modules["__main__"]
@@ -37,7 +43,7 @@ def look() -> dict[str, Any]:
         "cwd": str(Path.cwd()),
         "main": [main.__name__, getattr(main, "__file__", None), str(getattr(main, "__spec__", None))],
         "environ": {k: v for k, v in os.environ.items() if not k.startswith(PER_LAUNCH)},
-        "signals": {int(s): str(signal.getsignal(s)) for s in signal.valid_signals()},
+        "signals": {int(s): handler_name(s) for s in signal.valid_signals()},
         "threads": threading.active_count(),
         "main_thread": threading.current_thread() is threading.main_thread(),
         "session": os.getsid(0) == os.getpid(),

@@ -85,6 +85,49 @@ def test_an_optimizer_that_accelerate_prepares_needs_deepspeeds_on_the_host(
     assert profiled.operators(spec, space) == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "differences", "modules", "stages"),
+    [
+        ({}, {}, (), (0,)),
+        ({"zero_optimization": {"stage": 2}}, {}, (), (1, 2, 3)),  # it trains with ZeRO already
+        ({"zero_allow_untested_optimizer": True}, {}, (), (1, 2, 3)),
+        ({"zero_allow_untested_optimizer": False}, {}, (), (0,)),
+        ({}, {"zero_allow_untested_optimizer": [True, None]}, (), (1, 2, 3)),  # in the script's own config
+        ({}, {"zero_allow_untested_optimizer": [True, None]}, ("accelerate",), (0,)),  # accelerate's for any optimizer
+        ({"zero_allow_untested_optimizer": True}, {}, ("accelerate",), (1, 2, 3)),
+        ({}, {"zero_optimization.stage": [1, None]}, ("accelerate",), (1, 2, 3)),
+    ],
+)
+def test_zero_is_searched_for_an_untested_optimizer_only_where_the_user_allows_it(
+    bench: StudyBench, config: dict[str, Any], differences: dict[str, list[Any]], modules: tuple[str, ...],
+    stages: tuple[int, ...],
+) -> None:  # fmt: skip
+    spec = bench.spec(max_trials=1, confirm=0)
+    bench.run(spec, Hill())
+    stored = read_stored(bench.store, "s").profiled
+    assert stored is not None
+    spec = spec.model_copy(update={"ds_config": {"train_micro_batch_size_per_gpu": 1, **config}})
+    own_adam = replace(stored, config_differences=differences, preload=Preload(modules=modules))
+    row_norm = replace(own_adam, profile=replace(stored.profile, optimizer="RowNorm", optimizer_tested=False))
+    assert own_adam.followed_by(spec).zero_stages == (1, 2, 3)
+    followed = row_norm.followed_by(spec)
+    assert followed.zero_stages == stages
+    assert row_norm.followed_by(followed) == followed
+
+
+def test_a_study_of_an_untested_optimizer_says_why_only_zero_0_is_searched(bench: StudyBench) -> None:
+    hill = Hill(optimizer="RowNorm", optimizer_tested=False)
+    spec = bench.spec(max_trials=6, confirm=0)
+    spec = spec.model_copy(update={"ds_config": {"train_micro_batch_size_per_gpu": 2}})
+    result = bench.run(spec, hill)
+    assert result is not None
+    assert result.config.get("zero_optimization", {}).get("stage", 0) == 0
+    assert all(config.get("zero_optimization", {}).get("stage", 0) == 0 for config in hill.configs)
+    assert not any("zero_allow_untested_optimizer" in config for config in hill.configs)
+    [text] = [news.text for news in bench.news if isinstance(news, Message) and "RowNorm" in news.text]
+    assert '"zero_allow_untested_optimizer": true' in text
+
+
 def test_of_the_thousands_of_modules_that_are_imported_the_packages_are_shown(bench: StudyBench) -> None:
     spec = bench.spec(max_trials=1, confirm=0)
     bench.run(spec, Hill())

@@ -1,0 +1,87 @@
+"""A measured script ends as by ``sys.exit``: its exit handlers run, for a few seconds, and change no outcome."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.outcome import Outcome
+from tests.harness.launches import request
+
+pytestmark = pytest.mark.torchrun
+
+TRAIN = """
+import atexit, os, sys, threading, time
+import deepspeed, torch
+deepspeed.init_distributed()
+rank = torch.distributed.get_rank()
+model = torch.nn.Linear(4, 4)
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+def train():
+    for _ in range(1000):
+        engine.backward(engine(torch.randn(4, 4)).sum())
+        engine.step()
+
+def mark(name):
+    open(f"{name}-{rank}", "w").close()
+"""
+
+Launch = Callable[[str], LaunchReport]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Return a function that launches a training with an ending."""
+    launcher = TorchrunLauncher(
+        tmp_path / "out", devices=cpu_devices(2), base_env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    script = tmp_path / "train.py"
+
+    def run(ending: str) -> LaunchReport:
+        script.write_text(TRAIN + ending)
+        (tmp_path / "user_config.json").write_text("{}")
+        _, report = follow(launcher, request(tmp_path, script=str(script), overlay={}))
+        return report
+
+    yield run
+    launcher.close()
+
+
+def test_finally_with_and_atexit_run(launch: Launch, tmp_path: Path) -> None:
+    report = launch(
+        "atexit.register(mark, 'atexit')\ntry:\n    with torch.enable_grad():\n        train()\n"
+        "finally:\n    mark('finally')\n"
+    )
+    assert report.outcome is Outcome.MEASURED, report.message
+    assert {path.name for path in tmp_path.glob("*-[01]")} == {"atexit-0", "atexit-1", "finally-0", "finally-1"}
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "while True:\n    try:\n        train()\n    except BaseException:\n        pass\n",
+        "try:\n    train()\nfinally:\n    time.sleep(600)\n",
+        "try:\n    train()\nfinally:\n    sys.exit(3)\n",
+        "try:\n    train()\nfinally:\n    raise RuntimeError('workers are gone')\n",
+        "try:\n    train()\nfinally:\n    os._exit(7)\n",
+        "try:\n    train()\nfinally:\n    if rank == 0:\n        torch.distributed.barrier()\n",
+        "worker = threading.Thread(target=train)\nworker.start()\nworker.join()\ntime.sleep(600)\n",
+    ],
+    ids=["swallowed", "slow", "exit code", "raises", "hard exit", "collective", "thread"],
+)
+def test_no_ending_changes_the_outcome_or_takes_long(launch: Launch, ending: str) -> None:
+    began = time.monotonic()
+    report = launch(ending)
+    assert report.outcome is Outcome.MEASURED, report.message
+    assert report.exit_s < 12.0
+    assert time.monotonic() - began < 120.0

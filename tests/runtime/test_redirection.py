@@ -1,0 +1,153 @@
+"""Redirected writers leave the user's files as they are, and a script sees one file system all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REDIRECT = """
+import sys
+from pathlib import Path
+from optuna_dsat.runtime.redirection import redirect_writes
+if sys.argv[1]:
+    redirect_writes(Path(sys.argv[1]), folders=[sys.argv[2]], passed=[sys.argv[2] + "/passed"])
+"""
+OPERATIONS = """
+import json, os, random, shutil, stat
+os.chdir(sys.argv[2])
+draw, log = random.Random(int(sys.argv[3])), []
+names = ["a", "b", "d", "d/a", "d/b", "d/e", "d/e/a", "n", "n/a", "n/m"]
+
+def read(path):
+    with open(path) as file:
+        return file.read()
+
+def write(path, mode):
+    with open(path, mode) as file:
+        if mode == "r+":
+            file.seek(0, 2)
+        return file.write("+")
+
+def walk():
+    return sorted((root, sorted(folders), sorted(files)) for root, folders, files in os.walk("."))
+
+def status(path):
+    found = os.stat(path)
+    return stat.S_IFMT(found.st_mode), found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+def copytree(a, b):
+    if os.path.realpath(b).startswith(os.path.realpath(a)):
+        raise OSError("it would copy into itself without end")
+    return shutil.copytree(a, b, symlinks=True)
+
+one = {
+    "read": read, "status": status, "remove": os.remove, "mkdir": os.mkdir, "rmdir": os.rmdir,
+    "list": lambda p: sorted(os.listdir(p)), "exists": os.path.exists, "tree": shutil.rmtree,
+    "write": lambda p: write(p, "w"), "append": lambda p: write(p, "a"), "update": lambda p: write(p, "r+"),
+    "exclusive": lambda p: write(p, "x"), "mode": lambda p: os.chmod(p, 0o700),
+    "makedirs": lambda p: os.makedirs(p, exist_ok=True), "islink": os.path.islink, "readlink": os.readlink,
+    "truncate": lambda p: os.truncate(p, 1), "glob": lambda p: sorted(str(found) for found in Path(p).glob("*")),
+}
+two = {
+    "rename": os.rename, "replace": os.replace, "copy": shutil.copyfile, "copytree": copytree,
+    "symlink": os.symlink, "move": lambda a, b: shutil.move(a, b),
+}
+for _ in range(400):
+    name = draw.choice([*one, *two])
+    paths = [draw.choice(names) for _ in range(2 if name in two else 1)]
+    try:
+        result = (one.get(name) or two[name])(*paths)
+        result = "" if name in two else result
+    except (OSError, shutil.Error) as error:
+        result = "error" if name in (*two, "tree") else type(error).__name__  # of several paths, any may be at fault
+    log.append([name, paths, result])
+contents = {}
+for root, _, files in os.walk("."):
+    for file in files:
+        path = os.path.join(root, file)
+        contents[path] = os.readlink(path) if os.path.islink(path) else read(path)
+print(json.dumps([log, walk(), contents]))
+"""
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int, str]]:
+    """Return mode, time and content of all that is below a folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        content = str(path.readlink()) if path.is_symlink() else path.read_text() if path.is_file() else ""
+        found[str(path)] = (status.st_mode, status.st_mtime_ns, content)
+    return found
+
+
+def users(folder: Path) -> Path:
+    (folder / "d" / "e").mkdir(parents=True)
+    for name in ("a", "d/a", "d/e/a"):
+        (folder / name).write_text(f"content of {name}")
+    return folder
+
+
+def run(code: str, *arguments: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", REDIRECT + code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_script_cannot_tell_redirected_writers_from_real_ones(tmp_path: Path, seed: int) -> None:
+    real, redirected = users(tmp_path / "real"), users(tmp_path / "redirected")
+    before = tree(redirected)
+    expected = json.loads(run(OPERATIONS, "", str(real), str(seed)))
+    found = json.loads(run(OPERATIONS, str(tmp_path / "upper"), str(redirected), str(seed)))
+    for number, (one, other) in enumerate(zip(expected[0], found[0], strict=True)):
+        assert other == one, f"operation {number} after {found[0][max(0, number - 12) : number]}"
+    assert found[1:] == expected[1:]
+    assert tree(redirected) == before
+
+
+def test_libraries_that_open_files_by_name_are_redirected(tmp_path: Path) -> None:
+    folder = users(tmp_path / "users")
+    (folder / "passed").mkdir()
+    (folder / "array.npy").write_bytes(b"none")
+    before = tree(folder)
+    code = """
+import os, sqlite3
+os.chdir(sys.argv[2])
+import numpy, torch
+from safetensors.torch import load_file, save_file
+torch.save({"w": torch.ones(3)}, "a"); assert torch.load("a")["w"].sum() == 3
+save_file({"w": torch.ones(3)}, "d/a"); assert load_file("d/a")["w"].sum() == 3
+numpy.save("array.npy", numpy.ones(4)); mapped = numpy.load("array.npy", mmap_mode="r+"); mapped[0] = 5; mapped.flush()
+assert numpy.load("array.npy")[0] == 5
+base = sqlite3.connect("rows.sqlite"); base.execute("create table t (a)"); base.commit()
+assert os.path.exists("rows.sqlite")
+open("passed/real", "w").write("real")
+"""
+    run(code, str(tmp_path / "upper"), str(folder))
+    assert (folder / "passed" / "real").read_text() == "real"
+    shutil.rmtree(folder / "passed")
+    after = tree(folder)
+    assert after == {name: value for name, value in before.items() if not name.endswith("/passed")}
+
+
+def test_processes_of_a_launch_share_one_view(tmp_path: Path) -> None:
+    folder, upper = users(tmp_path / "users"), str(tmp_path / "upper")
+    run("import os; os.chdir(sys.argv[2]); os.remove('a'); open('new', 'w').write('n')", upper, str(folder))
+    seen = run(
+        "import os; os.chdir(sys.argv[2]); print(sorted(os.listdir('.')), open('new').read())", upper, str(folder)
+    )
+    assert seen == "['d', 'new'] n\n"
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "d"]

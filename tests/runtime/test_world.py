@@ -1,0 +1,138 @@
+"""Which folders a launch's world covers, and what becomes of them in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.launch.isolation import why_no_overlay
+from optuna_dsat.runtime.mounts import mount_points
+from optuna_dsat.runtime.world import World, WorldPlan, covered_folders, named_folders
+
+needs_overlays = pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
+
+ENTER = """
+import json, os, sys
+from optuna_dsat.runtime.world import WorldPlan, enter_world
+plan = WorldPlan.from_record(json.loads(sys.argv[1]))
+world = enter_world(plan, cwd=os.getcwd(), arguments=[], environ=os.environ)
+exec(sys.argv[2])
+"""
+
+
+def inside(folder: Path, code: str, *, isolation: str = "auto", passed: tuple[str, ...] = (), **variables: str) -> str:
+    """Run code in a world of its own with the working directory ``folder/users``; return its output."""
+    (folder / "users").mkdir(exist_ok=True)
+    launch = folder / "out" / "trial-0000"
+    launch.mkdir(parents=True, exist_ok=True)
+    plan = {"isolation": isolation, "folder": str(launch / "world"), "passed": [str(launch), *passed]}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENTER, json.dumps(plan), code],
+        cwd=folder / "users",
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@needs_overlays
+def test_changes_are_seen_inside_alone(tmp_path: Path) -> None:
+    (tmp_path / "users" / "old").mkdir(parents=True)
+    (tmp_path / "users" / "file").write_text("before")
+    code = "open('file', 'w').write('after'); os.rename('old', 'new'); print(open('file').read(), os.listdir('.'))"
+    assert inside(tmp_path, code) == "after ['file', 'new']\n"
+    assert (tmp_path / "users" / "file").read_text() == "before"
+    assert [path.name for path in sorted((tmp_path / "users").iterdir())] == ["file", "old"]
+
+
+@needs_overlays
+def test_passed_folders_and_the_launchs_own_are_written_for_real(tmp_path: Path) -> None:
+    (tmp_path / "users" / "cache").mkdir(parents=True)
+    code = "open('cache/a', 'w').write('a'); open('../out/trial-0000/b', 'w').write('b')"
+    inside(tmp_path, code, passed=(str(tmp_path / "users" / "cache"),))
+    assert (tmp_path / "users" / "cache" / "a").read_text() == "a"
+    assert (tmp_path / "out" / "trial-0000" / "b").read_text() == "b"
+
+
+@needs_overlays
+def test_the_script_does_not_meet_its_changes_a_second_time(tmp_path: Path) -> None:
+    code = "open('mine', 'w'); print(sum('mine' in names for _, _, names in os.walk('..')))"
+    assert inside(tmp_path, code) == "1\n"
+
+
+@needs_overlays
+def test_a_cache_that_did_not_exist_is_kept_for_the_next_launch(tmp_path: Path) -> None:
+    cache = tmp_path / "users" / "hub"
+    assert inside(tmp_path, "open('hub/model', 'w').write('m')", HF_HOME=str(cache)) == ""
+    assert inside(tmp_path, "print(open('hub/model').read())", HF_HOME=str(cache)) == "m\n"
+    assert not cache.exists()
+
+
+@needs_overlays
+def test_servers_are_reached_through_their_sockets(tmp_path: Path) -> None:
+    (tmp_path / "users").mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "users" / "s"))
+        server.listen()
+        code = "import socket; socket.socket(socket.AF_UNIX).connect('s'); print('connected')"
+        assert inside(tmp_path, code) == "connected\n"
+
+
+@needs_overlays
+def test_shared_memory_is_the_launchs_own(tmp_path: Path) -> None:
+    name = f"/dev/shm/world-{os.getpid()}"
+    assert inside(tmp_path, f"open({name!r}, 'w'); print(os.path.exists({name!r}))") == "True\n"
+    assert not Path(name).exists()
+
+
+def test_without_mounts_the_folders_are_redirected(tmp_path: Path) -> None:
+    record = json.loads(inside(tmp_path, "print(open(plan.record).read())", isolation="python"))
+    assert record["mode"] == "python"
+    assert any(str(tmp_path).startswith(folder) for folder in record["redirected"])
+    assert str(tmp_path / "out" / "trial-0000") in record["passed"]
+
+
+def test_a_world_survives_its_file(tmp_path: Path) -> None:
+    world = World(mode="mount", mounted=("/a",), passed=("/b", "/c"), reason="none", unprivileged=True)
+    world.save(tmp_path / "world.json")
+    assert World.load(tmp_path / "world.json") == world
+    assert World.load(tmp_path / "missing.json") == World()
+    (tmp_path / "other.json").write_text("[1]")
+    assert World.load(tmp_path / "other.json") == World()
+    assert WorldPlan(folder="/x/world").record == Path("/x/world.json")
+
+
+def covered(cwd: Path, arguments: list[str], **more: Any) -> list[str]:
+    return covered_folders(str(cwd), arguments, {"HOME": str(cwd)}, more.get("points", mount_points()))
+
+
+def test_no_covered_folder_is_below_another_of_its_file_system(tmp_path: Path) -> None:
+    found = covered(tmp_path, [])
+    assert any(str(tmp_path).startswith(f"{folder}/") or str(tmp_path) == folder for folder in found)
+    assert not {"/", "/proc", "/sys", "/dev", "/run", "/usr", "/etc"} & {*found}
+    assert "/dev/shm" in found
+
+
+def test_a_mount_below_a_covered_folder_is_covered_by_itself(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    found = covered(tmp_path, [], points={"/": "ext4", str(disk): "nfs4", str(tmp_path / "proc"): "proc"})
+    assert str(disk) in found
+    assert str(tmp_path / "proc") not in found
+
+
+def test_paths_among_the_arguments_name_folders(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x.bin").touch()
+    words = ["--lr=0.1", "--data=data/x.bin", "--out", "runs/new/deep", "plain", "/proc/self"]
+    assert named_folders(str(tmp_path), words, {}) == [str(tmp_path), str(tmp_path / "data")]

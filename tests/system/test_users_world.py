@@ -1,0 +1,114 @@
+"""A search leaves the user's files and shared memory as they were, whatever the script does and whoever dies."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch.isolation import why_no_overlay
+from tests.harness.commands import OPTIONS, Command
+
+pytestmark = pytest.mark.torchrun
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "harmful.py"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+State = dict[str, tuple[int, int, bytes | str]]
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """Return a user's file in shared memory."""
+    path = Path("/dev/shm") / f"users-{uuid.uuid4().hex}"
+    path.write_text("data")
+    yield path
+    path.unlink()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Path:
+    """Return a folder of a user with a script and what it works on."""
+    folder = tmp_path / "users"
+    for step in (100, 200, 900):
+        (folder / "ckpt" / f"step{step}").mkdir(parents=True)
+        (folder / "ckpt" / f"step{step}" / "w.pt").write_text(str(step))
+    for name in ("out/final.pt", "folder/below/file", "model.pt", "data.bin", "users.txt", "log.txt", "mode.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "mode.txt").chmod(0o640)
+    (folder / "ds_config.json").write_text(json.dumps(CONFIG))
+    shutil.copy(SCRIPT, folder / "train.py")
+    return folder
+
+
+def state(folder: Path, shared: Path) -> State:
+    """Return mode, time and content of everything below a folder, and of a file in shared memory."""
+    found: State = {}
+    for path in [*folder.rglob("*"), shared]:
+        status = path.lstat()
+        found[str(path)] = (status.st_mode, status.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+    return found
+
+
+def search(folder: Path, shared: Path, method: str, *more: str, subprocesses: bool = True) -> Command:
+    return Command(
+        folder,
+        *(method, "train.py", "ds_config.json", "--max-trials", "2", "--study", "s", *OPTIONS, *more),
+        *("--storage", f"sqlite:///{folder.parent}/study.db", "--output-dir", str(folder.parent / "output")),
+        *("--", str(shared), *(["--subprocess"] if subprocesses else [])),
+    )
+
+
+@pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
+@pytest.mark.parametrize(("method", "launcher"), [("guided", "warm"), ("random", "torchrun")])
+def test_the_users_files_are_as_before(world: Path, shared: Path, method: str, launcher: str) -> None:
+    before = state(world, shared)
+    output, _ = search(world, shared, method, "--launcher", launcher).finish()
+    assert state(world, shared) == before
+    assert "Trials write to overlays: your files stay as they are." in output
+    launches = [path for path in (world.parent / "output" / "s").iterdir() if path.is_dir()]
+    assert len(launches) >= 3
+    assert not any((launch / "world").exists() for launch in launches), "what trials wrote is removed"
+
+
+@pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
+def test_the_users_files_are_as_before_when_the_search_is_killed(world: Path, shared: Path) -> None:
+    before, moments = state(world, shared), random.Random(7)
+    for _ in range(3):
+        killed = search(world, shared, "guided")
+        time.sleep(moments.uniform(4.0, 14.0))
+        killed.kill()
+    search(world, shared, "guided").finish()  # removes what the killed ones left
+    assert state(world, shared) == before
+
+
+def test_redirected_writers_leave_the_users_files_as_before(world: Path, shared: Path) -> None:
+    before = state(world, shared)
+    command = search(world, shared, "random", "--isolation", "python", subprocesses=False)
+    output, _ = command.finish()
+    assert state(world, shared) == before
+    assert "Trials run without overlays: what Python writes is redirected" in output
+
+
+def test_a_subprocess_that_writes_past_the_redirection_ends_the_search(world: Path, shared: Path) -> None:
+    _, errors = search(world, shared, "random", "--isolation", "python").finish(code=4)
+    assert f"The profile launch changed {world}/copied.txt" in errors
+    assert "--writable" in errors
+
+
+@pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
+def test_what_is_writable_is_written(world: Path, shared: Path) -> None:
+    before = state(world, shared)
+    search(world, shared, "random", "--writable", str(world / "log.txt")).finish()
+    after = state(world, shared)
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed == {str(world / "log.txt")}
