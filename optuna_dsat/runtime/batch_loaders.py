@@ -15,7 +15,6 @@ from typing import Any
 
 from optuna_dsat.runtime.inputs import leading_dimension
 from optuna_dsat.runtime.replacing import replace_function
-from optuna_dsat.runtime.sample_count import LoaderBatch
 from optuna_dsat.runtime.user_code import Place, is_installed, is_size, place_of
 
 __all__ = ["LoaderWatch"]
@@ -45,7 +44,7 @@ class LoaderWatch:
         self._repeat = repeat
         self._loaders: list[_Loader] = []
         self._known: set[tuple[Place, str]] = set()
-        self.loaded: LoaderBatch | None = None
+        self.loaded: int | None = None
         """What a loader yielded last; None if its batch size is not known."""
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
@@ -172,8 +171,7 @@ class LoaderWatch:
     def _iteration(self, start: Callable[[], Iterator[Any]], loader: _Loader | None) -> _Iteration:
         def yielded(batch: Any) -> None:
             size = None if loader is None else loader.batch_size
-            samples = None if size is None else leading_dimension(batch)
-            self.loaded = None if size is None or samples is None else LoaderBatch(batch_size=size, samples=samples)
+            self.loaded = None if leading_dimension(batch) is None else size
 
         return _Iteration(start, loader=loader, fed=self._fed, repeat=self._repeat, yielded=yielded)
 

@@ -155,8 +155,9 @@ class BatchRule:
 def held(own: int, *, found: BatchSourcesFound | None = None, present: int | None = None, ranks: int = 1) -> BatchRule:
     """Return the rule of a script whose batch size stays as it is, with the place that feeds the engine.
 
-    The size is that of the user's config where a number of the script's says so, too: the engine is fed in other units
-    then, such as views, pairs or packed sequences. Else it is what the engine was fed.
+    The size is that of the user's config where a number of the script's confirms it, or where none confirms what the
+    engine was fed: the engine is fed in other units then, such as views, pairs or packed sequences. Else it is what the
+    engine was fed.
 
     Args:
         own: Rows per rank and forward pass that the engine was fed.
@@ -168,7 +169,10 @@ def held(own: int, *, found: BatchSourcesFound | None = None, present: int | Non
         return BatchRule(kind="held", own=own)
     place: Mapping[str, Any] = next(iter(found.fed_at), {"file": "", "line": 0})
     rule = BatchRule(kind="held", own=own, file=str(place["file"]), line=int(place["line"]))
-    if present in (None, 1, own) or not _of_size(found, present, fed=own, ranks=ranks):
+    if present in (None, 1, own):
+        return rule
+    is_confirmed = any(map(_names_it, _of_size(found, present, fed=own, ranks=ranks)))
+    if not is_confirmed and (own % present or any(one.is_likely for one in _of_size(found, own, fed=own, ranks=ranks))):
         return rule
     return replace(rule, own=present, rows=Fraction(own, present).as_integer_ratio())
 
@@ -199,12 +203,19 @@ def guesses(
         configured: Micro-batch of the profile launch, which the rows may be a multiple of; None if they cannot.
     """
     as_config = [] if present is None or present == own else _of_size(found, present, fed=own, ranks=ranks)
+    named = [rule for rule in as_config if _names_it(rule)]
+    other = [
+        rule
+        for rule in as_config
+        if not _names_it(rule) and rule.counts == MICRO_BATCH and not means_elsewhere(_last(rule.option or rule.key))
+    ]
     alike = _of_size(found, own, fed=own, ranks=ranks)
     smaller = [
         rule
         for size in sorted(_batch_sizes(found) - {present or own, own}, reverse=True)
         if 1 < size < own and own % size == 0
         for rule in _of_size(found, size, fed=own, ranks=1)
+        if _names_it(rule)
     ]
     follows = []
     if configured is not None and own % configured == 0:
@@ -213,7 +224,12 @@ def guesses(
     unlikely = [rule for rule in alike if not rule.is_likely]
     if present is not None and own < present:  # no number of the script's was used whole
         return [*likely, *follows, *unlikely][:_MOST_GUESSES]
-    return [*[*as_config, *likely, *smaller, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
+    return [*[*named, *likely, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
+
+
+def _names_it(rule: BatchRule) -> bool:
+    """Whether a rule's name means a batch size of training, or it makes the batches."""
+    return rule.kind == "loader" or names_training_batch(rule.option or rule.key)
 
 
 def _batch_sizes(found: BatchSourcesFound) -> set[int]:
@@ -224,7 +240,7 @@ def _batch_sizes(found: BatchSourcesFound) -> set[int]:
 
 
 def _of_size(found: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> list[BatchRule]:
-    """Return what may set a batch of a size, likeliest first; where fewer or more rows are fed, by its name.
+    """Return what may set a batch of a size, likeliest first.
 
     Args:
         found: What the profile launch noted.
@@ -264,8 +280,6 @@ def _of_size(found: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> li
     }
     named = (*options, *settings, *reversed(attributes.values()))
     likely = [rule for rule in named if means_batch(rule.option or rule.key)]
-    if size != fed:
-        return [*(rule for rule in likely if names_training_batch(rule.option or rule.key)), *loaders[:1]]
     return [*likely, *loaders[:1], *(rule for rule in named if rule not in likely)]
 
 

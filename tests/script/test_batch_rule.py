@@ -105,6 +105,13 @@ def test_rows_of_the_users_micro_batch_are_guessed_before_numbers_that_equal_the
     ]  # fmt: skip
 
 
+def test_an_option_of_the_users_micro_batch_is_guessed_whatever_its_name() -> None:
+    rules = guesses(found(options={"--micro": 4, "--total": 16, "--workers": 8}), own=8, ranks=2, present=4)
+    assert [(rule.option, rule.own, rule.rows) for rule in rules] == [
+        ("--micro", 4, (2, 1)), ("--workers", 8, (1, 1)), ("--total", 8, (1, 1))
+    ]  # fmt: skip
+
+
 def test_rows_that_are_a_multiple_of_a_number_of_another_size_than_the_configs_are_guessed() -> None:
     rules = guesses(found(options={"--batch_size": 4}), own=12, ranks=1, present=1, configured=1)
     assert [(rule.kind, rule.own, rule.rows) for rule in rules] == [("option", 4, (3, 1)), ("config", 1, (12, 1))]
@@ -131,6 +138,8 @@ def test_a_held_batch_keeps_the_number_of_the_script_that_is_no_count_of_rows() 
     assert (rule.own, rule.rows, rule.multiple) == (4, (2, 1), 1)
     assert "fed 8 rows at a batch size of 4, in no fixed proportion" in rule.announcement()
     assert held(16, found=found(options={"--batch_size": 16}), present=4, ranks=1).own == 16
+    assert held(16, found=found(), present=4, ranks=1).own == 4
+    assert held(15, found=found(), present=4, ranks=1).own == 15
 
 
 def test_an_attribute_of_a_data_set_is_told_to_the_ranks() -> None:
