@@ -208,7 +208,7 @@ class RunningLaunch:
             oom_kills_after: The kernel's present count of processes killed for lack of memory; None if unknown.
         """
         micro_batch = self.request.ds_config.get(MICRO_BATCH)
-        if self.request.purpose == "profile" and not self.request.command.arg_mappings:
+        if self.request.purpose == "profile":
             micro_batch = None  # any batch will do: what is measured is divided by the samples seen
         if self.request.command.batch_source.get("kind") == "held":
             micro_batch = None  # the script makes its batches by itself, whatever the config says

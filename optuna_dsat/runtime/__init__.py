@@ -19,7 +19,7 @@
     side_effects        disables checkpoints and monitors during a trial
     reporting           public functions for training loops that the hook cannot observe
     meter, clock        measure each optimizer step
-    batch_sources       what may set the batch size: batch_parsers, batch_loaders, settings files, constants (user_code)
+    batch_sources       what may set the batch size: batch_parsers, batch_loaders, settings files
     inputs              samples and elements of what the engine is fed
     loss_scaling        steps that the loss scaler skipped
     profiler            parameters, activations and FLOPs, measured in the profile launch

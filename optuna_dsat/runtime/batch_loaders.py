@@ -15,7 +15,6 @@ from typing import Any
 
 from optuna_dsat.runtime.inputs import leading_dimension
 from optuna_dsat.runtime.replacing import replace_function
-from optuna_dsat.runtime.sample_count import LoaderBatch
 from optuna_dsat.runtime.user_code import Place, is_installed, is_size, place_of
 
 __all__ = ["LoaderWatch"]
@@ -45,13 +44,16 @@ class LoaderWatch:
         self._repeat = repeat
         self._loaders: list[_Loader] = []
         self._known: set[tuple[Place, str]] = set()
-        self.loaded: LoaderBatch | None = None
+        self.loaded: int | None = None
         """What a loader yielded last; None if its batch size is not known."""
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return what to call when a module has been imported, by its name."""
         return {
-            "torch.utils.data.dataloader": self._torch_imported,
+            "torch.utils.data.dataloader": lambda module: self._watch_loaders(module.DataLoader),
+            "torchdata.stateful_dataloader.stateful_dataloader": lambda module: self._watch_loaders(
+                module.StatefulDataLoader
+            ),
             "torch.utils.data.dataset": self._datasets_of_torch_imported,
             "datasets.arrow_dataset": lambda module: self._datasets_imported(module.Dataset),
             "datasets.iterable_dataset": lambda module: self._datasets_imported(module.IterableDataset),
@@ -62,8 +64,7 @@ class LoaderWatch:
         """Return what the event says of all that is known."""
         return [loader.described() for loader in self._loaders if loader.tells]
 
-    def _torch_imported(self, dataloader: ModuleType) -> None:
-        loader_class = dataloader.DataLoader
+    def _watch_loaders(self, loader_class: Any) -> None:
         make, iterate = loader_class.__init__, loader_class.__iter__
 
         @functools.wraps(make)
@@ -170,8 +171,7 @@ class LoaderWatch:
     def _iteration(self, start: Callable[[], Iterator[Any]], loader: _Loader | None) -> _Iteration:
         def yielded(batch: Any) -> None:
             size = None if loader is None else loader.batch_size
-            samples = None if size is None else leading_dimension(batch)
-            self.loaded = None if size is None or samples is None else LoaderBatch(batch_size=size, samples=samples)
+            self.loaded = None if leading_dimension(batch) is None else size
 
         return _Iteration(start, loader=loader, fed=self._fed, repeat=self._repeat, yielded=yielded)
 

@@ -1,4 +1,4 @@
-"""Names that mean a batch size of training, among options, settings and constants of a script."""
+"""Names that mean a batch size of training, among options and settings of a script."""
 
 from __future__ import annotations
 

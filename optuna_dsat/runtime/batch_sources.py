@@ -1,4 +1,4 @@
-"""Where a script's batch size comes from: its parsers, its files, what makes its batches, constants of its source.
+"""Where a script's batch size comes from: its parsers, its files, what makes its batches.
 
 In the profile launch every whole number that a parser, a settings file or a data loader gave the script is noted. The
 tuner compares them with the batch that the engine was fed, and proves its guess by a launch at twice the size. In a
@@ -23,7 +23,7 @@ from optuna_dsat.runtime.batch_parsers import ParserWatch, numbers
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.runtime.sample_count import BatchNumbers
-from optuna_dsat.runtime.user_code import Place, constants, is_installed
+from optuna_dsat.runtime.user_code import Place, is_installed
 
 __all__ = ["BatchSources"]
 
@@ -41,7 +41,7 @@ class BatchSources:
         follow: What the batch size follows by, with the script's own number B: ``{"kind": "loader", "own": B}``,
             ``{"kind": "attribute", "key": "CLASS.NAME", "own": B}`` of a data set, or ``{"kind": "setting", "file": F,
             "key": K, "own": B, "scale": S}`` with the ranks times accumulation S that a setting counts; empty if
-            nothing is replaced here.
+            nothing is replaced here. ``rows`` and samples, as of ``sample_counter``, may be there, too.
         fed: Returns how many micro-batches the engine was fed so far.
         noting: Whether settings files are noted: a launch that already knows what it follows reads that one alone.
         repeat: Whether a data loader that feeds the engine begins again instead of ending.
@@ -75,15 +75,11 @@ class BatchSources:
         files = {"json": self._json_imported, "yaml": self._yaml_imported, "tomllib": self._json_imported}
         return {**self._parsers.callbacks(), **self._loaders.callbacks(), **files}
 
-    def event(
-        self, *, rank: int, size: int | None = None, ranks: int = 1, places: Sequence[Place] = ()
-    ) -> BatchSourcesFound:
+    def event(self, *, rank: int, places: Sequence[Place] = ()) -> BatchSourcesFound:
         """Return all that was noted until now.
 
         Args:
             rank: Global rank.
-            size: Samples per forward pass that the engine was fed; constants of it are looked for in the source.
-            ranks: Ranks of the launch, for constants that count the samples of all.
             places: Places of the user's code that led to the engine's first input, the innermost first.
         """
         return BatchSourcesFound(
@@ -97,7 +93,6 @@ class BatchSources:
             ],
             loaders=self._loaders.described()[:_MOST],
             fed_at=[{"file": file, "line": line} for file, line in places],
-            constants=[] if size is None else _constants(places, {size, size * ranks})[:_MOST],
         )
 
     def numbers(self, configured: Set[int]) -> BatchNumbers:
@@ -166,13 +161,6 @@ def _settings_text(name: str) -> str:
         return read_regular(name, most_bytes=_MOST_TEXT_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _constants(places: Sequence[Place], values: set[int]) -> list[dict[str, Any]]:
-    """Return where the user's source spells out numbers: the files that led to the engine's input, in their order."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    files = dict.fromkeys([*(file for file, _ in places), *([os.path.realpath(main)] if main else [])])
-    return [one for file in files for one in constants(file, values)]
 
 
 def _after(module: ModuleType, name: str, note: Callable[[Any, Any], None]) -> None:

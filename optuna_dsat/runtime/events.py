@@ -95,7 +95,6 @@ _FOUND_TYPES: Mapping[str, type | UnionType] = {
     "file": str,
     "key": str,
     "line": int,
-    "name": str,
     "samples": int | None,
     "trains": bool,
     "value": int,
@@ -121,18 +120,14 @@ class BatchSourcesFound(Event):
     (``CLASS.NAME``) of a data set that says its batch size, empty if none does."""
     fed_at: Sequence[Mapping[str, Any]] = ()
     """``file`` and ``line`` of the user's code that led to the engine's first input, the innermost first."""
-    constants: Sequence[Mapping[str, Any]] = ()
-    """``file``, ``line``, ``value`` and ``name`` of numbers in the source of the batch's size, or that of all ranks."""
 
     @property
     def is_sound(self) -> bool:
         """Whether what was found has the types that its readers take for granted."""
-        of_line = ("file", "line")
         found = (
             (self.settings, ("file", "key", "value")),
             (self.loaders, ("batch_size", "samples", "trains")),
-            (self.fed_at, of_line),
-            (self.constants, (*of_line, "value", "name")),
+            (self.fed_at, ("file", "line")),
         )
         return all(
             one.keys() >= set(keys)

@@ -386,7 +386,10 @@ class DeepSpeedHook:
             last_step=self._plan.end_profile_step,
             exit_process=self._exit_process,
             observer=profiler,
-            size_of=sample_counter(lambda: self._batch_sources.numbers(self._config.micro_batches)),
+            size_of=sample_counter(
+                lambda: self._batch_sources.numbers(self._config.micro_batches),
+                rows=self._plan.batch_source.get("rows", (1, 1)),
+            ),
         )
         self._unwatch_optimizers()
         self._meter.attach()
@@ -414,12 +417,9 @@ class DeepSpeedHook:
             unlink_shared_buffers()
 
     def _noted_sources(self) -> Event:
-        finds_out = self._plan.purpose == "profile"
         return self._batch_sources.event(
             rank=0,
-            size=self._state.fed_size or None if finds_out else None,
-            ranks=self._rank.world_size,
-            places=self._state.fed_from,
+            places=self._state.fed_from if self._plan.purpose == "profile" else (),
         )
 
     def _engine_ready(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> EngineReady:

@@ -1,4 +1,4 @@
-"""Tells the user's own code from installed libraries: places in it, and the whole numbers that it spells out."""
+"""Tells the user's own code from installed libraries: places in it, and its syntax."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +16,6 @@ from optuna_dsat.runtime.regular_file import read_regular
 __all__ = [
     "LARGEST_SIZE",
     "Place",
-    "constants",
     "is_installed",
     "is_size",
     "parsed_source",
@@ -81,72 +80,3 @@ def parsed_source(file: str | Path) -> ast.Module:
         raise SyntaxError("nested too deeply") from None
     except ValueError as error:
         raise SyntaxError(str(error)) from None
-
-
-def constants(file: str, values: Collection[int]) -> list[dict[str, Any]]:
-    """Return where a source file spells out whole numbers: ``file``, ``line``, ``value`` and ``name``.
-
-    The name is that of what the number is given to: a variable, an argument, a key; empty if there is none. A file that
-    cannot be read or parsed has none.
-
-    Args:
-        file: Path of the source.
-        values: The numbers that are looked for.
-    """
-    try:
-        tree = parsed_source(file)
-    except (OSError, SyntaxError):
-        return []
-    return [
-        {"file": file, "line": node.lineno, "value": node.value, "name": name}
-        for node, name in _named_constants(tree)
-        if is_size(node.value) and node.value in values
-    ]
-
-
-def _named_constants(tree: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
-    """Yield the constants of a tree, in its order, each with the name of what it is given to.
-
-    Without recursion: a sum of a thousand terms is a tree of that depth.
-    """
-    waiting: list[tuple[ast.AST, str]] = [(tree, "")]
-    while waiting:
-        node, name = waiting.pop()
-        if isinstance(node, ast.Constant):
-            yield node, name
-        else:
-            waiting += reversed(list(_named_parts(node, name)))
-
-
-def _named_parts(node: ast.AST, name: str) -> Iterator[tuple[ast.AST, str]]:
-    """Yield the parts of a node, each with the name of what it is given to."""
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if node.value is not None:
-            yield node.value, _name(targets[0])
-    elif isinstance(node, ast.keyword):
-        yield node.value, node.arg or ""
-    elif isinstance(node, ast.arguments):
-        positional = [*node.posonlyargs, *node.args]
-        given = zip(positional[len(positional) - len(node.defaults) :], node.defaults, strict=True)
-        for arg, default in [*given, *zip(node.kwonlyargs, node.kw_defaults, strict=True)]:
-            if default is not None:
-                yield default, arg.arg
-    elif isinstance(node, ast.Dict):
-        for key, value in zip(node.keys, node.values, strict=True):
-            yield value, str(key.value) if isinstance(key, ast.Constant) else ""
-    else:
-        passed_on = name if isinstance(node, ast.BinOp | ast.UnaryOp | ast.IfExp) else ""
-        for child in ast.iter_child_nodes(node):
-            yield child, passed_on
-
-
-def _name(target: ast.expr) -> str:
-    """Return the name that an assignment gives a value: of a variable, an attribute or a key."""
-    if isinstance(target, ast.Name):
-        return target.id
-    if isinstance(target, ast.Attribute):
-        return target.attr
-    if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-        return str(target.slice.value)
-    return ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,9 @@ _MOST_GUESSES = 6
 class BatchRule:
     """What sets a script's batch size, and so how it follows a configuration."""
 
-    kind: Literal["option", "setting", "loader", "attribute", "held"]
-    """An option of its command line, a number in a settings file, what makes its batches (data loaders and their like),
-    an attribute of a data set that batches by itself, or nothing that can follow.
+    kind: Literal["config", "option", "setting", "loader", "attribute", "held"]
+    """The DeepSpeed config, an option of its command line, a number in a settings file, what makes its batches (data
+    loaders and their like), an attribute of a data set that batches by itself, or nothing that can follow.
     """
     own: int
     """Samples per rank and forward pass as the script says by itself."""
@@ -32,15 +33,16 @@ class BatchRule:
     counts: str = MICRO_BATCH
     """``option``, ``setting``: key of the DeepSpeed config that it counts: the micro-batch or the global batch."""
     file: str = ""
-    """``setting``: the settings file; else the source that makes the data loader, uses the data set, has the constant
-    or, for ``held`` without ``constant``, feeds the engine.
+    """``setting``: the settings file; else the source that makes the data loader, uses the data set or, for ``held``,
+    feeds the engine.
     """
     key: str = ""
-    """``setting``: its dotted key; ``attribute``: class and name; ``held``: name of what the constant is given to."""
+    """``setting``: its dotted key; ``attribute``: class and name."""
     line: int = 0
     """Line of the source; 0 if there is none."""
-    constant: bool = False
-    """``held``: whether the source has a constant of that value there."""
+    rows: tuple[int, int] = (1, 1)
+    """Rows that the engine is fed for a number of samples: (2, 1) where each sample is fed as two views, or as a pair.
+    """
     sizes: tuple[int, int] | None = None
     """``held``: least and most samples of the script's batches, where they differ from step to step; None if they do
     not.
@@ -52,13 +54,19 @@ class BatchRule:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> BatchRule:
-        """Build from what ``to_json`` returned."""
-        sizes = record.get("sizes")
-        return cls(**{**record, "sizes": None if sizes is None else tuple(sizes)})
+        """Build from what ``to_json`` of this or an older version returned."""
+        known = {key: value for key, value in record.items() if key in {one.name for one in fields(cls)}}
+        pairs = {key: tuple(known[key]) for key in ("rows", "sizes") if known.get(key) is not None}
+        return cls(**{**known, **pairs})
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` reads back."""
         return asdict(self)
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether its name means a batch size, or it makes the batches."""
+        return self.kind == "loader" or means_batch(self.option or self.key)
 
     @property
     def arg_mappings(self) -> dict[str, str]:
@@ -66,21 +74,22 @@ class BatchRule:
         return {self.counts: self.option} if self.kind == "option" else {}
 
     def source(self, *, ranks: int) -> dict[str, Any]:
-        """Return what a launch is told (``optuna_dsat.runtime.batch_sources``); empty for an option.
+        """Return what a launch needs to know (``optuna_dsat.runtime.batch_sources``); of an option, its rows alone.
 
         One whose batches are held is told so: what its script feeds the engine is not compared with the config.
 
         Args:
             ranks: Data-parallel ranks, for a setting that counts the global batch.
         """
+        rows = {} if self.rows == (1, 1) else {"rows": list(self.rows)}
         if self.kind == "loader":
-            return {"kind": "loader", "own": self.own}
+            return {"kind": "loader", "own": self.own, **rows}
         if self.kind == "attribute":
-            return {"kind": "attribute", "key": self.key, "own": self.own}
+            return {"kind": "attribute", "key": self.key, "own": self.own, **rows}
         if self.kind == "setting":
             scale = ranks if self.counts == TRAIN_BATCH else 1
-            return {"kind": "setting", "file": self.file, "key": self.key, "own": self.own, "scale": scale}
-        return {"kind": "held"} if self.kind == "held" else {}
+            return {"kind": "setting", "file": self.file, "key": self.key, "own": self.own, "scale": scale, **rows}
+        return {"kind": "held", **rows} if self.kind == "held" else rows
 
     def announcement(self) -> str:
         """Return one line for the user: what was found, and whether the batch size follows."""
@@ -96,7 +105,24 @@ class BatchRule:
                 f"{self._why_held()}: the micro-batch stays {self.own}, and stage, offload and buckets are tuned. Name "
                 "its option with --arg-mapping train_micro_batch_size_per_gpu=--OPTION if it has one."
             )
-        return f"The script takes its batch size from {self._place()}; it follows each configuration."
+        if self.kind == "config":
+            return f"The script feeds the engine {self._rows_in_words}: samples are counted, not rows."
+        rows = "" if self.rows == (1, 1) else f" and feeds the engine {self._rows_in_words}"
+        return f"The script takes its batch size from {self._place()}{rows}; it follows each configuration."
+
+    @property
+    def _rows_in_words(self) -> str:
+        rows, samples = self.rows
+        return f"{rows} rows for each sample" if samples == 1 else f"{rows} rows for {samples} samples"
+
+    @property
+    def multiple(self) -> int:
+        """Micro-batches are multiples of this number: others would be fed as no whole number of rows."""
+        return self.rows[1] if self.kind != "held" else 1
+
+    def scaled(self, per_row: int) -> int:
+        """Return a quantity per sample from one per row."""
+        return per_row * self.rows[0] // self.rows[1]
 
     def _place(self) -> str:
         if self.kind == "option":
@@ -108,21 +134,15 @@ class BatchRule:
         return f"its data loader ({Path(self.file).name}, line {self.line}, now {self.own})"
 
     def _why_held(self) -> str:
-        where = f"{Path(self.file).name}, line {self.line}"
-        if self.constant:
-            named = f", {self.key}" if self.key else ""
-            return f"The script's batch size ({self.own}) seems to be a constant ({where}{named})"
-        fed = f"; the batches go to the model at {where}" if self.line else ""
+        fed = f"; the batches go to the model at {Path(self.file).name}, line {self.line}" if self.line else ""
+        if self.rows != (1, 1):
+            count = self.own * self.rows[0] // self.rows[1]
+            return f"The engine is fed {count} rows at a batch size of {self.own}, in no fixed proportion to it{fed}"
         return f"What sets the script's batch size ({self.own}) was not found{fed}"
 
     def advice(self, config: Mapping[str, Any]) -> str:
         """Return what to change in the script before it trains with ``config``; empty if the command says it."""
-        if self.kind == "held" and self.constant:
-            return (
-                f"The micro-batch was held at {self.own}, which seems to be a constant at {self.file}:{self.line}: "
-                "write another value there and tune again, or take it from an option, which then follows by itself."
-            )
-        if self.kind in ("option", "held") or config.get(MICRO_BATCH) == self.own:
+        if self.kind in ("config", "option", "held") or config.get(MICRO_BATCH) == self.own:
             return ""
         size = config[self.counts if self.kind == "setting" else MICRO_BATCH]
         where = {
@@ -132,32 +152,29 @@ class BatchRule:
         return f"Set {where} to {size}: the script takes its batch size from there, and DeepSpeed does not change it."
 
 
-def held(own: int, *, found: BatchSourcesFound | None = None, ranks: int = 1) -> BatchRule:
-    """Return the rule of a script whose batch size stays as it is, with the place of its source that says so.
+def held(own: int, *, found: BatchSourcesFound | None = None, present: int | None = None, ranks: int = 1) -> BatchRule:
+    """Return the rule of a script whose batch size stays as it is, with the place that feeds the engine.
 
-    That is a constant of the size, or of that of all ranks: one whose name means a batch size, else one on the lines
-    that led to the engine's first input, else the only one of its value. Of several that are as likely none is named.
+    The size is that of the user's config where a number of the script's confirms it, or where none confirms what the
+    engine was fed: the engine is fed in other units then, such as views, pairs or packed sequences. Else it is what the
+    engine was fed.
 
     Args:
-        own: Samples per rank and forward pass that the engine was fed.
+        own: Rows per rank and forward pass that the engine was fed.
         found: What the profile launch noted; None for nothing.
+        present: Micro-batch of the user's config; None if it is not to be kept.
         ranks: Data-parallel ranks.
     """
     if found is None:
         return BatchRule(kind="held", own=own)
-    fitting = [one for one in found.constants if one["value"] in (own, own * ranks)]
-    named = [one for one in fitting if names_training_batch(one["name"])]
-    fed_at = {(one["file"], one["line"]) for one in found.fed_at}
-    on_the_way = [one for one in fitting if (one["file"], one["line"]) in fed_at]
-    for likely in (named, on_the_way, fitting):
-        places = {(str(one["file"]), int(one["line"])): str(one["name"]) for one in likely}
-        if len(places) == 1:
-            ((file, line), name) = places.popitem()
-            return BatchRule(kind="held", own=own, file=file, line=line, key=name, constant=True)
-        if places:
-            break
     place: Mapping[str, Any] = next(iter(found.fed_at), {"file": "", "line": 0})
-    return BatchRule(kind="held", own=own, file=str(place["file"]), line=int(place["line"]))
+    rule = BatchRule(kind="held", own=own, file=str(place["file"]), line=int(place["line"]))
+    if present in (None, 1, own):
+        return rule
+    is_confirmed = any(map(_names_it, _of_size(found, present, fed=own, ranks=ranks)))
+    if not is_confirmed and (own % present or any(one.is_likely for one in _of_size(found, own, fed=own, ranks=ranks))):
+        return rule
+    return replace(rule, own=present, rows=Fraction(own, present).as_integer_ratio())
 
 
 def varying(own: int, *, sizes: Sequence[int]) -> BatchRule:
@@ -170,42 +187,100 @@ def varying(own: int, *, sizes: Sequence[int]) -> BatchRule:
     return BatchRule(kind="held", own=own, sizes=(min(sizes), max(sizes)))
 
 
-def guesses(found: BatchSourcesFound, *, own: int, ranks: int) -> list[BatchRule]:
+def guesses(
+    found: BatchSourcesFound, *, own: int, ranks: int, present: int | None = None, configured: int | None = None
+) -> list[BatchRule]:
     """Return what may set the batch size, likeliest first: options, settings files, data loaders.
+
+    Where the engine was fed more rows than the micro-batch of the user's config, a number of that micro-batch comes
+    first: each sample may be several rows (views, pairs, groups).
 
     Args:
         found: What the profile launch noted.
-        own: Samples per rank and forward pass that its engine was fed.
+        own: Rows per rank and forward pass that its engine was fed.
+        ranks: Data-parallel ranks.
+        present: Micro-batch of the user's config; None if it is not known.
+        configured: Micro-batch of the profile launch, which the rows may be a multiple of; None if they cannot.
+    """
+    as_config = [] if present is None or present == own else _of_size(found, present, fed=own, ranks=ranks)
+    named = [rule for rule in as_config if _names_it(rule)]
+    other = [
+        rule
+        for rule in as_config
+        if not _names_it(rule) and rule.counts == MICRO_BATCH and not means_elsewhere(_last(rule.option or rule.key))
+    ]
+    alike = _of_size(found, own, fed=own, ranks=ranks)
+    smaller = [
+        rule
+        for size in sorted(_batch_sizes(found) - {present or own, own}, reverse=True)
+        if 1 < size < own and own % size == 0
+        for rule in _of_size(found, size, fed=own, ranks=1)
+        if _names_it(rule)
+    ]
+    follows = []
+    if configured is not None and own % configured == 0:
+        follows = [BatchRule(kind="config", own=present or configured, rows=(own // configured, 1))]
+    likely = [rule for rule in alike if rule.is_likely]
+    unlikely = [rule for rule in alike if not rule.is_likely]
+    if present is not None and own < present:  # no number of the script's was used whole
+        return [*likely, *follows, *unlikely][:_MOST_GUESSES]
+    return [*[*named, *likely, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
+
+
+def _names_it(rule: BatchRule) -> bool:
+    """Whether a rule's name means a batch size of training, or it makes the batches."""
+    return rule.kind == "loader" or names_training_batch(rule.option or rule.key)
+
+
+def _batch_sizes(found: BatchSourcesFound) -> set[int]:
+    """Return the numbers whose names mean a batch size of training, and those of the loaders that feed the engine."""
+    named = [*found.options.items(), *((str(one["key"]), int(one["value"])) for one in found.settings)]
+    loaded = {one["batch_size"] for one in found.loaders if one["trains"] and one["batch_size"] is not None}
+    return {value for name, value in named if names_training_batch(name)} | loaded
+
+
+def _of_size(found: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> list[BatchRule]:
+    """Return what may set a batch of a size, likeliest first.
+
+    Args:
+        found: What the profile launch noted.
+        size: Samples per rank and forward pass.
+        fed: Rows that the engine was fed.
         ranks: Data-parallel ranks.
     """
+    rows = Fraction(fed, size).as_integer_ratio()
     options = [
-        BatchRule(kind="option", own=own, option=name, counts=counts)
-        for name, counts in _matching(found.options.items(), own=own, ranks=ranks)
+        BatchRule(kind="option", own=size, option=name, counts=counts, rows=rows)
+        for name, counts in _matching(found.options.items(), own=size, ranks=ranks)
     ]
     in_files = {(str(one["file"]), str(one["key"])): int(one["value"]) for one in found.settings}
     settings = [
-        BatchRule(kind="setting", own=own, file=file, key=key, counts=counts)
+        BatchRule(kind="setting", own=size, file=file, key=key, counts=counts, rows=rows)
         for (file, key), counts in _matching(
-            [((file, key), value) for (file, key), value in in_files.items()], own=own, ranks=ranks
+            [((file, key), value) for (file, key), value in in_files.items()], own=size, ranks=ranks
         )
     ]
-    feeding = sorted((one for one in found.loaders if one["batch_size"] == own), key=lambda one: not one["trains"])
+    feeding = sorted((one for one in found.loaders if one["batch_size"] == size), key=lambda one: not one["trains"])
     loaders = [
-        BatchRule(kind="loader", own=own, file=str(one["file"]), line=int(one["line"]))
+        BatchRule(kind="loader", own=size, file=str(one["file"]), line=int(one["line"]), rows=rows)
         for one in feeding
-        if not one.get("attribute")
+        if not one.get("attribute") and (one["trains"] or size == fed)
     ]
     attributes = {
         one["attribute"]: BatchRule(
-            kind="attribute", own=own, file=str(one["file"]), line=int(one["line"]), key=str(one["attribute"])
+            kind="attribute",
+            own=size,
+            file=str(one["file"]),
+            line=int(one["line"]),
+            key=str(one["attribute"]),
+            rows=rows,
         )
         for one in reversed(feeding)
         if one.get("attribute")
     }
     named = (*options, *settings, *reversed(attributes.values()))
     likely = [rule for rule in named if means_batch(rule.option or rule.key)]
-    unlikely = [rule for rule in named if not means_batch(rule.option or rule.key)]
-    return [*likely, *loaders[:1], *unlikely][:_MOST_GUESSES]
+    return [*likely, *loaders[:1], *(rule for rule in named if rule not in likely)]
 
 
 def _matching(numbers: Any, *, own: int, ranks: int) -> list[tuple[Any, str]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
@@ -20,6 +23,9 @@ from optuna_dsat.study.user_config import follow_batch, follow_trainer
 
 __all__ = ["find_batch_rule", "find_trainer"]
 
+_BATCHES = (ds_config.MICRO_BATCH, ds_config.TRAIN_BATCH)
+"""Keys of the config whose options set the batch size."""
+
 
 def find_batch_rule(
     spec: StudySpec,
@@ -31,7 +37,10 @@ def find_batch_rule(
     on_report: Callable[[LaunchReport, LaunchRecord], None],
     wait: SlotWait | None = None,
 ) -> BatchRule | None:
-    """Return what the script's batch size follows by; None if it already follows the DeepSpeed config.
+    """Return what the script's batch size follows by; None if it already follows the DeepSpeed config, row by row.
+
+    Rows per sample (views, pairs, groups) are revealed by two launches: what the engine is fed is in one proportion to
+    the micro-batch of both. An option that the user mapped is not guessed anew; only its rows per sample are found.
 
     Args:
         spec: The study.
@@ -41,6 +50,9 @@ def find_batch_rule(
         present: Micro-batch of the user's own config.
         on_report: Called after each launch.
         wait: As for ``follow``.
+
+    Raises:
+        UsageError: If an option that the user mapped does not change what the engine is fed.
     """
     configured = int(overlay[ds_config.MICRO_BATCH])
     own, found, engine = record.observed_micro_batch, record.batch_sources, record.engine
@@ -51,22 +63,44 @@ def find_batch_rule(
     samples = None if found is None else samples_per_rank(found, own=own)
     if sizes := record.differing_micro_batches(samples=samples):
         return varying(configured if ds_config.MICRO_BATCH in spec.fix else present, sizes=sizes)
-    if found is None or not spec.follow_batch:
-        return held(own, found=found, ranks=engine.data_parallel_size)
     ranks = engine.data_parallel_size
-    for index, guess in enumerate(guesses(found, own=own, ranks=ranks)):
+    if found is None or not spec.follow_batch:
+        return held(own, found=found, present=present, ranks=ranks)
+    mapped = [spec.script.arg_mappings[key] for key in _BATCHES if key in spec.script.arg_mappings]
+    fed: dict[int, int] = {configured: own}
+    """Micro-batch of a launch -> rows that its engine was fed."""
+
+    def holds(proof: LaunchRecord, size: int, *, guess: BatchRule) -> bool:
+        if proof.observed_micro_batch is not None:
+            fed[size] = proof.observed_micro_batch
+        return proof.observed_micro_batch == Fraction(*guess.rows) * size
+
+    possible = guesses(found, own=own, ranks=ranks, present=present, configured=configured)
+    for index, guess in enumerate(possible):
+        if mapped and guess.kind != "config":
+            continue
+        if guess.kind == "config" and len(fed) > 1:  # a guess that failed has shown it
+            if all(Fraction(*guess.rows) * size == rows for size, rows in fed.items()):
+                return guess
+            continue
         proven = _is_proven(
-            follow_batch(spec, guess, ranks=ranks),
+            follow_batch(spec, replace(guess, rows=(1, 1)), ranks=ranks),  # a proof counts rows
             partial(follow, launcher, wait=wait),
             name=f"profile-batch-{index}",
             overlay=overlay,
-            own=own,
-            holds=lambda proof, size: proof.observed_micro_batch == size,
+            own=configured if guess.kind == "config" else guess.own,
+            holds=partial(holds, guess=guess),
             on_report=on_report,
         )
         if proven:
             return guess
-    return held(own, found=found, ranks=ranks)
+    if mapped and len(set(fed.values())) == 1 < len(fed):
+        raise UsageError(
+            f"{' and '.join(mapped)} does not set the script's batch size: the engine was fed {own} rows at a "
+            f"micro-batch of {' and of '.join(str(size) for size in fed)}. Name the option that does with "
+            "--arg-mapping, or name none."
+        )
+    return held(own, found=found, present=present, ranks=ranks)
 
 
 def find_trainer(

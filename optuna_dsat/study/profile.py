@@ -116,6 +116,9 @@ def measure_profile(
     own failure. If it trains, a last launch shows whether its accumulation steps suffice; else its micro-batch is the
     least.
 
+    A script whose batch size is a mapped option may compute its accumulation steps from a global batch. Its own steps
+    are read from a launch at its own micro-batch.
+
     Args:
         spec: The study.
         launcher: Where to launch.
@@ -159,6 +162,11 @@ def measure_profile(
                     attempt, least, request, record = smaller, 1, again, seen
             assert record.profile is not None
             assert record.engine is not None
+            at_own = attempt.with_least(own_batch(spec, record).micro_batch, 1)
+            if _steps_may_follow(spec, record) and at_own != attempt:
+                _, seen, ended = launch(at_own)
+                if ended.outcome is Outcome.MEASURED and seen.engine is not None:
+                    record.engine = replace(record.engine, config_differences=seen.engine.config_differences)
             _check_data(record, smallest=attempt.micro_batch)
             batch = find_batch_rule(
                 spec,
@@ -199,6 +207,12 @@ def measure_profile(
 def _end_in_words(report: LaunchReport) -> str:
     missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
     return f"{outcome_in_words(report.outcome)}{missing}"
+
+
+def _steps_may_follow(spec: StudySpec, record: LaunchRecord) -> bool:
+    """Detect accumulation steps that the script may have computed from the launch's micro-batch and a global batch."""
+    mapped = ds_config.MICRO_BATCH in spec.script.arg_mappings or ds_config.TRAIN_BATCH in spec.script.arg_mappings
+    return mapped and record.engine is not None and ds_config.GRADIENT_ACCUMULATION in record.engine.config_differences
 
 
 def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> LaunchRequest:
@@ -263,7 +277,7 @@ def _profiled(
     trainer: ScriptTrainer | None,
 ) -> Profiled:
     return Profiled(
-        profile=ModelProfile.from_event(profile),
+        profile=_per_sample(ModelProfile.from_event(profile), batch),
         measured_with=attempt.words,
         pipeline=engine.pipeline,
         device=engine.device,
@@ -278,6 +292,17 @@ def _profiled(
         config_in_code=engine.config_in_code,
         environment=record.environment,
         preload=Preload() if record.imported is None else Preload.learned(record.imported),
+    )
+
+
+def _per_sample(profile: ModelProfile, batch: BatchRule | None) -> ModelProfile:
+    """Return a profile per sample of the script's; the profile launch counted rows."""
+    if batch is None:
+        return profile
+    return replace(
+        profile,
+        activation_bytes_per_sample=batch.scaled(profile.activation_bytes_per_sample),
+        flops_per_sample=batch.scaled(profile.flops_per_sample),
     )
 
 

@@ -201,7 +201,8 @@ def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -
         config: The complete config.
         directory: Where it is to lie, beside ``best_ds_config.json``.
     """
-    script, source = spec.script, spec.script.batch_source
+    script = spec.script
+    source = script.batch_source if "kind" in script.batch_source else {}
     ready, own = resolved(config), resolved(spec.ds_config)
     whole = config_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
     if whole is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -156,15 +157,16 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
     if rule is None:
         return spec
     triangle = ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=ranks)
-    batch = ds_config.batch_overlay(rule.own, triangle.gradient_accumulation_steps)
+    batch = ds_config.batch_overlay(rule.own, triangle.gradient_accumulation_steps) if rule.kind != "config" else {}
     config = {key: value for key, value in {**spec.ds_config, **batch}.items() if value is not None}
     script = spec.script.model_copy(
         update={
             "arg_mappings": {**rule.arg_mappings, **spec.script.arg_mappings},
-            "batch_source": rule.source(ranks=ranks),
+            "batch_source": {**spec.script.batch_source, **rule.source(ranks=ranks)},
         }
     )
-    changes: dict[str, Any] = {"ds_config": config, "script": script}
+    multiple = math.lcm(spec.divisible_by, rule.multiple)
+    changes: dict[str, Any] = {"ds_config": config, "script": script, "divisible_by": multiple}
     if rule.kind == "held":
         changes["fix"] = {**spec.fix, ds_config.MICRO_BATCH: rule.own}
     return spec.model_copy(update=changes)

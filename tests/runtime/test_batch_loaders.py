@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def libraries_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watch(follow: dict[str, Any] | None = None, *, fed: Fed | None = None) -> LoaderWatch:
     made = LoaderWatch(micro_batch=6, follow=follow or {}, fed=fed or Fed(), repeat=True)
-    made._torch_imported(dataloader)
+    made.callbacks()["torch.utils.data.dataloader"](dataloader)
     made._datasets_of_torch_imported(dataset)
     return made
 
@@ -52,14 +53,36 @@ def rules(made: LoaderWatch) -> list[BatchRule]:
     return guesses(BatchSourcesFound(rank=0, time=0.0, options={}, loaders=made.described()), own=OWN, ranks=1)
 
 
-def test_what_a_loader_yielded_last_is_known() -> None:
+def test_the_loader_of_the_last_batch_is_known() -> None:
     made = watch()
     assert made.loaded is None
-    sizes: list[tuple[int, int]] = []
-    for _ in DataLoader(torch.arange(6), batch_size=OWN):  # type: ignore[arg-type]
-        assert made.loaded is not None
-        sizes.append((made.loaded.batch_size, made.loaded.samples))
-    assert sizes == [(OWN, OWN), (OWN, 2)]
+    assert [made.loaded for _ in DataLoader(torch.arange(6), batch_size=OWN)] == [OWN, OWN]  # type: ignore[arg-type]
+
+
+class OwnLoader:
+    """A data loader of the same arguments as torch's that is no subclass of it."""
+
+    def __init__(self, dataset: Any, batch_size: int | None = 1) -> None:
+        self.dataset, self.size = dataset, batch_size or 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.split(self.dataset, self.size))
+
+
+class Subclass(DataLoader[Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OwnLoader, Subclass])
+def test_a_stateful_loader_of_torchdata_is_a_loader(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__init__", "__iter__"):
+        monkeypatch.setattr(kind, name, getattr(kind, name))
+    module = types.ModuleType("stateful_dataloader")
+    module.StatefulDataLoader = kind  # type: ignore[attr-defined]
+    made = watch({"kind": "loader", "own": OWN})
+    made.callbacks()["torchdata.stateful_dataloader.stateful_dataloader"](module)
+    assert [len(batch) for batch in kind(torch.arange(12), OWN)] == [6, 6]
+    assert (OWN, Path(__file__).name) in {(one["batch_size"], Path(one["file"]).name) for one in made.described()}
 
 
 def stream_class() -> type[Any]:

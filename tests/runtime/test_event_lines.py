@@ -64,7 +64,7 @@ SOURCES = BatchSourcesFound(
     options={"--seed": -1},
     settings=[{"file": "a.yaml", "key": "b", "value": 4}],
     loaders=[{"batch_size": None, "file": "a.py", "line": 3, "samples": None, "trains": True, "attribute": ""}],
-    constants=[{"file": "a.py", "line": 3, "value": 4, "name": "B"}],
+    fed_at=[{"file": "a.py", "line": 3}],
 )
 
 
@@ -102,7 +102,7 @@ def test_what_a_rank_writes_is_read(event: Any) -> None:
         changed(SOURCES, options={"--b": "4"}),
         changed(SOURCES, settings=[{"file": "a"}]),
         changed(SOURCES, settings=["a"]),
-        changed(SOURCES, constants=[{"file": "a", "line": 1, "value": "x", "name": ""}]),
+        changed(SOURCES, fed_at=[{"file": "a", "line": "x"}]),
         "[" * 100_000,
         '{"kind": "step_measured", "step": ' + "9" * 5000 + "}",
         '{"kind": []}',

@@ -6,44 +6,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.runtime import user_code
-from optuna_dsat.runtime.user_code import constants, is_installed, parsed_source, places_of
-
-SOURCE = """\
-import torch
-BATCH = 8
-class Config:
-    batch_size: int = 8
-def train(data, *, size=8):
-    for i in range(0, 24, 8):
-        step(data[i:i + 8], shuffle=True)
-        step(torch.randn(8, 16))
-        Loader(data, batch_size=4 * 8)
-options = {"batch": 8, "lr": 0.8, "flag": True, "other": 16}
-"""
-
-
-def test_constants_are_named_by_what_they_are_given_to(tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(SOURCE)
-    found = [(one["line"], one["name"]) for one in constants(str(file), {8})]
-    assert found == [
-        (2, "BATCH"), (4, "batch_size"), (5, "size"), (6, ""), (7, ""), (8, ""), (9, "batch_size"), (10, "batch")
-    ]  # fmt: skip
-    assert [one["value"] for one in constants(str(file), {16})] == [16, 16]
-    assert constants(str(file), {1}) == [], "True is no number"
-
-
-@pytest.mark.parametrize("text", ["def broken(", "\0"])
-def test_what_cannot_be_parsed_has_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "train.py").write_text(text)
-    assert constants(str(tmp_path / "train.py"), {8}) == []
-    assert constants(str(tmp_path / "none.py"), {8}) == []
-
-
-def test_constants_of_a_sum_of_a_thousand_terms_are_found(tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(f"total = {' + '.join(['8'] * 1500)}\n")
-    assert [found["name"] for found in constants(str(file), {8})] == ["total"] * 1500
+from optuna_dsat.runtime.user_code import is_installed, parsed_source, places_of
 
 
 def test_places_are_those_of_the_users_code_innermost_first() -> None:

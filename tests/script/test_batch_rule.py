@@ -85,39 +85,61 @@ def test_an_override_of_hydras_is_replaced() -> None:
     assert mapped == ("a=1", "train.batch=9")
 
 
-def constant(line: int, name: str = "", *, value: int = 8) -> dict[str, Any]:
-    return {"file": "/a/train.py", "line": line, "value": value, "name": name}
-
-
 FED_AT = [{"file": "/a/train.py", "line": 30}, {"file": "/a/train.py", "line": 40}]
 
 
-@pytest.mark.parametrize(
-    ("constants", "line"),
-    [
-        ([constant(3, "BATCH"), constant(30), constant(9, "hidden")], 3),
-        ([constant(3, "eval_batch"), constant(30), constant(9, "hidden")], 30),
-        ([constant(9, "hidden")], 9),
-        ([constant(5, "batch_size", value=16)], 5),
-    ],
-    ids=["by its name", "on the way to the engine", "the only one", "of all ranks"],
-)
-def test_a_constant_is_named_where_one_is_the_likeliest(constants: list[dict[str, Any]], line: int) -> None:
-    rule = held(8, found=found(constants=constants, fed_at=FED_AT), ranks=2)
-    assert (rule.line, rule.constant) == (line, True)
-    assert f"seems to be a constant (train.py, line {line}" in rule.announcement()
-    assert f"/a/train.py:{line}" in rule.advice({MICRO_BATCH: 8})
-    assert BatchRule.from_json(rule.to_json()) == rule
-
-
-@pytest.mark.parametrize(
-    "constants", [[], [constant(3, "BATCH"), constant(4, "batch_size")], [constant(1), constant(2)]]
-)
-def test_no_constant_is_named_where_none_is_the_likeliest(constants: list[dict[str, Any]]) -> None:
-    rule = held(8, found=found(constants=constants, fed_at=FED_AT), ranks=2)
-    assert not rule.constant
+def test_no_line_is_named_as_the_batch_size_without_a_proof() -> None:
+    rule = held(8, found=found(fed_at=FED_AT), ranks=2)
     assert "(8) was not found; the batches go to the model at train.py, line 30" in rule.announcement()
     assert rule.advice({MICRO_BATCH: 8}) == ""
+    assert BatchRule.from_json({**rule.to_json(), "constant": True, "key": "BATCH"}).advice({MICRO_BATCH: 8}) == ""
+
+
+VIEWS = {"--frames": 8, "--batch_size": 4, "--eval_batch_size": 4}
+
+
+def test_rows_of_the_users_micro_batch_are_guessed_before_numbers_that_equal_the_rows() -> None:
+    rules = guesses(found(options=VIEWS, loaders=[loader()]), own=8, ranks=2, present=4, configured=1)
+    assert [(rule.option or rule.kind, rule.own, rule.rows) for rule in rules] == [
+        ("--batch_size", 4, (2, 1)), ("loader", 4, (2, 1)), ("--frames", 8, (1, 1)), ("config", 4, (8, 1))
+    ]  # fmt: skip
+
+
+def test_an_option_of_the_users_micro_batch_is_guessed_whatever_its_name() -> None:
+    rules = guesses(found(options={"--micro": 4, "--total": 16, "--workers": 8}), own=8, ranks=2, present=4)
+    assert [(rule.option, rule.own, rule.rows) for rule in rules] == [
+        ("--micro", 4, (2, 1)), ("--workers", 8, (1, 1)), ("--total", 8, (1, 1))
+    ]  # fmt: skip
+
+
+def test_rows_that_are_a_multiple_of_a_number_of_another_size_than_the_configs_are_guessed() -> None:
+    rules = guesses(found(options={"--batch_size": 4}), own=12, ranks=1, present=1, configured=1)
+    assert [(rule.kind, rule.own, rule.rows) for rule in rules] == [("option", 4, (3, 1)), ("config", 1, (12, 1))]
+
+
+def test_a_script_that_reads_the_config_may_feed_several_rows_for_each_sample() -> None:
+    rules = guesses(found(options={"--batch_size": 4}), own=2, ranks=1, present=4, configured=1)
+    assert [(rule.kind, rule.own, rule.rows) for rule in rules] == [("config", 4, (2, 1))]
+    assert rules[0].source(ranks=1) == {"rows": [2, 1]}
+    assert "feeds the engine 2 rows for each sample" in rules[0].announcement()
+    assert rules[0].advice({MICRO_BATCH: 8}) == ""
+
+
+def test_rows_per_sample_are_stored_and_reach_the_launch() -> None:
+    rule = BatchRule(kind="loader", own=4, file="/a/train.py", line=7, rows=(3, 2))
+    assert BatchRule.from_json(rule.to_json()) == rule
+    assert rule.source(ranks=1) == {"kind": "loader", "own": 4, "rows": [3, 2]}
+    assert (rule.multiple, rule.scaled(100)) == (2, 150)
+    assert "feeds the engine 3 rows for 2 samples" in rule.announcement()
+
+
+def test_a_held_batch_keeps_the_number_of_the_script_that_is_no_count_of_rows() -> None:
+    rule = held(8, found=found(options={"--batch_size": 4}, fed_at=FED_AT), present=4, ranks=2)
+    assert (rule.own, rule.rows, rule.multiple) == (4, (2, 1), 1)
+    assert "fed 8 rows at a batch size of 4, in no fixed proportion" in rule.announcement()
+    assert held(16, found=found(options={"--batch_size": 16}), present=4, ranks=1).own == 16
+    assert held(16, found=found(), present=4, ranks=1).own == 4
+    assert held(15, found=found(), present=4, ranks=1).own == 15
 
 
 def test_an_attribute_of_a_data_set_is_told_to_the_ranks() -> None:

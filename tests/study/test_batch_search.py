@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, batch_overlay
+from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
@@ -186,3 +187,52 @@ def test_a_settings_file_that_sets_a_trainers_size_is_proven(
     assert trainer.source == {
         "kind": "setting", "file": "/x/run.yaml", "key": "train_batch_size", "own": 3, "scale": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fed", "mapped", "expected"),
+    [
+        (lambda options, _: 2 * options["--bs"], False, ("option", 4, (2, 1))),
+        (lambda _, config: 2 * config, False, ("config", 4, (2, 1))),
+        (lambda options, _: 2 * options["--bs"], True, ("config", 4, (2, 1))),
+        (lambda options, _: options["--bs"] ** 2 + 3, True, ("held", 4, (1, 1))),
+        (lambda options, _: 2 * options["--bs"] + 5, False, ("held", 4, (13, 4))),
+        (lambda *_: 8, True, None),
+    ],
+    ids=["option", "config", "mapped", "mapped, no proportion", "no proportion", "mapped in vain"],
+)
+def test_rows_per_sample_are_proven_by_a_second_size(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, fed: Any, mapped: bool,
+    expected: tuple[str, int, tuple[int, int]] | None,
+) -> None:  # fmt: skip
+    class Fed(Record):
+        outcome = Outcome.MEASURED
+        batch_sources: Any = BatchSourcesFound(rank=0, time=1.0, options={"--bs": 4})
+
+    def ran(request: LaunchRequest | None, size: int, mappings: Any) -> Any:
+        words = map_arguments((), mappings, {MICRO_BATCH: size}, world_size=1)
+        given = {name: int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+        rows = (1, 1) if request is None else request.command.batch_source.get("rows", (1, 1))
+        return Fed(-(-fed({"--bs": 4, **given}, size) * rows[1] // rows[0]))
+
+    def follow(_launcher: Any, request: LaunchRequest, *, wait: Any) -> Any:
+        assert wait is None
+        proof = ran(request, request.overlay[MICRO_BATCH], request.command.arg_mappings)
+        return proof, proof
+
+    monkeypatch.setattr(batch_search, "follow", follow)
+    spec = bench.spec(script=MAPPED) if mapped else bench.spec()
+    launcher: Any = None
+
+    def found() -> BatchRule | None:
+        return batch_search.find_batch_rule(
+            spec, launcher, ran(None, 1, spec.script.arg_mappings), overlay=batch_overlay(1), present=4,
+            on_report=lambda _report, _record: None,
+        )  # fmt: skip
+
+    if expected is None:
+        with pytest.raises(UsageError, match=r"--bs does not set .* fed 8 rows at a micro-batch of 1 and of 2"):
+            found()
+        return
+    rule = found()
+    assert (None if rule is None else (rule.kind, rule.own, rule.rows)) == expected

@@ -28,6 +28,8 @@ from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
+SCRIPT = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json"}
+
 
 def test_a_profile_that_an_older_version_stored_is_read(bench: StudyBench) -> None:
     bench.run(bench.spec(max_trials=1, confirm=0), Hill())
@@ -387,3 +389,39 @@ def test_what_auto_stands_for_is_looked_for_where_it_is_filled_in(
     scheduler = {"scheduler": {"params": {"warmup": "auto"}}}
     with pytest.raises(ScriptFailedError, match=hint):
         bench.run(spec.model_copy(update={"ds_config": {**spec.ds_config, **scheduler}}), landscape)
+
+
+@pytest.mark.parametrize(
+    ("steps", "mapped", "sizes", "own"),
+    [
+        (lambda micro: 16 // micro, True, [1, 4], 4),
+        (lambda _: 2, True, [1, 4], 2),
+        (lambda micro: 4 // micro, True, [1, 4], 1),
+        (lambda _: 1, True, [1], 1),
+        (lambda _: 4, False, [1], 4),
+    ],
+    ids=["of a global batch", "constant", "one step", "none but the launch's", "not mapped"],
+)
+def test_steps_computed_from_a_mapped_batch_size_are_read_at_the_scripts_own_size(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, steps: Any, mapped: bool, sizes: list[int], own: int
+) -> None:
+    launched: list[int] = []
+
+    def followed(launcher: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        record, report = follow(launcher, request, *args, **kwargs)
+        micro = request.overlay["train_micro_batch_size_per_gpu"]
+        launched.append(micro)
+        assert record.engine is not None
+        found = {} if steps(micro) == 1 else {"gradient_accumulation_steps": [steps(micro), None]}
+        record.engine = replace(record.engine, config_differences=found)
+        return record, report
+
+    monkeypatch.setattr(profile, "follow", followed)
+    mappings = {"train_micro_batch_size_per_gpu": "--bs"} if mapped else {}
+    spec = bench.spec(max_trials=1, confirm=0, script={**SCRIPT, "arg_mappings": mappings})
+    config = {**spec.ds_config, "train_micro_batch_size_per_gpu": 4}
+    bench.run(spec.model_copy(update={"ds_config": config}), Hill())
+    assert launched == sizes
+    profiled = read_stored(bench.store, "s").profiled
+    assert profiled is not None
+    assert profiled.config_differences.get("gradient_accumulation_steps", [1])[0] == own
