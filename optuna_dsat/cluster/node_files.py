@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import base64
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from optuna_dsat.launch.event_log import LINE_BYTES
+from optuna_dsat.launch.log_limit import START_BYTES, LogLimit, dropped_in_words
 from optuna_dsat.launch.run_directory import RunDirectory
 
 __all__ = ["TOKEN", "GrowingFile", "LaunchFiles", "TrackerFiles"]
@@ -22,8 +24,8 @@ TOKEN = ".token"
 
 _MOST_AT_ONCE = 2**18
 """Bytes of one file that are passed on in one look."""
-_MOST_OF_A_LOG = 8 * 2**20
-"""Bytes of one log that are passed on at all."""
+_MOST_BEHIND = 8 * 2**20
+"""Bytes by which what is passed on of one log may be behind its end, before a part is left out."""
 _MOST_OF_TRACKERS = 32 * 2**20
 """Bytes of what one node's trackers wrote in a launch that are passed on at all."""
 
@@ -54,6 +56,15 @@ class GrowingFile:
         self.sent_bytes += len(data)
         return data
 
+    def skip_to(self, behind_bytes: int) -> int:
+        """Leave out what is further from the end of the file than a number of bytes; return the bytes left out."""
+        with suppress(FileNotFoundError):
+            skipped = self.path.stat().st_size - behind_bytes - self.sent_bytes
+            if skipped > 0:
+                self.sent_bytes += skipped
+                return skipped
+        return 0
+
     def read_lines(self) -> list[bytes]:
         """Return the complete lines appended since the last call, without their ends.
 
@@ -81,6 +92,7 @@ class LaunchFiles:
         own = directory.agent_log
         logs[own.name if node == 0 else f"{own.stem}.node{node}{own.suffix}"] = own
         self._logs = {name: GrowingFile(path) for name, path in logs.items()}
+        self._limit = LogLimit(logs.values())
 
     def event_lines(self) -> Iterator[tuple[int, list[str]]]:
         """Yield (rank, lines) for each rank that wrote events since the last call."""
@@ -88,11 +100,20 @@ class LaunchFiles:
             if lines := [line.decode("utf-8", errors="replace") for line in file.read_lines()]:
                 yield rank, lines
 
-    def log_texts(self) -> Iterator[tuple[str, str]]:
-        """Yield (name of the file, text) for each log that grew since the last call; very long logs end early."""
+    def log_texts(self, *, last: bool = False) -> Iterator[tuple[str, str]]:
+        """Yield (name of the file, text) for each log that grew since the last call.
+
+        Args:
+            last: Whether this is the last call: what is too long for it is left out. So is, in the middle of a log,
+                what is written faster than it is passed on.
+        """
         for name, file in self._logs.items():
-            if file.sent_bytes < _MOST_OF_A_LOG and (data := file.read()):
-                yield name, data.decode("utf-8", errors="replace")
+            behind = _MOST_AT_ONCE if last else _MOST_BEHIND
+            skipped = file.skip_to(behind) if file.sent_bytes >= START_BYTES or last else 0
+            line = f"\n{dropped_in_words(skipped)}\n" if skipped else ""
+            if data := file.read():
+                yield name, line + data.decode("utf-8", errors="replace")
+        self._limit.check(time.monotonic())
 
 
 class TrackerFiles:

@@ -166,7 +166,7 @@ class NodeLaunch:
             news.append(self._use(tree))
         if self._sweeping and tree.sweep():
             self._gone_at = now
-            news += self._read(tree)
+            news += self._read(tree, last=True)
             before, after = started.oom_kills_before, kernel_oom_kills()
             news.append(
                 self._gone(
@@ -186,7 +186,7 @@ class NodeLaunch:
         ]
         return self._news("usage", usage=usage)
 
-    def _read(self, tree: ProcessTree) -> list[dict[str, Any]]:
+    def _read(self, tree: ProcessTree, *, last: bool = False) -> list[dict[str, Any]]:
         news: list[dict[str, Any]] = []
         events: list[Event] = []
         for rank, lines in self._files.event_lines():
@@ -198,7 +198,7 @@ class NodeLaunch:
         self._beside.update(events)
         if events:
             self._usage_at = time.monotonic()
-        return news + [self._news("log", file=name, text=text) for name, text in self._files.log_texts()]
+        return news + [self._news("log", file=name, text=text) for name, text in self._files.log_texts(last=last)]
 
     def _gone(
         self, exit_codes: Mapping[int, int], *, oom_kills: int | None, agent: int | None, conditions: Conditions

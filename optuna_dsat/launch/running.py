@@ -13,6 +13,7 @@ from optuna_dsat.launch.classify import LaunchFacts, StopReason
 from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.event_log import EventLog
 from optuna_dsat.launch.leftovers import remove_noted
+from optuna_dsat.launch.log_limit import LogLimit
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.process_tree import LaunchProcesses, ProcessTree, end_launch
 from optuna_dsat.launch.processes import ProcessKey
@@ -92,6 +93,10 @@ class RunningLaunch:
             find=self._processes.living,
             look=self.look_at_gpus,
         )
+        ranks = range(self.request.slots)
+        self._log_limit = LogLimit(
+            path(rank) for rank in ranks for path in (self.directory.stdout, self.directory.stderr)
+        )
         self._kill_ranks_at: float | None = None
         self._last_end: tuple[int, float] = 0, 0.0
         """Ranks that have left a record of their end, and the time at which the last of these records was read."""
@@ -148,6 +153,7 @@ class RunningLaunch:
         """Read new events and return them; check the limits and end what must end."""
         dead = self._processes.dead_ranks()
         self._processes.look(now)
+        self._log_limit.check(now)
         agent_ended = self.agent.poll() is not None
         events = self._read(now)  # after the processes were checked, so that it includes what the dead ones wrote
         if agent_ended:
@@ -197,7 +203,8 @@ class RunningLaunch:
         end_launch(self._processes)
 
     def clean_up(self) -> None:
-        """Remove what its processes left outside the run directory; call it once all of them are gone."""
+        """Remove what its processes left outside the run directory, and shorten logs; call it once all are gone."""
+        self._log_limit.close()
         if self.directory.leavings is not None:
             remove_noted(self.directory.leavings, seen=self._processes.shared_memory)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from optuna_dsat.cluster.engine import HEARD_S
 from optuna_dsat.cluster.head_files import write_tracker
 from optuna_dsat.cluster.network import Doorbell, addresses, free_port, interface_of, reached
 from optuna_dsat.cluster.node import NodeAgent, digest_of, versions
-from optuna_dsat.cluster.node_files import TOKEN, GrowingFile, TrackerFiles
+from optuna_dsat.cluster.node_files import TOKEN, GrowingFile, LaunchFiles, TrackerFiles
 from optuna_dsat.cluster.wire import Joiner, request_to_json
 from optuna_dsat.launch.forking import IMPORTING, Forking
 from optuna_dsat.launch.run_directory import RunDirectory
@@ -250,3 +251,24 @@ def test_a_head_that_reads_nothing_keeps_no_agent(tmp_path: Path) -> None:
     finally:
         talk.process.kill()
         talk.end()
+
+
+def test_a_log_that_grows_faster_than_it_is_passed_on_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.log_dir.mkdir()
+    log = directory.stdout(0)
+    files = LaunchFiles(directory, ranks=[0], node=0)
+    received, written = "", 0
+    for _ in range(12):
+        with log.open("ab") as file:
+            for _ in range(16):
+                file.write(b"".join(b"line %09d\n" % (written // 15 + number) for number in range(2**16)))
+                written += 15 * 2**16
+        received += "".join(text for name, text in files.log_texts() if name == log.name)
+    received += "".join(text for name, text in files.log_texts(last=True) if name == log.name)
+    assert received.startswith("line 000000000\n")
+    assert received.endswith(f"line {written // 15 - 1:09d}\n")
+    dropped = [int(number) for number in re.findall(r"optuna-dsat dropped (\d+) bytes here", received)]
+    kept = re.sub(r"\noptuna-dsat dropped \d+ bytes here\n", "", received)
+    assert len(kept) + sum(dropped) == written
+    assert "\x00" not in received
