@@ -14,7 +14,7 @@ from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.study.config_changes import Change, config_changes
 from optuna_dsat.study.configuration import configuration_of
-from optuna_dsat.study.data_size import dataset_size
+from optuna_dsat.study.data_size import epoch_samples
 from optuna_dsat.study.result import (
     BEST_CONFIG,
     best_settings,
@@ -85,7 +85,7 @@ def winner_of(view: StudyView) -> Winner | None:
         config,
         batch=complete[ds_config.TRAIN_BATCH],
         user_batch=own_train_batch_size(spec, ranks=ranks),
-        samples=dataset_size(spec, view.profiled),
+        samples=epoch_samples(spec, view.profiled),
         is_chosen=complete[ds_config.TRAIN_BATCH] == spec.train_batch_size,
     )
     script = _advice(view, complete)

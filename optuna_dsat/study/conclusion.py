@@ -19,7 +19,7 @@ from optuna_dsat.store import Turn, TurnLostError
 from optuna_dsat.study.config_changes import config_changes
 from optuna_dsat.study.confirmation import Confirmation
 from optuna_dsat.study.context import StudyContext
-from optuna_dsat.study.data_size import dataset_size
+from optuna_dsat.study.data_size import dataset_size, epoch_samples
 from optuna_dsat.study.finalists import finalists_of
 from optuna_dsat.study.loss_check import LossCheck, check_loss, nothing_to_compare
 from optuna_dsat.study.methods import Method
@@ -226,7 +226,7 @@ class Conclusion:
         ranks = self._ranks(trial)
         batch, own = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
         before = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
-        samples = dataset_size(spec, self._profiled)
+        samples = epoch_samples(spec, self._profiled)
         return StudyResult(
             study=spec.name,
             reason=self._reason.value,
@@ -240,7 +240,7 @@ class Conclusion:
             command=command,
             train_batch_size=batch,
             user_train_batch_size=own,
-            dataset_size=samples,
+            dataset_size=dataset_size(spec, self._profiled),
             learning_rate_advice=learning_rate_advice(
                 config, batch=batch, user_batch=own, samples=samples, is_chosen=batch == spec.train_batch_size
             ),

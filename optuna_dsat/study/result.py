@@ -101,7 +101,7 @@ class StudyResult:
     user_train_batch_size: int
     """Global batch of the user's own config as it was given, in samples."""
     dataset_size: int | None
-    """Samples of the training data; None if unknown. Divided by a global batch they are the steps of an epoch."""
+    """Samples of the training data; None if unknown. Data that each rank loads as a whole are counted once."""
     learning_rate_advice: str | None
     """What the changed global batch means for learning rate and steps; None if it did not change."""
     loss_check: Mapping[str, Any] | None
