@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
+from optuna_dsat.study.config_changes import changes_in_words
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.speeds import speed_at
@@ -54,6 +55,8 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
     if result.isolation:
         say_prose(result.isolation)
     print(json.dumps(dict(result.config), indent=2))
+    if result.changes:
+        say_prose(changes_in_words(result.changes))
     say(f"Written to {result.config_path}")
     say(f"Metrics in {result.metrics_path}")
     if result.command_names_config:

@@ -300,8 +300,8 @@ class SearchSpace:
     def without_idle(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config without the settings that change nothing.
 
-        Those that DeepSpeed accepts and does not use, but those of this space; and DeepSpeed's defaults, where the
-        search chose them and the user wrote nothing.
+        Those that DeepSpeed accepts and does not use, but those of this space; and DeepSpeed's defaults where the
+        search chose them. Keys that the user wrote stay.
         """
         zero = config.get(ZERO)
         if not isinstance(zero, Mapping):
@@ -309,9 +309,10 @@ class SearchSpace:
         ours = {tuned.name for tuned in self.knobs}
         unused = {knob.path[1] for knob in KNOBS if knob.inert and knob.name not in ours}
         chosen = {tuned.knob.path[1] for tuned in self.knobs if tuned.role is Role.PARAMETER}
-        alone = (chosen - self.user_zero.keys() - {"stage"}) & zero.keys()
-        defaults = {key for key in alone if zero[key] == configs.zero_default(key, stage=zero.get("stage"))}
-        idle = unused | defaults
+        defaults = {
+            key for key in chosen & zero.keys() if zero[key] == configs.zero_default(key, stage=zero.get("stage"))
+        }
+        idle = (unused | defaults) - self.user_zero.keys() - {"stage"}
         return {**config, ZERO: {key: value for key, value in zero.items() if key not in idle}}
 
     def classes(self) -> int:

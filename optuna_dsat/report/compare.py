@@ -21,8 +21,9 @@ from optuna_dsat.report.performance import Performance, Training, performance_of
 from optuna_dsat.report.slot_time import account
 from optuna_dsat.report.template import page_text
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.report.winner import shown_settings, winner_of
+from optuna_dsat.report.winner import winner_of
 from optuna_dsat.secrecy.shapes import hidden_data
+from optuna_dsat.study.config_changes import shown_settings
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,

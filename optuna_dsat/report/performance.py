@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from optuna_dsat.cost.utilisation import utilisation
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.configuration import configuration_of
-from optuna_dsat.study.data_size import dataset_size
+from optuna_dsat.study.data_size import epoch_samples
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
 
@@ -113,7 +113,7 @@ def training_times(view: StudyView, training: Training) -> TrainingTime | None:
 
     Both train on the same samples. That is no promise that both need as many to reach the same loss.
     """
-    samples = training.dataset_size or dataset_size(view.spec, view.profiled)
+    samples = training.dataset_size or epoch_samples(view.spec, view.profiled)
     if samples is None or view.best is None or view.baseline is None:
         return None
     own, best = (performance_of(view, one).samples_per_s for one in (view.baseline, view.best))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,9 @@ from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import shell_join
+from optuna_dsat.study.config_changes import Change, config_changes
 from optuna_dsat.study.configuration import configuration_of
-from optuna_dsat.study.data_size import dataset_size
+from optuna_dsat.study.data_size import epoch_samples
 from optuna_dsat.study.result import (
     BEST_CONFIG,
     best_settings,
@@ -26,21 +26,8 @@ from optuna_dsat.study.trainable import trainable_config
 from optuna_dsat.study.user_config import own_train_batch_size, user_config
 from optuna_dsat.study.verdict_words import how_known, verdict_in_words
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import setting_in_words
 
-__all__ = ["Change", "Winner", "shown_settings", "winner_of"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """A setting that differs between the best config and the user's own."""
-
-    key: str
-    """Dotted key of the config."""
-    own: str
-    """The user's value as JSON; empty if it is not set."""
-    best: str
-    """The best config's value as JSON; empty if it is not set."""
+__all__ = ["Winner", "winner_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +85,7 @@ def winner_of(view: StudyView) -> Winner | None:
         config,
         batch=complete[ds_config.TRAIN_BATCH],
         user_batch=own_train_batch_size(spec, ranks=ranks),
-        samples=dataset_size(spec, view.profiled),
+        samples=epoch_samples(spec, view.profiled),
         is_chosen=complete[ds_config.TRAIN_BATCH] == spec.train_batch_size,
     )
     script = _advice(view, complete)
@@ -111,7 +98,7 @@ def winner_of(view: StudyView) -> Winner | None:
         how_known=how_known(verdict),
         is_own=best.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
         config=redacted(config),
-        changes=tuple(_changes(redacted(own), redacted(complete), idle=_idle_of(view, own))),
+        changes=config_changes(redacted(own), redacted(complete)),
         command=shell_join(without_secrets(shlex.split(command))),
         command_names_config=names_config,
         advice=tuple(text for text in (rate, script) if text),
@@ -127,29 +114,3 @@ def _advice(view: StudyView, config: Mapping[str, Any]) -> str:
         return ""
     copied = best_settings(view.spec, config, view.spec.study_dir)
     return view.profiled.advice(config, settings_written=copied is not None and copied.sets_batch)
-
-
-def _idle_of(view: StudyView, own: Mapping[str, Any]) -> frozenset[str]:
-    """Return the ZeRO settings of the user's config without which DeepSpeed would do the same."""
-    zero = own.get(ds_config.ZERO) or {}
-    used = view.space.without_idle(own).get(ds_config.ZERO) or {}
-    params = None if view.profiled is None else view.profiled.profile.params
-    return frozenset(zero.keys() - ds_config.canonical_zero(used, params).keys() - {"stage"})
-
-
-def _changes(own: Mapping[str, Any], best: Mapping[str, Any], *, idle: frozenset[str]) -> Iterator[Change]:
-    """Yield what differs; settings that are idle in the user's config and left out of the best one do not."""
-    before, after = shown_settings(own), shown_settings(best)
-    left_out = {key for key in before.keys() - after.keys() if key.split(".")[:2][-1] in idle}
-    for key in sorted((before.keys() | after.keys()) - left_out):
-        if before.get(key) != after.get(key):
-            yield Change(key=key, own=before.get(key, ""), best=after.get(key, ""))
-
-
-def shown_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return dotted key -> value of a config as its user writes it, without nulls; text is in quotes."""
-    return {
-        key: json.dumps(value, ensure_ascii=False) if isinstance(value, str) else setting_in_words(value)
-        for key, value in ds_config.flatten(config).items()
-        if value is not None
-    }

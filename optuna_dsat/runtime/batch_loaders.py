@@ -193,6 +193,8 @@ class _Loader:
         """Whether a data loader of torch leaves the batches to its data set."""
         self.samples: int | None = None
         """Samples of one rank in an epoch; None if the data set does not tell."""
+        self.loads_all = False
+        """Whether a rank's samples are all of its data set, by a sampler that divides them among no ranks."""
         self.trains = False
         """Whether the engine was fed while it was iterated."""
 
@@ -225,6 +227,9 @@ class _Loader:
             self.samples = _sampled(batches)
             if self.samples is None:
                 self.samples = _length(getattr(loader, "sampler", None))
+            sampler = getattr(batches, "sampler", None)
+            in_data = _length(getattr(loader, "dataset", None))
+            self.loads_all = sampler is not None and not hasattr(sampler, "num_replicas") and self.samples == in_data
 
     @property
     def tells(self) -> bool:
@@ -239,6 +244,7 @@ class _Loader:
             "line": self.place[1],
             "attribute": self.attribute,
             "samples": self.samples,
+            "loads_all": self.loads_all,
             "trains": self.trains,
         }
 

@@ -95,6 +95,7 @@ _FOUND_TYPES: Mapping[str, type | UnionType] = {
     "file": str,
     "key": str,
     "line": int,
+    "loads_all": bool,
     "samples": int | None,
     "trains": bool,
     "value": int,

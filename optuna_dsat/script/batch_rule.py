@@ -12,7 +12,7 @@ from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.runtime.batch_names import means_batch, means_elsewhere, means_length, names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound
 
-__all__ = ["BatchRule", "guesses", "held", "samples_per_rank", "varying"]
+__all__ = ["BatchRule", "guesses", "held", "loads_all", "samples_per_rank", "varying"]
 
 _MOST_GUESSES = 6
 """Guesses that are worth a launch each."""
@@ -310,6 +310,17 @@ def samples_per_rank(found: BatchSourcesFound, *, own: int | None = None) -> int
         found: What a launch noted.
         own: Samples per rank and forward pass that its engine was fed; loaders of that batch size count before others.
     """
-    told = [one for one in found.loaders if one["trains"] and one["samples"]]
-    alike = [one for one in told if one["batch_size"] == own] or told
-    return min((int(one["samples"]) for one in alike), default=None)
+    loader = _counted_loader(found, own=own)
+    return None if loader is None else int(loader["samples"])
+
+
+def loads_all(found: BatchSourcesFound) -> bool:
+    """Whether each rank's loader that feeds the engine loads all samples of its data set."""
+    loader = _counted_loader(found, own=None)
+    return loader is not None and bool(loader.get("loads_all"))
+
+
+def _counted_loader(found: BatchSourcesFound, *, own: int | None) -> Mapping[str, Any] | None:
+    counted = [loader for loader in found.loaders if loader["trains"] and loader["samples"]]
+    alike = [loader for loader in counted if loader["batch_size"] == own] or counted
+    return min(alike, key=lambda loader: int(loader["samples"]), default=None)

@@ -312,8 +312,9 @@ def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
         given.num_processes = 2 if given.multi_gpu else 1
     if by_file:
         _check_readable(given.config_file or launch.default_config_file, "--config_file")
-    given, _defaults, _mixed = launch._validate_launch_command(given)
+    given, defaults, _mixed = launch._validate_launch_command(given)
     environment: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
     machines = given.num_machines or 1
     ranks = (asked or given.num_processes) or None if by_file else asked
     if given.use_deepspeed:
@@ -323,6 +324,8 @@ def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
         given.num_machines = 1
         _, made = prepare_deepspeed_cmd_env(given)
         environment = {name: value for name, value in made.items() if name.startswith("ACCELERATE_")}
+        if given.deepspeed_config_file is not None and defaults is not None:
+            notes = _dropped_fields(defaults.deepspeed_config, given.deepspeed_config_file)
     gpus = None if given.gpu_ids in (None, "all") else gpu_indices(str(given.gpu_ids), "--gpu_ids")
     return LaunchCommand(
         **_target(
@@ -337,7 +340,28 @@ def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
         gpus=gpus,
         config=given.deepspeed_config_file if given.use_deepspeed else None,
         environment=environment,
+        notes=notes,
     )
+
+
+def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
+    """Return a note on DeepSpeed settings of accelerate's YAML that have a key in the config file, which counts."""
+    dropped = {name: value for name, value in fields.items() if name in _OF_A_CONFIG}
+    if not dropped:
+        return ()
+    named = ", ".join(f"{name} {value}" for name, value in dropped.items())
+    return (
+        f"Dropped from accelerate's config: {named}. With deepspeed_config_file accelerate refuses them; "
+        f"{config} counts alone. Move them there, or remove them.",
+    )
+
+
+_OF_A_CONFIG = (
+    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model"),
+    *(f"offload_{part}_{what}" for part in ("optimizer", "param") for what in ("device", "nvme_path")),
+)
+"""Fields of accelerate's ``deepspeed_config`` that ``DeepSpeedPlugin`` refuses beside a config file
+(``_deepspeed_config_checks`` of accelerate 1.15)."""
 
 
 _READERS: dict[str, Callable[[Sequence[str]], LaunchCommand]] = {

@@ -16,9 +16,10 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import Turn, TurnLostError
+from optuna_dsat.study.config_changes import config_changes
 from optuna_dsat.study.confirmation import Confirmation
 from optuna_dsat.study.context import StudyContext
-from optuna_dsat.study.data_size import dataset_size
+from optuna_dsat.study.data_size import dataset_size, epoch_samples
 from optuna_dsat.study.finalists import finalists_of
 from optuna_dsat.study.loss_check import LossCheck, check_loss, nothing_to_compare
 from optuna_dsat.study.methods import Method
@@ -36,9 +37,9 @@ from optuna_dsat.study.result import (
 )
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
-from optuna_dsat.study.trainable import complete_config
+from optuna_dsat.study.trainable import complete_config, trainable_config
 from optuna_dsat.study.tuner import EndReason
-from optuna_dsat.study.user_config import own_train_batch_size
+from optuna_dsat.study.user_config import own_train_batch_size, user_config
 from optuna_dsat.study.verdict import Verdict, verdict_of
 from optuna_dsat.trials import attributes
 
@@ -222,21 +223,24 @@ class Conclusion:
             config_option=self._profiled.config_option,
             config_in_code=self._profiled.config_in_code,
         )
-        batch, own = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=self._ranks(trial))
-        samples = dataset_size(spec, self._profiled)
+        ranks = self._ranks(trial)
+        batch, own = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
+        before = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
+        samples = epoch_samples(spec, self._profiled)
         return StudyResult(
             study=spec.name,
             reason=self._reason.value,
             metric=self._metric,
             **fields_of(verdict),
             config=config,
+            changes=config_changes(before, complete),
             metrics=metrics,
             config_path=str(config_path),
             metrics_path=str(metrics_path),
             command=command,
             train_batch_size=batch,
             user_train_batch_size=own,
-            dataset_size=samples,
+            dataset_size=dataset_size(spec, self._profiled),
             learning_rate_advice=learning_rate_advice(
                 config, batch=batch, user_batch=own, samples=samples, is_chosen=batch == spec.train_batch_size
             ),

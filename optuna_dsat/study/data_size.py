@@ -5,16 +5,26 @@ from __future__ import annotations
 from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["LARGEST_SHARE", "dataset_size", "largest_global_batch"]
+__all__ = ["LARGEST_SHARE", "dataset_size", "epoch_samples", "largest_global_batch"]
 
 LARGEST_SHARE = 10
 """By default no global batch is searched beyond the samples divided by this: fewer steps an epoch train no model."""
 
 
 def dataset_size(spec: StudySpec, profiled: Profiled | None) -> int | None:
-    """Return the samples of the training data: as the user says, else as the script's data loader tells.
+    """Return the samples of the training data; None if neither the user nor the script's data loader gives them.
 
-    None if neither does.
+    Data that each rank loads as a whole are counted once.
+    """
+    if spec.dataset_size is None and profiled is not None and profiled.loads_all:
+        return profiled.samples_per_rank
+    return epoch_samples(spec, profiled)
+
+
+def epoch_samples(spec: StudySpec, profiled: Profiled | None) -> int | None:
+    """Return the samples that all ranks are fed in an epoch; None if unknown.
+
+    Divided by a global batch they are the steps of an epoch. Data that each rank loads as a whole count once per rank.
     """
     if spec.dataset_size is not None:
         return spec.dataset_size

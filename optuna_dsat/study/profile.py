@@ -24,7 +24,7 @@ from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured
-from optuna_dsat.script.batch_rule import BatchRule, samples_per_rank
+from optuna_dsat.script.batch_rule import BatchRule, loads_all, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.batch_search import find_batch_rule, find_trainer
 from optuna_dsat.study.launch_requests import launch_request
@@ -287,6 +287,7 @@ def _profiled(
         trainer=trainer,
         batch=batch,
         samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),
+        loads_all=record.batch_sources is not None and loads_all(record.batch_sources),
         config_differences=engine.config_differences,
         config_option=engine.config_option,
         config_in_code=engine.config_in_code,

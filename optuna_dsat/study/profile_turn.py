@@ -224,6 +224,8 @@ def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
         which = "that of your own config" if bound == own_batch else "a tenth of them"
         have = f"The training data have {things_in_words(dataset_size(spec, profiled) or 0, 'sample')}"
         beyond = f"no global batch beyond {count_in_words(bound)}, {which}, is tried"
+        if spec.dataset_size is None and profiled.loads_all and ranks > 1:
+            have += ", all of which each rank loads (if it loads a part, --dataset-size gives their number)"
         return f"{have}: {beyond}. --max-train-batch-size sets another bound."
     if samples is None or cap != samples:
         return ""

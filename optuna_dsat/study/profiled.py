@@ -49,6 +49,8 @@ class Profiled:
     """What the script's batch size follows by; None if it follows the DeepSpeed config."""
     samples_per_rank: int | None = None
     """Samples of one rank in an epoch of the data loader that feeds the engine; None if unknown."""
+    loads_all: bool = False
+    """Whether these samples are all of the script's data set, which each rank loads as a whole."""
     config_differences: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Dotted key of the DeepSpeed config -> (the script's value, the file's) where they differ."""
     option_defaults: Mapping[str, int] = field(default_factory=dict)
@@ -138,6 +140,7 @@ class Profiled:
             "trainer": None if self.trainer is None else self.trainer.to_json(),
             "batch": None if self.batch is None else self.batch.to_json(),
             "samples_per_rank": self.samples_per_rank,
+            "loads_all": self.loads_all,
             "config_differences": {key: list(values) for key, values in self.config_differences.items()},
             "option_defaults": dict(self.option_defaults),
             "config_option": self.config_option,
@@ -186,6 +189,7 @@ class Profiled:
             trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
             batch=None if record.get("batch") is None else BatchRule.from_json(record["batch"]),
             samples_per_rank=record.get("samples_per_rank"),
+            loads_all=record.get("loads_all", False),
             config_differences=record.get("config_differences", {}),
             option_defaults=record.get("option_defaults", {}),
             config_option=record.get("config_option", ""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_trainin
 from optuna_dsat.secrecy.references import names_in, resolved, shell_join
 from optuna_dsat.secrecy.shapes import find_secrets
 from optuna_dsat.study.cluster_command import cluster_training_command
+from optuna_dsat.study.config_changes import Change
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 from optuna_dsat.study.verdict import Verdict
@@ -100,7 +101,7 @@ class StudyResult:
     user_train_batch_size: int
     """Global batch of the user's own config as it was given, in samples."""
     dataset_size: int | None
-    """Samples of the training data; None if unknown. Divided by a global batch they are the steps of an epoch."""
+    """Samples of the training data; None if unknown. Data that each rank loads as a whole are counted once."""
     learning_rate_advice: str | None
     """What the changed global batch means for learning rate and steps; None if it did not change."""
     loss_check: Mapping[str, Any] | None
@@ -109,6 +110,8 @@ class StudyResult:
     """Whether the command names the winning config; otherwise the script must be changed to read it."""
     measurement: str = ""
     """What to know of the steps that were measured: skipped ones, inputs that vary in size; empty if nothing."""
+    changes: Sequence[Change] = ()
+    """Every key whose value in ``config`` differs from the user's config: changed, added, dropped."""
     advice: str = ""
     """What to change in the script before it trains with the config; empty if nothing."""
     launches: Mapping[str, int]
@@ -412,13 +415,19 @@ _ACCELERATE = "ACCELERATE_USE_DEEPSPEED"
 _ACCELERATE_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _ACCELERATE_FIELDS = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "ACCELERATE_CONFIG_DS_FIELDS")
 """Variables that accelerate's plugin makes its config of; with a config file it refuses those that say the same."""
+_OF_NO_CONFIG = ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "ACCELERATE_DEEPSPEED_ZERO3_INIT")
+"""Variables of the plugin that have no key in a config file, so that it reads them beside one, too."""
 
 
 def _environment(script: ScriptSpec, config_path: Path) -> dict[str, str]:
     """Return the script's variables for training with a config; accelerate's plugin reads the file."""
     if _ACCELERATE not in script.environment:
         return dict(script.environment)
-    kept = {name: value for name, value in script.environment.items() if not name.startswith(_ACCELERATE_FIELDS)}
+    kept = {
+        name: value
+        for name, value in script.environment.items()
+        if name in _OF_NO_CONFIG or not name.startswith(_ACCELERATE_FIELDS)
+    }
     return {**kept, _ACCELERATE_CONFIG: str(config_path)}
 
 

@@ -243,6 +243,12 @@ def test_defaults_that_only_the_search_wrote_are_left_out_of_what_is_handed_over
     assert space.without_idle(other) == other, "at ZeRO 3 DeepSpeed overlaps"
 
 
+def test_a_setting_without_effect_that_the_user_wrote_stays() -> None:
+    written = {"stage": 2, "allgather_bucket_size": 300_000, "allgather_partitions": True}
+    config = {"zero_optimization": {**written, "stage": 1}}
+    assert make(written).without_idle(config) == config
+
+
 def test_an_nvme_only_optimizer_is_not_offloaded_below_stage_3() -> None:
     space = make({"offload_optimizer": {"device": ["none", "nvme"]}}, nvme_path="/nvme")
     devices = {

@@ -310,6 +310,7 @@ def test_what_deepspeed_does_not_tell_apart_is_no_difference_from_the_users_conf
     changed = {change.key.rpartition(".")[2] for change in winner.changes}
     assert "stage" in changed
     assert not changed & idle.keys()
+    assert idle.items() <= winner.config["zero_optimization"].items()
 
 
 def test_why_tells_the_step_and_the_utilisation_of_the_cards(view: StudyView) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     SequentialSampler,
     dataloader,
@@ -218,3 +219,13 @@ def test_batches_of_webdataset(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
     follower = LoaderWatch(micro_batch=6, follow=rule.source(ranks=1), fed=Fed(), repeat=True)
     follower.callbacks()["webdataset.filters"](webdataset.filters)
     assert sizes() == [6, 6]
+
+
+@pytest.mark.parametrize("sampler", [None, "distributed"])
+def test_a_sampler_shows_whether_each_rank_loads_all_samples(sampler: str | None) -> None:
+    made = watch()
+    data: Any = torch.arange(12)
+    part: Any = None if sampler is None else DistributedSampler(data, num_replicas=2, rank=0)
+    next(iter(DataLoader(data, batch_size=OWN, sampler=part)))
+    (described,) = made.described()
+    assert (described["samples"], described["loads_all"]) == ((12, True) if sampler is None else (6, False))

@@ -232,6 +232,22 @@ def test_accelerates_plugin_comes_as_its_environment(folder: Path) -> None:
     assert not {name for name in found.environment if not name.startswith("ACCELERATE_")}
 
 
+def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_as_dropped(folder: Path) -> None:
+    words = ["launch", "--config_file", "acc.yaml", "train.py"]
+    (folder / "acc.yaml").write_text(ACCELERATE_CONFIG)
+    assert read_options("accelerate", words).notes == ()
+    named = "  deepspeed_config_file: ds.json\n  gradient_clipping: 0.5\n  zero3_init_flag: false\n"
+    (folder / "acc.yaml").write_text(ACCELERATE_CONFIG.replace("deepspeed_config:\n", "deepspeed_config:\n" + named))
+    found = read_options("accelerate", words)
+    assert found.config == "ds.json"
+    (note,) = found.notes
+    assert "gradient_clipping 0.5" in note
+    assert "gradient_accumulation_steps 2" in note
+    assert "zero_stage 2" in note
+    assert "zero3_init_flag" not in note
+    assert "ds.json counts alone" in note
+
+
 @pytest.mark.usefixtures("folder")
 def test_accelerate_names_a_config_file() -> None:
     found = read_options(
