@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 
 from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.store.locks import LockLostError, advisory_lock, file_lock
-from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason, retrying
+from optuna_dsat.store.retry import RETRY_LIMIT_S, leave_read_only_servers, one_line_reason, retrying
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 from optuna_dsat.words import things_in_words
 
@@ -97,7 +97,8 @@ def _connect_timeout_s(url: URL) -> int:
 
 
 def install_events(engine: Engine) -> None:
-    """Make an SQLite engine use our pragmas and immediate transactions; does nothing for other engines."""
+    """Make an SQLite engine use our pragmas and immediate transactions, and any engine leave read-only servers."""
+    leave_read_only_servers(engine)
     if engine.dialect.name != "sqlite":
         return
 

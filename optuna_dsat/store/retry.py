@@ -1,9 +1,9 @@
 """Classifies database errors as transient or permanent, and retries work after transient ones.
 
-A locked SQLite file and a restarting PostgreSQL server are transient: the same work succeeds when retried. A full
-disk, a read-only file or an invalid statement are permanent. Work passed to ``retrying`` must be idempotent: an error
-can arrive after the database has committed, if only the acknowledgement was lost. A wait of more than two seconds is
-said on this module's logger, once for all threads.
+A locked SQLite file, a restarting PostgreSQL server and a database that is read-only for the moment, as during a
+failover, are transient: the same work succeeds when retried. A full disk or an invalid statement are permanent. Work
+passed to ``retrying`` must be idempotent: an error can arrive after the database has committed, if only the
+acknowledgement was lost. A wait of more than two seconds is logged once for all threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Pending
 
 from optuna_dsat.errors import StorageError
 
-__all__ = ["RETRY_LIMIT_S", "CommitLostError", "is_transient", "one_line_reason", "retrying", "tell_lost_commits"]
+__all__ = [
+    "RETRY_LIMIT_S",
+    "CommitLostError",
+    "is_transient",
+    "leave_read_only_servers",
+    "one_line_reason",
+    "retrying",
+    "tell_lost_commits",
+]
 
 T = TypeVar("T")
 
@@ -37,9 +45,13 @@ _logger = logging.getLogger(__name__)
 
 _SQLITE_TRANSIENT = frozenset({5, 6})
 """SQLITE_BUSY and SQLITE_LOCKED (https://www.sqlite.org/rescode.html); the low byte of extended codes."""
+_SQLITE_READ_ONLY = 8
+"""SQLITE_READONLY; its extended codes, such as that of a database file that was moved, are permanent."""
+_POSTGRES_READ_ONLY = "25006"
+"""``read_only_sql_transaction``: the server is a standby, or was set read-only."""
 
-_POSTGRES_TRANSIENT = ("08", "40001", "40P01", "53300", "55P03", "57P01", "57P02", "57P03")
-"""SQLSTATE prefixes (PostgreSQL documentation, appendix A): connection exceptions, serialization failure,
+_POSTGRES_TRANSIENT = ("08", _POSTGRES_READ_ONLY, "40001", "40P01", "53300", "55P03", "57P01", "57P02", "57P03")
+"""SQLSTATE prefixes (PostgreSQL documentation, appendix A): connection exceptions, read-only, serialization failure,
 deadlock, too many connections, lock not available, shutdown by an administrator, crash shutdown, cannot
 connect now."""
 
@@ -63,6 +75,15 @@ def tell_lost_commits(engine: Engine) -> None:
         error = context.sqlalchemy_exception
         if context.is_disconnect and context.statement is None and isinstance(error, DBAPIError):
             raise CommitLostError(error)
+
+
+def leave_read_only_servers(engine: Engine) -> None:
+    """Have an engine close connections to a server that is read-only: the next one may reach another server."""
+
+    @event.listens_for(engine, "handle_error")
+    def leave(context: ExceptionContext) -> None:
+        if getattr(context.original_exception, "sqlstate", None) == _POSTGRES_READ_ONLY:
+            context.is_disconnect = True
 
 
 def _database_error(error: BaseException) -> DBAPIError | None:
@@ -90,7 +111,7 @@ def is_transient(error: BaseException) -> bool:
         return True
     sqlite_code = getattr(found.orig, "sqlite_errorcode", None)
     if sqlite_code is not None:
-        return (sqlite_code & 0xFF) in _SQLITE_TRANSIENT
+        return sqlite_code == _SQLITE_READ_ONLY or (sqlite_code & 0xFF) in _SQLITE_TRANSIENT
     sqlstate = getattr(found.orig, "sqlstate", None)
     if sqlstate is not None:
         return str(sqlstate).startswith(_POSTGRES_TRANSIENT)
@@ -122,7 +143,7 @@ class _Outages:
                 return
             self._since[database] = since
         _logger.warning(
-            "The database %s does not answer, waiting up to %.0f s for it: %s.", database, until - since, reason
+            "The database %s cannot be used, waiting up to %.0f s for it: %s.", database, until - since, reason
         )
 
     def over(self, database: str) -> None:
@@ -132,7 +153,7 @@ class _Outages:
         with self._guard:
             since = self._since.pop(database, None)
         if since is not None:
-            _logger.warning("The database %s answers again after %.0f s.", database, time.monotonic() - since)
+            _logger.warning("The database %s can be used again after %.0f s.", database, time.monotonic() - since)
 
 
 _outages = _Outages()

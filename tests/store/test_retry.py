@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +56,9 @@ def failing(times: int, error: Exception) -> Callable[[], str]:
         (LOCKED, True),
         (sqlite_error(517, "database is locked"), True),
         (FULL, False),
-        (sqlite_error(8, "attempt to write a readonly database"), False),
+        (sqlite_error(8, "attempt to write a readonly database"), True),
+        (sqlite_error(1032, "attempt to write a readonly database"), False),  # the file was moved
+        (DBAPIError("INSERT", {}, PostgresError("25006")), True),
         (OperationalError("SELECT 1", {}, PostgresError(None)), True),
         (OperationalError("SELECT 1", {}, PostgresError("57P01")), True),
         (OperationalError("SELECT 1", {}, PostgresError("53100")), False),
@@ -97,8 +101,8 @@ def test_a_wait_is_said_once_for_all_who_wait(
     assert retrying(work, database="db") == "done"
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, said
-    assert "db does not answer, waiting up to 0 s for it: server closed" in said[0]
-    assert "db answers again after" in said[1]
+    assert "db cannot be used, waiting up to 0 s for it: server closed" in said[0]
+    assert "db can be used again after" in said[1]
 
 
 def test_a_short_wait_is_not_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -220,3 +224,32 @@ def test_ask_and_tell_give_no_warning_about_heartbeats() -> None:
     study = optuna.create_study(storage=storage)
     study.tell(study.ask(), 1.0)
     assert study.best_value == 1.0
+
+
+@pytest.mark.postgres
+def test_a_server_that_is_read_only_for_a_while_is_waited_for(postgres_url: str) -> None:
+    """As after a failover: sessions stay read-only until they are closed."""
+    with Store.open(postgres_url) as store:
+        store.create_study("one", {})
+        study = optuna.load_study(study_name="one", storage=store.storage)
+        with psycopg.connect(postgres_url.replace("+psycopg", ""), autocommit=True) as admin:
+            name = admin.info.dbname
+            admin.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
+            for other in admin.execute("SELECT pid FROM pg_stat_activity WHERE datname = %s", [name]).fetchall():
+                if other[0] != admin.info.backend_pid:
+                    admin.execute("SELECT pg_terminate_backend(%s)", other)
+
+            def promote() -> None:
+                admin.execute("SET default_transaction_read_only = off")
+                admin.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only')
+
+            timer = threading.Timer(1.5, promote)
+            timer.start()
+            try:
+                began = time.monotonic()
+                trial = study.ask()
+                assert time.monotonic() - began > 1.0
+            finally:
+                timer.join()
+        assert trial.number == 0
+        assert len(study.trials) == 1
