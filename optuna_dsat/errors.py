@@ -14,6 +14,7 @@ The tree, with the exit code of the command::
     ├── ScriptFailedError        the user's script fails whatever the configuration (exit 4)
     ├── UnreadableStudyError     what is stored of a study is not what this version reads (exit 5)
     └── StorageError             the database failed while the study ran (exit 5)
+        └── StudyDeletedError    the study was deleted while it was searched
 
 Ctrl-C is no error: ``optuna_dsat.tune`` raises ``optuna_dsat.SearchInterrupted``, a ``KeyboardInterrupt`` (exit 130).
 """
@@ -30,6 +31,7 @@ __all__ = [
     "StorageError",
     "StorageUrlError",
     "StudyConflictError",
+    "StudyDeletedError",
     "UnreadableStudyError",
     "UsageError",
 ]
@@ -105,3 +107,7 @@ class StorageError(DsatError):
     """The database failed during the study and did not recover in time; the study can be resumed."""
 
     exit_code = 5
+
+
+class StudyDeletedError(StorageError):
+    """The study was deleted while it was searched."""

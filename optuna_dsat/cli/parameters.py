@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from optuna_dsat.errors import DsatError
+from optuna_dsat.errors import DsatError, UsageError
+from optuna_dsat.runtime.atomic_write import stream_of
 from optuna_dsat.tuning.locations import DEFAULT_STORAGE, STORAGE_ENV
 
-__all__ = ["DEFAULT_STORAGE", "Json", "Name", "Quiet", "Storage", "complete_studies"]
+__all__ = ["DEFAULT_STORAGE", "Json", "Name", "Quiet", "Storage", "complete_studies", "confirm_replacing"]
 
 
 def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
@@ -49,3 +52,25 @@ Name = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]
+
+
+def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
+    """Ask before a file with content that optuna-dsat did not write is replaced.
+
+    Args:
+        path: The file to be written. A pipe or a device is not replaced, so nothing is asked.
+        is_ours: Returns whether a content was written by the same command.
+
+    Raises:
+        UsageError: If there is nobody to ask.
+        typer.Abort: If the answer is no.
+    """
+    try:
+        content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    if not content or stream_of(path) is not None or is_ours(content):
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(f"{path} exists and was not written by this command: remove it or choose another file.")
+    typer.confirm(f"{path} exists and was not written by this command. Replace it?", abort=True, err=True)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage, complete_studies
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage, complete_studies, confirm_replacing
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
+from optuna_dsat.runtime.atomic_write import stream_of
 
 if TYPE_CHECKING:
     from optuna_dsat.report.view import StudyView
@@ -57,16 +58,24 @@ def report(
     Several studies are shown side by side: models, machines, methods, before and after an upgrade.
     """
     from optuna_dsat.report.performance import Training
-    from optuna_dsat.report.write import write_comparison, write_report
+    from optuna_dsat.report.view import read_view
+    from optuna_dsat.report.write import COMPARISON, default_path, is_report, write_comparison, write_report
     from optuna_dsat.store import Store
 
     training = Training(epochs=epochs, price_per_gpu_hour=price, dataset_size=dataset_size)
     if len(names) > 1:
-        say(write_comparison([_read(name, storage) for name in names], output, training=training))
+        confirm_replacing(output or Path(COMPARISON), is_ours=is_report)
+        _say_file(write_comparison([_read(name, storage) for name in names], output, training=training))
         return
     name, url = _parts(names[0], storage)
     with Store.open(url, create=False) as store:
-        say(write_report(store, name, output, training=training))
+        confirm_replacing(output or default_path(read_view(store, name)), is_ours=is_report)
+        _say_file(write_report(store, name, output, training=training))
+
+
+def _say_file(path: Path) -> None:
+    if path.is_file() and stream_of(path) is None:
+        say(path)
 
 
 def _read(name: str, storage: str) -> StudyView:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.commands import origins_of
-from optuna_dsat.errors import StorageError
+from optuna_dsat.errors import StorageError, StudyDeletedError
 from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.tuning.declaration import Option
@@ -207,6 +207,8 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
         stopping.remedy = _resume_command(request, display_url(request.storage))
         try:
             ended = run_study(request, observer=observer)
+        except StudyDeletedError:
+            raise
         except StorageError as error:
             raise StorageError(f"{error} Continue with: {stopping.remedy}") from error
     result = ended.result

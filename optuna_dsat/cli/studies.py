@@ -5,16 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage, confirm_replacing
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.errors import NothingRunnableError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
+from optuna_dsat.runtime.atomic_write import stream_of, write_output
 from optuna_dsat.secrecy.shapes import hidden_data
 
 if TYPE_CHECKING:
@@ -251,7 +253,6 @@ def best(
     ] = None,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
-    from optuna_dsat.config import ds_config
     from optuna_dsat.study.verdict_words import how_known, value_in_words
 
     study = _read(storage, name)
@@ -264,11 +265,25 @@ def best(
     if output is None:
         print(json.dumps(config, indent=2))
     else:
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        confirm_replacing(output, is_ours=lambda old: _is_config_of(study, old))
         try:
-            ds_config.write_json_atomic(output, config)
+            write_output(output, text)
         except OSError as error:
             raise UsageError(f"{output} cannot be written: {error.strerror}.") from None
-        say(output)
+        if output.is_file() and stream_of(output) is None:
+            say(output)
+
+
+def _is_config_of(study: StoredStudy, text: str) -> bool:
+    """Return whether a text is the config of a trial of a study, as ``best`` writes it."""
+    from optuna_dsat.trials import attributes
+
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return any(study.ready_config(trial) == config for trial in study.trials if attributes.METRICS in trial.user_attrs)
 
 
 def export(
@@ -299,10 +314,13 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete a study from the database; its files in the output directory stay."""
+    from optuna_dsat.study.live_notes import read_notes
     from optuna_dsat.study.stored import record_of
 
     with _open(storage) as store:
         record_of(store, name)
+        if workers := [note.worker.name for note in read_notes(store, name, now=time.time())]:
+            raise UsageError(f"The study {name!r} is being searched by {', '.join(workers)}: end that search first.")
         if not yes:
             typer.confirm(f"Delete the study {plain(name)!r} and all its trials?", abort=True, err=True)
         store.delete_study(name)

@@ -33,7 +33,7 @@ from typing import Any
 
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.protocol import LaunchReport, is_launch_id
-from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.runtime.atomic_write import set_aside, write_text_atomic
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.references import hidden_text, shell_join
@@ -122,10 +122,7 @@ class RunDirectory:
         root = output_dir.resolve() / launch_id
         with _readable_errors(root):
             if root.exists():
-                number = 1
-                while (aside := root.with_name(f"{launch_id}.old-{number}")).exists():
-                    number += 1
-                root.rename(aside)
+                set_aside(root)
             directory = cls(root)
             directory.events_dir.mkdir(parents=True)
             directory.log_dir.mkdir()

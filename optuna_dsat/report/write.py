@@ -11,10 +11,10 @@ from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import render
 from optuna_dsat.report.performance import Training
 from optuna_dsat.report.view import StudyView, read_view
-from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.runtime.atomic_write import write_output
 from optuna_dsat.store import Store
 
-__all__ = ["COMPARISON", "default_path", "write_comparison", "write_report"]
+__all__ = ["COMPARISON", "default_path", "is_report", "write_comparison", "write_report"]
 
 COMPARISON = "comparison.html"
 """Default name of a comparison, in the working directory."""
@@ -25,8 +25,13 @@ def default_path(view: StudyView) -> Path:
     return Path(f"{view.spec.name}-report.html") if view.folder is None else view.folder / "report.html"
 
 
+def is_report(text: str) -> bool:
+    """Return whether a file's content is a report or a comparison."""
+    return '<meta name="generator" content="optuna-dsat ' in text
+
+
 def write_report(store: Store, name: str, path: Path | None = None, *, training: Training | None = None) -> Path:
-    """Write the report of a study as it is now; return the file. An existing one is replaced atomically.
+    """Write the report of a study as it is now; return the file. An existing one is replaced.
 
     Args:
         store: Where the study lives.
@@ -44,7 +49,7 @@ def write_report(store: Store, name: str, path: Path | None = None, *, training:
 
 
 def write_comparison(views: Sequence[StudyView], path: Path | None = None, *, training: Training | None = None) -> Path:
-    """Write several studies side by side; return the file. An existing one is replaced atomically.
+    """Write several studies side by side; return the file. An existing one is replaced.
 
     Args:
         views: At least two studies; the others are compared with the first.
@@ -59,7 +64,7 @@ def write_comparison(views: Sequence[StudyView], path: Path | None = None, *, tr
 
 def _write(target: Path, text: str) -> Path:
     try:
-        write_text_atomic(target, text)
+        write_output(target, text)
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}. Choose another file with -o.") from None
     return target

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
+import sys
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["write_text_atomic"]
+__all__ = ["set_aside", "stream_of", "write_output", "write_text_atomic"]
 
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int | None = None) -> None:
@@ -41,6 +43,58 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a UTF-8 file that the user named, as a shell's redirection would: links, pipes and devices stay.
+
+    A regular file is replaced atomically, with its permissions; it is written in place if it has several names or
+    belongs to another user.
+
+    Args:
+        path: The file, or a link to it, a pipe or a device.
+        text: Its new content.
+
+    Raises:
+        OSError: If it cannot be written, or is a block device.
+    """
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        write_text_atomic(path.resolve(), text)
+        return
+    if stat.S_ISBLK(state.st_mode):
+        raise OSError(0, "it is a block device", str(path))
+    if (stream := stream_of(path)) is not None:
+        stream.write(text)
+        stream.flush()
+        return
+    if stat.S_ISREG(state.st_mode) and state.st_nlink == 1 and state.st_uid == os.geteuid():
+        write_text_atomic(path.resolve(), text, mode=stat.S_IMODE(state.st_mode))
+        return
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def stream_of(path: Path) -> TextIO | None:
+    """Return the standard stream that a path names, such as ``/dev/stdout``; None if it names none."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+                return stream
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or folder to ``NAME.old-N``, with the first N that is free; return the new path.
+
+    Raises:
+        OSError: If it cannot be renamed.
+    """
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.old-{number}")):
+        number += 1
+    return path.rename(aside)
 
 
 def _open_locked(temporary: Path) -> TextIO:

@@ -21,10 +21,13 @@ from optuna_dsat.study.confirmation import Confirmation
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size, epoch_samples
 from optuna_dsat.study.finalists import finalists_of
+from optuna_dsat.study.folder import digests, set_others_aside
 from optuna_dsat.study.loss_check import LossCheck, check_loss, nothing_to_compare
 from optuna_dsat.study.methods import Method
 from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.result import (
+    BEST_CONFIG,
+    BEST_METRICS,
     StudyResult,
     best_settings,
     fields_of,
@@ -207,10 +210,17 @@ class Conclusion:
             spec.name, verdict, metric=self._metric, metrics=metrics, finalists=finalists, loss_check=loss_check
         )
         settings = best_settings(spec, complete, spec.study_dir)
+        files = [spec.study_dir / name for name in (BEST_CONFIG, BEST_METRICS)]
+        files += [] if settings is None else [settings.path]
         with self._storing("store the result"):
+            attrs = self._study.user_attrs
+            if attributes.WRITTEN in attrs or attributes.WINNER not in attrs:  # else written by an older version
+                for aside in set_others_aside(files, attrs.get(attributes.WRITTEN, {})):
+                    self._context.say(f"A file that this study did not write is kept as {aside}.")
             config_path, metrics_path = write_best(spec.study_dir, config, file)
             if settings is not None:
                 write_settings(settings, complete)
+            self._study.set_user_attr(attributes.WRITTEN, digests(files))
             self._study.set_user_attr(attributes.WINNER, trial.number)
             self._study.set_user_attr(attributes.END_REASON, self._reason.value)
         command, names_config = training_command(

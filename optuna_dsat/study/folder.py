@@ -7,21 +7,22 @@ what the dashboard serves, or write a report over one.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.runtime.atomic_write import set_aside, write_text_atomic
 from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.store import StoredLaunch
 
-__all__ = ["MARK", "held_folder", "is_folder_of"]
+__all__ = ["MARK", "digests", "held_folder", "is_folder_of", "set_others_aside"]
 
 MARK = "study.json"
 """File that says which study a folder belongs to."""
@@ -79,6 +80,32 @@ def _is_marked(folder: Path, text: str) -> bool:
     with suppress(OSError):
         return read_regular(folder / MARK) == text.encode()
     return False
+
+
+def set_others_aside(paths: Sequence[Path], written: Mapping[str, str]) -> list[Path]:
+    """Rename files that are about to be written and that the study did not write, or somebody changed since.
+
+    Args:
+        paths: The files.
+        written: ``digests`` of the files as the study last wrote them.
+
+    Returns:
+        The new paths of the renamed files.
+
+    Raises:
+        OSError: If a file cannot be renamed.
+    """
+    present = [path for path in paths if os.path.lexists(path)]
+    return [set_aside(path) for path in present if digests([path]).get(path.name) != written.get(path.name, "")]
+
+
+def digests(paths: Iterable[Path]) -> dict[str, str]:
+    """Return the SHA-256 digest of each regular file, by name; files that cannot be read are left out."""
+    found = {}
+    for path in paths:
+        with suppress(OSError):
+            found[path.name] = hashlib.sha256(read_regular(path)).hexdigest()
+    return found
 
 
 def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]) -> bool:

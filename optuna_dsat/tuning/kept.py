@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import write_json_atomic
+from optuna_dsat.study.folder import set_others_aside
 from optuna_dsat.study.progress import (
     FinalistMeasured,
     LaunchEnded,
@@ -80,6 +81,7 @@ class KeptResults:
         path = folder / KEPT
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            set_others_aside([path], {})
             write_json_atomic(path, {"measured": measured})
         except OSError:
             return None

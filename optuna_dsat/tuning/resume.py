@@ -6,10 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.errors import UsageError
+from optuna_dsat.config import user_file
+from optuna_dsat.config.documents import is_pipe
+from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.script.module_file import module_file
+from optuna_dsat.script.trial_class import RUNNER
+from optuna_dsat.secrecy.references import resolved
+from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store
+from optuna_dsat.study.config_changes import config_changes
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
 from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
@@ -55,12 +61,29 @@ def resume_request(
             spec = make_spec(**_with_limits(spec.model_dump(), limits))
         here = spec if workdir is None else _relocated(spec, workdir)
         _check_script(here.script)
+        if edited := _edited_keys(here):
+            on_notice(f"{here.script.config_path} was edited; the study keeps its config: {', '.join(edited)}.")
         _approve(study, here, approve)
         if limits:
             store.update_spec(record.uuid, spec.model_dump(mode="json"))
     spec = here
     devices = _devices_for(spec, on_notice)
     return StudyRequest(spec=spec, devices=devices, storage=storage, conclude=conclude, relocated=workdir is not None)
+
+
+def _edited_keys(spec: StudySpec) -> list[str]:
+    """Return each key of the config file that differs from the study's config, with both values."""
+    script = spec.script
+    if not script.config_path or script.script == RUNNER or is_pipe(script.config_path):
+        return []  # a trial class lays its hyperparameters over its config
+    try:
+        now = user_file.load(script.config_path).raw
+    except ConfigError:
+        return []  # the file is not needed: the study has its config
+    return [
+        f"{change.key} {change.own or 'unset'} (file: {change.best or 'unset'})"
+        for change in config_changes(hidden_data(resolved(spec.ds_config)), hidden_data(now))
+    ]
 
 
 def _approve(study: StoredStudy, here: StudySpec, approve: Callable[[Sequence[str], bool], None]) -> None:

@@ -15,7 +15,7 @@ from typing import TextIO
 
 import optuna
 
-from optuna_dsat.errors import StorageError, UsageError
+from optuna_dsat.errors import StorageError, StudyDeletedError, UsageError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.full_run import run_full
 from optuna_dsat.launch.interpreter import why_python_does_not_start
@@ -80,7 +80,12 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
         with quiet_optuna(), Store.open(request.storage) as store, notes.kept_in(store):
             shown = store.url
             session = Session(request, store=store, launcher=launcher, observer=notes)
-            result = session.run()
+            try:
+                result = session.run()
+            except KeyError as error:  # Optuna's, for a study that is not in its tables
+                if any(study.name == spec.name for study in store.list_studies()):
+                    raise
+                raise StudyDeletedError(f"The study {spec.name!r} was deleted while it was searched.") from error
             if request.conclude:
                 fill_dashboard(store, spec.name, observer)
             store.require_present()
@@ -94,7 +99,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
         path = kept.write(spec.study_dir)
         if path is None:
             raise
-        raise StorageError(f"{error} What this run measured stands in {path}.") from error
+        raise type(error)(f"{error} What this run measured stands in {path}.") from error
     finally:
         launcher.close()
     if result is not None:

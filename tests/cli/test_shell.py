@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -18,6 +19,9 @@ from optuna_dsat import __version__
 from optuna_dsat.cli import main
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.conclusion import Conclusion
+from optuna_dsat.study.progress import Phase
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 from tests.harness.landscapes import GIB, Hill
@@ -276,3 +280,82 @@ def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(bench: EntryPo
     )
     assert done.stderr == ""
     assert done.stdout == "1\n"
+
+
+@pytest.mark.parametrize("command", ["best", "report"])
+def test_a_file_of_the_user_is_not_replaced_by_output(
+    command: str, bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert leave(*SEARCH, "--quiet") == 0
+    theirs, ours = bench.folder / "theirs.txt", bench.folder / "ours.txt"
+    theirs.write_text("weights")
+    assert leave(command, STUDY, "-o", str(theirs)) == 2
+    assert "was not written by this command" in capsys.readouterr().err
+    assert theirs.read_text() == "weights"
+    assert leave(command, STUDY, "-o", str(ours)) == 0
+    assert leave(command, STUDY, "-o", str(ours)) == 0
+
+
+def test_result_files_that_others_wrote_or_changed_are_kept(
+    bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = bench.folder / "optuna-dsat-output" / STUDY
+    folder.mkdir(parents=True)
+    best, metrics = folder / "best_ds_config.json", folder / "best_ds_metrics.json"
+    best.write_text("theirs")
+    assert leave(*SEARCH, "--quiet") == 0
+    assert (folder / "best_ds_config.json.old-1").read_text() == "theirs"
+    assert leave("resume", STUDY, "--quiet", "--max-trials", "4") == 0
+    assert not (folder / "best_ds_config.json.old-2").exists(), "what the study itself wrote is replaced"
+    metrics.write_text("edited")
+    capsys.readouterr()
+    assert leave("resume", STUDY, "--max-trials", "5") == 0
+    assert (folder / "best_ds_metrics.json.old-1").read_text() == "edited"
+    assert "best_ds_metrics.json.old-1" in capsys.readouterr().err
+
+
+def test_resume_names_keys_that_were_edited(bench: EntryPointBench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(*SEARCH, "--quiet") == 0
+    path = bench.folder / "ds.json"
+    capsys.readouterr()
+    assert leave("resume", STUDY, "--max-trials", "4") == 0
+    assert "was edited" not in capsys.readouterr().err
+    path.write_text(json.dumps({**json.loads(path.read_text()), "gradient_clipping": 0.25}))
+    assert leave("resume", STUDY, "--max-trials", "5") == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "was edited; the study keeps its config: gradient_clipping unset (file: 0.25)." in told
+
+
+def test_a_study_is_not_deleted_while_it_is_searched(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+
+    def delete_first(session: Session) -> StudyResult | None:
+        session._context.observer(Phase(words="searching"))
+        codes.append(leave("delete", STUDY, "--yes"))
+        return run(session)
+
+    run = Session.run
+    monkeypatch.setattr(Session, "run", delete_first)
+    leave(*SEARCH, "--quiet")
+    assert codes == [2]
+    assert "is being searched by" in capsys.readouterr().err
+    assert leave("delete", STUDY, "--yes") == 0
+
+
+def test_a_search_whose_study_was_deleted_ends_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conclude = Conclusion.run
+
+    def delete_first(conclusion: Conclusion, *args: Any, **kwargs: Any) -> Any:
+        conclusion._context.store.delete_study(STUDY)
+        return conclude(conclusion, *args, **kwargs)
+
+    monkeypatch.setattr(Conclusion, "run", delete_first)
+    assert leave(*SEARCH, "--quiet") == 5
+    error = capsys.readouterr().err
+    assert "was deleted while it was searched" in error
+    assert "Traceback" not in error
+    assert "Continue with" not in error

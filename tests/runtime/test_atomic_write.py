@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.runtime.atomic_write import set_aside, write_output, write_text_atomic
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_write_of_that_file(tmp_path: Path) -> None:
@@ -57,3 +57,42 @@ def test_a_link_in_the_place_of_a_partial_file_leads_nowhere(tmp_path: Path) -> 
     write_text_atomic(tmp_path / "a.json", "whole", mode=0o600, durable=True)
     assert target.read_text() == "mine"
     assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_output_goes_through_links_and_keeps_permissions_and_other_names(tmp_path: Path) -> None:
+    target = tmp_path / "folder" / "target.json"
+    target.parent.mkdir()
+    link = tmp_path / "link.json"
+    link.symlink_to(target)
+    write_output(link, "first")
+    assert link.is_symlink()
+    assert target.read_text() == "first"
+    target.chmod(0o640)
+    write_output(link, "second")
+    assert target.stat().st_mode & 0o777 == 0o640
+    other = tmp_path / "other.json"
+    os.link(target, other)
+    write_output(target, "third")
+    assert other.read_text() == "third"
+
+
+def test_output_goes_into_pipes_devices_and_standard_streams(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_output(pipe, "through the pipe")
+    assert os.read(reader, 100) == b"through the pipe"
+    os.close(reader)
+    assert pipe.is_fifo()
+    write_output(Path(os.devnull), "nothing")
+    assert Path(os.devnull).is_char_device()
+    write_output(Path("/dev/stdout"), "to standard output")
+    assert "to standard output" in capfd.readouterr().out
+
+
+def test_files_are_set_aside_under_the_first_free_name(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    (tmp_path / "a.json.old-1").symlink_to("nowhere")
+    file.write_text("mine")
+    assert set_aside(file) == tmp_path / "a.json.old-2"
+    assert (tmp_path / "a.json.old-2").read_text() == "mine"
