@@ -19,7 +19,7 @@ from optuna_dsat.runtime.arguments import ScriptCommand, replace_config_paths
 from optuna_dsat.runtime.build_locks import guard_builds
 from optuna_dsat.runtime.config_option import default_config_option
 from optuna_dsat.runtime.config_redirect import reads_redirected
-from optuna_dsat.runtime.device_memory import process_limit_lifted, unlink_shared_buffers
+from optuna_dsat.runtime.device_memory import cuda_allocation_failures, process_limit_lifted, unlink_shared_buffers
 from optuna_dsat.runtime.environment_watch import EnvironmentWatch
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
@@ -208,7 +208,12 @@ class _RankProcess:
         state = self._state
         self._writer.write(
             RankFinished(
-                rank=self._rank.rank, time=time.time(), reason=reason, steps=state.steps, skipped=state.skipped
+                rank=self._rank.rank,
+                time=time.time(),
+                reason=reason,
+                steps=state.steps,
+                skipped=state.skipped,
+                allocation_failures=cuda_allocation_failures(),
             )
         )
         self._is_done = True
