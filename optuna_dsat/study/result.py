@@ -111,6 +111,8 @@ class StudyResult:
     """What to know of the steps that were measured: skipped ones, inputs that vary in size; empty if nothing."""
     advice: str = ""
     """What to change in the script before it trains with the config; empty if nothing."""
+    failures: str = ""
+    """Structures at which no launch ran, with their errors; empty without any."""
     launches: Mapping[str, int]
     """Outcome -> number of trial launches."""
     slot_minutes: float
