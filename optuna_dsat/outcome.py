@@ -25,7 +25,7 @@ class Outcome(StrEnum):
     COMMUNICATION_ERROR = "communication_error"
     """Rendezvous, NCCL or gloo failed, and no rank reported another cause."""
     STALLED = "stalled"
-    """No sign of life from any rank for longer than ``--stall-timeout``."""
+    """No sign of life from any rank for longer than ``--stall-timeout``, or for many steps while none moves."""
     TIMEOUT = "timeout"
     """The launch took longer than ``--trial-timeout``."""
     KILLED = "killed"
@@ -43,4 +43,4 @@ class Outcome(StrEnum):
     @property
     def retryable(self) -> bool:
         """Whether the same configuration may succeed when launched again (``study.tuner`` says how often)."""
-        return self in (Outcome.COMMUNICATION_ERROR, Outcome.STALLED, Outcome.TIMEOUT, Outcome.KILLED)
+        return self in (Outcome.COMMUNICATION_ERROR, Outcome.TIMEOUT, Outcome.KILLED)

@@ -46,6 +46,8 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
     samples_per_s = result.metrics.get("throughput")
     if samples_per_s and speed_at(result.verdict.metrics, result.value, metric=result.metric) is None:
         say_prose(f"It trains at {metric_in_words('throughput', samples_per_s)}.")  # the duration of a phase tells none
+    if result.failures:
+        say_prose(result.failures)
     if result.measurement:
         say_prose(result.measurement)
     if result.learning_rate_advice is not None:

@@ -33,7 +33,7 @@ def _number_and_name(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[i
     return int(environ.get("SLURM_PROCID", "0")), environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _serve(agent: NodeAgent, node: int, *, news_to: int, told: Sequence[int]) -> None:
+def _serve(agent: NodeAgent, node: int, *, news_to: int, told: Mapping[int, object]) -> None:
     """Carry orders and news until the agent or its head leaves, or a signal came; never wait for the head to read.
 
     Args:
@@ -69,20 +69,15 @@ def _written(descriptor: int, data: bytes) -> bytes:
     return data
 
 
-def _told_to_end() -> Sequence[int]:
-    """Take the signals that end this process; return what is filled with the first one.
+def _told_to_end() -> Mapping[int, object]:
+    """Take the signals that end this process; return a mapping that is filled with the first of each.
 
-    Later ones are ignored: SLURM tells a task more than once, while it ends its launches.
+    The handler is implemented in C. A Python function could be interrupted by the next signal before its first
+    instruction: a burst of signals would exceed the recursion limit.
     """
-    told: list[int] = []
-
-    def end(number: int, _frame: object) -> None:
-        told.append(number)
-        for one in ENDING:
-            signal.signal(one, signal.SIG_IGN)
-
+    told: dict[int, object] = {}
     for number in ENDING:
-        signal.signal(number, end)
+        signal.signal(number, told.setdefault)
     return told
 
 
@@ -97,6 +92,8 @@ def main() -> int:
         with suppress(BrokenPipeError):
             _serve(agent, node, news_to=news_to, told=told)
     finally:
+        for number in ENDING:  # SLURM sends more than one, and Python restores the default while it exits
+            signal.signal(number, signal.SIG_IGN)
         agent.close()
     return 0
 

@@ -16,7 +16,8 @@ Nothing here reads a log. The rules, in order of precedence:
    failed rank with SIGTERM.
 6. A ``communication_error`` record, or ranks that never started.
 7. A rank that ended before the profile steps were done: ``out_of_data`` if the script ended by itself while it
-   trained, else ``script_error``; this also if the loss scaler skipped so many steps that none is left to count.
+   trained (``out_of_memory`` if an allocator counted failures, which the script then caught), else ``script_error``;
+   this also if so many steps were skipped that none is left to count.
 8. All profile steps done, but the engine was fed another batch than the configured one (``invalid_config``), or no
    step that took time can be read (``script_error``).
 9. Otherwise the launch is measured.
@@ -377,6 +378,14 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
         if not any(isinstance(event, EngineReady) for events in facts.events.values() for event in events):
             text = f"rank {rank}: the script never called deepspeed.initialize"
             return Verdict(outcome=Outcome.SCRIPT_ERROR, message=text, rank=rank)
+        if counts := _allocation_failures(facts):
+            rank, failures = max(counts.items(), key=lambda one: one[1])
+            return Verdict(
+                outcome=Outcome.OUT_OF_MEMORY,
+                message=f"rank {rank}: out of memory, by the allocator's count {things_in_words(failures, 'time')}: "
+                f"the script caught the error, and ended after {things_in_words(finished.steps, 'global step')}",
+                rank=rank,
+            )
         skipped = f" (and {finished.skipped} that the loss scaler skipped)" if finished.skipped else ""
         return Verdict(
             outcome=Outcome.OUT_OF_DATA,
@@ -387,6 +396,12 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
             rank=rank,
         )
     return None
+
+
+def _allocation_failures(facts: LaunchFacts) -> dict[int, int]:
+    """Return rank -> times that its allocator ran out of memory, of the ranks that left a record of their end."""
+    ends = (event for events in facts.events.values() for event in events if isinstance(event, RankFinished))
+    return {end.rank: end.allocation_failures for end in ends if end.allocation_failures}
 
 
 def _batch_differs(facts: LaunchFacts) -> Verdict | None:
@@ -435,13 +450,23 @@ def _never_updated(facts: LaunchFacts) -> Verdict | None:
     if not given_up or _record(facts).counted:
         return None
     end = given_up[0]
+    readies = (event for events in facts.events.values() for event in events if isinstance(event, EngineReady))
+    precision = next((event.precision for event in readies), "")
+    if precision in ("bf16", "fp32"):
+        who = f"DeepSpeed, in {precision},"
+        remedy = "Look for what makes the loss or its gradients infinite: data, learning rate, initial values"
+    else:
+        who = "the loss scaler"
+        remedy = (
+            "Lower fp16.initial_scale_power (or a fixed fp16.loss_scale), use bf16, or look for what makes the loss "
+            "infinite"
+        )
     return Verdict(
         outcome=Outcome.SCRIPT_ERROR,
         message=(
-            f"rank {end.rank}: the loss scaler skipped {end.skipped} of "
+            f"rank {end.rank}: {who} skipped {end.skipped} of "
             f"{things_in_words(end.skipped + end.steps, 'step')}, since gradients were not finite; a launch waits for "
-            "no more. Lower fp16.initial_scale_power (or a fixed fp16.loss_scale), use bf16, or look for what makes "
-            "the loss infinite"
+            f"no more. {remedy}"
         ),
         rank=end.rank,
     )

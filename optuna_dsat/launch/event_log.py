@@ -178,6 +178,11 @@ class EventLog:
         return any(isinstance(event, StepMeasured) for event in self._all())
 
     @property
+    def longest_step_s(self) -> float | None:
+        """Duration of the longest step so far; None before the first."""
+        return max((event.latency_s for event in self._all() if isinstance(event, StepMeasured)), default=None)
+
+    @property
     def is_out_of_memory(self) -> bool:
         """Whether a rank has recorded that it ran out of device memory."""
         return self.has_failed_with(Outcome.OUT_OF_MEMORY)

@@ -14,6 +14,7 @@ The directory of one launch:
       events/rank0.jsonl  events of rank 0
       logs/agent.log      output of torchrun itself
       logs/rank0.stdout.log, logs/rank0.stderr.log
+      logs/rank0.stacks.log  stacks of rank 0 while it was silent
       trackers/           output of experiment trackers and TensorBoard
       world/              what the launch changes of the user's files, while it runs (``runtime/world.py``)
       world.json          which folders were protected, and how

@@ -21,6 +21,7 @@ from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.shared_memory import free_shared_bytes
 from optuna_dsat.launch.slots import SlotLease
+from optuna_dsat.launch.stacks import StackWatch, describe_stacks
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankStarted
 from optuna_dsat.runtime.rank_process import EXIT_LIMIT_S
@@ -41,6 +42,9 @@ _AGENT_GRACE_S = 1.0
 
 _LAST_RANK_S = 30.0
 """Longest silence of the other ranks after one is done: all end at the same step."""
+
+_STALLED_STEPS, _LEAST_STALL_S = 20, 30.0
+"""Silence, in multiples of the longest step but no less than this, after which ranks that stand still are stalled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,7 @@ class RunningLaunch:
         self._log_limit = LogLimit(
             path(rank) for rank in ranks for path in (self.directory.stdout, self.directory.stderr)
         )
+        self._stacks = StackWatch(self.directory.log_dir)
         self._kill_ranks_at: float | None = None
         self._last_end: tuple[int, float] = 0, 0.0
         """Ranks that have left a record of their end, and the time at which the last of these records was read."""
@@ -286,16 +291,38 @@ class RunningLaunch:
             return
         stall_s = min(request.stall_s, _LAST_RANK_S) if some_done else request.stall_s
         last_activity = self.last_event if some_done else self._last_activity(now)
-        if now - last_activity > stall_s:
+        limit_s = self._stand_still_limit_s()
+        stands_still = not some_done and self._stacks.stand_still(
+            now, silent_since=last_activity, limit_s=limit_s, ranks=self._ranks_to_ask()
+        )
+        if stands_still or now - last_activity > stall_s:
             option = " (--stall-timeout)" if stall_s == request.stall_s else ""
             text = f"no sign of life from any rank for {stall_s:g} s{option}"
-            if now - self.last_event > MAX_STALL_LIMITS * stall_s:
+            if stands_still:
+                text = f"no rank has moved for {now - last_activity:.0f} s"
+            elif now - self.last_event > MAX_STALL_LIMITS * stall_s:
                 text = f"processes work, but no event came for {MAX_STALL_LIMITS} times --stall-timeout ({stall_s:g} s)"
+            if places := describe_stacks(self._stacks.taken()):
+                text += f": {places}"
             text += f"; {self._progress()}; {self._log.last_event_in_words(now)}"
             worked = self._activity.last_work
             if worked is not None and worked > self.last_event:
                 text += f", processes at work {now - worked:.0f} s ago"
             self.end(StopReason(outcome=Outcome.STALLED, message=text))
+
+    def _stand_still_limit_s(self) -> float:
+        """Return the silence after which ranks that stand still are stalled; first steps may compile."""
+        longest_s = self._log.longest_step_s
+        if longest_s is None:
+            return self.request.stall_s
+        return min(self.request.stall_s, max(_LEAST_STALL_S, _STALLED_STEPS * longest_s))
+
+    def _ranks_to_ask(self) -> dict[int, ProcessKey]:
+        """Return the processes of the ranks; empty unless all run on this machine."""
+        if self.processes is not None:
+            return {}
+        keys = {start.rank: key for start in self._log.starts if (key := ProcessKey.of(start.pid)) is not None}
+        return keys if set(keys.values()) <= self._processes.ranks else {}
 
     def _progress(self) -> str:
         return self._log.progress_in_words(end_profile_step=self.request.end_profile_step)

@@ -35,8 +35,8 @@ MEANING: Mapping[Outcome, tuple[str, str]] = {
         "Look at the network and the driver if it comes back; NCCL_DEBUG=INFO makes the logs say more.",
     ),
     Outcome.STALLED: (
-        "No rank was heard from for longer than --stall-timeout allows.",
-        "Look at the logs for the last thing that every rank did; a rank that waits alone points to a deadlock.",
+        "No rank was heard from for longer than --stall-timeout allows, or all stood still for many steps.",
+        "Look at logs/rank*.stacks.log for what every rank waits for; a rank that waits alone points to a deadlock.",
     ),
     Outcome.TIMEOUT: (
         "The launch took longer than --trial-timeout allows.",

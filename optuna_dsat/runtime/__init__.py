@@ -22,6 +22,7 @@
     batch_sources       what may set the batch size: batch_parsers, batch_loaders, settings files
     inputs              samples and elements of what the engine is fed
     loss_scaling        steps that the loss scaler skipped
+    stacks              stacks of a rank on request, while it is silent
     profiler            parameters, activations and FLOPs, measured in the profile launch
     device_memory       memory peaks and limits
     failure             exception -> outcome

@@ -26,6 +26,7 @@ __all__ = [
     "MemoryPeaks",
     "MemoryProbe",
     "ProcessMemory",
+    "cuda_allocation_failures",
     "host_memory_bytes",
     "limit_cuda_memory",
     "limit_process_memory",
@@ -207,6 +208,15 @@ def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
     if not hasattr(torch._C, "_cuda_getDeviceCount"):
         return  # built without CUDA
     torch.cuda._lazy_call(apply)
+
+
+def cuda_allocation_failures() -> int:
+    """Return how often CUDA's caching allocator ran out of memory in this process; 0 without CUDA in use."""
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    try:
+        return int(cuda.memory_stats().get("num_ooms", 0)) if cuda is not None and cuda.is_initialized() else 0
+    except (RuntimeError, AssertionError, AttributeError):  # a device that has failed, or torch without CUDA
+        return 0
 
 
 def support_uuid_visible_devices(accelerator: Any) -> None:

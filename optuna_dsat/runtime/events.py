@@ -202,6 +202,8 @@ class EngineReady(Event):
     """Whether the script has an option ``--local_rank``, which only the ``deepspeed`` launcher sets."""
     starts_ranks: bool = False
     """Whether the script starts its ranks by ``torch.multiprocessing``, and so needs no launcher."""
+    precision: str = ""
+    """``fp16``, ``bf16`` or ``fp32``, as DeepSpeed has it; empty from an older runtime."""
     host_threads: int = 0
     """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 from an older runtime."""
 
@@ -327,6 +329,8 @@ class RankFinished(Event):
     """Global steps completed, without those that the loss scaler skipped."""
     skipped: int = 0
     """Global steps that the loss scaler skipped."""
+    allocation_failures: int = 0
+    """Times that CUDA's allocator ran out of memory on this rank, whether or not the script caught the error."""
 
 
 @dataclass(frozen=True, kw_only=True)

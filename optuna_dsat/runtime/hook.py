@@ -446,6 +446,7 @@ class DeepSpeedHook:
             starts_ranks=self._state.starts_ranks,
             config_option=self._state.config_option,
             config_in_code=self._state.config_read is False,
+            precision="fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
             host_threads=int(torch.get_num_threads()),
         )
 

@@ -19,7 +19,7 @@ from optuna_dsat.runtime.arguments import ScriptCommand, replace_config_paths
 from optuna_dsat.runtime.build_locks import guard_builds
 from optuna_dsat.runtime.config_option import default_config_option
 from optuna_dsat.runtime.config_redirect import reads_redirected
-from optuna_dsat.runtime.device_memory import process_limit_lifted, unlink_shared_buffers
+from optuna_dsat.runtime.device_memory import cuda_allocation_failures, process_limit_lifted, unlink_shared_buffers
 from optuna_dsat.runtime.environment_watch import EnvironmentWatch
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
@@ -48,6 +48,7 @@ from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.redirection import redirect_writes
 from optuna_dsat.runtime.reporting import set_current_trial
+from optuna_dsat.runtime.stacks import register_stacks
 from optuna_dsat.runtime.world import World, rename_across_layers
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 from optuna_dsat.secrecy.references import hidden_text
@@ -87,6 +88,7 @@ def run_rank(plan: LaunchPlan, rank: Rank, command: ScriptCommand, *, safe_path:
     die_with_parent(int(agent) if agent.isdigit() else os.getppid())
     if plan.log_dir:
         redirect_output(Path(plan.log_dir), rank.rank)
+        register_stacks(Path(plan.log_dir), rank.rank)
     try:
         return _RankProcess(plan, rank, forked=forked).run(command, safe_path=safe_path)
     except EventWriteError as error:
@@ -206,7 +208,12 @@ class _RankProcess:
         state = self._state
         self._writer.write(
             RankFinished(
-                rank=self._rank.rank, time=time.time(), reason=reason, steps=state.steps, skipped=state.skipped
+                rank=self._rank.rank,
+                time=time.time(),
+                reason=reason,
+                steps=state.steps,
+                skipped=state.skipped,
+                allocation_failures=cuda_allocation_failures(),
             )
         )
         self._is_done = True

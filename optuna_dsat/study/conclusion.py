@@ -40,6 +40,7 @@ from optuna_dsat.study.result import (
 )
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
+from optuna_dsat.study.structure_failures import describe_structure_failures
 from optuna_dsat.study.trainable import complete_config, trainable_config
 from optuna_dsat.study.tuner import EndReason
 from optuna_dsat.study.user_config import own_train_batch_size, user_config
@@ -258,6 +259,7 @@ class Conclusion:
             command_names_config=names_config,
             measurement=measurement_in_words(trial, metrics=metrics),
             advice=self._profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),
+            failures=describe_structure_failures(self._study.get_trials(deepcopy=False)),
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
             device=spec.device,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.misspelt import misspelt_keys
 from optuna_dsat.config.op_builders import operators_at_start
 from optuna_dsat.launch.built_operators import is_built
 from optuna_dsat.launch.measurement import LaunchRecord
@@ -189,6 +190,9 @@ class ProfileTurn:
             words = differences_in_words(differences, file=Path(path).name)
         if words:
             self._context.say(words)
+        passed = [key for key, (value, _) in differences.items() if value is not None]
+        for key, meant in misspelt_keys(passed).items():
+            self._context.say(f"DeepSpeed ignores the key {key!r} of the config; {meant!r} is probably meant.")
 
 
 def _passes_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady) -> str:

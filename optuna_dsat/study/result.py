@@ -114,6 +114,8 @@ class StudyResult:
     """Every key whose value in ``config`` differs from the user's config: changed, added, dropped."""
     advice: str = ""
     """What to change in the script before it trains with the config; empty if nothing."""
+    failures: str = ""
+    """Structures at which no launch ran, with their errors; empty without any."""
     launches: Mapping[str, int]
     """Outcome -> number of trial launches."""
     slot_minutes: float

@@ -178,7 +178,7 @@ class StudySpec(_Frozen):
     wait_for_gpus_s: float = Field(default=600.0, ge=0)
     """Longest wait for slots that others hold, in seconds since the holders last changed; 0 for no wait."""
     max_retries: int = Field(default=1, ge=0)
-    """Most retries of a trial after a communication error, a stall or a time-out."""
+    """Most retries of a trial after a communication error or a time-out."""
     follow_batch: bool = True
     """Whether to find out what sets the script's batch size if that is not its DeepSpeed config."""
     random_seed: int = Field(default=42, ge=0, le=2**32 - 1)

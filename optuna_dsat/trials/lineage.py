@@ -101,7 +101,7 @@ def feasibility(trial: FrozenTrial) -> Feasibility:
     if trial.state == TrialState.COMPLETE:
         return Feasibility.FITS
     if trial.state == TrialState.FAIL:
-        broken = outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR)
+        broken = outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR, Outcome.STALLED)
         return Feasibility.BROKEN if broken else Feasibility.UNKNOWN
     if outcome in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY, Outcome.OUT_OF_DATA):
         return Feasibility.TOO_LARGE

@@ -256,14 +256,15 @@ class TuneOptions(ResultOptions, PlaceOptions, ClusterOptions):
         float,
         Option(
             help="Seconds without a sign of life after which one launch is ended: an event of a rank or, until it "
-            "trains, processes at work.",
+            "trains, processes at work. Ranks that stand still are ended after 20 times the longest step, 30 s at "
+            "least.",
             metavar="SECONDS",
             panel=BUDGET,
         ),
     ] = default("stall_timeout")
     max_retries: Annotated[
         int,
-        Option(help="Further launches of a trial after a communication error, a stall or a time-out.", panel=BUDGET),
+        Option(help="Further launches of a trial after a communication error or a time-out.", panel=BUDGET),
     ] = default("max_retries")
     start_profile_step: Annotated[
         int, Option(help="First step that counts (from 1).", autotuning="start_profile_step", panel=MEASURE)

@@ -310,6 +310,18 @@ def test_a_smaller_batch_is_a_bound_whether_or_not_it_is_the_end_of_the_data() -
     assert "--arg-mapping" in message
 
 
+def test_caught_errors_of_the_allocator_are_out_of_memory() -> None:
+    caught = replace(finished(1, "script_end", 0), allocation_failures=40)
+    verdict = classify(facts(finished(0, "script_end", 0), caught))
+    assert (verdict.outcome, verdict.rank) == (Outcome.OUT_OF_MEMORY, 1)
+    assert "by the allocator's count 40 times: the script caught the error" in verdict.message
+
+
+def test_caught_errors_of_a_launch_that_was_measured_are_no_verdict() -> None:
+    caught = replace(finished(1), allocation_failures=1)
+    assert classify(facts(finished(0), caught)).outcome is Outcome.MEASURED
+
+
 def test_data_smaller_than_a_micro_batch_are_out_of_data() -> None:
     what = with_batches(2, 2, 2, 2, 2)
     loader = {"batch_size": 4, "file": "t.py", "line": 1, "samples": 2, "trains": True}

@@ -105,6 +105,16 @@ def test_a_launch_without_a_step_that_counts_is_not_measured(applied: str) -> No
     assert "initial_scale_power" in verdict.message
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_skipped_steps_without_fp16_advise_nothing_about_it(precision: str) -> None:
+    facts = facts_of("x" * MOST_SKIPPED_STEPS, STEPS_SKIPPED)
+    events = {rank: [replace(engine(), precision=precision), *own[1:]] for rank, own in facts.events.items()}
+    message = classify(replace(facts, events=events)).message
+    assert f"DeepSpeed, in {precision}, skipped 33 of 33 steps" in message
+    assert "fp16" not in message
+    assert "loss scaler" not in message
+
+
 def test_a_script_that_ends_among_skipped_steps_is_out_of_data() -> None:
     verdict = classify(facts_of("xx.", "script_end"))
     assert verdict.outcome is Outcome.OUT_OF_DATA

@@ -110,7 +110,7 @@ def test_failures_and_foreign_trials_neither_break_nor_stop_it(kit: SimpleNamesp
     study.add_trial(create_trial(params={"lr": 0.1}, distributions={"lr": odd["lr"]}, value=9.0))
     study.add_trial(create_trial(params={"lr": 0.1, MICRO_BATCH: 3}, distributions=odd, value=9.0))
     study.add_trial(create_trial(state=TrialState.FAIL))
-    for outcome in [Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.TIMEOUT, Outcome.STALLED] * 3:
+    for outcome in [Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.TIMEOUT, Outcome.COMMUNICATION_ERROR] * 3:
         trial = study.ask()
         machine.space.suggest(trial)
         trial.set_user_attr(attributes.OUTCOME, outcome.value)

@@ -82,7 +82,7 @@ PRUNED, FAIL, RUNNING, WAITING = TrialState.PRUNED, TrialState.FAIL, TrialState.
         ({"state": PRUNED, "vetoed": "duplicate"}, Feasibility.UNKNOWN),
         ({"state": FAIL, "outcome": Outcome.INVALID_CONFIG}, Feasibility.BROKEN),
         ({"state": FAIL, "outcome": Outcome.SCRIPT_ERROR}, Feasibility.BROKEN),
-        ({"state": FAIL, "outcome": Outcome.STALLED}, Feasibility.UNKNOWN),
+        ({"state": FAIL, "outcome": Outcome.STALLED}, Feasibility.BROKEN),
         ({"state": FAIL, "outcome": Outcome.LOST}, Feasibility.UNKNOWN),
         ({"state": FAIL}, Feasibility.UNKNOWN),
         ({"state": RUNNING, "reports": {3: 1.0}}, Feasibility.UNKNOWN),

@@ -1,0 +1,107 @@
+"""Stacks of silent ranks: whether all of them stand still, and where."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from optuna_dsat.launch.processes import ProcessKey
+from optuna_dsat.runtime.regular_file import open_regular
+from optuna_dsat.runtime.stacks import STACK_SIGNAL, stacks_path
+from optuna_dsat.runtime.user_code import is_installed
+
+__all__ = ["StackWatch", "describe_stacks"]
+
+_ANSWER_S = 1.0
+"""Time for a rank to write its stacks."""
+_MOST_BYTES = 2**20
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_COLLECTIVE = re.compile(r"/(torch/distributed/(?!run|launch|elastic)|deepspeed/comm/|deepspeed/runtime/zero/parti)")
+
+
+class StackWatch:
+    """Takes two stacks of every rank during a silence, half a limit apart.
+
+    Args:
+        log_dir: Folder of the ranks' files.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._asked_at: float | None = None
+        self._offsets: dict[int, int] = {}
+        self._earlier: Mapping[int, str] = {}
+        self._silent_since = 0.0
+
+    def stand_still(self, now: float, *, silent_since: float, limit_s: float, ranks: Mapping[int, ProcessKey]) -> bool:
+        """Return whether the ranks have been silent for the limit, with the same stacks at its end as in its middle.
+
+        Args:
+            now: Monotonic time, as ``silent_since``.
+            silent_since: Last event, or activity that counts.
+            limit_s: Silence from which on ranks that do not move are stalled.
+            ranks: Processes of all ranks; empty if they cannot be asked.
+        """
+        if silent_since != self._silent_since:
+            self._silent_since, self._asked_at, self._earlier = silent_since, None, {}
+        if not ranks or now - silent_since < limit_s / 2:
+            return False
+        if self._asked_at is None:
+            self._ask(now, ranks)
+            return False
+        if not self._earlier:
+            if now - self._asked_at >= limit_s / 2:
+                self._earlier = self.taken()
+                self._ask(now, ranks)
+            return False
+        if now - self._asked_at < _ANSWER_S:
+            return False
+        later = self.taken()
+        if len(later) == len(ranks) and later == self._earlier:
+            return True
+        self._earlier = {}  # one of them moves: look again after another half of the limit
+        return False
+
+    def taken(self) -> dict[int, str]:
+        """Return rank -> stacks that it wrote when it was last asked, for the ranks that answered."""
+        found = {}
+        for rank, offset in self._offsets.items():
+            with suppress(OSError), open_regular(stacks_path(self._log_dir, rank)) as file:
+                file.seek(offset)
+                if text := file.read(_MOST_BYTES).decode("utf-8", errors="replace"):
+                    found[rank] = text
+        return found
+
+    def _ask(self, now: float, ranks: Mapping[int, ProcessKey]) -> None:
+        self._asked_at, self._offsets = now, {}
+        for rank, key in ranks.items():
+            path = stacks_path(self._log_dir, rank)
+            with suppress(OSError):  # without its file, a rank has no handler and the signal would end it
+                self._offsets[rank] = path.stat().st_size
+                if STACK_SIGNAL is not None and key.alive:
+                    os.kill(key.pid, STACK_SIGNAL)
+
+
+def describe_stacks(stacks: Mapping[int, str]) -> str:
+    """Return where each rank is: the line of the script, and the collective in which it waits; empty if unknown."""
+    return "; ".join(f"rank {rank} {place}" for rank, text in sorted(stacks.items()) if (place := _place(text)))
+
+
+def _place(text: str) -> str:
+    threads = [_FRAME.findall(thread) for thread in text.split("\n\n")]
+    frames = next((thread for thread in threads if any(_is_script(file) for file, _, _ in thread)), [])
+    script = next(((file, line) for file, line, _ in frames if _is_script(file)), None)
+    if script is None:
+        return ""
+    where = f"at line {script[1]} of {Path(script[0]).name}"
+    collective = [
+        name for file, _, name in frames if _COLLECTIVE.search(file) and name not in ("wrapper", "log_wrapper")
+    ]
+    return f"waits in {collective[0]} {where}" if collective else f"is in {frames[0][2]} {where}"
+
+
+def _is_script(file: str) -> bool:
+    return not is_installed(file) and "/optuna_dsat/" not in file and not file.startswith("<")
