@@ -11,7 +11,7 @@ import typer
 from optuna_dsat.errors import DsatError
 from optuna_dsat.tuning.locations import DEFAULT_STORAGE, STORAGE_ENV
 
-__all__ = ["DEFAULT_STORAGE", "Json", "Name", "Quiet", "Storage", "complete_studies"]
+__all__ = ["DEFAULT_STORAGE", "Json", "LatestName", "Name", "Quiet", "Storage", "complete_studies"]
 
 
 def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
@@ -46,6 +46,15 @@ Storage = Annotated[
 Name = Annotated[
     str,
     typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False, autocompletion=complete_studies),
+]
+LatestName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[STUDY]",
+        help="Name of the study.  \\[default: the latest study]",
+        show_default=False,
+        autocompletion=complete_studies,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]

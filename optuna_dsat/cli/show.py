@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
@@ -27,7 +27,7 @@ from optuna_dsat.words import (
 if TYPE_CHECKING:
     from optuna_dsat.tuning.gpu_counts import AtGpus
 
-__all__ = ["show_by_gpus", "show_preview", "show_result"]
+__all__ = ["preview_to_json", "show_by_gpus", "show_preview", "show_result"]
 
 _BAR_CELLS = 40
 """Width of the longest bar."""
@@ -115,6 +115,23 @@ def _print_bars(found: Sequence[AtGpus], shares: Sequence[float | None], *, unit
         if dot > filled:
             bar = bar[: dot - 1] + "."
         say(f"{one.gpus:>6} {bar} {count_in_words(one.samples_per_s or 0.0)}, {share:.0%}")
+
+
+def preview_to_json(spec: StudySpec) -> dict[str, Any]:
+    """Return the content of ``show_preview`` as plain values."""
+    from optuna_dsat.tuning.preview import preview
+
+    found = preview(spec)
+    return {
+        "study": spec.name,
+        "space": [
+            {"knob": row.knob, "role": row.role, "applies": row.where, "choices": list(row.choices)}
+            for row in found.space.describe()
+        ],
+        "profile_launch": {"micro_batch": found.profile_micro_batch, "attempts": list(found.profile_attempts)},
+        "baseline": found.user_config,
+        "samples": list(found.samples),
+    }
 
 
 def show_preview(spec: StudySpec) -> None:

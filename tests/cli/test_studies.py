@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.cli.studies import delete, launch_lines, result_lines, studies, trials
-from optuna_dsat.errors import NothingRunnableError
+from optuna_dsat.cli.studies import best, delete, launch_lines, result_lines, show, studies, trials
+from optuna_dsat.errors import NothingRunnableError, UsageError
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
@@ -55,3 +55,17 @@ def test_a_list_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     studies(url)
     assert capsys.readouterr().out == "There is no study in this database.\n"
+
+
+def test_without_a_name_the_latest_study_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    with Store.open(url) as store:
+        bench = ReportedStudyBench(tmp_path, store)
+        with pytest.raises(UsageError, match="There is no study in"):
+            show(storage=url)
+        for name in ("zebra", "ant"):
+            store.create_study(name, bench.spec(name=name).model_dump(mode="json"))
+    show(storage=url)
+    assert capsys.readouterr().out.startswith("Study ant: ")
+    with pytest.raises(NothingRunnableError, match="The study 'ant'"):
+        best(storage=url)

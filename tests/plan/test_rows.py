@@ -383,6 +383,14 @@ def test_advice_is_about_what_the_machine_has(name: str) -> None:
 def test_what_is_no_model_or_gpu_is_refused() -> None:
     with pytest.raises(UsageError, match="known are t4"):
         find_gpu("a100-81g")
+    for wrong, near in {
+        "H100-SXM": "h100",
+        "a100": "a100-40g or a100-80g",
+        "8xH200": "h200",
+        "rtx-4090": "rtx4090",
+    }.items():
+        with pytest.raises(UsageError, match=rf"Did you mean .*{near}.*\?"):
+            find_gpu(wrong)
     with pytest.raises(UsageError, match="no multiple"):
         gpt(1, hidden=1000, heads=7)
     with pytest.raises(UsageError, match="--recompute"):
