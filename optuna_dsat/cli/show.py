@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
-from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.result import StudyResult, headroom_in_words
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.speeds import speed_at
+from optuna_dsat.study.tuner import BUDGETS
 from optuna_dsat.study.verdict_words import verdict_in_words
 from optuna_dsat.words import (
     count_in_words,
@@ -40,6 +41,8 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         return
     minutes = slot_time_in_words(result.slot_minutes * 60, result.device)
     say_prose(f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}; {minutes}.")
+    if result.headroom is not None and result.reason in BUDGETS:
+        say_prose(headroom_in_words(result.headroom, spent=True))
     for line in verdict_in_words(result.verdict, metric=result.metric, device=result.device):
         say_prose(line)
     samples_per_s = result.metrics.get("throughput")
