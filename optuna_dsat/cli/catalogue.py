@@ -129,5 +129,6 @@ def _build(name: str, entry: _Entry) -> Any:
         command = typer.main.get_command(alone)
         assert isinstance(command, HelpCommand)
         command.first = first_options(found)
+        command.takes_launcher = name in SEARCHES
     command.rich_help_panel = entry.panel  # type: ignore[attr-defined]
     return command

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Name, Storage
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, LatestName, Storage
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.escape.urls import page_address
 
@@ -22,7 +22,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def dashboard(
-    name: Name,
+    name: LatestName = None,
     storage: Storage = DEFAULT_STORAGE,
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8080,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -39,10 +39,12 @@ def dashboard(
     from optuna_dsat.report.publish import require_installed
     from optuna_dsat.report.serve import optuna_app, serve
     from optuna_dsat.store import Store
+    from optuna_dsat.study.stored import latest_study
 
     if optuna_dashboard:
         require_installed()
     with Store.open(storage, create=False) as store:
+        name = name or latest_study(store)
         app = live_app(LiveStudy(store, name))
         published = _publish(store, name) if optuna_dashboard else None
         if published is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, LatestName, Storage
 from optuna_dsat.cli.tables import print_table
 from optuna_dsat.escape.terminal import say_prose
 
@@ -17,7 +17,7 @@ __all__ = ["explain"]
 
 
 def explain(
-    name: Name,
+    name: LatestName = None,
     storage: Storage = DEFAULT_STORAGE,
     as_json: Json = False,
 ) -> None:
@@ -26,8 +26,10 @@ def explain(
     from optuna_dsat.report.prediction_gap import prediction_gap
     from optuna_dsat.report.view import read_view
     from optuna_dsat.store import Store
+    from optuna_dsat.study.stored import latest_study
 
     with Store.open(storage, create=False) as store:
+        name = name or latest_study(store)
         view = read_view(store, name)
     explanation, words = explain_study(view)
     gap = prediction_gap(view)

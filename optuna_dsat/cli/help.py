@@ -166,14 +166,20 @@ def _options(params: Iterable[object]) -> list[TyperOption]:
     return [one for one in found if _ALL not in one.opts]
 
 
+_EXAMPLE = "deepspeed --num_gpus 8 train.py --deepspeed_config ds_config.json"
+"""A training command as users type it."""
+
+
 class HelpCommand(TyperCommand):
     """A command with help of two lengths.
 
     Attributes:
         first: Names of the parameters that ``--help`` shows; empty for all.
+        takes_launcher: Whether a training command with its launcher may follow the options.
     """
 
     first: frozenset[str] = frozenset()
+    takes_launcher: bool = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse, with a note on which help is asked for."""
@@ -186,9 +192,15 @@ class HelpCommand(TyperCommand):
         params = self.get_params(ctx)
         arguments, options = _arguments(params), _options(params)
         usage = [ctx.command_path, "[OPTIONS]", *(name for name, _ in arguments)]
-        page.paragraph(f"Usage: {' '.join(usage)}", indent=0)
+        launcher = self.takes_launcher
+        if launcher:
+            page.paragraph(f"Usage: {ctx.command_path} [OPTIONS] LAUNCHER [LAUNCHER_OPTIONS] SCRIPT ...", indent=0)
+        page.paragraph(f"{'or:' if launcher else 'Usage:'} {' '.join(usage)}", indent=3 if launcher else 0)
         page.lines.append("")
         page.paragraph(_text(self.help))
+        if launcher:
+            page.lines.append("")
+            page.paragraph(f"Example: {ctx.command_path} {_EXAMPLE}")
         page.section("Arguments", arguments)
         few = bool(self.first) and not ctx.meta.get(_WANTS_ALL)
         if few:

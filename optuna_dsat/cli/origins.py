@@ -10,18 +10,23 @@ from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.tuning.given import Given
 
-__all__ = ["show_options"]
+__all__ = ["options_given", "show_options"]
 
 _POSITIONAL = frozenset({"script", "ds_config", "script_args"})
 
 
-def show_options(given: Given) -> None:
-    """Print each option that was given, with its value and origin."""
-    rows = [
-        (name.replace("_", "-"), _in_words(name, getattr(given.options, name)), origin)
+def options_given(given: Given) -> dict[str, dict[str, str]]:
+    """Return each option that was given: its value as on a command line, and its origin."""
+    return {
+        name.replace("_", "-"): {"value": _in_words(name, getattr(given.options, name)), "from": origin}
         for name, origin in given.origins.items()
         if name not in _POSITIONAL
-    ]
+    }
+
+
+def show_options(given: Given) -> None:
+    """Print each option that was given, with its value and origin."""
+    rows = [(name, option["value"], option["from"]) for name, option in options_given(given).items()]
     if not rows:
         print("Every option is left at its default.")
         return

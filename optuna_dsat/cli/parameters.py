@@ -14,7 +14,7 @@ from optuna_dsat.errors import DsatError, UsageError
 from optuna_dsat.runtime.atomic_write import stream_of
 from optuna_dsat.tuning.locations import DEFAULT_STORAGE, STORAGE_ENV
 
-__all__ = ["DEFAULT_STORAGE", "Json", "Name", "Quiet", "Storage", "complete_studies", "confirm_replacing"]
+__all__ = ["DEFAULT_STORAGE", "Json", "LatestName", "Name", "Quiet", "Storage", "complete_studies", "confirm_replacing"]
 
 
 def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
@@ -49,6 +49,15 @@ Storage = Annotated[
 Name = Annotated[
     str,
     typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False, autocompletion=complete_studies),
+]
+LatestName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[STUDY]",
+        help="Name of the study.  \\[default: the latest study]",
+        show_default=False,
+        autocompletion=complete_studies,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]

@@ -361,7 +361,7 @@ def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
                     f"{one.row.name}, micro-batch {one.row.micro_batch}",
                 )
             )
-    say_prose(f"\nHow many {whose}s are worth it, each number with what is predicted to be fastest on it:")
+    say_prose(f"\nHow many {whose}s are worth it, each number with what to begin with on it:")
     print_table(headings, rows, right=headings[:-1])
     if all(one.row is None for one in found):
         print()
@@ -369,8 +369,8 @@ def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
     option = "--gpus-per-trial" if whose == "GPU" else "--cpu-ranks"
     counts = " ".join(str(one.devices) for one in found)
     say_prose(
-        f"Scaling is samples/s per {whose} over those of the first that fits; the global batch grows with the "
-        f"{whose}s. Measure it: `{option} {counts}` with any search.\n"
+        f"Scaling is samples/s per {whose} over those of the smallest number without offload; the "
+        f"global batch grows with the {whose}s. Measure it: `{option} {counts}` with any search.\n"
     )
 
 

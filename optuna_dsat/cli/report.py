@@ -24,14 +24,15 @@ _ELSEWHERE = re.compile(r"(?P<name>[^/]+)@(?P<url>[a-z][\w+]*://.*)", re.DOTALL)
 
 def report(
     names: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="STUDY...",
-            help="Name of the study; several are shown side by side. NAME@URL is one of another database.",
+            metavar="[STUDY]...",
+            help="Name of the study; several are shown side by side. NAME@URL is one of another database.  "
+            "\\[default: the latest study]",
             show_default=False,
             autocompletion=complete_studies,
         ),
-    ],
+    ] = None,
     storage: Storage = DEFAULT_STORAGE,
     output: Annotated[
         Path | None,
@@ -61,14 +62,16 @@ def report(
     from optuna_dsat.report.view import read_view
     from optuna_dsat.report.write import COMPARISON, default_path, is_report, write_comparison, write_report
     from optuna_dsat.store import Store
+    from optuna_dsat.study.stored import latest_study
 
     training = Training(epochs=epochs, price_per_gpu_hour=price, dataset_size=dataset_size)
-    if len(names) > 1:
+    if names and len(names) > 1:
         confirm_replacing(output or Path(COMPARISON), is_ours=is_report)
         _say_file(write_comparison([_read(name, storage) for name in names], output, training=training))
         return
-    name, url = _parts(names[0], storage)
+    name, url = _parts(names[0], storage) if names else (None, storage)
     with Store.open(url, create=False) as store:
+        name = name or latest_study(store)
         confirm_replacing(output or default_path(read_view(store, name)), is_ours=is_report)
         _say_file(write_report(store, name, output, training=training))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -109,8 +110,8 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
     Raises:
         DsatError: With the exit code that the command leaves with.
     """
-    from optuna_dsat.cli.origins import show_options
-    from optuna_dsat.cli.show import show_preview
+    from optuna_dsat.cli.origins import options_given, show_options
+    from optuna_dsat.cli.show import preview_to_json, show_preview
     from optuna_dsat.tuning.prepare import check_storage, prepare_each
 
     studies = prepare_each(method, given)
@@ -118,9 +119,13 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
         _say_each(prepared.notes)
         if output.dry_run:
             check_storage(prepared.request)
-            show_preview(prepared.request.spec)
-            show_options(prepared.given)
+            if not output.json_output:
+                show_preview(prepared.request.spec)
+                show_options(prepared.given)
     if output.dry_run:
+        if output.json_output:
+            searches = [{**preview_to_json(one.request.spec), "options": options_given(one.given)} for one in studies]
+            print(json.dumps({"searches": searches}, indent=2))
         return
     _say_each(_files_of(given.origins))
     options = studies[0].given.options

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.study.config_changes import changes_in_words
-from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.result import StudyResult, headroom_in_words
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.speeds import speed_at
+from optuna_dsat.study.tuner import BUDGETS
 from optuna_dsat.study.verdict_words import verdict_in_words
 from optuna_dsat.words import (
     count_in_words,
@@ -28,7 +29,7 @@ from optuna_dsat.words import (
 if TYPE_CHECKING:
     from optuna_dsat.tuning.gpu_counts import AtGpus
 
-__all__ = ["show_by_gpus", "show_preview", "show_result"]
+__all__ = ["preview_to_json", "show_by_gpus", "show_preview", "show_result"]
 
 _BAR_CELLS = 40
 """Width of the longest bar."""
@@ -41,6 +42,8 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         return
     minutes = slot_time_in_words(result.slot_minutes * 60, result.device)
     say_prose(f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}; {minutes}.")
+    if result.headroom is not None and result.reason in BUDGETS:
+        say_prose(headroom_in_words(result.headroom, spent=True))
     for line in verdict_in_words(result.verdict, metric=result.metric, device=result.device):
         say_prose(line)
     samples_per_s = result.metrics.get("throughput")
@@ -120,6 +123,23 @@ def _print_bars(found: Sequence[AtGpus], shares: Sequence[float | None], *, unit
         if dot > filled:
             bar = bar[: dot - 1] + "."
         say(f"{one.gpus:>6} {bar} {count_in_words(one.samples_per_s or 0.0)}, {share:.0%}")
+
+
+def preview_to_json(spec: StudySpec) -> dict[str, Any]:
+    """Return the content of ``show_preview`` as plain values."""
+    from optuna_dsat.tuning.preview import preview
+
+    found = preview(spec)
+    return {
+        "study": spec.name,
+        "space": [
+            {"knob": row.knob, "role": row.role, "applies": row.where, "choices": list(row.choices)}
+            for row in found.space.describe()
+        ],
+        "profile_launch": {"micro_batch": found.profile_micro_batch, "attempts": list(found.profile_attempts)},
+        "baseline": found.user_config,
+        "samples": list(found.samples),
+    }
 
 
 def show_preview(spec: StudySpec) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage, confirm_replacing
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, LatestName, Name, Storage, confirm_replacing
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.errors import NothingRunnableError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
@@ -45,11 +45,11 @@ def _open(storage: str) -> Store:
     return Store.open(storage, create=False)
 
 
-def _read(storage: str, name: str) -> StoredStudy:
-    from optuna_dsat.study.stored import read_stored
+def _read(storage: str, name: str | None) -> StoredStudy:
+    from optuna_dsat.study.stored import latest_study, read_stored
 
     with _open(storage) as store:
-        return read_stored(store, name)
+        return read_stored(store, name or latest_study(store))
 
 
 def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
@@ -130,14 +130,15 @@ def _standing_in_words(row: Mapping[str, Any], verdict: Verdict | None) -> dict[
     }
 
 
-def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
+def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """Show a study: what it tunes, how far it is, its best configuration."""
     from collections import Counter
 
-    from optuna_dsat.study.stored import read_launches, read_stored
+    from optuna_dsat.study.stored import latest_study, read_launches, read_stored
     from optuna_dsat.trials import attributes
 
     with _open(storage) as store:
+        name = name or latest_study(store)
         study = read_stored(store, name)
         launches = read_launches(store, study.record)
     spec, verdict = study.spec, study.verdict
@@ -246,7 +247,7 @@ def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False
 
 
 def best(
-    name: Name,
+    name: LatestName = None,
     storage: Storage = DEFAULT_STORAGE,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the config to this file.", show_default=False)
@@ -256,6 +257,7 @@ def best(
     from optuna_dsat.study.verdict_words import how_known, value_in_words
 
     study = _read(storage, name)
+    name = study.spec.name
     verdict = study.verdict
     if study.best is None or verdict is None:
         raise NothingRunnableError(f"The study {name!r} has measured nothing yet.")

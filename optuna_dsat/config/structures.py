@@ -34,7 +34,12 @@ class Structure:
     @property
     def offloads(self) -> bool:
         """Whether anything is offloaded."""
-        return self.offload_optimizer != _NONE or self.offload_param != _NONE
+        return self.offload_count > 0
+
+    @property
+    def offload_count(self) -> int:
+        """Number of offloads: optimizer states, parameters."""
+        return sum(device != _NONE for device in (self.offload_optimizer, self.offload_param))
 
     def on_nvme(self) -> Structure:
         """Return the structure with its offloads moved to NVMe."""

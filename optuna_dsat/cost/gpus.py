@@ -44,6 +44,7 @@ which ``_RESERVED`` is subtracted.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -199,6 +200,8 @@ _DEVICE_NAMES: Mapping[str, str] = MappingProxyType(
 (``A100-40C``) and a part of one (``H100 80GB HBM3 MIG 1g.10gb``) are other devices.
 """
 
+_COUNT = re.compile(r"^\d+\s*x\s*")
+"""A number of GPUs before the name, as in 8xH100."""
 _BRAND = re.compile(r"(NVIDIA|Tesla) ", re.IGNORECASE)
 
 
@@ -208,10 +211,14 @@ def find_gpu(name: str) -> GpuSpec:
     Raises:
         UsageError: If it is not in the table.
     """
-    found = GPUS.get(name.lower().replace("_", "-").removesuffix("b"))
-    if found is None:
-        raise UsageError(f"--gpu is {name!r}; known are {', '.join(GPUS)}.")
-    return found
+    wanted = name.lower().replace("_", "-").removesuffix("b")
+    if wanted in GPUS:
+        return GPUS[wanted]
+    wanted = _COUNT.sub("", wanted)
+    sizes = [known for known in GPUS if known.startswith(f"{wanted}-")]
+    near = sizes or difflib.get_close_matches(wanted, GPUS, n=1, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise UsageError(f"--gpu is {name!r}; known are {', '.join(GPUS)}.{hint}")
 
 
 def gpu_of_device(device_name: str) -> GpuSpec | None:

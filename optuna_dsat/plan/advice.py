@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.plan.rows import Plan, PlannedRow
+from optuna_dsat.plan.rows import CLOSE, Plan, PlannedRow
 from optuna_dsat.words import bytes_in_words, count_in_words, setting_in_words
 
 __all__ = ["advise", "advise_by_rule"]
@@ -72,17 +72,23 @@ def _on_several_gpus(plan: Plan) -> bool:
 
 
 def _start(plan: Plan) -> str | None:
-    """Advise the fastest structure of those that fit, by prediction, and name what is predicted to be as fast."""
+    """Advise the simplest structure of those predicted to be about the fastest, and name the others."""
     best = plan.recommended
     if best is None:
         return _nothing(plan)
-    close = [row.name for row in plan.fitting[1:] if best.samples_per_s <= (1 + _MUCH_OF_STEP) * row.samples_per_s]
+    first = plan.fitting[0]
+    least = first.samples_per_s / (1 + CLOSE)
+    close = [row.name for row in plan.fitting if row is not best and row.samples_per_s >= least]
+    rank = "it is predicted to be the fastest"
+    if best is not first:
+        rank = f"it is the simplest that is predicted within {CLOSE:.0%} of the fastest"
     text = (
-        f"Begin with {best.name} (micro-batch {best.micro_batch}): of what fits, it is predicted to be the fastest, "
+        f"Begin with {best.name} (micro-batch {best.micro_batch}): of what fits, {rank}, "
         f"{count_in_words(best.samples_per_s, digits=3)} samples/s."
     )
     if close:
-        text += f" Predicted within {_MUCH_OF_STEP:.0%} of that: {'; '.join(close)}. Measure these, too."
+        of = "that" if best is first else "the fastest"
+        text += f" Predicted within {CLOSE:.0%} of {of}: {'; '.join(close)}. Measure these, too."
     return text
 
 

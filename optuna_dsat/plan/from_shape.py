@@ -102,10 +102,21 @@ def plan_shape(
         about=(
             shape.words,
             machine.words,
+            *_quantized_in_words(shape, element=element),
             "Nothing was launched: times are by data sheets and may be off by what the range says; with a script, "
             "memory and FLOPs are measured.",
         ),
         model=asdict(shape),
+    )
+
+
+def _quantized_in_words(shape: TransformerShape, *, element: int) -> tuple[str, ...]:
+    """Return a sentence on weights that the checkpoint stores in fewer bits than the plan counts; empty without."""
+    if not shape.quantized:
+        return ()
+    return (
+        f"The config quantizes its weights ({shape.quantized}). The plan does not count that: each weight takes "
+        f"{8 * element} bits here, so memory is overestimated.",
     )
 
 

@@ -155,8 +155,20 @@ def shape_of_config(
         largest_module=_largest_module(family, sizes, vocab * reader.size("word_embed_proj_dim", default=sizes.hidden)),
         logits=count.logits,
         trainable_share=trainable_share,
+        quantized=_quantized(data),
         family=kind,
     )
+
+
+def _quantized(data: Mapping[str, Any]) -> str:
+    """Return the quantization of the weights: method and bits, as far as the config names them; empty without one."""
+    section = data.get("quantization_config")
+    if not isinstance(section, Mapping) or not section:
+        return ""
+    loaded = next((bits for bits in (4, 8) if section.get(f"load_in_{bits}bit")), None)
+    bits = section.get("bits") or loaded
+    method = section.get("quant_method") or "unknown method"
+    return f"{method}, {bits} bits" if bits else str(method)
 
 
 def _known_kind(path: Path, data: Mapping[str, Any]) -> str:

@@ -19,7 +19,10 @@ from optuna_dsat.config.structures import STRUCTURES, Structure
 from optuna_dsat.cost.memory import estimate, largest_micro_batch
 from optuna_dsat.plan.prediction import StepPrediction, Subject, predict_steps
 
-__all__ = ["Plan", "PlannedRow", "plan_rows"]
+__all__ = ["CLOSE", "Plan", "PlannedRow", "plan_rows"]
+
+CLOSE = 0.1
+"""Predictions whose relative difference is at most this are taken as equal."""
 
 _SIZES = 40
 """Micro-batches at which the predicted throughput is compared at once."""
@@ -49,8 +52,13 @@ class Plan:
 
     @property
     def recommended(self) -> PlannedRow | None:
-        """The row to begin with: the fastest by prediction of those that fit; None if nothing fits."""
-        return next(iter(self.fitting), None)
+        """The row to begin with: the simplest of those predicted within ``CLOSE`` of the fastest; None if nothing fits.
+
+        A prediction is not precise enough to prefer an offload or a higher stage for less.
+        """
+        fitting = self.fitting
+        close = [row for row in fitting if fitting[0].samples_per_s <= (1 + CLOSE) * row.samples_per_s]
+        return min(close, key=PlannedRow.complexity, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +88,10 @@ class PlannedRow:
     """The step at ``micro_batch``; None if nothing fits."""
     too_small: str = ""
     """``device``, ``host`` or ``device and host``: whose memory is too small; empty if something fits."""
+
+    def complexity(self) -> tuple[int, int, int]:
+        """Return a key by which simpler structures sort first: fewer offloads, no second copy, a lower stage."""
+        return self.structure.offload_count, self.copy_ranks, self.structure.stage
 
     @property
     def name(self) -> str:

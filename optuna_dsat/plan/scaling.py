@@ -21,7 +21,7 @@ class AtCount:
     row: PlannedRow | None
     """None if nothing fits."""
     share_of_linear: float | None
-    """Samples/s per device over those of the least number on which something fits; None if nothing fits here."""
+    """Samples/s per device over those of the smallest number without offload, or that fits; None if nothing fits."""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -60,14 +60,17 @@ def scaling(subject: Subject, counts: Sequence[int]) -> tuple[AtCount, ...]:
         counts: Numbers of devices, in ascending order; hosts are filled one after another.
     """
     found: list[AtCount] = []
-    least: float | None = None
     for count in counts:
         smaller = _with_devices(subject, count)
         row = Plan(subject=smaller, rows=plan_rows(smaller)).recommended
-        each = None if row is None else row.samples_per_s / count
-        least = each if least is None else least
-        found.append(AtCount(devices=count, row=row, share_of_linear=None if not each or not least else each / least))
-    return tuple(found)
+        found.append(AtCount(devices=count, row=row, share_of_linear=None))
+    rows = [one for one in found if one.row is not None]
+    whole = [one for one in rows if one.row is not None and not one.row.structure.offloads]
+    least = next((one.samples_per_s_each for one in whole or rows), None)
+    return tuple(
+        replace(one, share_of_linear=one.samples_per_s_each / least if one.samples_per_s_each and least else None)
+        for one in found
+    )
 
 
 def _with_devices(subject: Subject, count: int) -> Subject:

@@ -83,6 +83,8 @@ class TransformerShape:
     """Numbers from which a sample's loss is computed; None for one a token and word."""
     trainable_share: float = 1.0
     """Share of the parameters that is trained, as with LoRA."""
+    quantized: str = ""
+    """How the checkpoint's weights are quantized, such as ``bitsandbytes, 4 bits``; empty if they are not."""
     family: str = ""
     """Name of the family, such as ``llama``; empty if not known."""
 

@@ -37,7 +37,8 @@ from optuna_dsat.report.why import why_of
 from optuna_dsat.report.winner import Winner, winner_of
 from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.paired import Ratio
-from optuna_dsat.study.result import BEST_CONFIG
+from optuna_dsat.study.result import BEST_CONFIG, headroom_in_words
+from optuna_dsat.study.tuner import BUDGETS
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
@@ -251,7 +252,9 @@ def _status(view: StudyView) -> str:
         return "Nothing has been launched for this study yet."
     if view.end_reason is not None:
         why = f": {view.end_reason}" if view.end_reason else ""
-        return f"The search has ended after {used} of {launches}{why}."
+        left = view.attributes.get(attributes.HEADROOM)
+        more = f" {headroom_in_words(left, spent=True)}" if left is not None and view.end_reason in BUDGETS else ""
+        return f"The search has ended after {used} of {launches}{why}.{more}"
     if not view.launched:
         return "No launch of this search has ended yet."
     if view.is_fruitless:

@@ -257,6 +257,7 @@ class Conclusion:
             ),
             loss_check=loss_check,
             command_names_config=names_config,
+            headroom=self._study.user_attrs.get(attributes.HEADROOM),
             measurement=measurement_in_words(trial, metrics=metrics),
             advice=self._profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),
             failures=describe_structure_failures(self._study.get_trials(deepcopy=False)),

@@ -21,15 +21,14 @@ from optuna_dsat.study.profile_turn import ProfileTurn
 from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.result import StudyResult, headroom_in_words
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import is_spent, open_study
-from optuna_dsat.study.tuner import EndReason, Tuner
+from optuna_dsat.study.tuner import BUDGETS, EndReason, Tuner
 from optuna_dsat.study.user_config import enqueue_user_config
 from optuna_dsat.study.warm_start import check_warm_start, prior_knowledge_of
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import gain_in_words
 
 __all__ = ["Session"]
 
@@ -149,10 +148,8 @@ class Session:
         if method.remaining is not None and not self.interrupted:
             left = method.remaining(study.get_trials(deepcopy=False))
             if math.isfinite(left):
-                self._context.say(
-                    f"By what the search measured, nothing is more than {gain_in_words(max(left, 0.001))} what it "
-                    "found (with 90% probability)."
-                )
+                study.set_user_attr(attributes.HEADROOM, left)
+                self._context.say(headroom_in_words(left, spent=reason in BUDGETS))
         return reason
 
     def _prior_knowledge(self, profiled: Profiled, mark: str) -> PriorKnowledge | None:

@@ -45,6 +45,7 @@ __all__ = [
     "check_study",
     "has_trials",
     "is_spent",
+    "latest_study",
     "open_study",
     "read_launches",
     "read_stored",
@@ -293,6 +294,18 @@ def record_of(store: Store, name: str) -> StudyRecord:
         known = ", ".join(study.name for study in store.list_studies()) or "none"
         raise UsageError(f"There is no study {name!r} in {store.url}; there: {known}.")
     return record
+
+
+def latest_study(store: Store) -> str:
+    """Return the name of the study that was created last.
+
+    Raises:
+        UsageError: If there is no study.
+    """
+    studies = store.list_studies()
+    if not studies:
+        raise UsageError(f"There is no study in {store.url}.")
+    return studies[-1].name
 
 
 def spec_of(record: StudyRecord) -> StudySpec:

@@ -35,7 +35,7 @@ from optuna_dsat.study.uninterrupted import uninterrupted
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words, outcomes_in_words
 
-__all__ = ["EndReason", "Tuner"]
+__all__ = ["BUDGETS", "EndReason", "Tuner"]
 
 _POLL_S = 0.5
 """Longest wait for updates of running launches, and pause between two looks at other workers' trials, in seconds."""
@@ -60,6 +60,10 @@ class EndReason(StrEnum):
     TIMEOUT = "the time of --timeout is over"
     EXHAUSTED = "nothing that is left is expected to win"
     INTERRUPTED = "interrupted"
+
+
+BUDGETS = frozenset({EndReason.BUDGET, EndReason.TIMEOUT})
+"""Reasons that end a search although something may be left to gain."""
 
 
 class Tuner:

@@ -26,6 +26,7 @@ __all__ = [
     "ERROR",
     "FINALISTS",
     "FINGERPRINT",
+    "HEADROOM",
     "HOST_THREADS",
     "INPUT_VARIATION",
     "LAUNCH_ID",
@@ -102,6 +103,8 @@ FINGERPRINT = "profile_fingerprint"
 """Study attribute: key of the study's profile in the store."""
 END_REASON = "end_reason"
 """Study attribute: why the last search ended, a value of ``optuna_dsat.study.tuner.EndReason``."""
+HEADROOM = "headroom"
+"""Study attribute: share of the metric that may be left to gain (``StudyResult.headroom``); absent if not known."""
 WARM_START = "warm_start"
 """Study attribute: prior knowledge from earlier studies (``optuna_dsat.guided.prior_knowledge``); empty if none."""
 WRITTEN = "written"

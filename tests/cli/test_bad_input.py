@@ -148,6 +148,17 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, tune: Run,
     assert {path.name for path in folder.iterdir()} == before
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_dry_run_prints_its_search_as_json(tune: Run) -> None:
+    """``--dry-run --json`` printed the tables for people."""
+    done = tune("random", "train.py", "ds.json", "--dry-run", "--json", "--zero-stages", "1", "2")
+    (search,) = json.loads(done.stdout)["searches"]
+    assert search["options"]["zero-stages"] == {"value": "1 2", "from": "command line"}
+    assert "reduce_bucket_size" in " ".join(row["knob"] for row in search["space"])
+    assert {sample["zero_optimization"]["stage"] for sample in search["samples"]} <= {1, 2}
+    assert search["profile_launch"]["attempts"]
+
+
 def test_a_script_whose_name_no_folder_may_have_gets_a_study_all_the_same(folder: Path, tune: Run) -> None:
     (folder / "fine\ntune.py").write_text("print('never run')\n")
     done = tune("random", "fine\ntune.py", "ds.json", "--dry-run")

@@ -217,3 +217,12 @@ def test_a_question_ends_in_its_own_mark(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["guide"])
     assert "Did you mean 'guided'? See " in capsys.readouterr().err
+
+
+def test_the_help_of_a_search_begins_with_the_form_that_takes_a_launcher(run_here: Run) -> None:
+    """The form that users have in their shell's history was in no help."""
+    lines = [line.strip() for line in run_here("guided", "--help").stdout.splitlines()]
+    assert lines[0].endswith(" guided [OPTIONS] LAUNCHER [LAUNCHER_OPTIONS] SCRIPT ...")
+    assert lines[1].startswith("or: ")
+    assert "guided deepspeed --num_gpus 8 train.py --deepspeed_config ds_config.json" in " ".join(lines)
+    assert "LAUNCHER" not in run_here("show", "--help").stdout

@@ -56,7 +56,7 @@ def test_a_plan_as_json_follows_the_config(tmp_path: Path, run_here: Run) -> Non
         assert low < rows["ZeRO 2"]["step_s"] < high
         assert sum(rows["ZeRO 2"]["shares"].values()) == pytest.approx(1)
         fastest = max(record["rows"], key=lambda row: row["samples_per_s"] or 0)
-        assert rows[record["recommended"]]["samples_per_s"] == fastest["samples_per_s"]
+        assert 1.1 * rows[record["recommended"]]["samples_per_s"] >= fastest["samples_per_s"]
         assert rows["ZeRO 2"]["tokens_per_s"] == pytest.approx(2048 * rows["ZeRO 2"]["samples_per_s"])
     assert 0 < rows["ZeRO 2"]["mfu"] < 1
     bucket = [record["rows"][3]["parts"]["reduce_buckets"] for record in (own, other)]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from optuna_dsat.cli.studies import delete, launch_lines, result_lines, studies, trials
-from optuna_dsat.errors import NothingRunnableError
+from optuna_dsat.cli.show import show_result
+from optuna_dsat.cli.studies import best, delete, launch_lines, result_lines, show, studies, trials
+from optuna_dsat.errors import NothingRunnableError, UsageError
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.write import write_report
 from optuna_dsat.store import Store
+from optuna_dsat.study.result import headroom_in_words
 from optuna_dsat.study.stored import read_stored
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench
@@ -55,3 +59,36 @@ def test_a_list_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     studies(url)
     assert capsys.readouterr().out == "There is no study in this database.\n"
+
+
+def test_without_a_name_the_latest_study_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    with Store.open(url) as store:
+        bench = ReportedStudyBench(tmp_path, store)
+        with pytest.raises(UsageError, match="There is no study in"):
+            show(storage=url)
+        for name in ("zebra", "ant"):
+            store.create_study(name, bench.spec(name=name).model_dump(mode="json"))
+    show(storage=url)
+    assert capsys.readouterr().out.startswith("Study ant: ")
+    with pytest.raises(NothingRunnableError, match="The study 'ant'"):
+        best(storage=url)
+
+
+def test_a_search_that_its_budget_ends_reports_what_may_be_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Result, report and JSON did not contain that several times the metric may be left."""
+    with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as store:
+        bench = ReportedStudyBench(tmp_path, store)
+        result = bench.run(bench.spec(method="guided", max_trials=3, confirm=0), Hill())
+        page = write_report(store, "s", tmp_path / "report.html").read_text(encoding="utf-8")
+    assert result is not None
+    assert result.headroom is not None
+    words = headroom_in_words(result.headroom, spent=True)
+    assert "A larger budget may find more" in words
+    assert words in page
+    show_result(result, as_json=True)
+    assert json.loads(capsys.readouterr().out)["headroom"] == result.headroom
+    show_result(result, as_json=False)
+    assert words in " ".join(capsys.readouterr().out.split())

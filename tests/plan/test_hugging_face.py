@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.cost.gpus import find_gpu
 from optuna_dsat.errors import UsageError
 from optuna_dsat.plan.families import FAMILIES
+from optuna_dsat.plan.from_shape import Machine, plan_shape
 from optuna_dsat.plan.hugging_face import shape_of_config
 from optuna_dsat.plan.transformer import TransformerShape
 
@@ -211,3 +213,39 @@ def test_a_place_without_a_config_is_named(tmp_path: Path) -> None:
         shape(tmp_path)
     with pytest.raises(UsageError, match="which is not there"):
         shape(tmp_path / "none.json")
+
+
+SMALL_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, "bitsandbytes, 4 bits"),
+        ({"load_in_8bit": True, "quant_method": "bitsandbytes"}, "bitsandbytes, 8 bits"),
+        ({"bits": 4, "quant_method": "gptq"}, "gptq, 4 bits"),
+        ({"quant_method": "fp8"}, "fp8"),
+        (None, ""),
+    ],
+)
+def test_quantized_weights_are_stated_as_not_counted(
+    tmp_path: Path, section: dict[str, Any] | None, words: str
+) -> None:
+    """Weights in 4 bits were counted with 16 without a word."""
+    given = {} if section is None else {"quantization_config": section}
+    found = shape(write(tmp_path, **SMALL_LLAMA, **given))
+    assert found.quantized == words
+    machine = Machine(
+        gpu=find_gpu("a100-80g"), gpus_per_node=8, nodes=1, network_gbit_per_s=100.0, given_host_bytes=None
+    )
+    about = " ".join(plan_shape(found, machine, config=None, memory_margin=0.05).about)
+    assert ("does not count that: each weight takes 16 bits" in about) == bool(words)
+    assert words in about

@@ -172,7 +172,7 @@ MODELS = [gpt(billions, **changes) for billions in (0.35, 1.3, 7, 13, 70) for ch
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 @pytest.mark.parametrize("gpu", GPUS)
-def test_no_other_that_fits_is_predicted_to_be_faster_than_the_one_to_begin_with(gpu: str, gpus: int) -> None:
+def test_the_one_to_begin_with_is_the_simplest_within_a_tenth_of_the_fastest(gpu: str, gpus: int) -> None:
     draw = random.Random(f"{gpu} {gpus}")
     shape = draw.choice(MODELS)
     about = subject(shape, gpu, gpus, host_gib=draw.choice([128, 512, 2048]))
@@ -183,7 +183,11 @@ def test_no_other_that_fits_is_predicted_to_be_faster_than_the_one_to_begin_with
         if best is not None and row.largest:
             sizes = sorted({1, row.largest, *(draw.randint(1, row.largest) for _ in range(8))})
             others = predict_steps(about, [row.config] * len(sizes), sizes)
-            assert best.samples_per_s >= max(one.samples_per_s for one in others), (best.name, row.name, sizes)
+            fastest = max(one.samples_per_s for one in others)
+            assert plan.fitting[0].samples_per_s >= fastest, (row.name, sizes)
+            assert 1.1 * best.samples_per_s >= fastest, (best.name, row.name, sizes)
+            if 1.1 * row.samples_per_s >= plan.fitting[0].samples_per_s:
+                assert best.complexity() <= row.complexity(), (best.name, row.name)
     if best is not None:
         assert advise(plan)[0].startswith(f"Begin with {best.name} (micro-batch {best.micro_batch})")
 
@@ -383,6 +387,14 @@ def test_advice_is_about_what_the_machine_has(name: str) -> None:
 def test_what_is_no_model_or_gpu_is_refused() -> None:
     with pytest.raises(UsageError, match="known are t4"):
         find_gpu("a100-81g")
+    for wrong, near in {
+        "H100-SXM": "h100",
+        "a100": "a100-40g or a100-80g",
+        "8xH200": "h200",
+        "rtx-4090": "rtx4090",
+    }.items():
+        with pytest.raises(UsageError, match=rf"Did you mean .*{near}.*\?"):
+            find_gpu(wrong)
     with pytest.raises(UsageError, match="no multiple"):
         gpt(1, hidden=1000, heads=7)
     with pytest.raises(UsageError, match="--recompute"):

@@ -64,3 +64,14 @@ def test_a_slow_network_shows_where_the_second_host_begins() -> None:
     assert inside.share_of_linear == 1
     assert across.share_of_linear is not None
     assert across.share_of_linear < 0.9
+
+
+def test_scaling_is_relative_to_the_smallest_number_without_offload() -> None:
+    """Eight GPUs scaled by 784% relative to one that offloads."""
+    found = scaling(subject(7e9, "a100-40g", gpus=8), (1, 2, 4, 8))
+    rows = [one.row for one in found if one.row is not None]
+    assert rows[0].structure.offloads
+    first = next(one for one in found if one.row is not None and not one.row.structure.offloads)
+    assert first.share_of_linear == 1
+    assert found[0].share_of_linear is not None
+    assert found[0].share_of_linear < 1
