@@ -17,6 +17,10 @@ from optuna_dsat.tuning.locations import DEFAULT_STORAGE, STORAGE_ENV
 __all__ = ["DEFAULT_STORAGE", "Json", "LatestName", "Name", "Quiet", "Storage", "complete_studies", "confirm_replacing"]
 
 
+_MOST_CHARS = 2**20
+"""Characters of a file from which its writer is recognised; a config is shorter."""
+
+
 def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
     """Return the names of stored studies with this prefix; empty if the storage does not answer."""
     try:
@@ -75,7 +79,7 @@ def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
         typer.Abort: If the answer is no.
     """
     try:
-        content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        content = _beginning(path) if path.is_file() else ""
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     if not content or stream_of(path) is not None or is_ours(content):
@@ -83,3 +87,8 @@ def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
     if not sys.stdin.isatty():
         raise UsageError(f"{path} exists and was not written by this command: remove it or choose another file.")
     typer.confirm(f"{path} exists and was not written by this command. Replace it?", abort=True, err=True)
+
+
+def _beginning(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(_MOST_CHARS)

@@ -14,7 +14,7 @@ import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, LatestName, Name, Storage, confirm_replacing
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
-from optuna_dsat.errors import NothingRunnableError, UsageError
+from optuna_dsat.errors import NothingRunnableError, UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
 from optuna_dsat.runtime.atomic_write import stream_of, write_output
 from optuna_dsat.secrecy.shapes import hidden_data
@@ -316,14 +316,34 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete a study from the database; its files in the output directory stay."""
-    from optuna_dsat.study.live_notes import read_notes
     from optuna_dsat.study.stored import record_of
 
     with _open(storage) as store:
         record_of(store, name)
-        if workers := [note.worker.name for note in read_notes(store, name, now=time.time())]:
-            raise UsageError(f"The study {name!r} is being searched by {', '.join(workers)}: end that search first.")
+        _refuse_live(store, name)
         if not yes:
             typer.confirm(f"Delete the study {plain(name)!r} and all its trials?", abort=True, err=True)
+            _refuse_live(store, name)
         store.delete_study(name)
     say(f"Deleted the study {name!r}.", file=sys.stderr)
+
+
+def _refuse_live(store: Store, name: str) -> None:
+    """Refuse a study that is being searched.
+
+    Raises:
+        UsageError: Names the workers; between launches a search is seen by its lock on the study's folder.
+    """
+    from optuna_dsat.study.folder import is_held
+    from optuna_dsat.study.live_notes import read_notes
+    from optuna_dsat.study.stored import read_stored
+
+    workers = ", ".join(note.worker.name for note in read_notes(store, name, now=time.time()))
+    if not workers:
+        try:
+            folder = read_stored(store, name).stored_spec.study_dir
+        except UnreadableStudyError:
+            return  # by a version that cannot be running
+        workers = f"a search that holds {folder}" if is_held(folder) else ""
+    if workers:
+        raise UsageError(f"The study {name!r} is being searched by {workers}: end that search first.")

@@ -22,7 +22,7 @@ from optuna_dsat.runtime.atomic_write import set_aside, write_text_atomic
 from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.store import StoredLaunch
 
-__all__ = ["MARK", "digests", "held_folder", "is_folder_of", "set_others_aside"]
+__all__ = ["MARK", "digests", "held_folder", "is_folder_of", "is_held", "set_others_aside"]
 
 MARK = "study.json"
 """File that says which study a folder belongs to."""
@@ -45,6 +45,23 @@ def held_folder(folder: Path, study_uuid: str) -> Iterator[None]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether a tuner writes to a folder; False where that cannot be seen, as on file systems without locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _hold(folder: Path, study_uuid: str) -> int | None:

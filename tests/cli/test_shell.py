@@ -20,6 +20,7 @@ from optuna_dsat.cli import main
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.conclusion import Conclusion
+from optuna_dsat.study.folder import held_folder
 from optuna_dsat.study.progress import Phase
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
@@ -332,6 +333,8 @@ def test_a_study_is_not_deleted_while_it_is_searched(
     codes: list[int] = []
 
     def delete_first(session: Session) -> StudyResult | None:
+        with held_folder(session.spec.study_dir, session._context.study_uuid):
+            codes.append(leave("delete", STUDY, "--yes"))  # between launches
         session._context.observer(Phase(words="searching"))
         codes.append(leave("delete", STUDY, "--yes"))
         return run(session)
@@ -339,7 +342,7 @@ def test_a_study_is_not_deleted_while_it_is_searched(
     run = Session.run
     monkeypatch.setattr(Session, "run", delete_first)
     leave(*SEARCH, "--quiet")
-    assert codes == [2]
+    assert codes == [2, 2]
     assert "is being searched by" in capsys.readouterr().err
     assert leave("delete", STUDY, "--yes") == 0
 
