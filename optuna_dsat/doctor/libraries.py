@@ -128,7 +128,7 @@ def _deepspeed(deepspeed: Mapping[str, Any]) -> Finding:
             name="deepspeed",
             status=Status.FATAL,
             text=f"DeepSpeed cannot be imported: {deepspeed['error']}",
-            remedy="pip install 'deepspeed>=0.19.8' into the environment of optuna-dsat",
+            remedy="pip install 'deepspeed>=0.14.5' into the environment of optuna-dsat",
             data=dict(deepspeed),
         )
     return Finding(
