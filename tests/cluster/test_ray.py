@@ -25,10 +25,14 @@ from optuna_dsat.cluster.ray_node import node_environment
 from optuna_dsat.cluster.ray_nodes import fitting_nodes, named_nodes
 from optuna_dsat.cluster.ray_place import cause_of
 from optuna_dsat.cluster.ray_train import torchrun_words
+from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.launch.nvml import DeviceError
 from tests.harness.commands import DS_CONFIG, SCRIPT, Command
 from tests.harness.ray_cluster import LOOPBACK, ROOT, RayCluster, running_ray, why_no_ray
+from tests.harness.users_world import shared, state, world
 from tests.harness.workers import ended, wait_until
+
+__all__ = ["shared", "world"]
 
 with_ray = pytest.mark.skipif(bool(why_no_ray()), reason=why_no_ray() or "Ray is there")
 
@@ -276,6 +280,24 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     printed = printed.replace(" 0.01", " 0.001")
     trained = subprocess.run(printed, shell=True, cwd=tmp_path, env=environ, timeout=240, check=False)
     assert trained.returncode == 0
+
+
+@with_ray
+@pytest.mark.torchrun
+@pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
+def test_the_users_files_are_as_before_a_search_on_ray(cluster: RayCluster, world: Path, shared: Path) -> None:
+    before, outside = state(world, shared), world.parent
+    where = ("--on", "ray", "--ray-address", cluster.address, "--nodes-per-trial", "2", "--cpu-ranks", "1")
+    options = ("--zero-stages", "1", "--no-tune", "offload_optimizer", "--max-trials", "2", "--confirm", "0")
+    output, errors = Command(
+        world,
+        *("random", "train.py", "ds_config.json", *where, *options),
+        *("--storage", f"sqlite:///{outside}/study.db", "--output-dir", str(outside / "output"), "--study", "s"),
+        *("--", str(shared), "--subprocess"),
+        environ=LOOPBACK,
+    ).finish()
+    assert state(world, shared) == before
+    assert "Trials write to overlays: your files stay as they are." in output + errors
 
 
 def relay_above(rank: int) -> psutil.Process:

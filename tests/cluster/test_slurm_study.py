@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
+from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.study.result import training_command, write_best
 from optuna_dsat.study.spec import make_spec
 from tests.harness.commands import Command, search, write_config
 from tests.harness.slurm import SlurmCluster, stretched
+from tests.harness.users_world import shared, state, world
 from tests.harness.workers import StoredStudy, wait_until
+
+__all__ = ["shared", "world"]
 
 pytestmark = pytest.mark.torchrun
 
@@ -125,3 +129,19 @@ def test_the_doctor_looks_at_the_nodes(slurm: SlurmCluster, tmp_path: Path) -> N
     assert set(found) == {"n1", "n2", "network"}
     assert found["n1"]["data"]["versions"] == found["n2"]["data"]["versions"]
     wait_until(lambda: not slurm.jobs, what="no job is left")
+
+
+@pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
+def test_the_users_files_are_as_before_a_search_on_two_nodes(slurm: SlurmCluster, world: Path, shared: Path) -> None:
+    before, outside = state(world, shared), world.parent
+    options = ("--zero-stages", "1", "--no-tune", "offload_optimizer", "--max-trials", "2", "--confirm", "0")
+    output, errors = Command(
+        world,
+        *("random", "train.py", "ds_config.json", *ON_TWO_NODES, *options),
+        *("--storage", f"sqlite:///{outside}/study.db", "--output-dir", str(outside / "output"), "--study", "s"),
+        *("--", str(shared), "--subprocess"),
+        environ={"DS_ACCELERATOR": "cpu", **slurm.environ},
+    ).finish()
+    assert state(world, shared) == before
+    assert "Trials write to overlays: your files stay as they are." in output + errors
+    assert any(report["outcome"] == "measured" for report in reports(outside / "output" / "s").values())
