@@ -18,6 +18,7 @@ from optuna_dsat.cluster.remote import RemoteLaunch
 from optuna_dsat.cluster.wire import request_to_json
 from optuna_dsat.launch.classify import StopReason, classify
 from optuna_dsat.launch.devices import Device
+from optuna_dsat.launch.folder_changes import FolderWatch
 from optuna_dsat.launch.forking import Forking
 from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.launch.preload import Preload
@@ -115,6 +116,7 @@ class ClusterLauncher:
         self._held: dict[Place, HeldPlace] = {}
         """What the engine holds -> what its nodes have said."""
         self._waiting: dict[str, _Waiting] = {}
+        self._changes = FolderWatch(self._output_dir)
         self._running: dict[str, tuple[RunningLaunch, RemoteLaunch, HeldPlace]] = {}
         self._settled: set[str] = set()
         """Names of the launches whose outcome is known while their processes still end."""
@@ -305,6 +307,8 @@ class ClusterLauncher:
         if one.plain:
             self._plain.add(request.launch_id)
         self._running[request.launch_id] = (launch, remote, place)
+        if request.purpose == "profile" and request.isolation != "off":
+            self._changes.begin(request)
         place.launch_id = request.launch_id
         if self._layout.nodes == 1:
             self._order_launch(place, request.launch_id, port=0)
@@ -357,6 +361,7 @@ class ClusterLauncher:
         if place.stage is not Stage.LOST:
             self._losses = 0
         exit_s = time.monotonic() - launch.last_event
+        self._changes.check(launch)
         if launch.settled_as is not None:
             return complete_report(launch.settled_as, launch.directory, note=note, exit_s=exit_s)
         facts = launch.facts(remote.oom_kills)

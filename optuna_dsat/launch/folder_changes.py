@@ -7,10 +7,16 @@ and after the first launch, without reading any content.
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
-__all__ = ["State", "changed_paths", "snapshot"]
+from optuna_dsat.errors import ScriptFailedError
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.running import RunningLaunch
+
+__all__ = ["FolderWatch", "State", "changed_paths", "snapshot"]
 
 _MOST_ENTRIES = 100_000
 _LIMIT_S = 2.0
@@ -19,6 +25,48 @@ _SKIPPED = frozenset({"__pycache__", ".git"})
 
 State = tuple[int, int, int, int]
 """Mode, size, time of modification in ns, inode."""
+
+
+class FolderWatch:
+    """Compares the user's folders before and after the profile launch.
+
+    On a cluster these are the head's: what nodes change in folders that they do not share with it is not seen.
+
+    Args:
+        output_dir: Folder of the study's launches.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
+        self._before: Mapping[str, State] | None = None
+
+    def begin(self, request: LaunchRequest) -> None:
+        """Note the folders' state before a launch."""
+        self._before = self._users_files(request)
+
+    def check(self, launch: RunningLaunch) -> None:
+        """End the search where a launch without overlays has changed the user's files all the same.
+
+        Raises:
+            ScriptFailedError: Names the first changed file.
+        """
+        before, self._before = self._before, None
+        if before is None or launch.conditions.isolation != "python":
+            return
+        if changes := changed_paths(before, self._users_files(launch.request)):
+            more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+            raise ScriptFailedError(
+                f"The profile launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
+                f"be redirected without overlays. Allow it with --writable {shlex.quote(changes[0])}, or run where "
+                "overlays can be mounted (optuna-dsat doctor).",
+                log_path=str(launch.directory.stdout(0)),
+            )
+
+    def _users_files(self, request: LaunchRequest) -> Mapping[str, State]:
+        command = request.command
+        script = os.path.dirname(command.script) if os.path.isabs(command.script) else command.cwd  # noqa: PTH117, PTH120
+        without = [str(self._output_dir.resolve().parent), *request.writable]
+        return snapshot([command.cwd, script], without=without)
 
 
 def snapshot(folders: Collection[str], *, without: Collection[str]) -> Mapping[str, State]:

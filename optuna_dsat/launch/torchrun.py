@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.build_watch import BuildWatch
 from optuna_dsat.launch.built_operators import COMMUNICATION, operator_name
@@ -18,7 +16,7 @@ from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.device_return import DeviceReturn
 from optuna_dsat.launch.devices import Devices, Nvml
 from optuna_dsat.launch.ending import kill_leftovers
-from optuna_dsat.launch.folder_changes import State, changed_paths, snapshot
+from optuna_dsat.launch.folder_changes import FolderWatch
 from optuna_dsat.launch.forking import Forking
 from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.launch.leftovers import LeftoverWatch, remove_noted
@@ -92,8 +90,8 @@ class TorchrunLauncher:
         self._base_env = dict(os.environ if base_env is None else base_env)
         self._running: dict[str, RunningLaunch] = {}
         self._queue = StartQueue()
-        self._before: Mapping[str, State] | None = None
-        """The user's folders before a profile launch without overlays; None if there is none."""
+        self._changes = FolderWatch(self._output_dir)
+        """Finds what a profile launch without overlays changes of the user's files."""
         self._device_return = DeviceReturn(self._pool)
         self._notes = TunerNotes(self._output_dir)
         self._leftovers = LeftoverWatch(self._base_env, on_notice=self._notify)
@@ -164,30 +162,6 @@ class TorchrunLauncher:
             return
         self._start_on(self._pool.take(request.slots), request)
 
-    def _users_files(self, request: LaunchRequest) -> Mapping[str, State]:
-        command = request.command
-        script = os.path.dirname(command.script) if os.path.isabs(command.script) else command.cwd  # noqa: PTH117, PTH120
-        without = [str(self._output_dir.resolve().parent), *request.writable]
-        return snapshot([command.cwd, script], without=without)
-
-    def _refuse_changes(self, launch: RunningLaunch) -> None:
-        """End the search where a launch without overlays has changed the user's files all the same.
-
-        Raises:
-            ScriptFailedError: Names the first of them.
-        """
-        before, self._before = self._before, None
-        if before is None or launch.conditions.isolation != "python":
-            return
-        if changes := changed_paths(before, self._users_files(launch.request)):
-            more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
-            raise ScriptFailedError(
-                f"The profile launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
-                f"be redirected without overlays. Allow it with --writable {shlex.quote(changes[0])}, or run where "
-                "overlays can be mounted (optuna-dsat doctor).",
-                log_path=str(launch.directory.stdout(0)),
-            )
-
     def _write_run_directory(self, request: LaunchRequest) -> RunDirectory:
         return write_run_directory(request, self._output_dir, leavings=self._notes.begin())
 
@@ -206,7 +180,8 @@ class TorchrunLauncher:
         mark = new_mark()
         if request.purpose == "profile" and request.isolation != "off":
             mounts = request.isolation == "auto" and not why_no_overlay(directory.root)
-            self._before = None if mounts else self._users_files(request)
+            if not mounts:
+                self._changes.begin(request)
         try:
             launch = spawn(
                 request, directory, lease, pool=self._pool, base_env=self._base_env, forking=forking, mark=mark
@@ -267,7 +242,7 @@ class TorchrunLauncher:
         del self._running[launch.request.launch_id]
         remove_stale_locks(self._base_env)
         exit_s = now - launch.last_event
-        self._refuse_changes(launch)
+        self._changes.check(launch)
         if launch.settled_as is not None:
             return complete_report(launch.settled_as, launch.directory, note=note, exit_s=exit_s)
         facts = launch.facts(kernel_oom_kills())

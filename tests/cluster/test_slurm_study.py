@@ -145,3 +145,17 @@ def test_the_users_files_are_as_before_a_search_on_two_nodes(slurm: SlurmCluster
     assert state(world, shared) == before
     assert "Trials write to overlays: your files stay as they are." in output + errors
     assert any(report["outcome"] == "measured" for report in reports(outside / "output" / "s").values())
+
+
+def test_what_a_subprocess_changes_without_overlays_ends_a_search_on_nodes(
+    slurm: SlurmCluster, world: Path, shared: Path
+) -> None:
+    outside = world.parent
+    _, errors = Command(
+        world,
+        *("random", "train.py", "ds_config.json", *ON_TWO_NODES, "--isolation", "python", "--zero-stages", "1"),
+        *("--max-trials", "1", "--confirm", "0", "--storage", f"sqlite:///{outside}/study.db"),
+        *("--output-dir", str(outside / "output"), "--", str(shared), "--subprocess"),
+        environ={"DS_ACCELERATOR": "cpu", **slurm.environ},
+    ).finish(code=4)
+    assert f"The profile launch changed {world}/copied.txt" in errors
