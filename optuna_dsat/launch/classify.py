@@ -382,7 +382,7 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
             rank, failures = max(counts.items(), key=lambda one: one[1])
             return Verdict(
                 outcome=Outcome.OUT_OF_MEMORY,
-                message=f"rank {rank}: out of memory, by the allocator's count {things_in_words(failures, 'time')}: "
+                message=f"rank {rank}: out of memory {things_in_words(failures, 'time')}: "
                 f"the script caught the error, and ended after {things_in_words(finished.steps, 'global step')}",
                 rank=rank,
             )

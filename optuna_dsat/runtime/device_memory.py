@@ -26,10 +26,11 @@ __all__ = [
     "MemoryPeaks",
     "MemoryProbe",
     "ProcessMemory",
-    "cuda_allocation_failures",
+    "count_out_of_memory_errors",
     "host_memory_bytes",
     "limit_cuda_memory",
     "limit_process_memory",
+    "out_of_memory_errors",
     "process_limit_lifted",
     "read_process_memory",
     "support_uuid_visible_devices",
@@ -210,13 +211,27 @@ def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
     torch.cuda._lazy_call(apply)
 
 
-def cuda_allocation_failures() -> int:
-    """Return how often CUDA's caching allocator ran out of memory in this process; 0 without CUDA in use."""
-    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
-    try:
-        return int(cuda.memory_stats().get("num_ooms", 0)) if cuda is not None and cuda.is_initialized() else 0
-    except (RuntimeError, AssertionError, AttributeError):  # a device that has failed, or torch without CUDA
-        return 0
+_out_of_memory_errors = 0
+
+
+def count_out_of_memory_errors(torch: Any) -> None:
+    """Count the ``torch.OutOfMemoryError`` of this process, which a script may catch; see ``out_of_memory_errors``."""
+    error = getattr(torch, "OutOfMemoryError", None)
+    if error is None:
+        return  # torch before 2.5
+    original = error.__init__
+
+    def counted(self: BaseException, *args: object) -> None:
+        global _out_of_memory_errors
+        _out_of_memory_errors += 1
+        original(self, *args)
+
+    error.__init__ = counted
+
+
+def out_of_memory_errors() -> int:
+    """Return the number of out-of-memory errors since ``count_out_of_memory_errors``."""
+    return _out_of_memory_errors
 
 
 def support_uuid_visible_devices(accelerator: Any) -> None:

@@ -330,7 +330,7 @@ class RankFinished(Event):
     skipped: int = 0
     """Global steps that the loss scaler skipped."""
     allocation_failures: int = 0
-    """Times that CUDA's allocator ran out of memory on this rank, whether or not the script caught the error."""
+    """Errors of torch on this rank that memory is exhausted, whether or not the script caught them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from optuna_dsat.runtime.device_memory import (
     CpuMemory,
     CudaMemory,
     MemoryProbe,
+    count_out_of_memory_errors,
     limit_cuda_memory,
     limit_process_memory,
     process_limit_lifted,
@@ -162,6 +163,7 @@ class DeepSpeedHook:
             )
 
     def _torch_imported(self, torch: ModuleType) -> None:
+        count_out_of_memory_errors(torch)
         if self._plan.device_memory_bytes is not None:
             limit_cuda_memory(torch, self._plan.device_memory_bytes, self._rank.local_rank)
 

@@ -19,7 +19,7 @@ from optuna_dsat.runtime.arguments import ScriptCommand, replace_config_paths
 from optuna_dsat.runtime.build_locks import guard_builds
 from optuna_dsat.runtime.config_option import default_config_option
 from optuna_dsat.runtime.config_redirect import reads_redirected
-from optuna_dsat.runtime.device_memory import cuda_allocation_failures, process_limit_lifted, unlink_shared_buffers
+from optuna_dsat.runtime.device_memory import out_of_memory_errors, process_limit_lifted, unlink_shared_buffers
 from optuna_dsat.runtime.environment_watch import EnvironmentWatch
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
@@ -213,7 +213,7 @@ class _RankProcess:
                 reason=reason,
                 steps=state.steps,
                 skipped=state.skipped,
-                allocation_failures=cuda_allocation_failures(),
+                allocation_failures=out_of_memory_errors(),
             )
         )
         self._is_done = True

@@ -314,7 +314,7 @@ def test_caught_errors_of_the_allocator_are_out_of_memory() -> None:
     caught = replace(finished(1, "script_end", 0), allocation_failures=40)
     verdict = classify(facts(finished(0, "script_end", 0), caught))
     assert (verdict.outcome, verdict.rank) == (Outcome.OUT_OF_MEMORY, 1)
-    assert "by the allocator's count 40 times: the script caught the error" in verdict.message
+    assert "out of memory 40 times: the script caught the error" in verdict.message
 
 
 def test_caught_errors_of_a_launch_that_was_measured_are_no_verdict() -> None:

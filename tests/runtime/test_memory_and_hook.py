@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import resource
+import subprocess
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -280,3 +281,19 @@ def test_only_deepspeeds_buffers_are_unlinked(tmp_path: Path) -> None:
     unlink_shared_buffers(maps)
     assert not ours.exists()
     assert other.exists()
+
+
+def test_out_of_memory_errors_are_counted_though_the_script_catches_them() -> None:
+    program = (
+        "import torch\n"
+        "from optuna_dsat.runtime.device_memory import count_out_of_memory_errors, out_of_memory_errors\n"
+        "count_out_of_memory_errors(torch)\n"
+        "for _ in range(3):\n"
+        "    try:\n"
+        "        raise torch.OutOfMemoryError('CUDA out of memory')\n"
+        "    except torch.OutOfMemoryError as error:\n"
+        "        assert str(error) == 'CUDA out of memory'\n"
+        "print(out_of_memory_errors())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "3\n"
