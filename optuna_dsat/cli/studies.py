@@ -134,14 +134,16 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
     """Show a study: what it tunes, how far it is, its best configuration."""
     from collections import Counter
 
+    from optuna_dsat.study.result import headroom_in_words
     from optuna_dsat.study.stored import latest_study, read_launches, read_stored
+    from optuna_dsat.study.tuner import BUDGETS
     from optuna_dsat.trials import attributes
 
     with _open(storage) as store:
         name = name or latest_study(store)
         study = read_stored(store, name)
         launches = read_launches(store, study.record)
-    spec, verdict = study.spec, study.verdict
+    spec, verdict, headroom = study.spec, study.verdict, study.attributes.get(attributes.HEADROOM)
     outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in study.trials if attributes.OUTCOME in t.user_attrs)
     if as_json:
         state = {
@@ -150,6 +152,7 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
             "outcomes": outcomes,
             "launches": [{"purpose": row.purpose, "outcome": row.report.outcome.value} for row in launches],
             "metric": study.metric,
+            "headroom": headroom,
             "verdict": None if verdict is None else verdict.to_json(),
             "best": None if study.best is None else study.row(study.best.trial),
         }
@@ -158,6 +161,8 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
     say_prose(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
     for line in launch_lines(outcomes, used=study.launches_used, most=spec.max_trials):
         say_prose(line)
+    if headroom is not None:
+        say_prose(headroom_in_words(headroom, spent=study.attributes.get(attributes.END_REASON) in BUDGETS))
     for line in result_lines(study):
         say_prose(line)
 

@@ -24,7 +24,7 @@ from optuna_dsat.escape.terminal import one_line, outliving_the_terminal, plain
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
-from optuna_dsat.study.live_state import LaunchInFlight, LiveState
+from optuna_dsat.study.live_state import LaunchInFlight, LiveState, time_left_in_words
 from optuna_dsat.words import (
     bytes_in_words,
     count_in_words,
@@ -213,7 +213,7 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
         elsewhere = f", {state.elsewhere} in other workers" if state.elsewhere else ""
         then = f", then some {state.finalists} launches to compare the finalists" if state.finalists else ""
         done = f"{state.done} of {search.max_trials} done, {running}{elsewhere}{then}"
-    return [*lines, f"{done}; {_left_in_words(state.left_s(now))}"]
+    return [*lines, f"{done}; {time_left_in_words(state.left_s(now))}"]
 
 
 def _speed_of_own(state: LiveState, search: progress.SearchStarted, value: float) -> str:
@@ -223,17 +223,6 @@ def _speed_of_own(state: LiveState, search: progress.SearchStarted, value: float
         return metric_in_words(search.metric, value, device=search.device)
     own = best.speed.times(value / best.value)
     return speed_in_words(own, metric=search.metric, value=value, device=search.device)
-
-
-def _left_in_words(left_s: float | None) -> str:
-    """Return the time left, rounded up: to minutes, 5 minutes or a quarter of an hour."""
-    if left_s is None:
-        return "the time left is not known yet"
-    if left_s < 60:
-        return "less than a minute left"
-    minutes = -(-left_s // 60)
-    step = 1 if minutes < 10 else 5 if minutes < 60 else 15
-    return f"at most about {duration_in_words(-(-minutes // step) * step * 60).removesuffix(' 0 s')} left"
 
 
 class LiveView:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from optuna_dsat.report.template import page_text
 from optuna_dsat.report.view import StudyView, end_reason_of, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.study.live_notes import LiveNote, read_notes
-from optuna_dsat.study.live_state import LaunchInFlight
+from optuna_dsat.study.live_state import LaunchInFlight, time_left_in_words
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.stored import attributes_of, record_of
 from optuna_dsat.trials import attributes
@@ -37,10 +36,6 @@ _LEAST_PAUSE_S = 2.0
 """Least time between two renderings ..."""
 _SHARE = 0.1
 """... which take at most this share of a core: launches are being measured beside them."""
-_WINDOW = 20
-"""Latest launches whose durations predict the next ones."""
-_MIN_LAUNCHES = 2
-"""Launches that must have ended before the time left is estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +187,14 @@ class LiveStudy:
         begun = attributes.launches_used(trials)
         return Now(
             told=_told(
-                view, trials, attrs, notes, done=begun - len(flying), running=len(flying) + len(beside), ended=ended
+                view,
+                trials,
+                attrs,
+                notes,
+                now=now,
+                done=begun - len(flying),
+                running=len(flying) + len(beside),
+                ended=ended,
             ),
             phases=tuple(f"{one.phase}, {duration_in_words(now - one.phase_since)}" for one in notes if one.phase),
             done=begun - len(flying),
@@ -250,6 +252,7 @@ def _told(
     attrs: Mapping[str, Any],
     notes: Sequence[LiveNote],
     *,
+    now: float,
     done: int,
     running: int,
     ended: bool,
@@ -257,6 +260,8 @@ def _told(
     """Return one sentence on what the study does."""
     if ended:
         return "The search has ended."
+    known = [max(0.0, one.left_s - (now - one.noted_at)) for one in notes if one.left_s is not None]
+    left = f"; {time_left_in_words(max(known))}" if known else ""
     again = len(Rounds.of(attrs).launches)
     confirming = next((one for one in notes if one.confirming), None)
     if confirming is not None:
@@ -264,20 +269,9 @@ def _told(
         of = things_in_words(so_far, "launch")
         if confirming.finalists >= so_far:
             of = f"{so_far} of at least {things_in_words(confirming.finalists, 'launch')}"
-        return f"The search is over; finalists are measured again: {of} done."
+        return f"The search is over; finalists are measured again: {of} done{left}."
     if again and not running:
         return f"The search is over; finalists are measured again: {things_in_words(again, 'launch')} so far."
     if not trials:
         return "No trial has begun yet: the profile launch comes first."
-    told = f"{done} of {things_in_words(view.spec.max_trials, 'launch')} done, {running or 'none is'} running"
-    left = _left_s(view, begun=done + running, running=running)
-    return f"{told}." if left is None else f"{told}; at most {duration_in_words(left)} to go in the search."
-
-
-def _left_s(view: StudyView, *, begun: int, running: int) -> float | None:
-    """Return an upper estimate of the time left, in seconds, from the latest launches; None before two have ended."""
-    lengths = [row.report.held_s for row in view.launches if row.purpose == "trial"][-_WINDOW:]
-    if len(lengths) < _MIN_LAUNCHES or running == 0:
-        return None
-    rounds = 1 + -(-max(0, view.spec.max_trials - begun) // running)
-    return rounds * statistics.fmean(lengths)
+    return f"{done} of {things_in_words(view.spec.max_trials, 'launch')} done, {running or 'none is'} running{left}."

@@ -294,7 +294,8 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
             continue
         remarks = ["your own config"] if number == verdict.baseline else []
         remarks += ["the result"] if number == verdict.handed_over else []
-        remarks += ["as good as the result"] if number in verdict.ties else []
+        remarks += ["equal to the result"] if number in verdict.ties else []
+        remarks += ["not distinguished from the result"] if number in {one.number for one in verdict.undecided} else []
         ends = () if one.low is None or one.high is None else (one.low, one.high)
         yield {
             "number": str(number),

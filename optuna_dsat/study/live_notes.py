@@ -50,6 +50,8 @@ class LiveNote:
     finalists: int
     """Launches of the confirmation's first rounds."""
     finalists_done: int
+    left_s: float | None = None
+    """Upper estimate of the time left at ``noted_at``, in seconds (``LiveState.left_s``); None if not known."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the input of ``from_json``."""
@@ -67,7 +69,7 @@ class LiveNote:
             found = cls(**{**record, "worker": Worker(**record["worker"]), "rows": rows})
         except (TypeError, KeyError) as error:
             raise ValueError(f"The note {record!r} has not the fields of this version.") from error
-        times = [found.noted_at, found.phase_since, found.worker.pid_started_at]
+        times = [found.noted_at, found.phase_since, found.worker.pid_started_at, found.left_s or 0.0]
         counts = [found.finalists, found.finalists_done, found.worker.pid]
         texts = [found.phase, found.worker.name, found.worker.machine]
         for row in rows:
@@ -149,11 +151,12 @@ class LiveNotes:
             confirming=state.ended_search,
             finalists=state.finalists,
             finalists_done=state.finalists_done,
+            left_s=state.left_s(now),
         )
         if self._last is None and not note.rows and not note.phase:
             return
         record = note.to_json()  # a copy of the rows, which the state changes
-        if self._last is not None and {**record, "noted_at": self._last["noted_at"]} == self._last:
+        if self._last is not None and record | {key: self._last[key] for key in ("noted_at", "left_s")} == self._last:
             return
         try:
             study_id = self._storage.get_study_id_from_name(self._study)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from optuna_dsat.metrics import direction_of, speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
+from optuna_dsat.words import duration_in_words
 
-__all__ = ["LaunchInFlight", "LiveState"]
+__all__ = ["LaunchInFlight", "LiveState", "time_left_in_words"]
 
 _PROFILE = "profile"
 """Name of a profile's launch."""
@@ -197,3 +198,14 @@ class LiveState:
         startup = statistics.fmean(tuple(self._startups)) if self._startups else mean
         factor = 1.0 if self.search is None else self.search.finalist_steps
         return startup + max(0.0, mean - startup) * factor
+
+
+def time_left_in_words(left_s: float | None) -> str:
+    """Return the time left, rounded up: to minutes, 5 minutes or a quarter of an hour."""
+    if left_s is None:
+        return "the time left is not known yet"
+    if left_s < 60:
+        return "less than a minute left"
+    minutes = -(-left_s // 60)
+    step = 1 if minutes < 10 else 5 if minutes < 60 else 15
+    return f"at most about {duration_in_words(-(-minutes // step) * step * 60).removesuffix(' 0 s')} left"

@@ -121,7 +121,7 @@ _OF_STUDIES: Mapping[str, Callable[[Any], bool]] = {
     attributes.END_REASON: _is_text,
     attributes.FINALISTS: lambda value: isinstance(value, list),
     attributes.FINGERPRINT: _is_text,
-    attributes.HEADROOM: _is_number,
+    attributes.HEADROOM: lambda value: value is None or _is_number(value),
     attributes.RESULT: _is_text,
     attributes.WARM_START: _is_object,
     attributes.WINNER: _is_count,

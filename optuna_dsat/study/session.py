@@ -145,11 +145,12 @@ class Session:
         )
         reason = Tuner(self._context, study=study, space=space, profiled=profiled, method=method).run()
         self.interrupted = reason is EndReason.INTERRUPTED
+        left = math.inf
         if method.remaining is not None and not self.interrupted:
             left = method.remaining(study.get_trials(deepcopy=False))
-            if math.isfinite(left):
-                study.set_user_attr(attributes.HEADROOM, left)
-                self._context.say(headroom_in_words(left, spent=reason in BUDGETS))
+        study.set_user_attr(attributes.HEADROOM, left if math.isfinite(left) else None)
+        if math.isfinite(left):
+            self._context.say(headroom_in_words(left, spent=reason in BUDGETS))
         return reason
 
     def _prior_knowledge(self, profiled: Profiled, mark: str) -> PriorKnowledge | None:

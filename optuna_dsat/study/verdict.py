@@ -22,7 +22,7 @@ from optuna_dsat.study.warnings import warnings_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words
 
-__all__ = ["Contender", "SpeedUp", "Verdict", "VerdictKind", "are_alike", "verdict_of"]
+__all__ = ["Contender", "SpeedUp", "Undecided", "Verdict", "VerdictKind", "are_alike", "verdict_of"]
 
 _ALIKE_BATCHES = 1.1
 """Global batches of up to this ratio are as good as the same: nothing faster is given up for one a little smaller."""
@@ -81,6 +81,23 @@ class SpeedUp:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Undecided:
+    """A configuration that the rounds do not distinguish from the result, and that does not count as equal to it."""
+
+    number: int
+    """Number of its trial."""
+    train_batch_size: int
+    """Its global batch, in samples."""
+    below: float
+    """Share by which its metric is expected to be worse than that of the trial ``best``."""
+    best: int
+    """Number of the best trial of those that may be the result."""
+    allowed: float
+    """Share up to which it would count as equal to ``best``. If ``below`` is not larger, it is not surely better than
+    the user's own config."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What came of a study so far."""
 
@@ -120,7 +137,9 @@ class Verdict:
     at_own_batch: SpeedUp | None
     """The config that is handed over, at its own global batch; None without a baseline."""
     ties: tuple[int, ...]
-    """Trials that the rounds cannot tell from the one handed over, or that are within ``--tie`` of it."""
+    """Trials that count as equal to the result: it was chosen from them by global batch, then by differing settings."""
+    undecided: tuple[Undecided, ...]
+    """Trials that the rounds do not distinguish from the result, and that were not candidates for it."""
     noise: Noise | None
     """None before two rounds."""
     warnings: tuple[str, ...]
@@ -242,8 +261,10 @@ class _Judge:
         best = max(self._eligible, key=lambda number: (self._score(number), -number))
         tied = [one for one in self._eligible if one == best or self._is_tied(one, best)]
         sure = [one for one in tied if not self._in_rounds or one == self._baseline or self._is_sure(one)]
-        pick = self._preferred(sure or self._surely_better())
-        return self._verdict(self._kind(pick, best), pick, best, ties=self._ties(pick, tied))
+        equals = sure or self._surely_better()
+        pick = self._preferred(equals)
+        ties = tuple(sorted(set(equals) - {pick}))
+        return self._verdict(self._kind(pick, best), pick, best, ties=ties, undecided=self._undecided(pick, equals))
 
     def _surely_better(self) -> list[int]:
         """Return the best that is surely better than the user's own config, with its equals; else that config.
@@ -261,7 +282,7 @@ class _Judge:
     def by_search(self) -> Verdict:
         """Return the verdict by the search alone: the best measurement, which may be the user's own."""
         best = self.measured[0].number
-        return self._verdict(VerdictKind.UNCONFIRMED, best, best, ties=())
+        return self._verdict(VerdictKind.UNCONFIRMED, best, best, ties=(), undecided=())
 
     def _kind(self, pick: int, best: int) -> VerdictKind:
         if not self._in_rounds:
@@ -296,21 +317,37 @@ class _Judge:
         of several by chance is flattered by it, which a posterior knows.
         """
         ratio = self._against(number, best)
-        if ratio is None or self._tie <= 0:
-            return False
-        if self._estimate is not None:
-            return math.exp(self._estimate.log_ratio(number, best)[0]) >= 1 - self._tie
-        error = 0.0 if self.noise is None else self.noise.relative_sd * math.sqrt(2 / ratio.rounds)
-        return ratio.value >= 1 - max(self._tie, error)
+        return ratio is not None and self._tie > 0 and self._below(number, best, ratio) <= self._allowed(ratio)
 
-    def _ties(self, pick: int, tied: Sequence[int]) -> tuple[int, ...]:
-        """Return the trials that are as good as the one handed over as far as is known."""
-        found = set(tied)
-        for number in self._eligible:
-            ratio = self._against(number, pick)
-            if ratio is not None and ratio.low is not None and ratio.high is not None and ratio.low <= 1 <= ratio.high:
-                found.add(number)
-        return tuple(sorted(found - {pick}))
+    def _below(self, number: int, best: int, ratio: Ratio) -> float:
+        """Return the share by which a trial is expected to be worse than the best, from their ratio in the rounds."""
+        return 1 - (ratio.value if self._estimate is None else math.exp(self._estimate.log_ratio(number, best)[0]))
+
+    def _allowed(self, ratio: Ratio) -> float:
+        """Return the share up to which a trial that is worse than the best counts as equal to it."""
+        if self._estimate is not None or self.noise is None or self._tie <= 0:
+            return self._tie
+        return max(self._tie, self.noise.relative_sd * math.sqrt(2 / ratio.rounds))
+
+    def _undecided(self, pick: int, equals: Sequence[int]) -> tuple[Undecided, ...]:
+        """Return the trials that the rounds do not distinguish from the result, beside its equals."""
+        best = max(equals, key=lambda number: (self._score(number), -number))
+        found = []
+        for number in sorted(set(self._eligible) - {*equals, pick}):
+            with_pick, ratio = self._against(number, pick), self._against(number, best)
+            if with_pick is None or with_pick.low is None or with_pick.high is None or ratio is None:
+                continue
+            if with_pick.low <= 1 <= with_pick.high:
+                found.append(
+                    Undecided(
+                        number=number,
+                        train_batch_size=self._batch(number),
+                        below=self._below(number, best, ratio),
+                        best=best,
+                        allowed=self._allowed(ratio),
+                    )
+                )
+        return tuple(found)
 
     def _preferred(self, tied: Sequence[int]) -> int:
         """Return which of equals is taken: by global batch, settings that differ from the user's, then the metric.
@@ -370,7 +407,9 @@ class _Judge:
         known = [SpeedUp(number=n, train_batch_size=batch, ratio=ratio) for n, ratio in ratios if ratio is not None]
         return max(known, key=lambda one: one.ratio.value, default=None)
 
-    def _verdict(self, kind: VerdictKind, pick: int, best: int, *, ties: tuple[int, ...]) -> Verdict:
+    def _verdict(
+        self, kind: VerdictKind, pick: int, best: int, *, ties: tuple[int, ...], undecided: tuple[Undecided, ...]
+    ) -> Verdict:
         (value, low, high), (user_value, user_low, user_high) = self._compared_values(pick)
         ratio = self._ratio(pick)
         batch = self._batch(pick)
@@ -393,6 +432,7 @@ class _Judge:
             at_user_batch=None if self._baseline is None else self._at_batch(self._batch(self._baseline)),
             at_own_batch=None if ratio is None else SpeedUp(number=pick, train_batch_size=batch, ratio=ratio),
             ties=ties,
+            undecided=undecided,
             noise=self.noise,
             warnings=warnings_of(
                 self._rounds,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.study import speeds
 from optuna_dsat.study.paired import Ratio
-from optuna_dsat.study.verdict import Contender, Verdict, VerdictKind
+from optuna_dsat.study.verdict import Contender, Undecided, Verdict, VerdictKind
 from optuna_dsat.words import metric_in_words, range_in_words, things_in_words, times_in_words
 
 __all__ = ["headline", "how_known", "ratio_in_words", "user_value_in_words", "value_in_words", "verdict_in_words"]
@@ -132,13 +132,23 @@ def _by_batch(verdict: Verdict) -> str:
 
 
 def _ties(verdict: Verdict) -> str:
-    if not verdict.ties:
-        return ""
-    names = ["your own config" if one == verdict.baseline else f"trial {one}" for one in verdict.ties]
-    return (
-        f"Not told from the result by all that was measured: {_listed(names)}. Of what is within --tie of the best, or "
-        "within one standard error, the smallest global batch is taken, then what is nearest to your own config."
-    )
+    told = []
+    if verdict.ties:
+        names = ["your own config" if one == verdict.baseline else f"trial {one}" for one in verdict.ties]
+        told.append(f"Equal to the result: {_listed(names)}.")
+    if verdict.undecided:
+        others = _listed([_why_not(one) for one in verdict.undecided])
+        told.append(f"Not distinguished from the result by the rounds, but not equal to it: {others}.")
+    if told:
+        told.append("Of equals the smallest global batch is taken, then what is nearest to your own config.")
+    return " ".join(told)
+
+
+def _why_not(one: Undecided) -> str:
+    """Return a trial with the reason why it does not count as equal to the result."""
+    if one.below <= one.allowed:
+        return f"trial {one.number} (not surely better than your own config)"
+    return f"trial {one.number} ({one.below:.1%} below trial {one.best}, and up to {one.allowed:.1%} is equal)"
 
 
 def _noise(verdict: Verdict) -> str:

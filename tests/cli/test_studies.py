@@ -17,6 +17,7 @@ from optuna_dsat.report.write import write_report
 from optuna_dsat.store import Store
 from optuna_dsat.study.result import headroom_in_words
 from optuna_dsat.study.stored import read_stored
+from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench
 
@@ -92,3 +93,26 @@ def test_a_search_that_its_budget_ends_reports_what_may_be_left(
     assert json.loads(capsys.readouterr().out)["headroom"] == result.headroom
     show_result(result, as_json=False)
     assert words in " ".join(capsys.readouterr().out.split())
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    show("s", url)
+    assert words in " ".join(capsys.readouterr().out.split())
+    show("s", url, as_json=True)
+    assert json.loads(capsys.readouterr().out)["headroom"] == result.headroom
+
+
+def test_what_an_earlier_run_said_may_be_left_is_cleared_by_one_that_does_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    with Store.open(url) as store:
+        bench = ReportedStudyBench(tmp_path, store)
+        spec = bench.spec(method="random", max_trials=2, confirm=0)
+        assert bench.run(spec, Hill()) is not None
+        bench.study().set_user_attr(attributes.HEADROOM, 2.0)
+        result = bench.run(spec.model_copy(update={"max_trials": 3}), Hill())
+    assert result is not None
+    assert result.headroom is None
+    show("s", url, as_json=True)
+    assert json.loads(capsys.readouterr().out)["headroom"] is None
+    show("s", url)
+    assert "90% probability" not in capsys.readouterr().out

@@ -15,6 +15,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import live as live_module
 from optuna_dsat.report.live import LiveStudy
 from optuna_dsat.report.live_app import guarded, live_app
@@ -22,6 +23,7 @@ from optuna_dsat.report.page import page_values
 from optuna_dsat.report.performance import performance_of
 from optuna_dsat.study import progress
 from optuna_dsat.study.live_notes import LiveNotes
+from optuna_dsat.study.live_state import LiveState, time_left_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
 from tests.harness.landscapes import Hill
@@ -111,6 +113,35 @@ def test_what_ended_while_figures_were_drawn_no_longer_runs(
     assert "1 running" in text
     assert f"{other.number} ZeRO 2, micro-batch 17" in text
     assert f"{trial.number} ZeRO 2, micro-batch 17" not in text
+
+
+@pytest.mark.parametrize("timeout_s", [None, 25.0])
+def test_the_time_left_is_that_of_the_terminal(finished: ReportedStudyBench, timeout_s: float | None) -> None:
+    """The page ignored what had elapsed of a launch, --timeout and finalists."""
+    began = clock = time.time() - 25
+    state, notes = LiveState(), LiveNotes(lambda _: None, study="s", clock=lambda: clock)
+    running = begin_trial(finished).number
+    events: list[tuple[float, progress.ProgressEvent]] = [
+        (0, progress.SearchStarted(study="s", metric="throughput", maximize=True, max_trials=40, launched=0,
+                                   finalists=9, finalist_steps=3.0, timeout_s=timeout_s)),
+    ]  # fmt: skip
+    for number, at in ((0, 0), (1, 10)):
+        events += [
+            (at, progress.TrialStarted(number=number, words="", attempt=0, end_profile_step=5)),
+            (at + 6, progress.TrialStepped(number=number, step=1, samples_per_s=9.0, peak_bytes=0)),
+            (at + 10, progress.TrialFinished(number=number, words="", outcome=Outcome.MEASURED, value=9.0, best=False,
+                                             speed_up=None, message="", launched=number + 1)),
+        ]  # fmt: skip
+    events.append((20, progress.TrialStarted(number=running, words="", attempt=0, end_profile_step=5)))
+    with notes.kept_in(finished.store):
+        for later, event in events:
+            clock = began + later
+            state.apply(event, clock)
+            notes(event)
+        text = Page(LiveStudy(finished.store, "s").now()[1]).text
+    left_s = state.left_s(began + 25)
+    assert left_s == pytest.approx((5 + 37 * 10 if timeout_s is None else 0) + 9 * 18)
+    assert f"1 running; {time_left_in_words(left_s)}." in text
 
 
 def test_the_profile_and_the_finalists_are_shown_while_they_run(

@@ -117,7 +117,10 @@ def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -
     assert not found.best_ratio.surely_above_1
     assert found.speed_up is not None
     assert found.speed_up.surely_above_1
-    assert 1 in found.ties, "the rounds do not tell the two apart"
+    assert found.ties == (), "trial 1 was not a candidate"
+    assert [one.number for one in found.undecided] == [1]
+    told = " ".join(verdict_in_words(found, metric="throughput"))
+    assert "but not equal to it: trial 1 (not surely better than your own config)." in told
 
 
 def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_users_own() -> None:
@@ -232,14 +235,38 @@ def test_what_the_search_says_is_stored_with_the_rounds() -> None:
     assert Rounds.of(stored).estimate is None
 
 
-def test_what_is_not_told_from_the_result_is_not_called_equal_to_it() -> None:
+def test_what_the_rounds_do_not_distinguish_from_the_result_is_reported_with_the_reason_why_it_is_not_equal() -> None:
+    """It was 'not told from the result: trial 2' at a smaller batch, beside the rule that the smallest batch wins."""
     trials = [trial(OWN, 100), trial(1, 150, micro_batch=64), trial(2, 150, micro_batch=4)]
     rounds = rounds_of({OWN: [100, 100, 100], 1: [150, 151, 152], 2: [130, 145, 160]})
     found = judged(trials, rounds)
-    assert (found.handed_over, found.ties) == (1, (2,)), "the mean of the smaller batch is 4% lower"
-    [said] = [line for line in verdict_in_words(found, metric="throughput") if "Not told from the result" in line]
-    assert "trial 2" in said
-    assert "As good as" not in said
+    assert (found.handed_over, found.ties) == (1, ()), "the mean of the smaller batch is 4% lower"
+    [other] = found.undecided
+    assert (other.number, other.train_batch_size, other.best) == (2, 8, 1)
+    assert other.below == pytest.approx(1 - (130 * 145 * 160 / (150 * 151 * 152)) ** (1 / 3))
+    assert found.noise is not None
+    assert other.allowed == pytest.approx(found.noise.relative_sd * math.sqrt(2 / 3))
+    assert 0.01 < other.allowed < other.below
+    [line] = [line for line in verdict_in_words(found, metric="throughput") if "Not distinguished" in line]
+    assert f"trial 2 ({other.below:.1%} below trial 1, and up to {other.allowed:.1%} is equal)" in line
+    assert "Equal to the result" not in line
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_result_has_the_smallest_batch_of_all_that_is_reported_as_equal(seed: int) -> None:
+    rng = random.Random(seed)
+    trials = [trial(n, 15.0, micro_batch=2 ** (n + 1)) for n in range(6)]
+    values = {n: [10.0 * (1 + (n > 0) * rng.uniform(0.3, 0.4)) * math.exp(rng.gauss(0, 0.03)) for _ in range(4)]
+              for n in range(6)}  # fmt: skip
+    found = judged(trials, rounds_of(values))
+    batches = {one.number: one.train_batch_size for one in found.contenders}
+    assert all(batches[found.handed_over] < batches[number] for number in found.ties)
+    assert not set(found.ties) & {one.number for one in found.undecided}
+    for other in found.undecided:
+        contender = found.contender(other.number)
+        assert contender is not None
+        assert contender.ratio is not None
+        assert other.below > other.allowed or not contender.ratio.surely_above_1
 
 
 def test_a_tie_by_search_and_rounds_is_not_told_as_if_the_rounds_had_none_ahead() -> None:
