@@ -72,8 +72,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
             found = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if found is None:
         return [*argv[: start + 1], *own, *_with_config(words, search.params)]
-    if first != "--":
-        _refuse_lost_options(found, words, search)
+    own_notes = [] if first == "--" else _options_behind(found, words, search, cwd=cwd)
     told = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
     engine = value_given(told, "--on") or "here"
     places = []
@@ -82,7 +81,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
         places = kept_places(cwd, Path(found.folder), given=own)
         os.chdir(found.folder)
         cwd = Path(found.folder)
-    notes = (*found.notes, *_note_on_nodes(found, engine=engine), *_note_on_options(found, search))
+    notes = (*found.notes, *_note_on_nodes(found, engine=engine), *own_notes)
     for note in notes:
         say_prose(note, file=sys.stderr)
     return [*argv[: start + 1], *own, *places, *_arguments(found, own=own, told=told, engine=engine, cwd=cwd)]
@@ -122,36 +121,39 @@ def _note_on_nodes(found: LaunchCommand, *, engine: str) -> Iterator[str]:
         yield f"{', '.join(given)}: {where}each launch chooses its own rendezvous.{more}"
 
 
-def _note_on_options(found: LaunchCommand, search: TyperCommand) -> Iterator[str]:
-    """Yield a sentence on options of the search that stand behind the script, whose arguments they are there."""
-    if own := _options_among(found.args, search):
-        yield (
-            f"{', '.join(own)}: given to the script, as it stands behind it. Options of the search stand before the "
-            f"command: optuna-dsat {search.name} {own[0]} ..."
-        )
-
-
-def _refuse_lost_options(found: LaunchCommand, words: Sequence[str], search: TyperCommand) -> None:
-    """Refuse options of the search that stand behind a program which launches without them: nothing would heed them.
+def _options_behind(found: LaunchCommand, words: Sequence[str], search: TyperCommand, *, cwd: Path) -> list[str]:
+    """Return a note on options that the search has, too, and that stand behind a script whose source declares them.
 
     Raises:
-        UsageError: Names them, and where they stand.
+        UsageError: If others stand behind the script, or behind a program that launches it.
     """
-    if not found.is_wrapped:
-        return
+    options = {
+        spelling
+        for option in search.params
+        if isinstance(option, TyperOption) and option.name != "module"
+        for spelling in (*option.opts, *option.secondary_opts)
+    }
     passed = {word.partition("=")[0] for word in found.args}
-    if lost := [word for word in _options_among(words[1:], search) if word not in passed]:
+    of_script = len(words) - len(found.args) - 1  # "--" here or behind is followed by arguments of the script alone
+    end = next((index for index, word in enumerate(words) if word == "--" and index >= of_script), len(words))
+    typed = [word for word in dict.fromkeys(word.partition("=")[0] for word in words[1:end]) if word in options]
+    behind = [word for word in typed if word in passed or found.is_wrapped]
+    if not behind:
+        return []
+    from optuna_dsat.script.own_ranks import declared_options
+
+    folder = Path(found.folder or cwd)
+    declared = declared_options(behind, script=found.script, is_module=found.is_module, cwd=folder)
+    if lost := [word for word in behind if word not in declared or word not in passed]:
         raise UsageError(
-            f"{', '.join(lost)}: given to the command, as it stands behind it, and not to what that launches. Options "
-            f"of the search stand before it: optuna-dsat {search.name} {lost[0]} ... {words[0]}. If it is one of the "
-            "command's own, write -- before the command."
+            f"{', '.join(lost)}: behind the command, where an option is the script's, and {found.script} does not "
+            f"declare it. Options of the search precede the command: optuna-dsat {search.name} {lost[0]} ... "
+            f"{words[0]}. If it is the script's or the command's, write -- before the command."
         )
-
-
-def _options_among(words: Sequence[str], search: TyperCommand) -> list[str]:
-    """Return the options of a search that are among words."""
-    known = {spelling for one in search.params if isinstance(one, TyperOption) for spelling in one.opts}
-    return [word for word in dict.fromkeys(word.partition("=")[0] for word in words) if word in known]
+    return [
+        f"{', '.join(behind)}: given to the script, which declares it. Options of the search precede the command: "
+        f"optuna-dsat {search.name} {behind[0]} ..."
+    ]
 
 
 def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:

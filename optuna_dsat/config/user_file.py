@@ -81,6 +81,10 @@ def parse(text: str, *, path: str = "<config>") -> UserConfig:
     try:
         raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path), parse_constant=_no_constant)
     except json.JSONDecodeError as error:
+        if path.endswith(".py"):
+            raise ConfigError(
+                f"{path} is Python, no config. Name the training script first, its config second."
+            ) from None
         if path.endswith((".yaml", ".yml")) and not text.lstrip().startswith("{"):
             raise ConfigError(
                 f"{path} is YAML, which DeepSpeed does not read. Leave it out: what the script passes to "

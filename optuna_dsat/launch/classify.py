@@ -29,6 +29,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from optuna_dsat.launch.failure_line import failure_line
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import dropped_in_words
 from optuna_dsat.outcome import Outcome
@@ -177,12 +178,12 @@ def _outcome_of(failed: RankFailed) -> Outcome:
         return Outcome.SCRIPT_ERROR
 
 
-def _from_record(record: RankFailed, text: str) -> Verdict:
+def _from_record(record: RankFailed, text: str, *, cause: str = "") -> Verdict:
     where = f" in {record.phase}" if record.phase not in ("script", "between") else ""
     after = f" after {things_in_words(record.steps, 'step')}" if record.steps else ""
     return Verdict(
         outcome=_outcome_of(record),
-        message=f"rank {record.rank}: {text}{where}{after}",
+        message=f"rank {record.rank}: {text}{where}{after}{cause and f': {cause}'}",
         error_excerpt=_tail(record.traceback) or f"{record.error_type}: {record.message}",
         missing_bytes=record.missing_bytes,
         rank=record.rank,
@@ -191,10 +192,6 @@ def _from_record(record: RankFailed, text: str) -> Verdict:
 
 def _tail(text: str) -> str:
     return "\n".join(text.rstrip().splitlines()[-_EXCERPT_LINES:])
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def _size(size_bytes: int) -> str:
@@ -253,7 +250,7 @@ def _own_failure(facts: LaunchFacts) -> Verdict | None:
         records = _failures(facts, outcome)
         if records:
             record = records[0]
-            return _from_record(record, f"{record.error_type}: {_first_line(record.message)}")
+            return _from_record(record, record.error_type, cause=failure_line(record.message))
     exits = [
         event
         for events in facts.events.values()
@@ -339,10 +336,10 @@ def _communication(facts: LaunchFacts) -> Verdict | None:
     records = _failures(facts, Outcome.COMMUNICATION_ERROR)
     if records:
         record = records[0]
-        return _from_record(record, f"communication failed: {record.error_type}: {_first_line(record.message)}")
+        return _from_record(record, f"communication failed: {record.error_type}", cause=failure_line(record.message))
     other = _failures(facts, *(set(Outcome) - {Outcome.COMMUNICATION_ERROR}))
     if other:  # a runtime that records lost, stalled and the like
-        return _from_record(other[0], f"{other[0].error_type}: {_first_line(other[0].message)}")
+        return _from_record(other[0], other[0].error_type, cause=failure_line(other[0].message))
     missing = [rank for rank in range(facts.slots) if not facts.events.get(rank)]
     if missing:
         return Verdict(

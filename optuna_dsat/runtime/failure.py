@@ -29,6 +29,7 @@ __all__ = [
     "diagnose",
     "format_traceback",
     "message_of",
+    "message_with_cause",
     "missing_bytes",
     "without_runtime_frames",
 ]
@@ -95,6 +96,14 @@ _COMMUNICATION = (
     "NCCL Error",
 )
 
+_BUILD_FAILED = re.compile(r"Error building extension '[^']*'")
+"""``torch.utils.cpp_extension``; the output of ninja follows."""
+_BUILD_CAUSES = (
+    re.compile(r"^(?:/bin/sh: (?:\d+: |line \d+: )?)?(\S+: (?:command )?not found)$", re.MULTILINE),
+    re.compile(r"((?:fatal )?error: .*)$", re.MULTILINE),
+)
+"""Match a missing compiler, else the first error of a compiler or linker."""
+
 
 class TooFewSamplesError(ValueError):
     """The training data fill no batch of the size that the launch asks for."""
@@ -159,6 +168,19 @@ def message_of(error: BaseException) -> str:
         return shortened(str(error), _LOOKED_AT_CHARS)
     except Exception:  # noqa: BLE001 - the script's own method; its error is the one to record
         return f"<{type(error).__name__} without a message that can be read>"
+
+
+def message_with_cause(error: BaseException) -> str:
+    """Return an error's message; for the failed build of an operator without the compiler's command lines."""
+    message = message_of(error)
+    for link in _exception_chain(error):
+        text = message_of(link)
+        if built := _BUILD_FAILED.match(text):
+            reason = next((found[1] for cause in _BUILD_CAUSES if (found := cause.search(text))), "see the log")
+            whole = f"{built[0]}: {reason.strip()}"
+            return whole if link is error else f"{message.rstrip('.')}: {whole}"
+    cause = error.__cause__
+    return f"{message.rstrip('.')}: {message_of(cause)}" if cause and "failed to build" in message else message
 
 
 def format_traceback(error: BaseException, trace: TracebackType | None) -> str:

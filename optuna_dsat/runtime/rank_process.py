@@ -30,7 +30,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     decode_event,
 )
-from optuna_dsat.runtime.failure import diagnose, format_traceback, message_of, without_runtime_frames
+from optuna_dsat.runtime.failure import diagnose, format_traceback, message_with_cause, without_runtime_frames
 from optuna_dsat.runtime.hook import DeepSpeedHook
 from optuna_dsat.runtime.import_watch import ImportWatch
 from optuna_dsat.runtime.imports import imported_modules, loaded_operators
@@ -269,7 +269,7 @@ class _RankProcess:
                 outcome=diagnosis.outcome.value,
                 phase=self._state.phase,
                 error_type=type(error).__name__,
-                message=shortened(hidden_text(message_of(error)), MESSAGE_CHARS),
+                message=shortened(hidden_text(message_with_cause(error)), MESSAGE_CHARS),
                 traceback=shortened(hidden_text(format_traceback(error, trace)), TEXT_CHARS),
                 missing_bytes=diagnosis.missing_bytes,
                 steps=self._state.steps,

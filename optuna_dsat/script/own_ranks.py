@@ -1,4 +1,4 @@
-"""Whether a script may start its ranks, or says where they meet, by itself."""
+"""What the sources of a script show: whether it starts its ranks, or says where they meet, and options it declares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.module_file import module_file
 
-__all__ = ["says_where_to_meet", "starts_own_ranks"]
+__all__ = ["declared_options", "says_where_to_meet", "starts_own_ranks"]
 
 _LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchrunx"})
 """Packages that start a process for each device by themselves."""
@@ -42,6 +42,29 @@ def says_where_to_meet(script: str, *, is_module: bool, cwd: Path) -> bool:
         for nodes, _ in _files(script, is_module=is_module, cwd=cwd)
         for node in nodes
     )
+
+
+def declared_options(options: Sequence[str], *, script: str, is_module: bool, cwd: Path) -> set[str]:
+    """Return those of the options that a script, or a file of the user's that it imports, visibly declares.
+
+    It is declared by its spelling (argparse, click, ``sys.argv``) or as a field of a class (``HfArgumentParser``).
+
+    Args:
+        options: Options, as ``--dry-run``.
+        script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
+        is_module: Whether it is a module.
+        cwd: The working directory.
+    """
+    literals: set[str] = set()
+    fields: set[str] = set()
+    for nodes, _ in _files(script, is_module=is_module, cwd=cwd):
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                literals.add(node.value)
+            elif isinstance(node, ast.ClassDef):
+                targets = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
+                fields |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {option for option in options if option in literals or option.strip("-").replace("-", "_") in fields}
 
 
 def _spawns(nodes: Sequence[ast.AST], imported: Sequence[str]) -> bool:

@@ -6,7 +6,6 @@ structures that need less and less device memory are tried (the order of the Dee
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured
 from optuna_dsat.script.batch_rule import BatchRule, loads_all, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.batch_search import find_batch_rule, find_trainer
+from optuna_dsat.study.failure_hint import failure_hint
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.spec import StudySpec
@@ -41,10 +41,6 @@ _NEVER_OF_BATCHES = frozenset(
     {"FileNotFoundError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "SyntaxError"}
 )
 """Errors that no other batch size mends."""
-_OTHER_LAUNCHERS = re.compile(
-    r"\b(SLURM_(?:PROCID|LOCALID|NTASKS|NPROCS|NODEID)|(?:OMPI|MV2)_COMM_WORLD_[A-Z_]+|PMIX?_(?:LOCAL_)?(?:RANK|SIZE))\b"
-)
-"""Variables in which srun and mpirun say a rank."""
 _PROFILE_END_STEP = 2
 """Last step of a profile launch: the first is profiled, the second shows that the optimizer's state fits."""
 
@@ -313,37 +309,10 @@ def _mapped_defaults(spec: StudySpec, record: LaunchRecord) -> dict[str, int]:
     return {option: known[option] for option in spec.script.arg_mappings.values() if option in known}
 
 
-def _hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> str:
-    """Return a further explanation of a failed profile launch; empty if there is none."""
-    if report.outcome is Outcome.OUT_OF_DATA:
-        return (
-            ". If it did train, its loop is one that cannot be followed: "
-            "put `with optuna_dsat.dsat_reporting_context(...)` around forward, backward and step"
-        )
-    missing = _OTHER_LAUNCHERS.search(f"{report.message}\n{report.error_excerpt}")
-    if missing is not None and report.outcome is Outcome.SCRIPT_ERROR:
-        return (
-            f". {missing[1]} is set by another launcher: ranks are started as by torchrun and have RANK, LOCAL_RANK "
-            "and WORLD_SIZE. Let the script read these where they are set"
-        )
-    autos = [key for key, value in ds_config.flatten(spec.ds_config).items() if value == ds_config.AUTO]
-    if not autos or not (report.outcome is Outcome.INVALID_CONFIG or "auto" in report.error_excerpt):
-        return ""
-    if record.trainer is not None and record.trainer.framework == "transformers":
-        return (
-            '. The Hugging Face Trainer fills in "auto" from TrainingArguments: if the value is one of '
-            f"{', '.join(autos)}, set it there or in the config"
-        )
-    return (
-        '. "auto" is filled in by the Hugging Face Trainer and, in part, by accelerate and Lightning, not by '
-        f"DeepSpeed: give {', '.join(autos)} a value"
-    )
-
-
 def _failure(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> DsatError:
     return ScriptFailedError(
         f"The profile launch ended with {outcome_in_words(report.outcome)}: {report.message}"
-        + _hint(spec, report, record),
+        + failure_hint(spec, report, record),
         traceback_tail=report.error_excerpt,
         log_path=report.log_path,
     )

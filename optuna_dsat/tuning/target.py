@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from optuna_dsat.tuning.given_config import config_path
 from optuna_dsat.tuning.options import TuneOptions
 
 __all__ = ["Target", "find_target", "trial_target", "writable"]
+
+_OF_CONFIGS = (".hjson", ".json", ".jsonc", ".toml", ".yaml", ".yml")
+"""Ends of names of files that hold settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +100,14 @@ def _script(path: Path) -> tuple[str, str]:
             f"The script {path} {'is not a file' if path.exists() else 'does not exist'}."
             + (" To run a module, say so with -m." if module_file(str(path), Path.cwd()) else "")
         )
-    python_tree(path, f"The script {path}")
+    if path.suffix in _OF_CONFIGS or _is_json(python_tree(path, f"The script {path}")):
+        raise UsageError(f"The script {path} is a config. Name the training script first, its config second.")
     return str(path.resolve()), path.stem
+
+
+def _is_json(tree: ast.Module) -> bool:
+    """Whether a file holds a single object, which JSON and Python write alike."""
+    return len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Dict)
 
 
 def _module(name: str) -> tuple[str, str]:

@@ -29,6 +29,7 @@ def tune(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text("print('never run')\n")
     (tmp_path / "ds.json").write_text(json.dumps(GOOD))
+    (tmp_path / "settings").write_text(json.dumps(GOOD))
     (tmp_path / "broken.py").write_text("def oops(:\n")
     (tmp_path / "deep.py").write_text("x = " + "-" * 50_000 + "1\n")
     (tmp_path / "empty.json").write_text("")
@@ -50,6 +51,9 @@ def folder(tmp_path: Path) -> Path:
 CASES = {
     "script-missing": (["random", "gone.py", "ds.json"], "gone.py does not exist"),
     "script-not-python": (["random", "broken.py", "ds.json"], "not Python (line 1)"),
+    "script-is-a-config": (["random", "ds.json"], "The script ds.json is a config. Name the training script first"),
+    "script-holds-json": (["random", "settings"], "The script settings is a config. Name the training script first"),
+    "config-is-a-script": (["random", "ds.json", "train.py"], "train.py is Python, no config. Name the training scrip"),
     "script-nested-deeply": (["random", "deep.py", "ds.json"], "deep.py is not Python: nested too deeply."),
     "trial-nested-deeply": (["asha", "deep:MyTrial", "ds.json"], "module deep is not Python: nested too deeply."),
     "script-is-a-module": (["random", "package.train", "ds.json"], "To run a module, say so with -m."),

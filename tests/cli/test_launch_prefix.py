@@ -126,16 +126,58 @@ def test_what_no_launcher_takes_ends_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_an_option_of_the_search_behind_the_script_is_named_and_goes_to_the_script(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command",
+    [
+        "deepspeed train.py --dry-run",
+        "deepspeed --num_gpus 2 train.py --lr 1 --dry-run --timeout=5",
+        "torchrun --nproc_per_node=1 train.py --dry-run",
+        "accelerate launch --num_processes 1 train.py --dry-run",
+        "python train.py --dry-run",
+        "python -m train --dry-run",
+        "LEVEL=1 python train.py --dry-run",
+        "bash passes.sh --dry-run",
+        "bash loses.sh --dry-run",
+    ],
+)
+def test_an_option_of_the_search_behind_the_script_is_refused_unless_two_dashes_give_it_to_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    found = unfolded(tmp_path, "torchrun", "--nproc_per_node=1", "train.py", "--dry-run", "--timeout=5", "--lr", "1")
-    assert found[-3:] == ["--timeout=5", "--lr", "1"]
-    told = " ".join(capsys.readouterr().err.split())
-    assert "--dry-run, --timeout: given to the script" in told
-    assert "optuna-dsat random --dry-run ..." in told
-    unfolded(tmp_path, "--dry-run", "torchrun", "train.py", "--lr", "1")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "passes.sh").write_text('torchrun --nproc_per_node 2 train.py "$@"\n')
+    (tmp_path / "loses.sh").write_text("torchrun --nproc_per_node 2 train.py --timeout 3\n")
+    words = command.split()
+    with pytest.raises(UsageError, match=rf"^--dry-run.*: behind the command.*random --dry-run \.\.\. {words[0]}"):
+        unfolded(tmp_path, *words)
+    unfolded(tmp_path, "--", *words)
     assert "given to the script" not in capsys.readouterr().err
+    plain = [word for word in words if not word.startswith(("--dry-run", "--timeout"))]
+    assert unfolded(tmp_path, "--dry-run", *plain)[1] == "--dry-run"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument("-d", "--dry-run")\n',
+        "from options import parser\n",
+        "from dataclasses import dataclass\n@dataclass\nclass Arguments:\n    dry_run: bool = False\n",
+    ],
+)
+def test_an_option_that_the_script_declares_is_given_to_it_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    (tmp_path / "options.py").write_text('parser.add_argument("--dry-run")\n')
+    (tmp_path / "own.py").write_text(source)
+    assert unfolded(tmp_path, "torchrun", "own.py", "--dry-run", "--lr", "1")[-3:] == ["--dry-run", "--lr", "1"]
+    note = " ".join(capsys.readouterr().err.split())
+    assert "--dry-run: given to the script, which declares it." in note
+    assert "optuna-dsat random --dry-run ..." in note
+    with pytest.raises(UsageError, match=r"^--timeout: behind the command.* own\.py does not declare it"):
+        unfolded(tmp_path, "torchrun", "own.py", "--dry-run", "--timeout", "5")
+
+
+def test_two_dashes_behind_the_script_give_it_what_follows(tmp_path: Path) -> None:
+    assert unfolded(tmp_path, "torchrun", "train.py", "--", "--dry-run")[-1] == "--dry-run"
 
 
 @pytest.fixture
@@ -220,7 +262,7 @@ def test_output_and_database_stay_where_a_command_that_goes_elsewhere_is_typed(
 
 
 def test_options_of_the_search_that_a_wrapper_would_lose_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 launches were searched where five were asked for: nothing that the wrapper launches has the option."""
     monkeypatch.chdir(tmp_path)
@@ -229,14 +271,14 @@ def test_options_of_the_search_that_a_wrapper_would_lose_are_refused(
     (tmp_path / "train.sh").write_text("torchrun --nproc_per_node 2 own.py\n")
     (tmp_path / "passes.sh").write_text('torchrun --nproc_per_node 2 own.py "$@"\n')
     with pytest.raises(
-        UsageError, match=r"^--max-trials: given to the command.*optuna-dsat random --max-trials \.\.\. bash"
+        UsageError, match=r"^--max-trials: behind the command.*optuna-dsat random --max-trials \.\.\. bash"
     ):
         unfolded(tmp_path, "bash", "train.sh", "--max-trials", "5", "--lr=1")
     meant = unfolded(tmp_path, "--max-trials", "5", "--", "bash", "train.sh", "--max-trials=9")
     assert meant[meant.index("--max-trials") + 1] == "5"
     assert meant[-1] == "--", "the command's own option, which the script is not given"
-    assert unfolded(tmp_path, "bash", "passes.sh", "--max-trials", "5")[-3:] == ["--", "--max-trials", "5"]
-    assert "given to the script" in " ".join(capsys.readouterr().err.split())
+    given = unfolded(tmp_path, "--", "bash", "passes.sh", "--max-trials", "5")
+    assert given[-3:] == ["--", "--max-trials", "5"]
 
 
 @pytest.mark.parametrize("first", [(), ("--",)])

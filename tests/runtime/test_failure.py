@@ -16,6 +16,7 @@ from optuna_dsat.runtime.failure import (
     diagnose,
     format_traceback,
     message_of,
+    message_with_cause,
     missing_bytes,
     without_runtime_frames,
 )
@@ -287,3 +288,31 @@ def test_of_a_huge_message_beginning_and_end_are_looked_at() -> None:
     assert time.process_time() - began < 2
     assert not [text for text in texts if token in text]
     assert texts[0].startswith("*** AAA")
+
+
+NINJA = """Error building extension 'cpu_adam': [1/3] c++ -MMD -MF cpu_adam.o.d -I/include
+FAILED: [code=127] cpu_adam.o
+c++ -MMD -MF cpu_adam.o.d -I/include
+%s
+ninja: build stopped: subcommand failed."""
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("/bin/sh: 1: c++: not found", "c++: not found"),
+        ("/bin/sh: line 1: g++: command not found", "g++: command not found"),
+        ("adam.cpp:3:10: fatal error: torch.h: No such file", "fatal error: torch.h: No such file"),
+        ("collect2", "see the log"),
+    ],
+)
+def test_a_failed_build_is_told_by_its_cause_and_not_by_the_compilers_command(line: str, reason: str) -> None:
+    built = RuntimeError(NINJA % line)
+    assert message_with_cause(built) == f"Error building extension 'cpu_adam': {reason}"
+    error = RuntimeError("DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load.")
+    error.__cause__ = built
+    told = f"DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load: {message_with_cause(built)}"
+    assert message_with_cause(error) == told
+    error.__cause__ = RuntimeError("Ninja is required to load C++ extensions")
+    assert message_with_cause(error).endswith("build/load: Ninja is required to load C++ extensions")
+    assert message_with_cause(ValueError("plain")) == "plain"

@@ -384,7 +384,8 @@ def test_what_auto_stands_for_is_looked_for_where_it_is_filled_in(
         return record, report
 
     monkeypatch.setattr(profile, "follow", followed)
-    landscape = Hill(lambda _: SimulatedResult(outcome=Outcome.INVALID_CONFIG, startup_s=1.0, message="got 0"))
+    message = "TypeError: '>' not supported between instances of 'str' and 'int'"
+    landscape = Hill(lambda _: SimulatedResult(outcome=Outcome.INVALID_CONFIG, startup_s=1.0, message=message))
     spec = bench.spec(max_trials=1)
     scheduler = {"scheduler": {"params": {"warmup": "auto"}}}
     with pytest.raises(ScriptFailedError, match=hint):

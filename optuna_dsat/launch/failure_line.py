@@ -1,0 +1,70 @@
+"""The line on an exception of the script: the keys of the config that it names and its cause."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from optuna_dsat.runtime.plain_text import shortened
+
+__all__ = ["failure_line", "refused_values"]
+
+_VALIDATION = re.compile(r"\d+ validation errors? for (\w+)")
+_REASON = re.compile(
+    r"\s+(?P<text>.*?)(?: \[type=(?P<type>\w+), input_value=(?P<value>.*), input_type=(?P<of>\w+)\])?$"
+)
+"""Matches pydantic's line below the name of a field."""
+_SECTIONS = {
+    "CSVConfig": "csv_monitor",
+    "CometConfig": "comet",
+    "CommsLoggerConfig": "comms_logger",
+    "CompileConfig": "compile",
+    "DeepSpeedBF16Config": "bf16",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedMonitorConfig": "",
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
+    "DeepSpeedZeroOffloadParamConfig": "zero_optimization.offload_param",
+    "HybridEngineConfig": "hybrid_engine",
+    "TPTrainingConfig": "tensor_parallel",
+    "TensorBoardConfig": "tensorboard",
+    "WandbConfig": "wandb",
+    "ZenFlowConfig": "zero_optimization.zenflow",
+}
+"""Class of DeepSpeed 0.19 that checks a section -> the section's key."""
+_LONGEST = 400
+"""Characters of a line."""
+
+
+def failure_line(message: str) -> str:
+    """Return an exception's message on one line.
+
+    The line of a validation error has the keys, their values and the reasons. A first line that announces others by a
+    colon is followed by these.
+    """
+    if refused := list(refused_values(message)):
+        texts = [f"{key} is {value}: {reason}" if value else f"{key}: {reason}" for key, value, reason in refused]
+        return shortened("; ".join(texts), _LONGEST)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if lines and lines[0].endswith(":"):
+        listed = "; ".join(line.removeprefix("- ") for line in lines[1:])
+        return shortened(f"{lines[0]} {listed}".rstrip(".: "), _LONGEST)
+    return lines[0].rstrip(".") if lines else ""
+
+
+def refused_values(message: str) -> Iterator[tuple[str, str, str]]:
+    """Yield dotted key, value and reason for each value that a validation error of DeepSpeed's config names."""
+    first, *lines = message.splitlines() or [""]
+    model = _VALIDATION.match(first)
+    if model is None:
+        return
+    section = _SECTIONS.get(model[1], model[1])
+    key: str | None = section
+    for line in lines:
+        if line and not line[0].isspace():
+            key = ".".join(filter(None, (section, line.strip())))
+        elif key is not None and (found := _REASON.match(line)):
+            unknown = found["type"] == "extra_forbidden"
+            has_value = found["value"] and found["of"] != "dict" and not unknown
+            yield key, found["value"] if has_value else "", "DeepSpeed has no such key" if unknown else found["text"]
+            key = None  # a line on further information follows

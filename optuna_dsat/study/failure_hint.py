@@ -1,0 +1,106 @@
+"""A remedy for a profile launch that failed, where its error supports one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.knobs import KNOBS
+from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.spec import StudySpec
+
+__all__ = ["failure_hint"]
+
+_OTHER_LAUNCHERS = re.compile(
+    r"\b(SLURM_(?:PROCID|LOCALID|NTASKS|NPROCS|NODEID)|(?:OMPI|MV2)_COMM_WORLD_[A-Z_]+|PMIX?_(?:LOCAL_)?(?:RANK|SIZE))\b"
+)
+"""Variables in which srun and mpirun say a rank."""
+_OF_STRINGS = re.compile(r"""['"]auto['"]|TypeError.*'str'""")
+"""Matches errors that "auto" in a config causes where nobody fills it in."""
+_MISMATCH = "mismatch TrainingArguments"
+"""The Trainer's own error, which recommends 'auto'."""
+_UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+_NO_BUILD = re.compile(r"\S+: (?:command )?not found|Ninja is required|CUDA_HOME|nvcc")
+"""Matches the causes of a failed build that tools on the machine remove."""
+_NO_CPU_OPERATOR = "not been implemented on CPU backend"
+_GPU_ONLY = (
+    *("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights"),
+    *("zero_optimization.zero_quantized_gradients", "optimizer.type", "sparse_attention.mode"),
+)
+"""Keys whose operator DeepSpeed 0.19 has on GPUs alone (``ops/op_builder/cpu``)."""
+_CPU_OPTIMIZERS = ("adagrad", "adam", "adamw", "lion", "muon", "sgd")
+_UNKNOWN_KEY = re.compile(r"([\w.]+): DeepSpeed has no such key")
+_MORE_KEYS = ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
+_QUOTED_NUMBER = re.compile(r"([\w.]+) is ('[^']*'): Input should be a valid (?:integer|number|boolean)")
+
+
+def failure_hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> str:
+    """Return a remedy for a failed profile launch as the end of its message; empty if the error supports none."""
+    if report.outcome is Outcome.OUT_OF_DATA:
+        return (
+            ". If it did train, its loop is one that cannot be followed: "
+            "put `with optuna_dsat.dsat_reporting_context(...)` around forward, backward and step"
+        )
+    missing = _OTHER_LAUNCHERS.search(f"{report.message}\n{report.error_excerpt}")
+    if missing is not None and report.outcome is Outcome.SCRIPT_ERROR:
+        return (
+            f". {missing[1]} is set by another launcher: ranks are started as by torchrun and have RANK, LOCAL_RANK "
+            "and WORLD_SIZE. Let the script read these where they are set"
+        )
+    passed = {key: values[0] for key, values in record.config_differences.items() if values[0] is not None}
+    config = {**ds_config.flatten(spec.ds_config), **passed}
+    return _of_values(report.message, config) or _of_auto(report.message, config, record)
+
+
+def _of_values(message: str, config: Mapping[str, Any]) -> str:
+    """Return the remedy for a key or value that an error names."""
+    if quoted := [found for found in _QUOTED_NUMBER.finditer(message) if found[2] != "'auto'"]:
+        return f". Write {', '.join(found[1] for found in quoted)} as a number or true or false, without quotes"
+    if unknown := _UNKNOWN_KEY.findall(message):
+        return f". {' '.join(map(_correction, unknown))}".rstrip(".")
+    if found := _UNEXPECTED.search(message):
+        keys = [key for key in config if key in (f"optimizer.params.{found[1]}", f"scheduler.params.{found[1]}")]
+        return f". Remove {keys[0]} from the config: what DeepSpeed builds for it does not take it" if keys else ""
+    if _NO_CPU_OPERATOR in message:
+        keys = [key for key in _GPU_ONLY if config.get(key) and str(config[key]).lower() not in _CPU_OPTIMIZERS]
+        return f". Tune on GPUs, or remove from the config what needs them: {', '.join(keys)}" if keys else ""
+    if "build" in message and _NO_BUILD.search(message):
+        return _of_build(message, config)
+    return ""
+
+
+def _correction(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    near = difflib.get_close_matches(name, (*(knob.name for knob in KNOBS), *_MORE_KEYS), n=1, cutoff=0.85)
+    return f"Remove {key}{f', or write {section}.{near[0]}' if near else ''}."
+
+
+def _of_build(message: str, config: Mapping[str, Any]) -> str:
+    """Return the remedy for an operator that cannot be built for want of tools."""
+    keys = [key for key in config if key == "optimizer.type" or re.search(r"offload_\w+\.device$", key)]
+    asked = f" for {', '.join(keys)} in the config" if keys else ""
+    adam = str(config.get("optimizer.type", "")).lower() in ("adam", "adamw")
+    other = ", or set optimizer.params.torch_adam to true, which needs none" if adam and "dam" in message else ""
+    return f". DeepSpeed builds this operator{asked}. Install a C++ compiler and ninja{other}"
+
+
+def _of_auto(message: str, config: Mapping[str, Any], record: LaunchRecord) -> str:
+    """Return where "auto" is filled in, if it may have caused the error; a key that the error names alone counts."""
+    autos = [key for key, value in config.items() if value == ds_config.AUTO]
+    autos = [key for key in autos if f"{key} is" in message] or autos
+    if not autos or _MISMATCH in message or not _OF_STRINGS.search(message):
+        return ""
+    if record.trainer is not None and record.trainer.framework == "transformers":
+        return (
+            '. The Hugging Face Trainer fills in "auto" from TrainingArguments: if the value is one of '
+            f"{', '.join(autos)}, set it there or in the config"
+        )
+    return (
+        '. "auto" is filled in by the Hugging Face Trainer and, in part, by accelerate and Lightning, not by '
+        f"DeepSpeed: give {', '.join(autos)} a value"
+    )
