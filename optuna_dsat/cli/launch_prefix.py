@@ -151,7 +151,7 @@ def _options_behind(found: LaunchCommand, words: Sequence[str], search: TyperCom
             f"{words[0]}. If it is the script's or the command's, write -- before the command."
         )
     return [
-        f"{', '.join(behind)}: given to the script, which declares it. Options of the search precede the command: "
+        f"{', '.join(behind)}: given to the script, where it is declared. Options of the search precede the command: "
         f"optuna-dsat {search.name} {behind[0]} ..."
     ]
 

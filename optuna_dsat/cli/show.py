@@ -11,10 +11,10 @@ from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.study.config_changes import changes_in_words
-from optuna_dsat.study.result import StudyResult, headroom_in_words
+from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.speeds import speed_at
-from optuna_dsat.study.tuner import BUDGETS
 from optuna_dsat.study.verdict_words import verdict_in_words
 from optuna_dsat.words import (
     count_in_words,

@@ -134,9 +134,8 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
     """Show a study: what it tunes, how far it is, its best configuration."""
     from collections import Counter
 
-    from optuna_dsat.study.result import headroom_in_words
+    from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
     from optuna_dsat.study.stored import latest_study, read_launches, read_stored
-    from optuna_dsat.study.tuner import BUDGETS
     from optuna_dsat.trials import attributes
 
     with _open(storage) as store:

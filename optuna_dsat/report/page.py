@@ -36,9 +36,9 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.why import why_of
 from optuna_dsat.report.winner import Winner, winner_of
 from optuna_dsat.study.configuration import configuration_of
+from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
 from optuna_dsat.study.paired import Ratio
-from optuna_dsat.study.result import BEST_CONFIG, headroom_in_words
-from optuna_dsat.study.tuner import BUDGETS
+from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,

@@ -44,10 +44,18 @@ def says_where_to_meet(script: str, *, is_module: bool, cwd: Path) -> bool:
     )
 
 
+_DECLARING = frozenset({"add_argument", "add_option", "option", "Option", "Argument"})
+"""Functions of argparse, optparse, click and typer that declare an option by its spelling."""
+_SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_parsing", "jsonargparse", "typer"})
+"""Packages that make options of fields or parameters, such as ``HfArgumentParser`` and ``fire.Fire``."""
+
+
 def declared_options(options: Sequence[str], *, script: str, is_module: bool, cwd: Path) -> set[str]:
     """Return those of the options that a script, or a file of the user's that it imports, visibly declares.
 
-    It is declared by its spelling (argparse, click, ``sys.argv``) or as a field of a class (``HfArgumentParser``).
+    An option is declared by its spelling in a call such as ``add_argument`` or in a comparison, as with ``sys.argv``.
+    Where a parser of ``_SIGNATURE_PARSERS`` is imported, fields of classes and parameters of functions declare
+    options, too.
 
     Args:
         options: Options, as ``--dry-run``.
@@ -55,16 +63,39 @@ def declared_options(options: Sequence[str], *, script: str, is_module: bool, cw
         is_module: Whether it is a module.
         cwd: The working directory.
     """
-    literals: set[str] = set()
-    fields: set[str] = set()
-    for nodes, _ in _files(script, is_module=is_module, cwd=cwd):
+    spellings: set[str] = set()
+    names: set[str] = set()
+    imported: set[str] = set()
+    for nodes, modules in _files(script, is_module=is_module, cwd=cwd):
+        imported |= {module.partition(".")[0] for module in modules}
         for node in nodes:
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                literals.add(node.value)
-            elif isinstance(node, ast.ClassDef):
-                targets = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
-                fields |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return {option for option in options if option in literals or option.strip("-").replace("-", "_") in fields}
+            spellings.update(_spellings(node))
+            names.update(_names(node))
+    if not imported & _SIGNATURE_PARSERS:
+        names = set()
+    return {option for option in options if option in spellings or option.strip("-").replace("-", "_") in names}
+
+
+def _spellings(node: ast.AST) -> Iterator[str]:
+    """Yield the text in a call that declares an option, or in a comparison."""
+    parts: list[ast.expr] = []
+    if isinstance(node, ast.Compare):
+        parts = [node.left, *node.comparators]
+    elif isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        parts = node.args if name in _DECLARING else []
+    for part in parts:
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Yield the annotated fields of a class and the parameters of a function."""
+    if isinstance(node, ast.ClassDef):
+        targets = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+    elif isinstance(node, ast.FunctionDef):
+        yield from (argument.arg for argument in (*node.args.args, *node.args.kwonlyargs))
 
 
 def _spawns(nodes: Sequence[ast.AST], imported: Sequence[str]) -> bool:

@@ -20,6 +20,7 @@ from optuna_dsat.study.config_changes import config_changes
 from optuna_dsat.study.confirmation import Confirmation
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size, epoch_samples
+from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.finalists import finalists_of
 from optuna_dsat.study.folder import digests, set_others_aside
 from optuna_dsat.study.loss_check import LossCheck, check_loss, nothing_to_compare
@@ -42,7 +43,6 @@ from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.structure_failures import describe_structure_failures
 from optuna_dsat.study.trainable import complete_config, trainable_config
-from optuna_dsat.study.tuner import EndReason
 from optuna_dsat.study.user_config import own_train_batch_size, user_config
 from optuna_dsat.study.verdict import Verdict, verdict_of
 from optuna_dsat.trials import attributes

@@ -25,7 +25,7 @@ from optuna_dsat.study.config_changes import Change
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 from optuna_dsat.study.verdict import Verdict
-from optuna_dsat.words import count_in_words, gain_in_words, steps_in_words, things_in_words
+from optuna_dsat.words import count_in_words, steps_in_words, things_in_words
 
 if TYPE_CHECKING:
     import optuna
@@ -38,7 +38,6 @@ __all__ = [
     "StudyResult",
     "best_settings",
     "fields_of",
-    "headroom_in_words",
     "learning_rate_advice",
     "measurement_in_words",
     "metrics_file",
@@ -170,18 +169,6 @@ class StudyResult:
         from optuna_dsat.study.rows import trial_row
 
         return [trial_row(trial, self.verdict) for trial in self.optuna_study(storage).get_trials(deepcopy=False)]
-
-
-def headroom_in_words(share: float, *, spent: bool) -> str:
-    """Return what may be left to gain.
-
-    Args:
-        share: As ``StudyResult.headroom``.
-        spent: Whether a budget ended the search.
-    """
-    gain = gain_in_words(max(share, 0.001))
-    more = " A larger budget may find more: --max-trials, --timeout." if spent else ""
-    return f"By what the search measured, nothing is more than {gain} what it found (with 90% probability).{more}"
 
 
 def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) -> str:

@@ -14,6 +14,7 @@ from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.store import Store
 from optuna_dsat.study.conclusion import Conclusion
 from optuna_dsat.study.context import StudyContext
+from optuna_dsat.study.end_reason import BUDGETS, EndReason, headroom_in_words
 from optuna_dsat.study.fingerprint import fingerprint
 from optuna_dsat.study.folder import held_folder
 from optuna_dsat.study.methods import Method, make_method
@@ -21,11 +22,11 @@ from optuna_dsat.study.profile_turn import ProfileTurn
 from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.study.result import StudyResult, headroom_in_words
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import is_spent, open_study
-from optuna_dsat.study.tuner import BUDGETS, EndReason, Tuner
+from optuna_dsat.study.tuner import Tuner
 from optuna_dsat.study.user_config import enqueue_user_config
 from optuna_dsat.study.warm_start import check_warm_start, prior_knowledge_of
 from optuna_dsat.trials import attributes

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from enum import StrEnum
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
@@ -23,6 +22,7 @@ from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Observed, Settle
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.plain_text import shortened
 from optuna_dsat.study.context import StudyContext
+from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.flights import Flight, Flights, frozen
 from optuna_dsat.study.methods import Method
 from optuna_dsat.study.phases import phase_of
@@ -35,7 +35,7 @@ from optuna_dsat.study.uninterrupted import uninterrupted
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words, outcomes_in_words
 
-__all__ = ["BUDGETS", "EndReason", "Tuner"]
+__all__ = ["Tuner"]
 
 _POLL_S = 0.5
 """Longest wait for updates of running launches, and pause between two looks at other workers' trials, in seconds."""
@@ -50,20 +50,6 @@ _FAILURE_CHARS = 300
 """Most characters of a script's own words in the message of a search that measured nothing."""
 
 _TIMED_OUT = "the search ran out of time (--timeout)"
-
-
-class EndReason(StrEnum):
-    """Why a search ended."""
-
-    BUDGET = "the budget of launches is spent"
-    EARLY_STOPPING = "no new best for as many launches as --early-stopping allows"
-    TIMEOUT = "the time of --timeout is over"
-    EXHAUSTED = "nothing that is left is expected to win"
-    INTERRUPTED = "interrupted"
-
-
-BUDGETS = frozenset({EndReason.BUDGET, EndReason.TIMEOUT})
-"""Reasons that end a search although something may be left to gain."""
 
 
 class Tuner:

@@ -160,7 +160,7 @@ def test_an_option_of_the_search_behind_the_script_is_refused_unless_two_dashes_
     [
         'import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument("-d", "--dry-run")\n',
         "from options import parser\n",
-        "from dataclasses import dataclass\n@dataclass\nclass Arguments:\n    dry_run: bool = False\n",
+        "from transformers import HfArgumentParser\nclass Arguments:\n    dry_run: bool = False\n",
     ],
 )
 def test_an_option_that_the_script_declares_is_given_to_it_with_a_note(
@@ -170,7 +170,7 @@ def test_an_option_that_the_script_declares_is_given_to_it_with_a_note(
     (tmp_path / "own.py").write_text(source)
     assert unfolded(tmp_path, "torchrun", "own.py", "--dry-run", "--lr", "1")[-3:] == ["--dry-run", "--lr", "1"]
     note = " ".join(capsys.readouterr().err.split())
-    assert "--dry-run: given to the script, which declares it." in note
+    assert "--dry-run: given to the script, where it is declared." in note
     assert "optuna-dsat random --dry-run ..." in note
     with pytest.raises(UsageError, match=r"^--timeout: behind the command.* own\.py does not declare it"):
         unfolded(tmp_path, "torchrun", "own.py", "--dry-run", "--timeout", "5")

@@ -15,7 +15,7 @@ from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.write import write_report
 from optuna_dsat.store import Store
-from optuna_dsat.study.result import headroom_in_words
+from optuna_dsat.study.end_reason import headroom_in_words
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
