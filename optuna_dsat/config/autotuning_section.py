@@ -68,7 +68,7 @@ def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Au
     Raises:
         ConfigError: If a value has the wrong type, or bounds contradict each other.
     """
-    section: Mapping[str, Any] = config.get("autotuning") or {}
+    section: Mapping[str, Any] = {key.strip(): value for key, value in (config.get("autotuning") or {}).items()}
     known = {field.name for field in fields(Autotuning)} - {"ignored", "unknown", "gpu_counts", "node_counts"}
     values: dict[str, Any] = {}
     for key, value in section.items():

@@ -356,7 +356,7 @@ def normalise(name: str, kind: Kind, value: Any) -> Any:
 def _device(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         value = value.get("device", "none")
-    if value is None or value is False:
+    if value is None or value is False or value == "auto":  # accelerate and the Trainer fill in their own value
         return "none"
     if value not in ("none", "cpu", "nvme"):
         raise ConfigError(f"{name} is {as_written(value)}; it must be none, cpu or nvme.")

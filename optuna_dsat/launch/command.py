@@ -18,6 +18,7 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.launch_plan import LAUNCH_ENV
 from optuna_dsat.runtime.rank import MANUAL_INIT_ENV
 from optuna_dsat.script.arg_mapping import map_arguments
+from optuna_dsat.script.wrapped_launch import is_of_rank
 from optuna_dsat.secrecy.references import resolved, values_for
 
 __all__ = [
@@ -165,7 +166,7 @@ def launch_environment(
     environ = {
         name: value
         for name, value in base.items()
-        if name == MANUAL_INIT_ENV or (name not in RANK_VARIABLES and not name.startswith(_OWN_PREFIXES))
+        if name == MANUAL_INIT_ENV or not (name in RANK_VARIABLES or is_of_rank(name) or name.startswith(_OWN_PREFIXES))
     }
     if request.purpose != "full":
         environ.update(_tracker_settings(environ, directory))

@@ -16,10 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import index
+from operator import index, itemgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime import own_rendezvous, spawned_ranks
@@ -61,6 +61,7 @@ from optuna_dsat.runtime.writer import EventWriter
 
 __all__ = ["DeepSpeedHook"]
 
+_Built = TypeVar("_Built")
 _SHM_OPERATOR = "deepspeed_shm_comm"
 _MOST_STEPS_WITHOUT_ENGINE = 3
 """Optimizer steps before ``deepspeed.initialize`` at which a script is taken to train without it."""
@@ -184,6 +185,7 @@ class DeepSpeedHook:
         self._spans["imports"] = [self._started, time.time() - self._started]
         self._time_init_distributed()
         self._deepspeed.initialize = self._wrap(self._deepspeed.initialize)
+        self._wrap_engine_class(self._deepspeed.DeepSpeedEngine)
         self._wrap_zero_init(self._deepspeed.zero.Init)
         if self._plan.measures:
             disable_checkpoints(self._deepspeed.DeepSpeedEngine)
@@ -230,25 +232,64 @@ class DeepSpeedHook:
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            before, self._state.phase = self._state.phase, "initialize"
-            self._unwatch_optimizers()
             bound = signature.bind(*args, **kwargs)
-            differences = self._apply_overlay(bound.arguments)
-            started = time.time()
-            if differences and self._plan.measures and self._engine is None:
-                self._writer.write(ConfigDiffers(rank=self._rank.rank, time=started, differences=differences))
-            result = original(*bound.args, **bound.kwargs)
-            self._state.phase = before
-            if self._plan.measures:
-                span = [started, time.time() - started]
-                if self._engine is None:
-                    self._spans["initialize"] = span
-                    self._measure_engine(result[0], span[1], differences)
-                else:
-                    self._watch_engine(result[0], span, differences)
-            return result
+            return self._build(bound, lambda: original(*bound.args, **bound.kwargs), engine_of=itemgetter(0))
 
         return initialize
+
+    def _wrap_engine_class(self, cls: Any) -> None:
+        """Do as for ``deepspeed.initialize`` where a script builds an engine, or one of a subclass, without it."""
+        original = cls.__init__
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces the method
+            if self._state.phase == "initialize":
+                original(engine, *args, **kwargs)
+                return
+            bound = signature.bind(engine, *args, **kwargs)
+            given = bound.arguments
+            read = given.get("config_class")
+            if read is not None and given.get("config") is None:
+                given["config"] = read._param_dict
+
+            def build() -> None:
+                if read is not None:
+                    given["config_class"] = type(read)(
+                        given["config"], given.get("mpu"), mesh_device=given.get("mesh_device")
+                    )
+                original(*bound.args, **bound.kwargs)
+
+            self._build(bound, build, engine_of=lambda _: engine)
+
+        cls.__init__ = __init__
+
+    def _build(
+        self, bound: inspect.BoundArguments, build: Callable[[], _Built], *, engine_of: Callable[[_Built], Any]
+    ) -> _Built:
+        """Build an engine with the trial's config and measure it.
+
+        Args:
+            bound: The arguments, whose config is replaced.
+            build: Builds the engine with them.
+            engine_of: Returns the engine of what was built.
+        """
+        before, self._state.phase = self._state.phase, "initialize"
+        self._unwatch_optimizers()
+        differences = self._apply_overlay(bound.arguments)
+        started = time.time()
+        if differences and self._plan.measures and self._engine is None:
+            self._writer.write(ConfigDiffers(rank=self._rank.rank, time=started, differences=differences))
+        result = build()
+        self._state.phase = before
+        if self._plan.measures:
+            span = [started, time.time() - started]
+            if self._engine is None:
+                self._spans["initialize"] = span
+                self._measure_engine(engine_of(result), span[1], differences)
+            else:
+                self._watch_engine(engine_of(result), span, differences)
+        return result
 
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
         """Replace the config among the arguments of ``deepspeed.initialize`` without mutating the script's objects.

@@ -145,6 +145,7 @@ class HuggingFaceHook:
         def init(config: Any, *args: Any, **kwargs: Any) -> None:
             original(config, *args, **kwargs)
             laid = effective_config(config.config, self._plan.overlay)
+            laid.setdefault("zero_optimization", {"stage": 0})  # accelerate refuses a config without
             if self._plan.measures and hasattr(config, "trainer_config_finalize"):
                 _reset_schedule_length(laid)
             config.config = LaidConfig(config.config, laid)

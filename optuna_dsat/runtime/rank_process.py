@@ -307,7 +307,16 @@ def die_with_parent(parent: int) -> None:
 
 
 def redirect_output(log_dir: Path, rank: int) -> None:
-    """Send this process's output to ``rank{R}.stdout.log`` and ``rank{R}.stderr.log``."""
+    """Send this process's output to ``rank{R}.stdout.log`` and ``rank{R}.stderr.log``; empty its input.
+
+    A script may poll its input, which the kernel refuses for the null device. A pipe at its end reads the same.
+    """
+    reader, writer = os.pipe()
+    os.close(writer)
+    os.dup2(reader, 0)
+    os.close(reader)
+    if sys.stdin is None or sys.stdin.closed:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - of the whole process
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         stream.flush()
         target = os.open(log_dir / f"rank{rank}.{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

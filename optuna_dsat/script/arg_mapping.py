@@ -23,7 +23,8 @@ def parse_mappings(pairs: Mapping[str, str]) -> dict[str, str]:
         UsageError: If a key cannot be mapped or an option is empty.
     """
     mappings = {}
-    for key, option in pairs.items():
+    for written, name in pairs.items():
+        key, option = written.strip(), name.strip()  # DeepSpeed's tutorial has a blank behind a key
         if key not in MAPPABLE:
             raise UsageError(f"An argument cannot be mapped to {key!r}; {', '.join(MAPPABLE)} can.")
         if not option.strip("-"):

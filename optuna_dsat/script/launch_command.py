@@ -139,6 +139,9 @@ def _wrapped(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None
     shown = shortened(shlex.join(without_secrets(_as_typed(seen.words))), _SHOWN_CHARS)
     on_notice(f"It launches `{shown}`.")
     found = _python(seen.words, cwd=seen.folder, is_launch=True)
+    if seen.ranks is not None and found.without_launcher:
+        elsewhere = (f"{seen.nodes} nodes",) if seen.nodes > 1 else ()
+        found = replace(found, ranks=seen.ranks, nodes=seen.nodes, elsewhere=elsewhere, without_launcher=False)
     folder = None if seen.folder.resolve() == cwd.resolve() else str(seen.folder)
     return _with_environment(replace(found, folder=folder, is_wrapped=True), seen.environment)
 

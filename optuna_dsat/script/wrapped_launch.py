@@ -29,7 +29,7 @@ from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script import door
 from optuna_dsat.secrecy.command import without_secrets
 
-__all__ = ["SeenLaunch", "is_wrapper", "launch_behind", "starts_launcher"]
+__all__ = ["SeenLaunch", "is_of_rank", "is_wrapper", "launch_behind", "starts_launcher"]
 
 _POLL_S = 0.05
 _STDERR = 2
@@ -52,6 +52,21 @@ _OF_LAUNCHES = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 )
 """Variables that each launch sets for itself."""
+_OF_MPI = ("HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL", "MV2_COMM_", "OMPI_", "ORTE_", "PMIX_", "PMI_", "PRTE_")
+"""Beginnings of the variables that Open MPI, MPICH and MVAPICH set for a rank."""
+_OF_SLURM = frozenset(
+    {"SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_TASK_PID"}
+)
+"""Variables that srun sets for a task."""
+_RANKS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_NTASKS", None),
+)
+"""Variables that hold the number of all ranks, and of those on a node."""
+_STEP = ("SLURM_STEP_ID", "SLURM_JOB_ID")
+_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _OF_IMPORTS = frozenset({"PYTORCH_NVML_BASED_CUDA_CHECK"})
 """Variables that DeepSpeed sets as it is imported, which a program that calls its launcher has done."""
 _OF_WRAPPERS = ("BASH_FUNC_", "CONDA_", "MAKE", "MFLAGS", "PIPENV_", "POETRY_", "PDM_", "UV", "VIRTUAL_ENV")
@@ -67,6 +82,9 @@ class SeenLaunch:
     folder: Path
     environment: Mapping[str, str]
     """Variables that the command sets for it."""
+    ranks: int | None = None
+    """Ranks on each node that mpirun or srun starts; None if neither does."""
+    nodes: int = 1
 
 
 def is_wrapper(word: str, *, cwd: Path) -> bool:
@@ -80,6 +98,11 @@ def is_wrapper(word: str, *, cwd: Path) -> bool:
             return first.startswith((b"\x7fELF", b"#!")) and not (first.startswith(b"#!") and b"python" in first)
         return False
     return not path.exists() and "/" not in word and not word.endswith(".py") and shutil.which(word) is not None
+
+
+def is_of_rank(name: str) -> bool:
+    """Return whether mpirun or srun sets a variable for a single rank."""
+    return name in _OF_SLURM or name.startswith(_OF_MPI)
 
 
 def starts_launcher(file: Path) -> bool:
@@ -149,7 +172,10 @@ def launch_behind(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str],
             f"{line} trains with the Python environment {found['prefix']}, and this optuna-dsat belongs to "
             f"{sys.prefix}. Install optuna-dsat in that environment, and start it from there."
         )
+    ranks, nodes = _ranks_of_mpi(found["environment"])
     return SeenLaunch(
+        ranks=ranks,
+        nodes=nodes,
         words=tuple(found["words"]),
         folder=Path(found["folder"]),
         environment=_set_by_command(found["environment"], folder=folder),
@@ -199,6 +225,20 @@ def _first_record(words: Sequence[str], record: Path, *, cwd: Path, environ: Map
         process.wait()
 
 
+def _ranks_of_mpi(environment: Mapping[str, str]) -> tuple[int | None, int]:
+    """Return the ranks on each node and the nodes of a launch by mpirun or srun: its variables differ from our own."""
+    for everywhere, here in _RANKS:
+        changed = any(environment.get(name) != os.environ.get(name) for name in (everywhere, *_STEP))
+        total = environment.get(everywhere, "")
+        if not changed or not total.isdigit() or not int(total):
+            continue
+        counts = [environment.get(name, "") for name in ((here,) if here else _NODES)]
+        count = next((int(value) for value in counts if value.isdigit() and int(value)), None)
+        ranks = int(total) if count is None else count if here else max(1, int(total) // count)
+        return ranks, max(1, int(total) // ranks)
+    return None, 1
+
+
 def _set_by_command(environment: Mapping[str, str], *, folder: Path) -> dict[str, str]:
     """Return the variables of a launch that differ from this process's and mean something to it."""
     found = {**environment, "PYTHONPATH": _without(folder, environment.get("PYTHONPATH", ""))}
@@ -208,7 +248,8 @@ def _set_by_command(environment: Mapping[str, str], *, folder: Path) -> dict[str
         for name, value in found.items()
         if own.get(name) != value
         and name not in _OF_PROCESSES | _OF_LAUNCHES | _OF_IMPORTS
-        and not name.startswith(_OF_WRAPPERS)
+        and not name.startswith((*_OF_WRAPPERS, "SLURM"))
+        and not is_of_rank(name)
         and name.isidentifier()
     }
 

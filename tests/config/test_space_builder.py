@@ -394,6 +394,11 @@ def test_values_that_no_knob_has_are_refused_by_name(zero: dict[str, Any], messa
         build_space(SpaceRequest(ds_config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
 
 
+def test_auto_as_a_device_of_offload_narrows_nothing() -> None:
+    auto = {key: {"device": "auto"} for key in ("offload_optimizer", "offload_param")}
+    assert make({"stage": "auto", **auto}).describe() == make({}).describe()
+
+
 def communication(params: dict[str, Any]) -> set[str]:
     return {name for name in ("overlap_comm", "reduce_scatter") if name in params}
 

@@ -66,7 +66,10 @@ def test_the_environment_is_the_golden_one(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE", "PET_NNODES", "TORCHELASTIC_RUN_ID", "OPTUNA_DSAT_STORAGE"],
+    [
+        *("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE", "PET_NNODES", "TORCHELASTIC_RUN_ID"),
+        *("OPTUNA_DSAT_STORAGE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID", "SLURM_PROCID"),
+    ],
 )
 def test_what_belongs_to_another_job_or_to_the_tuner_is_not_inherited(name: str) -> None:
     assert name not in environment({name: "1"})

@@ -83,3 +83,18 @@ def test_steps_go_on_with_the_next_fold(start: Starter, warm_ranks: WarmRanks) -
         assert len(launch.of(EngineReady, rank)) == 2
         assert [step.step for step in launch.of(StepMeasured, rank)] == [1, 2, 3, 4, 5]
     assert "trained to its end" not in launch.log("stdout")
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_engine_that_is_built_by_its_class_has_the_trials_config_and_is_measured(
+    start: Starter, warm_ranks: WarmRanks, stage: int
+) -> None:
+    overlay = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
+    launch = start.torchrun("several_engines.py", "class", str(start.user_config), overlay=overlay, warm=warm_ranks)
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    for rank in RANKS:
+        (engine,) = launch.of(EngineReady, rank)
+        assert engine.zero_stage == stage
+        assert {step.observed_micro_batch for step in launch.of(StepMeasured, rank)} == {3}
+    assert "trained to its end" not in launch.log("stdout")

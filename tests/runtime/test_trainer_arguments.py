@@ -17,6 +17,30 @@ RANK = Rank(rank=0, local_rank=0, world_size=1, local_world_size=1, host="h", la
 OWN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
 
 
+def test_a_config_without_zero_gets_the_section_that_accelerate_insists_on() -> None:
+    class HfDeepSpeedConfig:
+        def __init__(self, config: dict[str, Any]) -> None:
+            self.config = config
+
+        def set_stage_and_offload(self) -> None:
+            pass
+
+    plan = LaunchPlan(
+        launch_id="profile",
+        purpose="profile",
+        events_dir="/run/events",
+        log_dir="/run/logs",
+        config_path="",
+        user_config_path="",
+    )
+    hook = HuggingFaceHook(plan=plan, rank=RANK, write=print)
+    hook._config_imported(SimpleNamespace(HfDeepSpeedConfig=HfDeepSpeedConfig))
+    laid = HfDeepSpeedConfig({"gradient_clipping": 1.0}).config
+    assert laid["zero_optimization"] == {"stage": 0}
+    assert "zero_optimization" not in laid.scripts_own()  # type: ignore[attr-defined]
+    assert HfDeepSpeedConfig({"zero_optimization": {"stage": 2}}).config["zero_optimization"] == {"stage": 2}
+
+
 def hooked(**overlay: Any) -> Any:
     """Return a class of arguments under a launch that measures."""
 

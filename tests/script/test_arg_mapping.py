@@ -16,6 +16,14 @@ def test_deepspeeds_own_mappings_get_their_dashes() -> None:
     }
 
 
+def test_blanks_around_a_mapping_as_in_deepspeeds_tutorial_do_not_count() -> None:
+    pairs = {"gradient_accumulation_steps ": "--gradient_accumulation_steps", "train_batch_size": " b "}
+    assert parse_mappings(pairs) == {
+        "gradient_accumulation_steps": "--gradient_accumulation_steps",
+        "train_batch_size": "--b",
+    }
+
+
 @pytest.mark.parametrize(("pairs", "message"), [({"lr": "--lr"}, "'lr'"), ({"train_batch_size": "--"}, "no option")])
 def test_what_cannot_be_mapped_is_refused(pairs: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):

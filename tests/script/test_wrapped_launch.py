@@ -190,3 +190,42 @@ def test_scripts_are_no_wrappers(folder: Path) -> None:
     (folder / "plain").write_text("import torch\n")
     for word in ("train.py", "missing.py", "tool", "./tool", "plain", "no-such-program", "package/missing"):
         assert not is_wrapper(word, cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "nodes"),
+    [
+        ("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_RANK=1", 2, 1),
+        ("OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=4", 4, 2),
+        ("PMI_SIZE=4 PMI_RANK=2 PMI_FD=7 MPI_LOCALNRANKS=4 MPI_LOCALRANKID=2 HYDI_CONTROL_FD=4", 4, 1),
+        ("MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_LOCAL_SIZE=2", 2, 1),
+        ("SLURM_NTASKS=2 SLURM_NPROCS=2 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_JOB_ID=5 SLURM_STEP_ID=0", 2, 1),
+        ("SLURM_NTASKS=8 SLURM_PROCID=3 SLURM_STEP_ID=1 SLURM_STEP_NUM_NODES=2", 4, 2),
+    ],
+)
+def test_ranks_that_mpirun_or_srun_starts_are_counted_and_have_no_variables_of_one_of_them(
+    folder: Path, variables: str, ranks: int, nodes: int
+) -> None:
+    (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
+    (folder / "run").write_text(f'#!/bin/sh\nexport MODEL=tiny {variables}\nshift 2\nexec "$@"\n')
+    (folder / "run").chmod(0o755)
+    found = read(folder, "./run", "-np", str(ranks * nodes), "python", "ddp.py", "--lr", "3")
+    assert found == LaunchCommand(
+        script="ddp.py",
+        args=("--lr", "3"),
+        ranks=ranks,
+        nodes=nodes,
+        elsewhere=() if nodes == 1 else (f"{nodes} nodes",),
+        environment={"MODEL": "tiny"},
+        is_wrapped=True,
+    )
+
+
+def test_a_step_around_the_search_is_no_launch_of_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_JOB_ID": "5"}.items():
+        monkeypatch.setenv(name, value)
+    (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
+    (folder / "run.sh").write_text("python ddp.py\n")
+    found = read(folder, "bash", "run.sh")
+    assert found is not None
+    assert (found.ranks, found.without_launcher, found.environment) == (None, True, {})

@@ -1,6 +1,6 @@
 """Makes several engines, as scripts with a reference model, or with a model for each fold, do.
 
-several_engines.py reference|folds CONFIG
+several_engines.py reference|folds|class CONFIG
 """
 
 import json
@@ -38,6 +38,14 @@ if kind == "reference":
     frozen = {key: value for key, value in config.items() if key != "optimizer"}
     reference = deepspeed.initialize(model=model(4), config={**frozen, "zero_optimization": {"stage": 0}})[0]
     train(trained(8), 20, beside=reference.eval())
+elif kind == "class":
+
+    class Engine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
+        def __init__(self) -> None:
+            deepspeed.init_distributed()
+            super().__init__(None, model(8), config=config, config_class=deepspeed.DeepSpeedConfig(config))
+
+    train(Engine(), 20)
 else:
     for width in range(8, 28):
         train(trained(width), 4)
