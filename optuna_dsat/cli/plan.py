@@ -36,8 +36,6 @@ _GPUS = 8
 """GPUs of a host if ``--gpus`` is not given and nothing is launched."""
 _HEADINGS = ("", "{} at 1", "micro-batch", "largest", "{}", "host", "step", "samples/s")
 """Of the columns that every plan has; for ``{}`` stands whose memory it is."""
-_NETWORK = 100.0
-"""Gbit/s of a host's network if ``--network`` is not given and nothing is launched."""
 _SEQ_LENGTH = 2048
 """Tokens of a sample if ``--seq-length`` is not given and nothing is launched."""
 _VOCAB = 50257
@@ -110,7 +108,10 @@ class PlanOptions:
         typer.Option("--plain-attention", help="Attention keeps its score matrices.", rich_help_panel=_MODEL),
     ] = False
     recompute: Annotated[
-        str, typer.Option(help="Activation checkpointing: none, selective or full.", rich_help_panel=_MODEL)
+        str,
+        typer.Option(
+            help="Activation checkpointing: none, selective (attention alone) or full.", rich_help_panel=_MODEL
+        ),
     ] = "none"
     gpu: Annotated[
         str | None, typer.Option(help="GPU by name, such as a100-80g, h100 or rtx4090.", rich_help_panel=_MACHINE)
@@ -220,7 +221,7 @@ def _without_launch(options: PlanOptions) -> Plan:
         gpu=find_gpu(options.gpu),
         gpus_per_node=gpus,
         nodes=options.nodes,
-        network_gbit_per_s=_NETWORK if options.network is None else options.network,
+        given_network_gbit_per_s=options.network,
         given_host_bytes=parse_bytes(options.host_memory) if options.host_memory else None,
     )
     config = None if config_path is None else user_file.load(config_path).raw
@@ -378,12 +379,16 @@ def _print_json(plan: Plan) -> None:
     from optuna_dsat.plan.advice import advise
 
     hardware = plan.subject.hardware
+    link, network = (plan.subject.machine.get(name) for name in ("pcie", "network"))
     record = {
         "model": dict(plan.model),
         "world_size": hardware.world_size,
         "device_memory_bytes": hardware.device_memory_bytes,
         "usable_bytes": plan.subject.usable_bytes,
         "host_memory_bytes": hardware.host_memory_bytes,
+        "expected_host_bytes_per_s_per_gpu": None if link is None else 1 / link[0],
+        "expected_network_bytes_per_s": None if hardware.nodes == 1 or network is None else 1 / network[0],
+        "assumed": list(plan.assumed),
         "recommended": None if plan.recommended is None else plan.recommended.name,
         "rows": [row.to_json() for row in plan.rows],
         "scaling": [one.to_json() for one in _scaling(plan)],
@@ -397,10 +402,11 @@ def _print_text(plan: Plan) -> None:
 
     for line in plan.about:
         say_prose(line)
-    known = {"tokens/s": plan.subject.seq_length is not None, "MFU": any(_mfu(row) for row in plan.rows)}
-    extra = tuple(heading for heading, shown in known.items() if shown)
     device = plan.subject.hardware.device
     whose = slot_name(device)
+    in_tokens = plan.subject.seq_length is not None
+    known = {"tokens/s": in_tokens, f"tokens/s/{whose}": in_tokens, "MFU": any(_mfu(row) for row in plan.rows)}
+    extra = tuple(heading for heading, shown in known.items() if shown)
     headings = (*(heading.format(whose) for heading in _HEADINGS), *extra, "bound by")
     print_table(headings, (_cells(row, extra) for row in plan.rows), right=headings[1:-1])
     what = "what a rank takes" if device == "cpu" else "the peak of torch's allocator"
@@ -456,8 +462,10 @@ def _cells(row: PlannedRow, extra: tuple[str, ...]) -> tuple[str, ...]:
             *("" for _ in extra),
             f"memory of the {row.too_small.replace(' and ', ' and the ')}",
         )
-    tokens = "" if step.tokens_per_s is None else count_in_words(step.tokens_per_s, digits=3)
-    more = {"tokens/s": tokens, "MFU": _mfu(row)}
+    tokens = [
+        count_in_words(one, digits=3) for one in (step.tokens_per_s, step.tokens_per_s_per_gpu) if one is not None
+    ]
+    more = [*tokens, *((_mfu(row),) if "MFU" in extra else ())]
     return (
         row.name,
         least,
@@ -467,6 +475,6 @@ def _cells(row: PlannedRow, extra: tuple[str, ...]) -> tuple[str, ...]:
         host,
         _step(step),
         count_in_words(step.samples_per_s, digits=3),
-        *(more[heading] for heading in extra),
+        *more,
         f"{step.bound} {step.shares[step.bound]:.0%}",
     )

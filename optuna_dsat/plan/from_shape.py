@@ -17,6 +17,8 @@ __all__ = ["Machine", "plan_shape"]
 
 _HOST_BYTES_PER_GPU = 128 * 2**30
 """Host memory that is assumed where it is not given."""
+_NETWORK_GBIT_PER_S = 100.0
+"""Bandwidth of a host's network that is assumed where it is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,8 @@ class Machine:
     gpu: GpuSpec
     gpus_per_node: int
     nodes: int
-    network_gbit_per_s: float
-    """Bandwidth of one host's network."""
+    given_network_gbit_per_s: float | None
+    """Bandwidth of one host's network; None to assume it."""
     given_host_bytes: int | None
     """Memory of one host; None to assume it."""
 
@@ -42,14 +44,31 @@ class Machine:
         return self.given_host_bytes or _HOST_BYTES_PER_GPU * self.gpus_per_node
 
     @property
+    def network_gbit_per_s(self) -> float:
+        """Bandwidth of one host's network."""
+        given = self.given_network_gbit_per_s
+        return _NETWORK_GBIT_PER_S if given is None else given
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Options that describe this machine and were not given."""
+        options = ["--host-memory"] if self.given_host_bytes is None else []
+        options += ["--network"] if self.nodes > 1 and self.given_network_gbit_per_s is None else []
+        return tuple(options)
+
+    @property
     def words(self) -> str:
         """The machine in one sentence."""
-        assumed = "" if self.given_host_bytes else " (assumed; --host-memory)"
+        memory, network = (
+            f" (assumed; {option})" if option in self.assumed else "" for option in ("--host-memory", "--network")
+        )
         hosts = "" if self.nodes == 1 else f"{self.nodes} hosts with "
         each = "" if self.ranks == 1 else " each"
         return (
             f"{hosts}{self.gpus_per_node} {self.gpu.name}: {bytes_in_words(self.gpu.memory_bytes)}{each}, "
-            f"{bytes_in_words(self.host_bytes)} a host{assumed}, {count_in_words(self.gpu.tflops)} TFLOPS at its peak."
+            f"{count_in_words(self.gpu.tflops)} TFLOPS at its peak. Host: {bytes_in_words(self.host_bytes)} of "
+            f"memory{memory}, {count_in_words(self.gpu.pcie_gb_per_s / 2)} GB/s to each GPU and back by the data sheet"
+            + (f", network of {count_in_words(self.network_gbit_per_s)} Gbit/s{network}." if self.nodes > 1 else ".")
         )
 
 
@@ -103,10 +122,22 @@ def plan_shape(
             shape.words,
             machine.words,
             *_quantized_in_words(shape, element=element),
+            *_selective_in_words(shape),
             "Nothing was launched: times are by data sheets and may be off by what the range says; with a script, "
             "memory and FLOPs are measured.",
         ),
         model=asdict(shape),
+        assumed=machine.assumed,
+    )
+
+
+def _selective_in_words(shape: TransformerShape) -> tuple[str, ...]:
+    """Return a sentence on selective recomputation of attention that keeps no score matrices; empty without."""
+    if shape.recompute != "selective" or not shape.fused_attention:
+        return ()
+    return (
+        "Selective recomputation saves hardly any memory here and repeats attention: fused attention keeps no score "
+        "matrices. --plain-attention plans attention that does.",
     )
 
 

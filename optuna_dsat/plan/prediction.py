@@ -77,6 +77,8 @@ class StepPrediction:
     """Over all ranks, at the median."""
     tokens_per_s: float | None
     """Likewise; None if the tokens of a sample are not known."""
+    tokens_per_s_per_gpu: float | None
+    """``tokens_per_s`` over the number of ranks."""
     mfu: float | None
     """Share of the devices' peak FLOPS that the model's operations reach; None if either is not known.
 
@@ -126,6 +128,7 @@ def predict_steps(
     bounds = model.bounds(fitted.mean, columns, size, steps, fill)
     shown = np.sum(list(bounds.values()), axis=0)
     rates = size * steps * subject.hardware.world_size / total
+    tokens_of_rank = None if subject.seq_length is None else subject.seq_length / subject.hardware.world_size
     return [
         StepPrediction(
             step_s=float(total[n]),
@@ -133,6 +136,7 @@ def predict_steps(
             high_s=float(total[n] * math.exp(_INTERVAL * spread[n])),
             samples_per_s=float(rates[n]),
             tokens_per_s=None if subject.seq_length is None else float(rates[n] * subject.seq_length),
+            tokens_per_s_per_gpu=None if tokens_of_rank is None else float(rates[n] * tokens_of_rank),
             mfu=_mfu(subject, float(rates[n])),
             shares=MappingProxyType({name: float(seconds[n] / shown[n]) for name, seconds in bounds.items()}),
         )

@@ -42,6 +42,8 @@ class Plan:
     """Hidden size; None if not known."""
     about: tuple[str, ...] = ()
     """Lines on what the plan rests on."""
+    assumed: tuple[str, ...] = ()
+    """Options whose values were not given and cannot be measured without a launch."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """The model as a JSON object: its shape or its profile."""
 
@@ -125,6 +127,7 @@ class PlannedRow:
             "step_s_90": None if step is None else [step.low_s, step.high_s],
             "samples_per_s": None if step is None else step.samples_per_s,
             "tokens_per_s": None if step is None else step.tokens_per_s,
+            "tokens_per_s_per_gpu": None if step is None else step.tokens_per_s_per_gpu,
             "mfu": None if step is None else step.mfu,
             "bound": self.bound,
             "shares": None if step is None else dict(step.shares),

@@ -3,12 +3,12 @@
 Symbols: s sequence length, b micro-batch (1 here: all values are per sample), h hidden size, L layers, a heads, f width
 of the feed-forward block, v vocabulary, e bytes of an activation (2 in half precision).
 
-Activations are those of Korthikanti et al. (arXiv:2205.05198, section 4.1, equation 1): a layer keeps
-``s b h (34 + 5 a s / h)`` bytes in half precision with dropout and ``f = 4 h``, of which attention takes
-``11 s b h + 5 a s^2 b``, the feed-forward block ``19 s b h`` and two layer norms ``4 s b h``. Selective recomputation,
-or a fused attention kernel, drops ``5 a s^2 b``; full recomputation keeps the ``2 s b h`` of a layer's input and
-needs one layer's activations again during the backward pass (section 5). Outside the layers: ``s b h`` for the
-embedding's dropout, ``4 s b h`` for the last norm and the projection's input, and the logits (section 4.3).
+Activations are those of Korthikanti et al. (arXiv:2205.05198, section 4.1, equation 1): a layer keeps ``s b h (34 + 5 a
+s / h)`` bytes in half precision with dropout and ``f = 4 h``, of which attention takes ``11 s b h + 5 a s^2 b``, the
+feed-forward block ``19 s b h`` and two layer norms ``4 s b h``. Selective recomputation, or a fused attention kernel,
+drops ``5 a s^2 b``; both together repeat attention for hardly less memory. Full recomputation keeps the ``2 s b h`` of
+a layer's input and needs one layer's activations again during the backward pass (section 5). Outside the layers: ``s b
+h`` for the embedding's dropout, ``4 s b h`` for the last norm and the projection's input, and the logits (section 4.3).
 
 FLOPs are those of Narayanan et al. (arXiv:2104.04473, section 5.1): 6 per parameter and token, and ``12 L s^2 h`` for
 attention; full recomputation repeats the forward pass.
@@ -154,7 +154,7 @@ class TransformerShape:
         """Floating-point operations of forward and backward pass, recomputation included."""
         again = {
             "none": 0,
-            "selective": self.attention_flops if not self.fused_attention else 0,
+            "selective": self.attention_flops,
             "full": self.forward_flops,
         }
         return self.model_flops_per_sample + again[self.recompute]
@@ -211,10 +211,10 @@ class TransformerShape:
     def _scores_bytes(self, scale: float) -> float:
         """Return the bytes of attention's scores: ``s x s`` per head, or one fp32 number per row when fused."""
         rows = self.heads * self.seq_length
-        if self.fused_attention:
-            return 4 * rows
         if self.recompute == "selective":
             return 0
+        if self.fused_attention:
+            return 4 * rows
         return rows * self.seq_length * (scale * 4 + (1 if self.dropout else 0))
 
     def kept_bytes(self, *, element: int = 2) -> int:

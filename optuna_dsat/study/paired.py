@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 from optuna_dsat.launch.student_t import student_t_975
 
-__all__ = ["PRECISION", "Noise", "Ratio", "is_precise", "mean_in_rounds", "paired_ratio", "pooled_noise"]
+__all__ = [
+    "PRECISION",
+    "Noise",
+    "Ratio",
+    "is_precise",
+    "mean_in_rounds",
+    "noise_of_search",
+    "paired_ratio",
+    "pooled_noise",
+]
 
 PRECISION = 0.02
 """Half the width of the interval of a speed-up's logarithm at which it counts as known."""
@@ -127,6 +136,29 @@ def pooled_noise(values: Mapping[int, Mapping[int, float]], *, reference: int) -
     if not degrees:
         return None
     return Noise(relative_sd=math.sqrt(squares / degrees / 2), launches=len(used), degrees=degrees)
+
+
+def noise_of_search(values: Mapping[int, Mapping[int, float]], searched: Mapping[int, float]) -> Noise | None:
+    """Return the noise of the search: the root mean square of what its measurements differ by from the rounds.
+
+    It contains what the machine as a whole changed by, and what a few steps of a launch do not show.
+
+    Args:
+        values: Configuration -> round -> metric.
+        searched: Configuration -> metric of the search.
+
+    Returns:
+        The noise; None without a configuration that was measured in both.
+    """
+    logs = [
+        math.log(searched[number]) - statistics.fmean(map(math.log, own.values()))
+        for number, own in values.items()
+        if own and searched.get(number, 0.0) > 0
+    ]
+    if not logs:
+        return None
+    square = statistics.fmean(one**2 for one in logs)
+    return Noise(relative_sd=math.sqrt(square), launches=len(logs), degrees=len(logs))
 
 
 def is_precise(ratio: Ratio, noise: Noise | None) -> bool:

@@ -16,7 +16,15 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.config import ds_config
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.study.joint_estimate import JointEstimate
-from optuna_dsat.study.paired import PRECISION, Noise, Ratio, mean_in_rounds, paired_ratio, pooled_noise
+from optuna_dsat.study.paired import (
+    PRECISION,
+    Noise,
+    Ratio,
+    mean_in_rounds,
+    noise_of_search,
+    paired_ratio,
+    pooled_noise,
+)
 from optuna_dsat.study.rounds import MIN_ROUNDS, Rounds
 from optuna_dsat.study.warnings import warnings_of
 from optuna_dsat.trials import attributes
@@ -141,7 +149,9 @@ class Verdict:
     undecided: tuple[Undecided, ...]
     """Trials that the rounds do not distinguish from the result, and that were not candidates for it."""
     noise: Noise | None
-    """None before two rounds."""
+    """Of the rounds: what launches of one configuration differ by within a round; None before two rounds."""
+    search_noise: Noise | None
+    """Of the search: what its measurements differ by from the rounds; None before two rounds."""
     warnings: tuple[str, ...]
     """What speaks against relying on the numbers, with figures."""
     contenders: tuple[Contender, ...]
@@ -394,6 +404,9 @@ class _Judge:
         users = mean_in_rounds([self._values[own][one] for one in common])
         return mean_in_rounds([values[one] for one in common]), users
 
+    def _all_searched(self) -> Mapping[int, float]:
+        return {number: self._searched(number) for number in self._values}
+
     def _searched(self, number: int) -> float:
         return float(self._trials[number].values[0])
 
@@ -434,6 +447,7 @@ class _Judge:
             ties=ties,
             undecided=undecided,
             noise=self.noise,
+            search_noise=None if self.noise is None else noise_of_search(self._values, self._all_searched()),
             warnings=warnings_of(
                 self._rounds,
                 searched={one: self._searched(one) for one in (pick, self._baseline) if one is not None},

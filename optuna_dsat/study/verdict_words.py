@@ -152,12 +152,18 @@ def _why_not(one: Undecided) -> str:
 
 
 def _noise(verdict: Verdict) -> str:
-    noise = verdict.noise
+    noise, search = verdict.noise, verdict.search_noise
     if noise is None:
         return ""
+    told = (
+        f"Noise of the rounds: {noise.relative_sd:.1%}, the standard deviation of "
+        f"{things_in_words(noise.launches, 'launch')} within their rounds."
+    )
+    if search is None:
+        return told
     return (
-        f"Launches of one configuration differ by {noise.relative_sd:.1%} on this machine today (standard deviation, "
-        f"from {things_in_words(noise.launches, 'launch')})."
+        f"{told} Noise of the search: {search.relative_sd:.1%}, by which the search's values of "
+        f"{things_in_words(search.launches, 'configuration')} differ from the rounds."
     )
 
 

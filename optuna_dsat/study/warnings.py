@@ -54,8 +54,8 @@ def _drift(values: Mapping[int, float], *, least: float, noise: Noise | None) ->
         return []
     return [
         f"The machine changed while it was measured: in round {worst} your own config was {_percent(strays[worst])} "
-        f"its mean over {things_in_words(len(values), 'round')}, and launches differ by {noise.relative_sd:.1%} within "
-        "a round."
+        f"its mean over {things_in_words(len(values), 'round')}, and the noise of the rounds is "
+        f"{noise.relative_sd:.1%}."
     ]
 
 

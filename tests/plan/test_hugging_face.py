@@ -244,7 +244,7 @@ def test_quantized_weights_are_stated_as_not_counted(
     found = shape(write(tmp_path, **SMALL_LLAMA, **given))
     assert found.quantized == words
     machine = Machine(
-        gpu=find_gpu("a100-80g"), gpus_per_node=8, nodes=1, network_gbit_per_s=100.0, given_host_bytes=None
+        gpu=find_gpu("a100-80g"), gpus_per_node=8, nodes=1, given_network_gbit_per_s=None, given_host_bytes=None
     )
     about = " ".join(plan_shape(found, machine, config=None, memory_margin=0.05).about)
     assert ("does not count that: each weight takes 16 bits" in about) == bool(words)

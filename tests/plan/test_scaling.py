@@ -15,7 +15,11 @@ def subject(
     params: float, gpu: str, *, gpus: int, nodes: int = 1, network: float = 100.0, host_bytes: int | None = None
 ) -> Subject:
     machine = Machine(
-        gpu=find_gpu(gpu), gpus_per_node=gpus, nodes=nodes, network_gbit_per_s=network, given_host_bytes=host_bytes
+        gpu=find_gpu(gpu),
+        gpus_per_node=gpus,
+        nodes=nodes,
+        given_network_gbit_per_s=network,
+        given_host_bytes=host_bytes,
     )
     shape = shape_of(params=round(params), hidden=None, layers=None, heads=None)
     return plan_shape(shape, machine, config=None, memory_margin=0.05).subject
@@ -42,7 +46,9 @@ def test_the_last_is_the_plan_itself() -> None:
     machine = subject(1.3e9, "a100-40g", gpus=4)
     plan = plan_shape(
         shape_of(params=round(1.3e9), hidden=None, layers=None, heads=None),
-        Machine(gpu=find_gpu("a100-40g"), gpus_per_node=4, nodes=1, network_gbit_per_s=100.0, given_host_bytes=None),
+        Machine(
+            gpu=find_gpu("a100-40g"), gpus_per_node=4, nodes=1, given_network_gbit_per_s=None, given_host_bytes=None
+        ),
         config=None,
         memory_margin=0.05,
     )

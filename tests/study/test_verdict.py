@@ -309,7 +309,24 @@ def test_noise_comes_from_the_rounds_and_a_machine_that_became_busy_is_told() ->
     assert drift.startswith("The machine changed while it was measured: in round 1 your own config was 96% above")
     assert since.startswith("Your own config measured 49% below its value in the search over 3 rounds")
     assert found.noise is not None
-    assert f"launches differ by {found.noise.relative_sd:.1%}" in drift
+    assert f"the noise of the rounds is {found.noise.relative_sd:.1%}" in drift
+
+
+def test_noise_is_one_number_for_the_rounds_and_one_for_the_search_each_with_its_origin() -> None:
+    """It was '1.5% on this machine today' beside 'your own config measured 18% above its value in the search'."""
+    trials = (trial(OWN, 10.0), trial(1, 16.0, micro_batch=8))
+    found = judged(trials, rounds_of({OWN: [11.8, 11.9, 11.7], 1: [16.0, 16.4, 16.1]}))
+    assert found.noise is not None
+    assert found.search_noise is not None
+    off = [math.log(11.8 * 11.9 * 11.7 / 10.0**3) / 3, math.log(16.0 * 16.4 * 16.1 / 16.0**3) / 3]
+    assert found.search_noise.relative_sd == pytest.approx(math.sqrt((off[0] ** 2 + off[1] ** 2) / 2))
+    [line] = [one for one in verdict_in_words(found, metric="throughput") if one.startswith("Noise")]
+    assert line == (
+        f"Noise of the rounds: {found.noise.relative_sd:.1%}, the standard deviation of 6 launches within their "
+        f"rounds. Noise of the search: {found.search_noise.relative_sd:.1%}, by which the search's values of "
+        "2 configurations differ from the rounds."
+    )
+    assert judged(trials, Rounds()).search_noise is None
 
 
 def test_steady_noise_raises_no_warning() -> None:
