@@ -116,12 +116,7 @@ class BatchRule:
         return f"What sets the script's batch size ({self.own}) was not found{fed}"
 
     def advice(self, config: Mapping[str, Any]) -> str:
-        """Return what to change in the script before it trains with ``config``; empty if the command says it."""
-        if self.kind == "held" and self.constant:
-            return (
-                f"The micro-batch was held at {self.own}, which seems to be a constant at {self.file}:{self.line}: "
-                "write another value there and tune again, or take it from an option, which then follows by itself."
-            )
+        """Return what to change in the script before its command trains with ``config``; empty for nothing."""
         if self.kind in ("option", "held") or config.get(MICRO_BATCH) == self.own:
             return ""
         size = config[self.counts if self.kind == "setting" else MICRO_BATCH]
@@ -130,6 +125,15 @@ class BatchRule:
             "attribute": f"{self.key}, used at {self.file}:{self.line},",
         }.get(self.kind, f"the batch size at {self.file}:{self.line}")
         return f"Set {where} to {size}: the script takes its batch size from there, and DeepSpeed does not change it."
+
+    def advice_on_held(self) -> str:
+        """Return how a batch size that was held as a constant of the source can be tuned; empty if it was not."""
+        if self.kind != "held" or not self.constant:
+            return ""
+        return (
+            f"The micro-batch was held at {self.own}, which seems to be a constant at {self.file}:{self.line}: "
+            "write another value there and tune again, or take it from an option, which then follows by itself."
+        )
 
 
 def held(own: int, *, found: BatchSourcesFound | None = None, ranks: int = 1) -> BatchRule:

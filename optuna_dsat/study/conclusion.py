@@ -25,11 +25,11 @@ from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.result import (
     StudyResult,
     best_settings,
+    command_to_train,
     fields_of,
     learning_rate_advice,
     measurement_in_words,
     metrics_file,
-    training_command,
     write_best,
     write_settings,
 )
@@ -211,15 +211,12 @@ class Conclusion:
                 write_settings(settings, complete)
             self._study.set_user_attr(attributes.WINNER, trial.number)
             self._study.set_user_attr(attributes.END_REASON, self._reason.value)
-        command, names_config = training_command(
+        command = command_to_train(
             spec,
             complete,
-            config_path,
-            deepspeed_launcher=self._profiled.deepspeed_launcher,
-            starts_ranks=self._profiled.starts_ranks,
+            profiled=self._profiled,
             host_threads=trial.user_attrs.get(attributes.HOST_THREADS),
-            config_option=self._profiled.config_option,
-            config_in_code=self._profiled.config_in_code,
+            storage=self._context.store.absolute_url,
         )
         batch, own = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=self._ranks(trial))
         samples = dataset_size(spec, self._profiled)
@@ -240,7 +237,6 @@ class Conclusion:
                 config, batch=batch, user_batch=own, samples=samples, is_chosen=batch == spec.train_batch_size
             ),
             loss_check=loss_check,
-            command_names_config=names_config,
             measurement=measurement_in_words(trial, metrics=metrics),
             advice=self._profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),

@@ -106,7 +106,8 @@ def test_a_constant_is_named_where_one_is_the_likeliest(constants: list[dict[str
     rule = held(8, found=found(constants=constants, fed_at=FED_AT), ranks=2)
     assert (rule.line, rule.constant) == (line, True)
     assert f"seems to be a constant (train.py, line {line}" in rule.announcement()
-    assert f"/a/train.py:{line}" in rule.advice({MICRO_BATCH: 8})
+    assert rule.advice({MICRO_BATCH: 8}) == ""
+    assert f"/a/train.py:{line}" in rule.advice_on_held()
     assert BatchRule.from_json(rule.to_json()) == rule
 
 
@@ -117,7 +118,7 @@ def test_no_constant_is_named_where_none_is_the_likeliest(constants: list[dict[s
     rule = held(8, found=found(constants=constants, fed_at=FED_AT), ranks=2)
     assert not rule.constant
     assert "(8) was not found; the batches go to the model at train.py, line 30" in rule.announcement()
-    assert rule.advice({MICRO_BATCH: 8}) == ""
+    assert (rule.advice({MICRO_BATCH: 8}), rule.advice_on_held()) == ("", "")
 
 
 def test_an_attribute_of_a_data_set_is_told_to_the_ranks() -> None:
