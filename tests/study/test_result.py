@@ -20,7 +20,7 @@ from optuna_dsat.study.result import command_to_train, learning_rate_advice, tra
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.study.trainable import complete_config
 
-BEST = Path("/out/best_ds_config.json")
+BEST = Path("/out/s/best_ds_config.json")
 STORAGE = "sqlite:////out/study.db"
 
 
