@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.shell import enter
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.experiment import Experiment, read_experiment
 from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
@@ -49,7 +50,7 @@ def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozen
     given = [*own, *further]
     experiment = read_experiment(file)
     arguments = [*_settings(experiment, given=given, known=known), *given, *kept_places(cwd, folder, given=given)]
-    os.chdir(folder)
+    enter(folder)
     named = os.path.relpath(file, folder)
     for note in _notes(experiment, known=known):
         say_prose(f"{named}: {note}", file=sys.stderr)

@@ -18,6 +18,7 @@ from optuna_dsat.cli.catalogue import SEARCHES
 from optuna_dsat.cli.experiment_form import is_experiment, kept_places, unfold_experiment, value_given
 from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.shell import enter
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.launch_command import LaunchCommand
 from optuna_dsat.tuning.parse import NO_CONFIG
@@ -79,7 +80,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
     if found.folder is not None:
         say_prose(f"Launches run in {found.folder}, where the command goes.", file=sys.stderr)
         places = kept_places(cwd, Path(found.folder), given=own)
-        os.chdir(found.folder)
+        enter(Path(found.folder))
         cwd = Path(found.folder)
     notes = (*found.notes, *_note_on_nodes(found, engine=engine), *own_notes)
     for note in notes:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optuna_dsat.study.request import StudyRequest
     from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["resume", "worker"]
+__all__ = ["Approval", "Trust", "Workdir", "ask_for_secrets", "resume", "worker"]
 
 _MaxTrials = Annotated[
     int | None, typer.Option("--max-trials", help="New number of launches of trials.", show_default=False)
@@ -37,7 +37,7 @@ _WaitForGpus = Annotated[
     float | None,
     typer.Option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s.", show_default=False),
 ]
-_Workdir = Annotated[
+Workdir = Annotated[
     Path | None,
     typer.Option(
         "--workdir",
@@ -47,7 +47,7 @@ _Workdir = Annotated[
 ]
 
 
-_Trust = Annotated[
+Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
@@ -64,8 +64,8 @@ def resume(
     min_gain: _MinGain = None,
     confirm_time: _ConfirmTime = None,
     wait_for_gpus: _WaitForGpus = None,
-    workdir: _Workdir = None,
-    trust: _Trust = False,
+    workdir: Workdir = None,
+    trust: Trust = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -77,19 +77,19 @@ def resume(
         "wait_for_gpus_s": wait_for_gpus,
     }
     given = {field: limit for field, limit in limits.items() if limit is not None}
-    request = _request(name, storage, limits=given, workdir=workdir, approve=_Approval(trust, quiet), conclude=True)
+    request = _request(name, storage, limits=given, workdir=workdir, approve=Approval(trust, quiet), conclude=True)
     run_request(request, quiet=quiet, as_json=as_json)
 
 
 def worker(
     name: Name,
     storage: Storage = DEFAULT_STORAGE,
-    workdir: _Workdir = None,
-    trust: _Trust = False,
+    workdir: Workdir = None,
+    trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Join a study from another process or machine; whoever started it confirms and exports the winner."""
-    request = _request(name, storage, limits={}, workdir=workdir, approve=_Approval(trust, quiet), conclude=False)
+    request = _request(name, storage, limits={}, workdir=workdir, approve=Approval(trust, quiet), conclude=False)
     run_request(request, quiet=quiet, as_json=False)
 
 
@@ -98,7 +98,7 @@ def _has_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
-class _Approval:
+class Approval:
     """Shows what a study would run; asks where this user did not run just that on this machine before.
 
     Args:
@@ -135,7 +135,7 @@ def _request(
     *,
     limits: Mapping[str, float],
     workdir: Path | None,
-    approve: _Approval,
+    approve: Approval,
     conclude: bool,
 ) -> StudyRequest:
     from optuna_dsat.tuning.resume import resume_request
@@ -149,11 +149,11 @@ def _request(
         on_notice=lambda text: say_prose(text, file=sys.stderr),
         approve=approve,
     )
-    _ask_for_secrets(request.spec)
+    ask_for_secrets(request.spec)
     return request
 
 
-def _ask_for_secrets(spec: StudySpec) -> None:
+def ask_for_secrets(spec: StudySpec) -> None:
     """Ask on a terminal for what the study needs and nothing stores; elsewhere the run says what is missing."""
     from optuna_dsat.secrecy.references import keep
     from optuna_dsat.study.needed_secrets import missing_secrets

@@ -64,10 +64,7 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         say_prose(changes_in_words(result.changes))
     say(f"Written to {result.config_path}")
     say(f"Metrics in {result.metrics_path}")
-    if result.command_names_config:
-        say("Train with it:")
-    else:
-        say(f"Train with it, once your script reads {result.config_path}:")
+    say("Train with it:")
     say(f"  {result.command}")
     if result.advice:
         say_prose(result.advice)

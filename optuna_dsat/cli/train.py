@@ -1,14 +1,18 @@
-"""``train``: train a ``DeepSpeedTrial`` to the end, with a config that a search found or any other."""
+"""``train``: train to the end, a stored study's script with its best config or a ``DeepSpeedTrial`` with any."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
+from optuna_dsat.cli.commands import origins_of
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage, complete_studies
+from optuna_dsat.cli.resume import Approval, Trust, Workdir, ask_for_secrets
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Length, is_trial_class
@@ -16,14 +20,42 @@ from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Length, is_trial_clas
 __all__ = ["TrainOptions", "train"]
 
 _LENGTH = "LENGTH"
+_OF_CLASS = (
+    *("hparams", "max_length", "validation_period", "checkpoint_period", "report_period", "checkpoint_dir", "resume"),
+    *("seed", "gpus", "cpu_ranks"),
+)
+"""Options for a model definition alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Arguments and options of ``train``."""
 
-    trial: Annotated[str, typer.Argument(metavar="NAME:CLASS", help="The model definition, such as model_def:MyTrial.")]
-    config: Annotated[Path, typer.Argument(metavar="DS_CONFIG", help="The DeepSpeed config (JSON).")]
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="STUDY|NAME:CLASS",
+            help="A stored study, or a model definition such as model_def:MyTrial.",
+            show_default=False,
+            autocompletion=complete_studies,
+        ),
+    ]
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- ARG]...|DS_CONFIG",
+            help="For a study, arguments appended to those of its script; for a model definition, the DeepSpeed "
+            "config (JSON).",
+            show_default=False,
+        ),
+    ] = None
+    storage: Storage = DEFAULT_STORAGE
+    trial: Annotated[
+        int | None,
+        typer.Option(help="Study: train with the config of this trial.  \\[default: the best config]", min=0),
+    ] = None
+    workdir: Workdir = None
+    trust: Trust = False
     hparams: Annotated[Path | None, typer.Option(help="Hyperparameters (YAML or JSON).")] = None
     max_length: Annotated[str, typer.Option(metavar=_LENGTH, help="How long: 100batches, 3epochs or 5000records.")] = (
         DEFAULT_LENGTH
@@ -52,8 +84,46 @@ class TrainOptions:
     ] = None
 
 
-def train(options: TrainOptions) -> None:
-    """Train a DeepSpeedTrial: validation, metrics as lines of JSON, checkpoints, and resuming from them."""
+def train(context: typer.Context, options: TrainOptions) -> None:
+    """Train to the end: a study's script with its best config, or a DeepSpeedTrial with a config."""
+    if is_trial_class(options.target):
+        _train_class(options)
+    if Path(options.target).suffix == ".py":
+        raise UsageError(
+            "train takes a stored study, or a model definition such as model_def:MyTrial; "
+            f"got {options.target!r}. torchrun trains a script."
+        )
+    _refuse_given(context, _OF_CLASS, "a model definition (NAME:CLASS), not for a study")
+
+    from optuna_dsat.tuning.train import train_study
+
+    code = train_study(
+        options.target,
+        options.storage,
+        trial=options.trial,
+        args=options.words or (),
+        workdir=options.workdir,
+        on_notice=lambda text: say_prose(text, file=sys.stderr),
+        approve=Approval(options.trust, quiet=True),
+        ask_for_secrets=ask_for_secrets,
+    )
+    sys.exit(code)
+
+
+def _refuse_given(context: typer.Context, names: Iterable[str], what: str) -> None:
+    """Refuse options that do not apply.
+
+    Raises:
+        UsageError: Names the first.
+    """
+    given = origins_of(context, names)
+    for name, origin in given.items():
+        if origin == "command line":
+            raise UsageError(f"--{name.replace('_', '-')} is for {what}.")
+
+
+def _train_class(options: TrainOptions) -> NoReturn:
+    """Train a ``DeepSpeedTrial`` and leave with its exit code."""
     from optuna_dsat.config import ds_config, user_file
     from optuna_dsat.launch.full_run import run_full
     from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
@@ -61,13 +131,13 @@ def train(options: TrainOptions) -> None:
     from optuna_dsat.tuning.devices import choose_devices
     from optuna_dsat.tuning.target import trial_target
 
-    if not is_trial_class(options.trial):
+    if len(options.words or ()) != 1:
         raise UsageError(
-            f"train takes a model definition, such as model_def:MyTrial; got {options.trial!r}. "
-            "torchrun trains a script."
+            f"train {options.target} takes one DeepSpeed config: optuna-dsat train {options.target} DS_CONFIG."
         )
-    target = trial_target(options.trial, options.config, options.hparams, _runner_arguments(options))
-    settings = ds_config.merge(user_file.load(options.config).raw, target.overwrites)
+    config = Path((options.words or [""])[0])
+    target = trial_target(options.target, config, options.hparams, _runner_arguments(options))
+    settings = ds_config.merge(user_file.load(config).raw, target.overwrites)
     devices = choose_devices(options.gpus, options.cpu_ranks, option="--gpus")
     for notice in devices.notices:
         say_prose(notice, file=sys.stderr)
@@ -80,7 +150,7 @@ def train(options: TrainOptions) -> None:
             args=target.args,
             is_module=True,
             cwd=str(Path.cwd()),
-            config_path=str(options.config.resolve()),
+            config_path=str(config.resolve()),
         ),
         ds_config=secrets.data(settings),
         overlay={},

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from optuna_dsat.escape.terminal import plain
 
-__all__ = ["folded", "shell_line"]
+__all__ = ["enter", "folded", "in_folder", "program", "shell_line"]
 
 _WORD = re.compile(r"""(?:\$'(?:\\.|[^'\\])*'|'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""", re.DOTALL)
 _GOES_ON = " \\\n  "
+_left: list[Path] = []
+"""Folders that this process has left; the first is that of the shell which started it."""
+
+
+def enter(folder: Path) -> None:
+    """Change the working directory of this process, whose shell stays in its own."""
+    _left.append(Path.cwd())
+    os.chdir(folder)
+
+
+def in_folder(folder: str) -> list[str]:
+    """Return options of ``env`` that run a command in a folder; empty where the shell is in it."""
+    here = _left[0] if _left else Path.cwd()
+    return [] if here.resolve() == Path(folder).resolve() else ["-C", folder]
+
+
+def program(name: str) -> str:
+    """Return the name of a program of this Python's environment; its path where ``PATH`` leads elsewhere."""
+    own, found = Path(sys.executable).with_name(name), shutil.which(name)
+    is_found = found is not None and Path(found).parent.resolve() == own.parent.resolve()
+    return name if is_found or not own.exists() else str(own)
 
 
 def shell_line(words: Iterable[str]) -> str:

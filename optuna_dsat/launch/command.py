@@ -29,6 +29,8 @@ __all__ = [
     "launch_environment",
     "needs_python_path",
     "package_dir",
+    "rank_variables",
+    "rank_words",
     "torchrun_command",
 ]
 
@@ -93,8 +95,6 @@ def torchrun_command(
     On one machine a rendezvous on port 0 lets the operating system choose the port, so that concurrent launches do not
     clash; the ranks' own store shares that port.
     """
-    script = request.command
-    target = ("--module", script.script) if script.is_module else (script.script,)
     return (
         python,
         "-m",
@@ -102,10 +102,24 @@ def torchrun_command(
         *_meeting(request, rendezvous),
         *("--max_restarts", "0"),
         *("--log_dir", str(directory.torchrun_dir)),  # else torchrun leaves a folder among the temporary files
+        *rank_words(request),
+    )
+
+
+def rank_words(request: LaunchRequest) -> tuple[str, ...]:
+    """Return what torchrun starts on each rank, which needs ``rank_variables``."""
+    script = request.command
+    return (
         *("-m", "optuna_dsat.runtime"),
-        *target,
+        *(("--module",) if script.is_module else ()),
+        script.script,
         *map_arguments(script.args, script.arg_mappings, request.ds_config, world_size=request.slots),
     )
+
+
+def rank_variables(directory: RunDirectory) -> dict[str, str]:
+    """Return the variables by which a rank finds its launch description."""
+    return {LAUNCH_ENV: str(directory.launch)}
 
 
 def _meeting(request: LaunchRequest, rendezvous: Rendezvous | None) -> tuple[str, ...]:
@@ -180,7 +194,7 @@ def launch_environment(
     # Set for started and forked ranks alike: torchrun's default is one thread, a fork's that of its parent.
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
-    environ[LAUNCH_ENV] = str(directory.launch)
+    environ.update(rank_variables(directory))
     environ[MARK_ENV] = mark
     return environ
 

@@ -227,8 +227,7 @@ def _commands(view: StudyView) -> str:
     ]
     winner = winner_of(view)
     if winner is not None and winner.ended:
-        purpose = "# train" if winner.command_names_config else f"# train, once the script reads {BEST_CONFIG}"
-        lines += [purpose, winner.command]
+        lines += ["# train", winner.command]
     # A line that does not fit widens the whole page of optuna-dashboard, paragraphs included.
     return fenced("\n".join(folded(line, width=_LINE_CHARS) for line in lines), "sh", limit_chars=WHOLE_CHARS)
 

@@ -388,8 +388,7 @@ def _rate(view: StudyView, trial: FrozenTrial, outcome: str) -> str:
 def _commands(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str]]:
     """Yield the purpose of a command, and the command."""
     if winner is not None and winner.ended:
-        named = winner.command_names_config
-        yield ("Train with the best config" if named else "Train, once the script reads the config"), winner.command
+        yield "Train with the best config", winner.command
     if view.is_fruitless or (winner is not None and winner.ended):
         more = ("--max-trials", 2 * view.spec.max_trials)
         yield "Search on, with more launches", cli_command(view, "resume", *more)

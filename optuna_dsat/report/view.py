@@ -113,7 +113,7 @@ def read_view(store: Store, name: str) -> StudyView:
         **{one.name: getattr(stored, one.name) for one in fields(StoredStudy)},
         launches=launches,
         step_times=step_times,
-        storage_url=store.url,
+        storage_url=store.absolute_url,
         tokens_per_sample=_tokens_per_sample(store, stored),
     )
 

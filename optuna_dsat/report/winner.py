@@ -15,12 +15,7 @@ from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.study.config_changes import Change, config_changes
 from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.data_size import epoch_samples
-from optuna_dsat.study.result import (
-    BEST_CONFIG,
-    best_settings,
-    learning_rate_advice,
-    training_command,
-)
+from optuna_dsat.study.result import best_settings, command_to_train, learning_rate_advice
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.study.trainable import trainable_config
 from optuna_dsat.study.user_config import own_train_batch_size, user_config
@@ -50,10 +45,8 @@ class Winner:
     """How it differs from the user's own."""
     command: str
     """The command that trains with it, without secrets."""
-    command_names_config: bool
-    """Whether the command names the config; otherwise the script has to be changed to read it."""
     advice: tuple[str, ...]
-    """What to change with it: learning rate, arguments of the script."""
+    """What to consider with it: learning rate, changes of the script."""
     speed_up: float | None
     """Over the user's own config; None if that was not measured."""
     speed_up_low: float | None
@@ -71,15 +64,12 @@ def winner_of(view: StudyView) -> Winner | None:
     ranks = attributes.data_parallel_size(best.trial, slots=spec.slots_per_trial)
     complete, config = view.complete_config(best.trial), view.ready_config(best.trial)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
-    command, names_config = training_command(
+    command = command_to_train(
         spec,
         complete,
-        spec.study_dir / BEST_CONFIG,
-        deepspeed_launcher=view.profiled is not None and view.profiled.deepspeed_launcher,
-        starts_ranks=view.profiled is not None and view.profiled.starts_ranks,
+        profiled=view.profiled,
         host_threads=best.trial.user_attrs.get(attributes.HOST_THREADS),
-        config_option="" if view.profiled is None else view.profiled.config_option,
-        config_in_code=view.profiled is not None and view.profiled.config_in_code,
+        storage=view.storage_url,
     )
     rate = learning_rate_advice(
         config,
@@ -100,7 +90,6 @@ def winner_of(view: StudyView) -> Winner | None:
         config=redacted(config),
         changes=config_changes(redacted(own), redacted(complete)),
         command=shell_join(without_secrets(shlex.split(command))),
-        command_names_config=names_config,
         advice=tuple(text for text in (rate, script) if text),
         speed_up=None if ratio is None else ratio.value,
         speed_up_low=None if ratio is None else ratio.low,
@@ -109,7 +98,7 @@ def winner_of(view: StudyView) -> Winner | None:
 
 
 def _advice(view: StudyView, config: Mapping[str, Any]) -> str:
-    """Return what to change in the script, or in its settings, before it trains with a config."""
+    """Return what may be changed in the script or in its settings."""
     if view.profiled is None:
         return ""
     copied = best_settings(view.spec, config, view.spec.study_dir)

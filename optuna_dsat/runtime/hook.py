@@ -105,7 +105,7 @@ class DeepSpeedHook:
             micro_batch=self._config.micro_batch,
             follow=plan.batch_source,
             fed=lambda: state.fed,
-            repeat=True,
+            repeat=plan.measures,
             noting=plan.purpose == "profile",
             outputs=Path(plan.trackers_dir) / "hydra" if plan.trackers_dir else None,
         )
@@ -127,9 +127,10 @@ class DeepSpeedHook:
         watched |= own_rendezvous.callbacks(self._rank)
         for kind in _TRAINERS:
             watched |= kind(plan=self._plan, rank=self._rank, write=self._writer.write).callbacks()
-        if self._plan.measures:
+        if self._plan.measures or self._plan.batch_source:
             self._batch_sources.install()
             watched |= self._batch_sources.callbacks()
+        if self._plan.measures:
             watched["torch.optim.optimizer"] = self._optimizers_imported
         if self._plan.trackers_dir:
             watched["torch.utils.tensorboard.writer"] = self._tensorboard_imported

@@ -73,7 +73,7 @@ _DISABLED_METHODS = ("_save_checkpoint", "create_model_card", "init_hf_repo", "p
 
 SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
 """Scheduler parameters that the Trainer computes from the training length and compares with the config. They depend on
-the micro-batch, so a launch that measures uses the computed values."""
+the micro-batch, so launches use the computed values."""
 
 
 class _OwnOptions:
@@ -146,7 +146,7 @@ class HuggingFaceHook:
             original(config, *args, **kwargs)
             laid = effective_config(config.config, self._plan.overlay)
             laid.setdefault("zero_optimization", {"stage": 0})  # accelerate refuses a config without
-            if self._plan.measures and hasattr(config, "trainer_config_finalize"):
+            if hasattr(config, "trainer_config_finalize"):
                 _reset_schedule_length(laid)
             config.config = LaidConfig(config.config, laid)
             config.set_stage_and_offload()

@@ -141,7 +141,7 @@ class BatchRule:
         return f"What sets the script's batch size ({self.own}) was not found{fed}"
 
     def advice(self, config: Mapping[str, Any]) -> str:
-        """Return what to change in the script before it trains with ``config``; empty if the command says it."""
+        """Return what to change in the script before its command trains with ``config``; empty for nothing."""
         if self.kind in ("config", "option", "held") or config.get(MICRO_BATCH) == self.own:
             return ""
         size = config[self.counts if self.kind == "setting" else MICRO_BATCH]

@@ -142,6 +142,11 @@ class Store:
         """The storage URL for display, with the password masked."""
         return self._database.shown
 
+    @property
+    def absolute_url(self) -> str:
+        """The storage URL that names the database from every folder, with the password masked."""
+        return display_url(self._database.url)
+
     def require_present(self) -> None:
         """Refuse to go on with a database that was removed or replaced. See ``Database.require_present``."""
         self._database.require_present()

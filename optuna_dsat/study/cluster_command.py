@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import shlex
 from collections.abc import Sequence
 
+from optuna_dsat.escape.shell import in_folder, program
 from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["cluster_training_command"]
+__all__ = ["cluster_training_command", "device_settings", "environment_words"]
 
 _MASTER = (
     '$(scontrol show node "$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)"'
@@ -31,21 +32,37 @@ def cluster_training_command(spec: StudySpec, *, settings: Sequence[str], words:
     return (_ray_command if spec.on == "ray" else _srun_command)(spec, settings=settings, words=words)
 
 
+def device_settings(spec: StudySpec) -> list[str]:
+    """Return the variables that make DeepSpeed use the CPU, as ``NAME=VALUE``; empty for GPUs."""
+    return [] if spec.device == "cuda" else ["DS_ACCELERATOR=cpu", f"LOCAL_SIZE={spec.slots_per_node}"]
+
+
+def environment_words(spec: StudySpec, settings: Sequence[str]) -> list[str]:
+    """Return the words before a command that set its variables and its working directory; empty for neither.
+
+    Args:
+        spec: The study.
+        settings: Variables, as ``NAME=VALUE``.
+    """
+    words = [*in_folder(spec.script.cwd), *settings]
+    return ["env", *words] if words else []
+
+
 def _ray_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[str]) -> str:
     where = ["--address", spec.ray_address] if spec.ray_address else []
     shape = ["--nodes", str(spec.nodes_per_trial), "--ranks", str(spec.slots_per_node)]
     shape += ["--gpus", str(spec.gpus_per_node)] if spec.gpus_per_node else []
     shape += [word for name in spec.ray_node for word in ("--node", name)]
-    runner = [sys.executable, "-m", "optuna_dsat.cluster.ray_train", *where, *shape]
-    return shell_join([*(["env", *settings] if settings else []), *runner, "--", *words])
+    runner = [program("python"), "-m", "optuna_dsat.cluster.ray_train", *where, *shape]
+    return shell_join([*environment_words(spec, settings), *runner, "--", *words])
 
 
 def _srun_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[str]) -> str:
     nodes = spec.nodes_per_trial
     asked = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     asked += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
-    prefix = shell_join(["srun", *asked, *spec.slurm_arg, *(["env", *settings] if settings else [])])
-    torchrun = f"torchrun --nnodes {nodes} --nproc_per_node {spec.slots_per_node}"
+    prefix = shell_join(["srun", *asked, *spec.slurm_arg, *environment_words(spec, settings)])
+    torchrun = f"{shlex.quote(program('torchrun'))} --nnodes {nodes} --nproc_per_node {spec.slots_per_node}"
     if nodes == 1:
         return f"{prefix} {torchrun} {shell_join(words)}"
     meeting = f"--node_rank $SLURM_PROCID --rdzv_backend static --master_addr {_MASTER} --master_port {_PORT}"

@@ -31,11 +31,11 @@ from optuna_dsat.study.result import (
     BEST_METRICS,
     StudyResult,
     best_settings,
+    command_to_train,
     fields_of,
     learning_rate_advice,
     measurement_in_words,
     metrics_file,
-    training_command,
     write_best,
     write_settings,
 )
@@ -224,15 +224,12 @@ class Conclusion:
             self._study.set_user_attr(attributes.WRITTEN, digests(files))
             self._study.set_user_attr(attributes.WINNER, trial.number)
             self._study.set_user_attr(attributes.END_REASON, self._reason.value)
-        command, names_config = training_command(
+        command = command_to_train(
             spec,
             complete,
-            config_path,
-            deepspeed_launcher=self._profiled.deepspeed_launcher,
-            starts_ranks=self._profiled.starts_ranks,
+            profiled=self._profiled,
             host_threads=trial.user_attrs.get(attributes.HOST_THREADS),
-            config_option=self._profiled.config_option,
-            config_in_code=self._profiled.config_in_code,
+            storage=self._context.store.absolute_url,
         )
         ranks = self._ranks(trial)
         batch, own = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
@@ -256,7 +253,6 @@ class Conclusion:
                 config, batch=batch, user_batch=own, samples=samples, is_chosen=batch == spec.train_batch_size
             ),
             loss_check=loss_check,
-            command_names_config=names_config,
             headroom=self._study.user_attrs.get(attributes.HEADROOM),
             measurement=measurement_in_words(trial, metrics=metrics),
             advice=self._profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,13 +68,28 @@ def launch_request(
     )
 
 
-def full_request(spec: StudySpec, config: Mapping[str, Any]) -> LaunchRequest:
-    """Return a training run to its end under a config; the limits of measured launches do not apply.
+def full_request(
+    spec: StudySpec,
+    *,
+    config: Mapping[str, Any],
+    overlay: Mapping[str, Any],
+    args: Sequence[str] = (),
+    host_threads: int | None = None,
+) -> LaunchRequest:
+    """Return a training run to its end under a trial's config; the limits of measured launches do not apply.
 
     A ``DeepSpeedTrial`` keeps its checkpoints in the study's folder, unless its arguments name another, and goes on
     from them.
+
+    Args:
+        spec: The study.
+        config: The trial's complete config.
+        overlay: The trial's overlay.
+        args: Arguments appended to the script's.
+        host_threads: Host threads per rank in the measurement; None if unknown.
     """
     command = script_command(spec)
+    command = replace(command, args=(*command.args, *args))
     if command.script == RUNNER:
         args = complete_training(command.args, spec.study_dir / CHECKPOINTS)
         command = replace(command, args=(*args, *([] if "--resume" in args else ["--resume"])))
@@ -82,7 +98,13 @@ def full_request(spec: StudySpec, config: Mapping[str, Any]) -> LaunchRequest:
         purpose="full",
         command=command,
         ds_config=dict(config),
-        overlay=dict(config),
+        overlay=dict(overlay),
         slots=spec.slots_per_trial,
-        env=spec.script.environment,
+        env={**_threads(host_threads), **spec.script.environment},
     )
+
+
+def _threads(host_threads: int | None) -> dict[str, str]:
+    """Return the variable that sets the host threads of a rank; empty if they are unknown or the user sets them."""
+    known = host_threads is not None and "OMP_NUM_THREADS" not in os.environ
+    return {"OMP_NUM_THREADS": str(host_threads)} if known else {}

@@ -115,12 +115,36 @@ class Profiled:
         )
 
     def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
-        """Return what to change in the script before it trains with a config; empty if nothing is.
+        """Return what a user may change in the script; empty if nothing is worth it.
 
         Args:
-            config: The config.
-            settings_written: Whether a copy of the script's settings file says its batch size.
+            config: The config to train with.
+            settings_written: Whether a copy of the script's settings file has its batch size.
         """
+        edits = self._edits(config, settings_written=settings_written)
+        return f"Without `optuna-dsat train`, change the script: {edits}" if edits else ""
+
+    def trains_by_command(self, spec: StudySpec, config: Mapping[str, Any], *, settings_written: bool) -> bool:
+        """Whether the script's own command, with a config's file, trains with all of that config.
+
+        It does not if the batch size is set in code, or if code overwrites settings that it has read from the file.
+
+        Args:
+            spec: The study, following the script.
+            config: The complete config.
+            settings_written: Whether a copy of the script's settings file has its batch size.
+        """
+        followed = {*spec.script.arg_mappings, *([ds_config.MICRO_BATCH] if self.batch or self.trainer else [])}
+        settings = ds_config.flatten(config)
+        overwritten = [
+            key
+            for key, (value, in_file) in self.config_differences.items()
+            if key not in followed and in_file != ds_config.AUTO and settings.get(key) != value
+        ]
+        return not overwritten and not self._edits(config, settings_written=settings_written)
+
+    def _edits(self, config: Mapping[str, Any], *, settings_written: bool) -> str:
+        """Return what to change in the script so that its own command trains with a config; empty for nothing."""
         trainer = "" if self.trainer is None else self.trainer.advice(config, settings_written=settings_written)
         batch = "" if self.batch is None or settings_written else self.batch.advice(config)
         return " ".join(filter(None, (trainer, batch)))

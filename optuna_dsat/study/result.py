@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.escape.shell import program
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.script.arg_mapping import map_arguments, with_option
 from optuna_dsat.script.config_copy import config_copy
@@ -20,7 +21,7 @@ from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import names_in, resolved, shell_join
 from optuna_dsat.secrecy.shapes import find_secrets
-from optuna_dsat.study.cluster_command import cluster_training_command
+from optuna_dsat.study.cluster_command import cluster_training_command, device_settings, environment_words
 from optuna_dsat.study.config_changes import Change
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
     import optuna
     from optuna.trial import FrozenTrial
 
+    from optuna_dsat.study.profiled import Profiled
+
 
 __all__ = [
     "BEST_CONFIG",
     "BEST_METRICS",
     "StudyResult",
     "best_settings",
+    "command_to_train",
     "fields_of",
     "learning_rate_advice",
     "measurement_in_words",
@@ -95,7 +99,7 @@ class StudyResult:
     metrics_path: str
     """Where ``metrics``, the interval and the finalists were written."""
     command: str
-    """The shell command that trains with it."""
+    """The shell command that trains with it: the script's own where that is enough, else ``optuna-dsat train``."""
     train_batch_size: int
     """Global batch of ``config``, in samples."""
     user_train_batch_size: int
@@ -106,8 +110,6 @@ class StudyResult:
     """What the changed global batch means for learning rate and steps; None if it did not change."""
     loss_check: Mapping[str, Any] | None
     """A ``optuna_dsat.study.loss_check.LossCheck`` as a dictionary; None if it was not requested."""
-    command_names_config: bool
-    """Whether the command names the winning config; otherwise the script must be changed to read it."""
     headroom: float | None = None
     """Share of the metric by which the best of the space exceeds the best measured, with 90% probability at most; None
     if the method has no posterior, or the search was interrupted."""
@@ -116,7 +118,7 @@ class StudyResult:
     changes: Sequence[Change] = ()
     """Every key whose value in ``config`` differs from the user's config: changed, added, dropped."""
     advice: str = ""
-    """What to change in the script before it trains with the config; empty if nothing."""
+    """What may be changed in the script; empty if nothing."""
     failures: str = ""
     """Structures at which no launch ran, with their errors; empty without any."""
     launches: Mapping[str, int]
@@ -351,6 +353,42 @@ def metrics_file(
     }
 
 
+def command_to_train(
+    spec: StudySpec,
+    config: Mapping[str, Any],
+    *,
+    profiled: Profiled | None,
+    host_threads: int | None,
+    storage: str,
+) -> str:
+    """Return the shell command that trains with a config of a study, without any change of the script.
+
+    It is the script's own command where that applies all of the exported config, else ``optuna-dsat train``.
+
+    Args:
+        spec: The study, following the script.
+        config: The complete config.
+        profiled: Result of the profile launch; None before it.
+        host_threads: As of ``training_command``.
+        storage: URL of the study's database, without a password.
+    """
+    own, names_config = training_command(
+        spec,
+        config,
+        spec.study_dir / BEST_CONFIG,
+        deepspeed_launcher=profiled is not None and profiled.deepspeed_launcher,
+        starts_ranks=profiled is not None and profiled.starts_ranks,
+        host_threads=host_threads,
+        config_option="" if profiled is None else profiled.config_option,
+        config_in_code=profiled is not None and profiled.config_in_code,
+    )
+    copy = best_settings(spec, config, spec.study_dir)
+    written = copy is not None and copy.sets_batch
+    if names_config and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
+        return own
+    return shell_join([program("optuna-dsat"), "train", spec.name, "--storage", storage])
+
+
 def training_command(
     spec: StudySpec,
     config: Mapping[str, Any],
@@ -362,11 +400,10 @@ def training_command(
     config_option: str = "",
     config_in_code: bool = False,
 ) -> tuple[str, bool]:
-    """Return the shell command that trains with ``config``, written to ``config_path``, and whether it names that file.
+    """Return the script's own command with ``config``, written to ``config_path``, and whether it names that file.
 
     An argument that names the user's config is replaced, and one that names a settings file of which ``best_settings``
-    has a copy. Where such a file names the config and the script lets arguments override the file, one is added. A
-    script that does not take its config on the command line has to be changed by its user.
+    has a copy. Where such a file names the config and the script lets arguments override the file, one is added.
 
     Args:
         spec: The study.
@@ -395,16 +432,16 @@ def training_command(
         completed = complete_training(args, config_path.parent / CHECKPOINTS)
         words = train_command(completed, config=str(config_path), device=spec.device, slots=spec.slots_per_trial)
         variables = [f"{name}={value}" for name, value in environment.items()]
-        return shell_join([*(["env", *variables] if variables else []), *words]), replaced
+        return shell_join([*environment_words(spec, variables), program(words[0]), *words[1:]]), replaced
     ranks = str(spec.slots_per_trial)
     if starts_ranks:
-        launcher = ["python", *(["-m"] if script.is_module else [])]
+        launcher = [program("python"), *(["-m"] if script.is_module else [])]
     elif deepspeed_launcher or says_where_to_meet(script.script, is_module=script.is_module, cwd=Path(script.cwd)):
         without = [] if deepspeed_launcher else ["--no_local_rank"]
-        launcher = ["deepspeed", "--num_gpus", ranks, *without, *(["--module"] if script.is_module else [])]
+        launcher = [program("deepspeed"), "--num_gpus", ranks, *without, *(["--module"] if script.is_module else [])]
     else:
-        launcher = ["torchrun", "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
-    settings = [] if spec.device == "cuda" else ["DS_ACCELERATOR=cpu", f"LOCAL_SIZE={spec.slots_per_node}"]
+        launcher = [program("torchrun"), "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
+    settings = device_settings(spec)
     if host_threads:
         settings.append(f"OMP_NUM_THREADS={host_threads}")
     settings += [f"{name}={value}" for name, value in environment.items()]
@@ -412,8 +449,9 @@ def training_command(
         target = [*(["-m"] if script.is_module else []), script.script, *args]
         shown = cluster_training_command(spec, settings=settings, words=target)
         return shown, replaced or _ACCELERATE_CONFIG in environment
-    prefix = ["env", *settings] if settings else []
-    return shell_join([*prefix, *launcher, script.script, *args]), replaced or _ACCELERATE_CONFIG in environment
+    return shell_join(
+        [*environment_words(spec, settings), *launcher, script.script, *args]
+    ), replaced or _ACCELERATE_CONFIG in environment
 
 
 _ACCELERATE = "ACCELERATE_USE_DEEPSPEED"

@@ -27,8 +27,6 @@ def cluster_devices(options: TuneOptions) -> Devices:
     """
     if options.gpus_per_trial is not None:
         raise UsageError(f"--gpus-per-trial is for this machine: with --on {options.on} give --gpus-per-node.")
-    if options.on == "ray" and options.run_full_experiment:
-        raise UsageError("--run-full-experiment trains here or on SLURM; with --on ray train with the printed command.")
     gpus = options.gpus_per_node
     ranks = one_count(options.cpu_ranks, option="--cpu-ranks")
     if (gpus is None) == (ranks is None):

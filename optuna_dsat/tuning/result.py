@@ -67,7 +67,7 @@ class TuneResult(StudyResult):
         yield "Config", self.config_path
         yield "Train with", self.command
         if self.advice:
-            yield "Before that", self.advice
+            yield "Script", self.advice
 
     def _speeds(self) -> Iterator[tuple[str, str]]:
         yield "Measured", value_in_words(self.verdict, metric=self.metric, device=self.device)

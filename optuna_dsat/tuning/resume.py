@@ -22,7 +22,7 @@ from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
 from optuna_dsat.study.trust import ran_here, remember, script_file, what_runs
 from optuna_dsat.words import things_in_words
 
-__all__ = ["resume_request"]
+__all__ = ["devices_for", "resume_request", "spec_here"]
 
 
 def resume_request(
@@ -59,15 +59,13 @@ def resume_request(
             raise UsageError(f"--min-gain is an option of guided; this study is searched by {spec.method}.")
         if limits:
             spec = make_spec(**_with_limits(spec.model_dump(), limits))
-        here = spec if workdir is None else _relocated(spec, workdir)
-        _check_script(here.script)
+        here = _spec_here(study, spec, workdir=workdir, approve=approve)
         if edited := _edited_keys(here):
             on_notice(f"{here.script.config_path} was edited; the study keeps its config: {', '.join(edited)}.")
-        _approve(study, here, approve)
         if limits:
             store.update_spec(record.uuid, spec.model_dump(mode="json"))
     spec = here
-    devices = _devices_for(spec, on_notice)
+    devices = devices_for(spec, on_notice)
     return StudyRequest(spec=spec, devices=devices, storage=storage, conclude=conclude, relocated=workdir is not None)
 
 
@@ -86,17 +84,33 @@ def _edited_keys(spec: StudySpec) -> list[str]:
     ]
 
 
-def _approve(study: StoredStudy, here: StudySpec, approve: Callable[[Sequence[str], bool], None]) -> None:
-    """Have approved what a study runs on this machine, and note that it was.
+def spec_here(study: StoredStudy, *, workdir: Path | None, approve: Callable[[Sequence[str], bool], None]) -> StudySpec:
+    """Return a stored study's spec with this machine's paths, once the user has approved what it runs.
 
     Args:
         study: The study.
-        here: Its spec with this machine's paths.
+        workdir: Working directory on this machine; None for the stored one.
         approve: As of ``resume_request``.
+
+    Raises:
+        UsageError: If the script is not on this machine, or is not to run.
     """
+    return _spec_here(study, study.stored_spec, workdir=workdir, approve=approve)
+
+
+def _spec_here(
+    study: StoredStudy,
+    spec: StudySpec,
+    *,
+    workdir: Path | None,
+    approve: Callable[[Sequence[str], bool], None],
+) -> StudySpec:
+    here = spec if workdir is None else _relocated(spec, workdir)
+    _check_script(here.script)
     file = script_file(here.script)
     approve(what_runs(here, study.profiled), ran_here(study.stored_spec, file=file))
     remember(study.stored_spec, file=file)
+    return here
 
 
 def _with_limits(values: dict[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:
@@ -136,7 +150,12 @@ def _check_script(script: ScriptSpec) -> None:
         raise UsageError(f"The script {script.script} is not on this machine; say with --workdir where it lies.")
 
 
-def _devices_for(spec: StudySpec, on_notice: Callable[[str], None]) -> Devices:
+def devices_for(spec: StudySpec, on_notice: Callable[[str], None]) -> Devices:
+    """Return the devices on which this machine, or the study's cluster, runs its launches.
+
+    Raises:
+        UsageError: If there are too few.
+    """
     if spec.on != "here":
         from optuna_dsat.tuning.cluster import check_cluster, devices_of
 

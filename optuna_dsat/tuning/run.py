@@ -6,7 +6,6 @@ Shared by the commands and ``optuna_dsat.tune``, which differ only in how they s
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +16,12 @@ import optuna
 
 from optuna_dsat.errors import StorageError, StudyDeletedError, UsageError
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.launch.full_run import run_full
 from optuna_dsat.launch.interpreter import why_python_does_not_start
 from optuna_dsat.launch.leftovers import LeftoverWatch
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.store import Store, display_url, parse_url
-from optuna_dsat.study.launch_requests import full_request
 from optuna_dsat.study.live_notes import LiveNotes
 from optuna_dsat.study.needed_secrets import require_secrets
 from optuna_dsat.study.progress import Message, Observer, Phase
@@ -32,8 +29,10 @@ from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.stored import read_stored
 from optuna_dsat.study.trust import remember
 from optuna_dsat.tuning.kept import KeptResults
+from optuna_dsat.tuning.train import train_trial
 
 __all__ = ["StudyRun", "fill_dashboard", "quiet_optuna", "run_study", "train_with_best"]
 
@@ -146,17 +145,14 @@ def train_with_best(run: StudyRun, result: StudyResult, *, stdout: TextIO | None
         result: What it found.
         stdout: Where the training's output goes; None for this process's own.
     """
-    spec = run.request.spec
-    if spec.on == "slurm":
-        command = ["bash", "-c", result.command]
-        return subprocess.run(command, cwd=spec.script.cwd, stdout=stdout, check=False).returncode
-    return run_full(
-        full_request(spec, result.config),
+    with Store.open(run.request.storage, create=False) as store:
+        study = read_stored(store, run.request.spec.name)
+    return train_trial(
+        study,
+        next(one for one in study.trials if one.number == result.trial),
+        spec=run.request.spec,
         devices=run.request.devices,
-        output_dir=spec.study_dir,
-        max_slots=spec.max_slots,
         stdout=stdout,
-        wait_for_gpus_s=spec.wait_for_gpus_s,
         on_notice=lambda text: say(text, file=sys.stderr),
     )
 

@@ -34,6 +34,7 @@ EXAMPLES = {
     "in_code": Example(
         "plain",
         ("random", "in_code.py", "ds_config.json", "--arg-mapping", "train_micro_batch_size_per_gpu=--micro-batch"),
+        ("--", "--accumulate", "1"),
     ),
     "two_engines": Example("plain", ("random", "two_engines.py", "ds_config.json"), BY_FLAG),
     "core_api": Example("core_api", ("random", "train.py", "ds_config.json")),

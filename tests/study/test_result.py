@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,28 @@ import optuna
 import pytest
 
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.escape import shell
+from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.settings_file import SettingsCopy
-from optuna_dsat.study.result import learning_rate_advice, training_command, write_settings
+from optuna_dsat.study.profiled import Profiled
+from optuna_dsat.study.result import command_to_train, learning_rate_advice, training_command, write_settings
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.study.trainable import complete_config
 
-BEST = Path("/out/best_ds_config.json")
+BEST = Path("/out/s/best_ds_config.json")
+STORAGE = "sqlite:////out/study.db"
+
+
+@pytest.fixture(autouse=True)
+def _shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the user's shell in the project's folder, with this environment's programs on its path."""
+    stay_in("/project", monkeypatch)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+
+
+def stay_in(folder: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "_left", [Path(folder)])
 
 
 def spec(*, is_module: bool = False, device: str = "cuda") -> StudySpec:
@@ -84,8 +102,9 @@ def test_the_command_starts_the_script_as_its_options_expect(
     ],
 )
 def test_a_script_that_says_where_its_ranks_meet_is_started_so_that_it_trains(
-    tmp_path: Path, source: str, start: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, start: str
 ) -> None:
+    stay_in(tmp_path, monkeypatch)
     (tmp_path / "train.py").write_text("import setup_ranks\n")
     (tmp_path / "setup_ranks.py").write_text(source)
     found = spec()
@@ -114,6 +133,51 @@ def test_a_name_in_the_place_of_a_config_gives_way_to_the_best() -> None:
     command, names_config = training_command(found, {}, BEST, config_option="--deepspeed")
     assert names_config
     assert command.endswith(f"train.py --deepspeed {BEST} --lr 1")
+
+
+def test_a_command_runs_in_its_folder_with_the_programs_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stay_in(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    command, _ = training_command(spec(), {}, BEST)
+    torchrun = Path(sys.executable).with_name("torchrun")
+    assert command == f"env -C /project {torchrun} --nproc_per_node 4 /project/train.py --deepspeed_config {BEST}"
+
+
+MICRO = "train_micro_batch_size_per_gpu"
+LOADER = BatchRule(kind="loader", own=4, file="/project/train.py", line=7)
+
+
+@pytest.mark.parametrize(
+    ("facts", "own"),
+    [
+        pytest.param({}, True, id="the script reads the file"),
+        pytest.param({"config_in_code": True}, False, id="its code names a file"),
+        pytest.param({"batch": LOADER}, False, id="the data loader sets the batch size"),
+        pytest.param({"batch": BatchRule(kind="loader", own=8)}, True, id="the data loader's batch size is the best"),
+        pytest.param({"batch": BatchRule(kind="option", own=4, option="--batch")}, True, id="an option sets it"),
+        pytest.param({"config_differences": {"zero_optimization.stage": [1, 0]}}, False, id="code sets the stage"),
+        pytest.param({"config_differences": {"zero_optimization.stage": [2, 0]}}, True, id="to the best one"),
+        pytest.param({"config_differences": {"zero_optimization.stage": [1, "auto"]}}, True, id="which was open"),
+        pytest.param({"config_differences": {MICRO: [4, 8]}, "batch": BatchRule(kind="held", own=8)}, True, id="held"),
+        pytest.param({"config_differences": {"gradient_accumulation_steps": [4, 1]}}, False, id="code accumulates"),
+    ],
+)
+def test_the_scripts_own_command_is_shown_where_it_trains_with_all_of_the_config(
+    facts: dict[str, Any], own: bool
+) -> None:
+    best = {MICRO: 8, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}}
+    profile = ModelProfile(
+        params=1, trainable_params=1, largest_layer_params=1, param_bytes=4, activation_bytes_per_sample=1,
+        flops_per_sample=1, device_memory_bytes=1, host_memory_bytes=1, peak_bytes=1,
+    )  # fmt: skip
+    profiled = Profiled(profile=profile, measured_with="ZeRO 1", pipeline=False, device="cuda", **facts)
+    command = command_to_train(spec(), best, profiled=profiled, host_threads=None, storage=STORAGE)
+    ours = f"optuna-dsat train s --storage {STORAGE}"
+    assert command == (f"torchrun --nproc_per_node 4 /project/train.py --deepspeed_config {BEST}" if own else ours)
+    advice = profiled.advice(best)
+    assert advice.startswith("Without `optuna-dsat train`") == (facts.get("batch") is LOADER), advice
 
 
 def test_on_the_cpu_deepspeed_is_told_so() -> None:

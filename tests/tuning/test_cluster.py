@@ -61,7 +61,6 @@ def test_more_places_than_one_are_asked_for(asked: list[StudySpec], options: dic
         ({"cpu_ranks": 1, "gpus_per_node": 1}, "not both"),
         ({"gpus_per_trial": 4}, "--gpus-per-trial is for this machine"),
         ({"gpus_per_node": 0}, "at least 1"),
-        ({"on": "ray", "gpus_per_node": 1, "run_full_experiment": True}, "--run-full-experiment"),
         ({"on": "here", "nodes_per_trial": 2, "cpu_ranks": 2}, "say which by --on"),
     ],
 )

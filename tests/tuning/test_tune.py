@@ -24,7 +24,7 @@ from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.spec import METHODS, MethodOptions, StudySpec
-from optuna_dsat.tuning import run, tune
+from optuna_dsat.tuning import train, tune
 from optuna_dsat.tuning.declaration import options_in
 from optuna_dsat.tuning.defaults import spec_field
 from optuna_dsat.tuning.given import Given
@@ -115,7 +115,7 @@ def test_a_search_returns_what_the_command_would_print_and_prints_nothing(
     assert json.loads(Path(result.config_path).read_text()) == dict(result.config)
     assert result.study == "train-random"
     assert result.storage == f"sqlite:///{bench.folder / 'optuna-dsat.db'}"
-    assert result.command.endswith("train.py --lr 1")
+    assert result.command.endswith(f"optuna-dsat train train-random --storage {result.storage}")
     assert capfd.readouterr() == ("", "")
     assert optuna.logging.get_verbosity() == verbosity
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -267,7 +267,7 @@ def test_training_at_the_end_is_part_of_the_call_and_its_failure_is_raised(monke
         trained.append(request.ds_config)
         return next(codes)
 
-    monkeypatch.setattr(run, "run_full", run_full)
+    monkeypatch.setattr(train, "run_full", run_full)
     result = optuna_dsat.tune("train.py", "ds.json", run_full_experiment=True, **QUICK)
     assert trained == [dict(result.config)]
     with pytest.raises(ScriptFailedError, match="exit code 3"):
