@@ -399,7 +399,7 @@ class Posterior:
         if over is None:
             over = self._incumbent
         if over is None:
-            over = float((mean + np.log(fits + 1e-9)).max()) - _INITIAL_IMPROVEMENT
+            over = float((mean + np.log(fits + 1e-9)).max(initial=-np.inf)) - _INITIAL_IMPROVEMENT
         penalised = mean - _NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows] - _LARGER_PENALTY * np.log2(sizes)
         learnt_sd = learnt_spread(variance, self.residuals.noise_variance)
         gain = expected_improvement(penalised - over, learnt_sd)

@@ -77,8 +77,11 @@ class Proposals:
         """The trial that was asked for last; it may neither be launched nor refused yet."""
 
     def exhausted(self) -> bool:
-        """Whether no configuration is left that may win."""
-        return self._refused >= _MAX_REFUSALS or self._method.exhausted(self._study)
+        """Whether no configuration is left that may win, nor one that is enqueued."""
+        if self._refused >= _MAX_REFUSALS:
+            return True
+        waiting = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        return not waiting and self._method.exhausted(self._study)
 
     def ask(self) -> optuna.Trial | None:
         """Ask for a trial; None if the trials under consideration may use up the budget.

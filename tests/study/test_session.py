@@ -369,6 +369,15 @@ def test_a_small_space_is_exhausted_and_says_so(bench: StudyBench) -> None:
     assert sum(result.launches.values()) < 20
 
 
+def test_the_users_config_is_launched_where_no_other_structure_is_searched(bench: StudyBench) -> None:
+    """The enqueued trial counted as the last open configuration, and the search ended before it."""
+    config = {key: value for key, value in USER_CONFIG.items() if key != "zero_optimization"}
+    spec = bench.spec(method="guided", max_trials=1, confirm=0, zero_stages=(0,), ds_config=config)
+    result = bench.run(spec, Hill())
+    assert result is not None
+    assert sum(result.launches.values()) == 1
+
+
 def test_a_guided_search_ends_where_little_can_be_gained_and_goes_on_when_told_to(bench: StudyBench) -> None:
     result = bench.run(bench.spec(method="guided", max_trials=40, confirm=0), Hill())
     assert result is not None
