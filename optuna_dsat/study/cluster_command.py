@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 
 from optuna_dsat.escape.shell import in_folder, program
@@ -53,7 +54,7 @@ def _ray_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[st
     shape = ["--nodes", str(spec.nodes_per_trial), "--ranks", str(spec.slots_per_node)]
     shape += ["--gpus", str(spec.gpus_per_node)] if spec.gpus_per_node else []
     shape += [word for name in spec.ray_node for word in ("--node", name)]
-    runner = [program("python"), "-m", "optuna_dsat.cluster.ray_train", *where, *shape]
+    runner = [sys.executable, "-m", "optuna_dsat.cluster.ray_train", *where, *shape]
     return shell_join([*environment_words(spec, settings), *runner, "--", *words])
 
 

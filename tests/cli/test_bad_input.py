@@ -104,7 +104,7 @@ CASES = {
         ["random", "train.py", "ds.json", "--hparams", "ds.json"],
         "--hparams is for a DeepSpeedTr",
     ),
-    "train-a-script": (["train", "train.py", "ds.json"], "train takes a model definition, such as model_def:MyTrial"),
+    "train-a-script": (["train", "train.py", "ds.json"], "train takes a stored study, or a model definition"),
     "train-length": (
         ["train", "definition:MyTrial", "ds.json", "--max-length", "10steps"],
         "--max-length: '10steps' is no length: write 100batches",

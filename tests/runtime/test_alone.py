@@ -137,7 +137,7 @@ def test_a_zero_init_without_a_config_is_left_alone(start: Starter, stubs: Path)
 
 SAVE = """
 import deepspeed
-engine = deepspeed.DeepSpeedEngine()
+engine = object.__new__(deepspeed.DeepSpeedEngine)
 print(engine.save_checkpoint("kept", tag="one"), engine.save_checkpoint("kept"), engine.save_16bit_model("kept"))
 engine.gathers = False
 print(engine.save_16bit_model("kept", "file"))
@@ -211,7 +211,7 @@ def test_summaries_of_tensorboardx_go_to_the_trials_folder(start: Starter) -> No
 LOAD = """
 from pathlib import Path
 import torch, deepspeed
-engine = deepspeed.DeepSpeedEngine()
+engine = object.__new__(deepspeed.DeepSpeedEngine)
 for tag in ("other", "memory"):
     folder = Path("saved", tag)
     folder.mkdir(parents=True)

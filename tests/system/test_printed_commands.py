@@ -120,6 +120,6 @@ def test_the_printed_command_of_a_deepspeed_trial_trains_it(tmp_path: Path) -> N
         "2batches",
     )
     command = printed(tmp_path, {"script": RUNNER, "is_module": True, "args": args}, BEST)
-    assert command.startswith("optuna-dsat train model_def:MyTrial")
+    assert "optuna-dsat train model_def:MyTrial" in command
     run(tmp_path, command)
     assert list(tmp_path.rglob("*zero_pp_rank_0*")), "a checkpoint of ZeRO 2 is left"
