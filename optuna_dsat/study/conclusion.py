@@ -22,7 +22,7 @@ from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size, epoch_samples
 from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.finalists import finalists_of
-from optuna_dsat.study.folder import digests, set_others_aside
+from optuna_dsat.study.folder import BEING_WRITTEN, digests, set_others_aside
 from optuna_dsat.study.loss_check import LossCheck, check_loss, nothing_to_compare
 from optuna_dsat.study.methods import Method
 from optuna_dsat.study.profiled import Profiled
@@ -218,6 +218,7 @@ class Conclusion:
             if attributes.WRITTEN in attrs or attributes.WINNER not in attrs:  # else written by an older version
                 for aside in set_others_aside(files, attrs.get(attributes.WRITTEN, {})):
                     self._context.say(f"A file that this study did not write is kept as {aside}.")
+            self._study.set_user_attr(attributes.WRITTEN, {path.name: BEING_WRITTEN for path in files})
             config_path, metrics_path = write_best(spec.study_dir, config, file)
             if settings is not None:
                 write_settings(settings, complete)

@@ -22,10 +22,12 @@ from optuna_dsat.runtime.atomic_write import set_aside, write_text_atomic
 from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.store import StoredLaunch
 
-__all__ = ["MARK", "digests", "held_folder", "is_folder_of", "is_held", "set_others_aside"]
+__all__ = ["BEING_WRITTEN", "MARK", "digests", "held_folder", "is_folder_of", "is_held", "set_others_aside"]
 
 MARK = "study.json"
 """File that says which study a folder belongs to."""
+BEING_WRITTEN = "being written"
+"""In the place of a file's digest while the study writes it."""
 _TRIES, _PAUSE_S = 20, 0.05
 """Looks at a folder that another tuner holds, and the pause between two of them, in seconds."""
 
@@ -104,7 +106,8 @@ def set_others_aside(paths: Sequence[Path], written: Mapping[str, str]) -> list[
 
     Args:
         paths: The files.
-        written: ``digests`` of the files as the study last wrote them.
+        written: ``digests`` of the files as the study last wrote them; ``BEING_WRITTEN`` for one whose writer was
+            killed, which is the study's whatever it holds.
 
     Returns:
         The new paths of the renamed files.
@@ -113,7 +116,11 @@ def set_others_aside(paths: Sequence[Path], written: Mapping[str, str]) -> list[
         OSError: If a file cannot be renamed.
     """
     present = [path for path in paths if os.path.lexists(path)]
-    return [set_aside(path) for path in present if digests([path]).get(path.name) != written.get(path.name, "")]
+    return [
+        set_aside(path)
+        for path in present
+        if written.get(path.name) not in (BEING_WRITTEN, digests([path]).get(path.name, ""))
+    ]
 
 
 def digests(paths: Iterable[Path]) -> dict[str, str]:

@@ -23,6 +23,8 @@ import psycopg
 from sqlalchemy import Engine, event
 from sqlalchemy.engine.default import DefaultDialect
 
+from optuna_dsat.store import Store
+
 __all__ = ["DISK", "LASTING", "TRANSIENT", "Blow", "Point", "Points", "applies"]
 
 
@@ -139,6 +141,9 @@ class Points:
 
     def install(self) -> None:
         """Watch this process from now on; there is no way back, so it must be one made for that."""
+        if self._blow is Blow.READ_ONLY:  # such a database is waited for, which must end within this run
+            opening: Any = Store.open
+            opening.__func__.__kwdefaults__["retry_limit_s"] = 1.0
         sys.addaudithook(self._audit)
         event.listen(Engine, "do_execute", lambda c, s, _p, _x: self._statement(c, s))
         event.listen(Engine, "do_executemany", lambda c, s, _p, _x: self._statement(c, s))

@@ -105,7 +105,8 @@ class SlurmCluster:
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 environ = process.environ()
-                ours = environ.get("SLURM_CONF") == self.environ["SLURM_CONF"] and "SLURM_PROCID" in environ
+                here = environ.get("SLURM_CONF") == self.environ["SLURM_CONF"]
+                ours = here and ("SLURM_PROCID" in environ or MARK_ENV in environ)  # ranks do not inherit the former
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
