@@ -127,17 +127,13 @@ class Profiled:
     def trains_by_command(self, spec: StudySpec, config: Mapping[str, Any], *, settings_written: bool) -> bool:
         """Whether the script's own command, with a config's file, trains with all of that config.
 
-        It does not if the batch size is set in code, or if code overwrites settings that it has read from the file. Nor
-        does it on several CPU ranks with the Trainer of transformers, which takes each rank for a job of its own there.
+        It does not if the batch size is set in code, or if code overwrites settings that it has read from the file.
 
         Args:
             spec: The study, following the script.
             config: The complete config.
             settings_written: Whether a copy of the script's settings file has its batch size.
         """
-        transformers = self.trainer is not None and self.trainer.framework == "transformers"
-        if transformers and spec.device == "cpu" and spec.slots_per_trial > 1:
-            return False
         followed = {*spec.script.arg_mappings, *([ds_config.MICRO_BATCH] if self.batch or self.trainer else [])}
         settings = ds_config.flatten(config)
         overwritten = [

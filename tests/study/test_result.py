@@ -15,7 +15,6 @@ from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.escape import shell
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.settings_file import SettingsCopy
-from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.result import command_to_train, learning_rate_advice, training_command, write_settings
 from optuna_dsat.study.spec import StudySpec, make_spec
@@ -179,20 +178,6 @@ def test_the_scripts_own_command_is_shown_where_it_trains_with_all_of_the_config
     assert command == (f"torchrun --nproc_per_node 4 /project/train.py --deepspeed_config {BEST}" if own else ours)
     advice = profiled.advice(best)
     assert advice.startswith("Without `optuna-dsat train`") == (facts.get("batch") is LOADER), advice
-
-
-@pytest.mark.parametrize(("device", "own"), [("cuda", True), ("cpu", False)])
-def test_the_trainers_own_command_is_shown_on_gpus_alone(device: str, own: bool) -> None:
-    """On the CPU it takes each rank for a job of its own; trials and ``train`` join the ranks."""
-    best = {MICRO: 8, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}}
-    profile = ModelProfile(
-        params=1, trainable_params=1, largest_layer_params=1, param_bytes=4, activation_bytes_per_sample=1,
-        flops_per_sample=1, device_memory_bytes=1, host_memory_bytes=1, peak_bytes=1,
-    )  # fmt: skip
-    options = {MICRO: "--per_device_train_batch_size"}
-    trainer = ScriptTrainer(framework="transformers", micro_batch=8, gradient_accumulation_steps=1, options=options)
-    profiled = Profiled(profile=profile, measured_with="ZeRO 1", pipeline=False, device=device, trainer=trainer)
-    assert profiled.trains_by_command(spec(device=device), best, settings_written=False) is own
 
 
 def test_on_the_cpu_deepspeed_is_told_so() -> None:
