@@ -23,7 +23,7 @@ from typer.exceptions import TyperException
 
 from optuna_dsat.cli.catalogue import SEARCHES, Catalogue
 from optuna_dsat.cli.help import HELP_NAMES
-from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of, ignored_files
+from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.cli.password import hide_secrets
 from optuna_dsat.cli.rewriting import COUNTS, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
@@ -86,9 +86,7 @@ def _root(
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    file = file_of(options, cwd=Path.cwd())
-    for message in [] if options else ignored_files(Path.cwd()):
-        say_prose(message, file=sys.stderr)
+    file = file_of(options, cwd=Path.cwd(), on_ignored=lambda text: say_prose(text, file=sys.stderr))
     if file is not None and isinstance(context.command, TyperGroup):
         context.default_map = file.default_map(context.command, context)
         context.obj = str(file.path)

@@ -15,13 +15,12 @@ A ``pyproject.toml`` that another user can write is ignored: options such as ``e
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import os
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from optuna_dsat.config.documents import check_nesting, checked, read_document
 from optuna_dsat.errors import UsageError
 from optuna_dsat.words import rule_in_words
 
-__all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "ignored_files", "read_options"]
+__all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "read_options"]
 
 OPTIONS_ENV = "OPTUNA_DSAT_OPTIONS"
 """Environment variable with the path of a file of options."""
@@ -155,52 +154,55 @@ def _with_text_keys(value: Any) -> Any:
     return [_with_text_keys(one) for one in value] if isinstance(value, list) else value
 
 
-def file_of(options: Path | None, *, cwd: Path) -> OptionsFile | None:
+def file_of(
+    options: Path | None, *, cwd: Path, on_ignored: Callable[[str], None] = lambda _: None
+) -> OptionsFile | None:
     """Return the file that ``--options`` names, else the one that holds in a folder; None if there is none.
+
+    Args:
+        options: The file that is named.
+        cwd: The folder.
+        on_ignored: As of ``find_options``.
 
     Raises:
         UsageError: If it cannot be read, or is not a table of options.
     """
-    return find_options(cwd) if options is None else read_options(options)
+    return find_options(cwd, on_ignored=on_ignored) if options is None else read_options(options)
 
 
-def find_options(folder: Path) -> OptionsFile | None:
+def find_options(folder: Path, *, on_ignored: Callable[[str], None] = lambda _: None) -> OptionsFile | None:
     """Return the ``[tool.optuna-dsat]`` table of the nearest ``pyproject.toml`` that has one, upwards from a folder.
 
-    Returns None if there is none. Files that another user can write are ignored: see ``ignored_files``.
+    Args:
+        folder: Where to begin.
+        on_ignored: Called with a message for each file that is ignored because another user can write it.
+
+    Returns:
+        The table; None if there is none.
 
     Raises:
         UsageError: If a ``pyproject.toml`` that names the table is not TOML, or the table is not a table.
     """
-    for path, text in _with_our_table(folder):
-        table = _own_table(_parse_toml(path, text)) if others_write(path) is None else None
-        if table is not None:
-            return _options_file(path, table)
-    return None
-
-
-def ignored_files(folder: Path) -> list[str]:
-    """Return a message for each file that ``find_options`` ignores because another user can write it."""
-    messages = []
-    for path, text in _with_our_table(folder):
-        if (reason := others_write(path)) is None:
-            break
-        with contextlib.suppress(UsageError):
-            if _own_table(_parse_toml(path, text)) is not None:
-                messages.append(f"{path} is ignored: {reason}. To use it, name it by --options.")
-    return messages
-
-
-def _with_our_table(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each ``pyproject.toml`` upwards from a folder whose text names the table, with that text."""
     for parent in (folder, *folder.parents):
         path = parent / "pyproject.toml"
         try:
             text = read_document(path).decode()
         except (OSError, UnicodeDecodeError, UsageError):
             continue  # absent, unreadable or not UTF-8, as TOML has to be: not a file with our table
-        if _TABLE in text:
-            yield path, text
+        if _TABLE not in text:
+            continue
+        reason = others_write(path)
+        try:
+            table = _own_table(_parse_toml(path, text))
+        except UsageError:
+            if reason is None:
+                raise
+            continue
+        if table is not None and reason is None:
+            return _options_file(path, table)
+        if table is not None:
+            on_ignored(f"{path} is ignored: {reason}. To use it, name it by --options.")
+    return None
 
 
 def others_write(path: Path) -> str | None:
