@@ -73,22 +73,9 @@ def relative_noise(runs: Iterable[Mapping[str, Any]]) -> float:
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a record says of its own quality."""
-    measured = [run for run in runs if run["outcome"] == Outcome.MEASURED]
-    groups = [launches for sizes in _grouped(runs).values() for launches in sizes.values()]
-    return {
-        "configurations": len(groups),
-        "launches": len(runs),
-        "noise": round(relative_noise(runs), 4),
-        "not_quiet_share": _share(not run.get("quiet", True) for run in measured),
-        "repeated_share": _share(run.get("attempt", 1) > 1 for run in runs),
-        "configurations_never_quiet": sum(not any(run.get("quiet", True) for run in one) for one in groups),
-    }
-
-
-def _share(flags: Iterable[bool]) -> float:
-    found = list(flags)
-    return round(statistics.fmean(found), 3) if found else 0.0
+    """Return the counts and the noise of a record."""
+    configurations = sum(map(len, _grouped(runs).values()))
+    return {"configurations": configurations, "launches": len(runs), "noise": round(relative_noise(runs), 4)}
 
 
 def _grouped(runs: Iterable[Mapping[str, Any]]) -> dict[Key, dict[int, list[Mapping[str, Any]]]]:

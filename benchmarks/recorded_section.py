@@ -40,7 +40,7 @@ def recorded_section(
         results: File that results are read from and added to.
     """
     if not landscapes:
-        return "No landscape is recorded (benchmarks.record_landscape --job NAME).\n"
+        return "No landscape is recorded (benchmarks.record_landscape).\n"
     found = {(result.landscape, result.method, result.seed): result for result in rows(results)}
     lines = []
     for name, landscape in landscapes.items():

@@ -23,7 +23,6 @@ from typing import Any
 import optuna
 
 from benchmarks import ours
-from benchmarks.held_out import HELD_OUT
 from benchmarks.named_landscapes import LANDSCAPES, Computed, throughput
 from benchmarks.optimum import Optimum, optimum
 from benchmarks.peers import deepspeed_autotuning, determined_dsat, optuna_samplers
@@ -161,8 +160,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _chosen(args: argparse.Namespace) -> list[Computed | Recorded]:
     """Return the landscapes that are asked for: without a choice the seven and all that are recorded."""
-    if args.held_out:
-        return list(HELD_OUT.values())
     if args.recorded:
         return [Recorded.load(path) for path in args.recorded]
     every: dict[str, Computed | Recorded] = {**LANDSCAPES, **recorded_landscapes()}
@@ -185,7 +182,6 @@ def _parser() -> argparse.ArgumentParser:
         choices=[*LANDSCAPES, *recorded_landscapes()],
         help="default all, the recorded ones too",
     )
-    parser.add_argument("--held-out", action="store_true", help="those of benchmarks/held_out.py instead")
     parser.add_argument("--recorded", nargs="+", type=Path, metavar="FILE", help="these records instead")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=64, help="launches after the profile launch (default 64)")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import search_efficiency
+from benchmarks import record_landscape, search_efficiency
 from benchmarks.named_landscapes import LANDSCAPES, throughput
 from benchmarks.random_machines import __main__ as random_machines
 from benchmarks.record_landscape import configurations, edge_walk
@@ -168,12 +168,8 @@ def test_the_noise_is_that_of_repeated_launches_and_noisy_ones_do_not_count(time
     runs = by_time()["runs"]
     noisy = {**runs[0], "latency_s": 9.0, "quiet": False, "attempt": 2}
     assert relative_noise([*runs, noisy]) == pytest.approx(expected)
-    told = summary([*runs, noisy])
-    assert told["repeated_share"] == round(1 / len([*runs, noisy]), 3)
-    assert told["configurations_never_quiet"] == 0
-    assert told["configurations"] == 28
+    assert summary([*runs, noisy]) == {"configurations": 28, "launches": len(runs) + 1, "noise": round(expected, 4)}
     alone = [{**run, "quiet": False} for run in runs]
-    assert summary(alone)["configurations_never_quiet"] == 28
     assert relative_noise(alone) == pytest.approx(expected)
 
 
@@ -231,3 +227,25 @@ def test_the_report_on_random_machines_has_a_section_of_records(
     monkeypatch.setattr(random_machines, "recorded_landscapes", dict)
     random_machines.main([*arguments, "--results", str(results)])
     assert "No landscape is recorded" in capsys.readouterr().out
+
+
+@pytest.mark.torchrun
+def test_a_script_is_recorded_and_the_record_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Path(record_landscape.__file__).parent / "jobs" / "cnn"
+    path, script, ds_config = tmp_path / "cnn.json", str(job / "train.py"), str(job / "ds_config.json")
+    command = [str(path), script, ds_config, "--stages", "0", "--cpu-ranks", "2", "--longest-step", "0.001",
+               "--", "--deepspeed_config", ds_config]  # fmt: skip
+    record_landscape.main(command)
+    assert "1 launches of 1 configurations" in capsys.readouterr().out
+    record = json.loads(path.read_text())
+    assert [(run["micro_batch"], run["outcome"]) for run in record["runs"]] == [(1, "measured")]
+    landscape = Recorded.load(path)
+    assert landscape.slots == 2
+    assert landscape.user_config["train_micro_batch_size_per_gpu"] == 4
+    assert landscape.best()[0] > 0
+    record_landscape.main(command)
+    assert json.loads(path.read_text()) == record
+    record["versions"]["torch"] = "1.0"
+    path.write_text(json.dumps(record))
+    with pytest.raises(SystemExit, match="another machine or with other versions"):
+        record_landscape.main(command)

@@ -341,7 +341,7 @@ def test_where_a_start_is_cheap_small_micro_batches_go_first(kit: SimpleNamespac
 
 
 def test_an_ask_of_a_long_history_in_a_large_space_looks_at_few_of_both(kit: SimpleNamespace) -> None:
-    """So that its time does not grow with them; ``benchmarks/ask.py`` measures it."""
+    """So that its time does not grow with them."""
     space = small_space(no_tune=())
     planner = GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space))
     machine = Machine(space=space)
