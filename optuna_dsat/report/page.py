@@ -100,37 +100,9 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
         figures.plot_memory,
     ),
     (
-        "classes", "Micro-batches tried",
-        "In a row the configurations differ in the micro-batch only; the numbers, where they have room, are the order "
-        "of their launches. A red line joins the largest micro-batch that ran with the smallest that did not fit.",
-        figures.plot_micro_batches,
-    ),
-    (
-        "rungs", "Rungs",
-        "Successive halving: the more launches were given to configurations that differ in the micro-batch only, the "
-        "better they had to be.",
-        figures.plot_rungs,
-    ),
-    (
-        "knobs", "Importance of the knobs",
-        "How much each knob's values differ between the best tenth of what was measured and the rest (PED-ANOVA). "
-        "Configurations that did not fit have no speed and do not count here.",
-        figures.plot_importances,
-    ),
-    (
         "timeline", "Time line",
         "What each slot (a GPU, or a CPU rank) did. Thin grey lines are idle time; pauses of the study are cut out.",
         figures.plot_timeline,
-    ),
-    (
-        "time", "Where the time went",
-        "All slots together, from the first launch to the end of the last.",
-        figures.plot_time_spent,
-    ),
-    (
-        "outcomes", "Outcomes",
-        "What became of the launches, by ZeRO stage and offload.",
-        figures.plot_outcomes,
     ),
 )  # fmt: skip
 """Id, heading, lead and figure of each section, in the order of the page."""
@@ -172,17 +144,12 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
         **values,
         "why": why_of(view) if with_why else None,
         "sections": shown,
-        "left_out": [one for one in sections if one not in shown and _is_worth_saying(one, view)],
+        "left_out": [one for one in sections if one not in shown],
         "has_rates": any(row["rate"] for row in values["launches"]),
         "has_round_rates": any(row["rate"] for row in values["contenders"]),
         "has_files": any(row["files"] for row in values["launches"]),
         "has_figures": any(one.figure is not None for one in shown),
     }
-
-
-def _is_worth_saying(section: Section, view: StudyView) -> bool:
-    """Whether it is to be said why a section is left out: not of what other methods do."""
-    return section.id != "rungs" or view.spec.method == "asha"
 
 
 def sections_of(view: StudyView) -> tuple[Section, ...]:

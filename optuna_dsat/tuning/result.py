@@ -100,8 +100,7 @@ class TuneResult(StudyResult):
 
         Args:
             kind: A figure of ``optuna_dsat.report.figures``, without ``plot_``: ``metric`` (over the micro-batch),
-                ``progress``, ``outcomes``, ``micro_batches``, ``importances``, ``memory``, ``rungs``, ``finalists``,
-                ``timeline``, ``time_spent``.
+                ``progress``, ``memory``, ``finalists``, ``timeline``.
             storage: As of ``optuna_study``.
 
         Raises:

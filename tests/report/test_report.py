@@ -64,7 +64,7 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView, rendered: 
     assert winner.speed_up is not None
     assert f"{times_in_words(winner.speed_up)}\u00d7" in page.text
     assert "16 of 16" in page.text
-    assert {"rungs"} <= set(missing(view)) <= {"rungs", "knobs"}, "the importance of knobs needs more trials than some"
+    assert not missing(view)
     for outcome in {t.user_attrs[attributes.OUTCOME] for t in view.launched}:
         assert outcome.replace("_", " ") in page.text
 
@@ -153,7 +153,7 @@ def test_a_study_with_only_failures_shows_them(bench: ReportedStudyBench) -> Non
     assert "no best configuration to show" in page.text
     assert "ValueError: <b>no</b>" in page.text
     assert "script error" in page.text
-    assert {"outcomes", "timeline"}.isdisjoint(missing(view))
+    assert "timeline" not in missing(view)
     assert {"progress", "micro-batch"} <= set(missing(view)), "axes of a speed that nothing has"
 
 
@@ -216,8 +216,7 @@ def test_a_thousand_trials_fit_into_a_report(view: StudyView) -> None:
     assert len(text) < 12 * 2**20
     page = Page(text)
     assert f"{len(many.launched)} launches that are over" in page.text
-    assert "Only asha climbs rungs" not in page.text, "what other methods do is no news"
-    assert text.count('<div class="plot"') == len(sections_of(view)) - 1
+    assert text.count('<div class="plot"') == len(sections_of(view))
 
 
 _SIZES = optuna.distributions.IntDistribution(1, 2**31 - 1)

@@ -99,29 +99,6 @@ def test_legends_cover_nothing_and_hide_what_they_name(browser: Any, view: Study
         assert seen.console == []
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_numbers_beside_marks_do_not_cover_one_another(
-    browser: Any, view: StudyView, file: Path, size: dict[str, Any]
-) -> None:
-    boxes = (
-        "[...document.querySelectorAll('#classes .textpoint text')].filter(e => e.textContent.trim())"
-        ".map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"
-    )
-    with open_page(browser, scheme="light", **size) as (page, _):
-        show(page, file, sum(section.figure is not None for section in sections_of(view)))
-        found = page.evaluate(boxes)
-        page.evaluate("optunaDsat.draw(document.querySelector('#classes .plot')); null")
-        assert page.evaluate(boxes) == found, "drawn again"
-    assert len(found) > 3
-    pairs = [(one, other) for place, one in enumerate(found) for other in found[:place]]
-    assert not [
-        pair
-        for pair in pairs
-        if max(pair[0][0], pair[1][0]) < min(pair[0][2], pair[1][2])
-        and max(pair[0][1], pair[1][1]) < min(pair[0][3], pair[1][3])
-    ]
-
-
 def test_no_line_ends_within_the_name_of_an_option(view: StudyView) -> None:
     told = replace(view, attributes={**view.attributes, attributes.END_REASON: "give --max-trials <b> 5"})
     assert '<span class="word">--deepspeed_config</span>' in render(told)

@@ -9,10 +9,10 @@ Every ``plot_`` function takes a study that optuna-dsat made, as Optuna loads it
     figures.plot_metric(study).show()
     figures.plot_timeline(study).write_image("timeline.svg")  # needs plotly's kaleido
 
-``plot_metric``, ``plot_progress``, ``plot_outcomes``, ``plot_micro_batches`` and ``plot_importances`` need the trials
-only, and take any Optuna study that uses ``optuna_dsat.samplers``. A figure without data holds one sentence that says
-why, which ``missing`` returns. Values are plain lists, so figures travel as readable JSON to any
-version of plotly.js; no page colour is set, so they suit light and dark.
+``plot_metric`` and ``plot_progress`` need the trials only, and take any Optuna study that uses
+``optuna_dsat.samplers``. ``optuna.visualization.plot_param_importances`` plots the importance of the knobs. A figure
+without data holds one sentence that says why, which ``missing`` returns. Values are plain lists, so figures travel as
+readable JSON to any version of plotly.js; no page colour is set, so they suit light and dark.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.figures._comparison import ComparedStudy, comparison_figure, course_figure
 from optuna_dsat.report.figures._finalists import FinalistPoint, finalists_figure
-from optuna_dsat.report.figures._importance import importances_figure, importances_of
 from optuna_dsat.report.figures._memory import BELIEVED_AS_MEASURED, FORMULAS_ALONE, memory_figure
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, EDGE, USER, metric_figure
 from optuna_dsat.report.figures._scaling import AtCount, scaling_figure
-from optuna_dsat.report.figures._search import micro_batches_figure, outcomes_figure, progress_figure, rungs_figure
+from optuna_dsat.report.figures._search import progress_figure
 from optuna_dsat.report.figures._source import Source, history_of, view_of
 from optuna_dsat.report.figures._style import INK, missing, note_of
-from optuna_dsat.report.figures._time import time_spent_figure, timeline_figure
+from optuna_dsat.report.figures._time import timeline_figure
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.finalists import Finalist
 
@@ -51,20 +50,14 @@ __all__ = [
     "ComparedStudy",
     "comparison_figure",
     "course_figure",
-    "importances_of",
     "memory_figure",
     "metric_figure",
     "missing",
     "note_of",
     "plot_finalists",
-    "plot_importances",
     "plot_memory",
     "plot_metric",
-    "plot_micro_batches",
-    "plot_outcomes",
     "plot_progress",
-    "plot_rungs",
-    "plot_time_spent",
     "plot_timeline",
     "require_plotly",
     "scaling_figure",
@@ -117,41 +110,6 @@ def plot_progress(study: Source) -> go.Figure:
     )
 
 
-def plot_outcomes(study: Source) -> go.Figure:
-    """Plot how many launches had which outcome (``optuna_dsat.outcome.Outcome``), by ZeRO stage and offload.
-
-    Args:
-        study: Any Optuna study that uses our knobs, or a ``StudyView``.
-    """
-    require_plotly()
-    return outcomes_figure(history_of(study).trials)
-
-
-def plot_micro_batches(study: Source) -> go.Figure:
-    """Plot which micro-batches were tried in each lineage, in order: how a bisection approaches the out-of-memory edge.
-
-    Shows the 16 lineages with the most launches.
-
-    Args:
-        study: Any Optuna study whose trials have a micro-batch, or a ``StudyView``.
-    """
-    require_plotly()
-    return micro_batches_figure(history_of(study).trials)
-
-
-def plot_importances(study: Source) -> go.Figure:
-    """Plot the importance of the knobs by Optuna's PED-ANOVA (arXiv:2304.10255), as shares that sum up to 1.
-
-    Uses measured trials only, at least 10; see ``importances_of`` for what that leaves out.
-
-    Args:
-        study: Any Optuna study with one objective, or a ``StudyView``.
-    """
-    require_plotly()
-    found = history_of(study)
-    return importances_figure(found.trials, found.direction)
-
-
 def plot_memory(study: Source) -> go.Figure:
     """Plot the measured peak memory per rank (GiB) over what the search believed when it asked for the launch.
 
@@ -181,41 +139,6 @@ def plot_timeline(study: Source) -> go.Figure:
     require_plotly()
     view = view_of(study)
     return timeline_figure(view.launches, device=view.spec.device)
-
-
-def plot_time_spent(study: Source) -> go.Figure:
-    """Plot how the search spent its GPU (CPU-rank) minutes: profile, start-up, steps, exit, finalists, idle.
-
-    Args:
-        study: A study that optuna-dsat made.
-
-    Raises:
-        UsageError: If it did not make it.
-    """
-    require_plotly()
-    view = view_of(study)
-    return time_spent_figure(view.launches, device=view.spec.device)
-
-
-def plot_rungs(study: Source) -> go.Figure:
-    """Plot which lineages completed which rung of ``asha`` (arXiv:1810.05934), and which were promoted.
-
-    Args:
-        study: A study that optuna-dsat made.
-
-    Raises:
-        UsageError: If it did not make it.
-    """
-    require_plotly()
-    view, found = view_of(study), history_of(study)
-    return rungs_figure(
-        view.trials,
-        method=view.spec.method,
-        options=view.spec.options,
-        metric=view.metric,
-        direction=found.direction,
-        device=view.spec.device,
-    )
 
 
 def plot_finalists(study: Source) -> go.Figure:

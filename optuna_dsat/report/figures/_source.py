@@ -93,7 +93,7 @@ def view_of(source: Source) -> StudyView:
     if STUDY_UUID not in source.user_attrs:
         raise UsageError(
             f"The study {source.study_name!r} was not made by optuna-dsat: it has trials, but neither a profile nor "
-            "launches. plot_metric, plot_progress, plot_outcomes, plot_micro_batches and plot_importances show it."
+            "launches. plot_metric and plot_progress show it."
         )
     url = _url_of(source._storage)
     if url is None:

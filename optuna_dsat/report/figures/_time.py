@@ -1,4 +1,4 @@
-"""What the slots did over time, and how they spent it in total."""
+"""The phases of each slot over the time of the search."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from optuna_dsat.escape.html import figure_text
 from optuna_dsat.report.figures._style import NEUTRAL, PHASE_COLOURS, empty_figure, lay_out, new_figure
 from optuna_dsat.report.slot_time import PHASES, Slot, SlotTime, Span, account
 from optuna_dsat.store import StoredLaunch
-from optuna_dsat.words import duration_in_words, slot_name
+from optuna_dsat.words import duration_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["time_spent_figure", "timeline_figure"]
+__all__ = ["timeline_figure"]
 
 _NO_LAUNCH = "No launch has ended yet, so there is no time to account for."
 _UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
@@ -139,38 +139,3 @@ def _slot_words(slot: Slot, device: str, *, several: bool) -> str:
     host, index = slot
     words = f"{'GPU' if device == 'cuda' else 'rank'} {index}"
     return f"{figure_text(host)}<br>{words}" if several else words
-
-
-def time_spent_figure(launches: Sequence[StoredLaunch], *, device: str) -> go.Figure:
-    """Return the slots' time by phase: profile, start-up, steps, exit, finalists and idle.
-
-    Args:
-        launches: Finished launches.
-        device: ``cuda`` or ``cpu``: whether slots are called GPUs or CPU ranks.
-    """
-    import plotly.graph_objects as go
-
-    title = "Where the search's time went"
-    slots = slot_name(device)
-    spent = account(launches)
-    total = sum(spent.seconds.values())
-    if total <= 0:
-        return empty_figure(_NO_LAUNCH, title=title, x=f"{slots} minutes")
-    phases = [phase for phase in PHASES if spent.seconds[phase] > 0]
-    figure = go.Figure(
-        go.Bar(
-            x=[spent.seconds[phase] / 60 for phase in phases],
-            y=phases,
-            orientation="h",
-            marker={"color": [PHASE_COLOURS[phase] for phase in phases]},
-            text=[f"{spent.seconds[phase] / total:.0%}" for phase in phases],
-            textposition="auto",
-            textangle=0,
-            hovertext=[f"{phase}: {duration_in_words(spent.seconds[phase])} of {slots} time" for phase in phases],
-            hoverinfo="text",
-            showlegend=False,
-        )
-    )
-    lay_out(figure, title=title, x=f"{slots} minutes", y="", height=120 + 40 * len(phases))
-    figure.update_yaxes(autorange="reversed")
-    return figure

@@ -6,7 +6,6 @@ const optunaDsat = (() => {
   const PRINT_WIDTH = 660;  // px of an A4 page between its margins, at 96 px an inch, and some room
   const NARROW = 620;
   const MOST_TICKS = 6;
-  const BLANK = "\u00a0";  // empty texts lose others when a figure is drawn again
   let printing = false;
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -148,22 +147,6 @@ const optunaDsat = (() => {
     }
   };
 
-  // Numbers beside marks: only those that have room, by the width of a digit and what labels leave of the figure.
-  const thinned = (data, width) => {
-    const texts = data.filter((trace) => (trace.mode || "").includes("text") && trace.x.length);
-    const places = texts.flatMap((trace) => trace.x.map((x, at) => ({ trace, at, x: Math.log(x), y: trace.y[at] })));
-    if (!places.length) return;
-    const all = places.map((one) => one.x);
-    const scale = (0.6 * width) / Math.max(Math.max(...all) - Math.min(...all), 0.1);
-    const last = new Map();
-    for (const trace of texts) trace.text = [...trace.text];
-    for (const { trace, at, x, y } of places.sort((one, other) => one.x - other.x)) {
-      const room = 7 * String(trace.text[at]).length + 3;
-      if (last.has(y) && (x - last.get(y)) * scale < room) trace.text[at] = BLANK;
-      else last.set(y, x);
-    }
-  };
-
   const draw = (div) => {
     const figure = JSON.parse(document.getElementById(div.dataset.figure).textContent);
     const look = pageColours();
@@ -174,7 +157,6 @@ const optunaDsat = (() => {
       div.hiddenTraces = new Set(data.filter((one) => one.visible === "legendonly").map((one) => one.name));
     for (const trace of data) trace.visible = !div.hiddenTraces.has(trace.legendgroup || trace.name);
     legend(div, data, layout);
-    thinned(data, printing ? PRINT_WIDTH : div.clientWidth);
     Object.assign(layout, {
       font: { color: look.text, family: getComputedStyle(document.body).fontFamily, size: narrow ? 11 : 13 },
       paper_bgcolor: "rgba(0,0,0,0)",
