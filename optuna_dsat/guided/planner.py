@@ -216,18 +216,6 @@ class GuidedPlanner:
         found = iter(memory.predict(self.problem.table.memory_inputs(rows, sizes))[0])
         return [None if row is None else round(float(next(found))) for row, _ in queried]
 
-    def expected_edges(self, trials: Sequence[FrozenTrial], lineages: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        """Return the largest micro-batch of each lineage that is expected to fit; None for what is not in this space.
-
-        Args:
-            trials: The study's trials at one moment.
-            lineages: Knobs of each.
-        """
-        rows = [self.problem.table.row_index(params) for params in lineages]
-        inside = np.array([row for row in rows if row is not None], dtype=np.int64)
-        found = iter(self._posterior(trials).edges(inside))
-        return [None if row is None else max(0, int(next(found))) for row in rows]
-
     def formula(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
     ) -> list[float] | None:

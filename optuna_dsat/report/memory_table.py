@@ -1,4 +1,4 @@
-"""What the search believes about the memory of every ZeRO stage and offload, beside what trials ran."""
+"""Memory of every ZeRO stage and offload: predicted by the formulas, and the micro-batches that trials ran."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import STRUCTURES, Structure
+from optuna_dsat.cost import memory
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, Feasibility, feasibility
@@ -18,20 +21,14 @@ __all__ = ["MemoryRow", "memory_table"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """Memory of one structure with the user's other settings: believed now, by the formulas alone, and observed."""
+    """Memory of one structure with the user's other settings: predicted, and observed."""
 
     words: str
     """The structure in words."""
     device_bytes: int
-    """Peak of one rank at micro-batch 1, as the search believes after all launches so far."""
-    formula_bytes: int
-    """Likewise by the formulas alone, without any correction."""
+    """Peak of one rank at micro-batch 1, by the formulas, without any correction by launches."""
     host_bytes: int
-    """Memory of one host at micro-batch 1, by the formulas alone."""
-    largest: int
-    """Largest micro-batch that the search expects to fit, not below ``ran`` and, where nothing larger ran, below
-    ``too_large``; 0 if none does.
-    """
+    """Memory of one host at micro-batch 1, likewise."""
     ran: int | None
     """Largest micro-batch that ran; None if none did."""
     too_large: int | None
@@ -40,20 +37,20 @@ class MemoryRow:
 
 def memory_table(view: StudyView) -> tuple[MemoryRow, ...]:
     """Return one row for each structure at the study's ZeRO stages; empty before the profile launch has ended."""
-    if view.memory is None:
+    if view.profiled is None:
         return ()
-    shown, structures = _evidence(view.trials), list(_structures(view.spec))
+    tried, base = _tried(view.trials), ds_config.effective(view.spec.ds_config)
+    profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
     rows = []
-    for structure, believed in zip(structures, view.memory.structures(structures), strict=True):
-        fits, too_large = shown.get(structure, ([], []))
-        least, most = max(fits, default=0), min(too_large, default=believed.largest + 1) - 1
+    for structure in _structures(view.spec):
+        fits, too_large = tried.get(structure, ([], []))
+        config = ds_config.merge(base, {ds_config.ZERO: structure.zero_section(nvme_path=view.spec.nvme_path)})
+        predicted = memory.estimate(profile, config, micro_batch=1, hardware=hardware)
         rows.append(
             MemoryRow(
                 words=structure.words,
-                device_bytes=believed.believed_bytes,
-                formula_bytes=believed.formula_bytes,
-                host_bytes=believed.host_bytes,
-                largest=max(least, min(most, believed.largest)),
+                device_bytes=predicted.device_bytes,
+                host_bytes=predicted.host_bytes,
                 ran=max(fits, default=None),
                 too_large=min(too_large, default=None),
             )
@@ -73,7 +70,7 @@ def _structures(spec: StudySpec) -> Iterator[Structure]:
             yield from (one.on_nvme() for one in of_stage if one.offloads)
 
 
-def _evidence(trials: Sequence[FrozenTrial]) -> Mapping[Structure, tuple[list[int], list[int]]]:
+def _tried(trials: Sequence[FrozenTrial]) -> Mapping[Structure, tuple[list[int], list[int]]]:
     """Return structure -> micro-batches that fitted, micro-batches that ran out of memory."""
     found: dict[Structure, tuple[list[int], list[int]]] = {}
     for trial in trials:

@@ -189,21 +189,16 @@ def _memory(view: StudyView) -> str:
         (
             row.words,
             bytes_in_words(row.device_bytes),
-            bytes_in_words(row.formula_bytes),
             bytes_in_words(row.host_bytes),
-            row.largest or "none",
             row.ran,
             row.too_large,
         )
         for row in memory_table(view)
     ]
-    headings = (
-        "", "per rank at micro-batch 1, believed", "by the formulas alone", "host at micro-batch 1",
-        "largest micro-batch, believed", "largest that ran", "smallest out of memory",
-    )  # fmt: skip
+    headings = ("", "per rank at micro-batch 1", "host at micro-batch 1", "largest that ran", "smallest out of memory")
     text = (
-        "Believed is what the search's memory model says after all launches so far, with your other settings; the "
-        "formulas alone are without any correction by launches. What ran comes from the trials."
+        "Bytes are predicted by the memory model's formulas, with your other settings and without any correction by "
+        "launches; the micro-batches that ran or ran out of memory come from the trials."
     )
     return table(headings, rows) + f"\n\n{text}"
 
@@ -294,11 +289,9 @@ def _figures(view: StudyView, trial: FrozenTrial) -> str:
         rows.append(("inputs vary in size from step to step by", f"{attrs[attributes.INPUT_VARIATION]:.0%}"))
     if attrs.get(attributes.PEAK_BYTES, 0) > 0:
         rows.append(("peak memory of the worst rank", bytes_in_words(attrs[attributes.PEAK_BYTES])))
-    if view.profiled is not None and view.memory is not None:
-        peak = view.memory.peaks.get(trial.number)
-        if peak is not None:
-            rows.append(("peak memory, believed when it was launched", bytes_in_words(peak.believed_bytes)))
-            rows.append(("peak memory, by the formulas alone", bytes_in_words(peak.formula_bytes)))
+    if attributes.PREDICTED_PEAK_BYTES in attrs:
+        rows.append(("peak memory, predicted at proposal", bytes_in_words(attrs[attributes.PREDICTED_PEAK_BYTES])))
+    if view.profiled is not None:
         rows.append(("device memory per rank", bytes_in_words(view.profiled.profile.device_memory_bytes)))
     return table(("in the search", ""), rows) if rows else ""
 

@@ -93,10 +93,9 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
         figures.plot_progress,
     ),
     (
-        "memory", "Memory, believed and measured",
-        "Each launch at the peak that the search expected when it asked for it, corrected by the launches before it; "
-        "open marks were not corrected yet. On the dashed line it was right; above it the launch needed more. A click "
-        "on the legend shows what the formulas alone predict.",
+        "memory", "Memory, predicted and measured",
+        "Each launch at the peak that was predicted when it was proposed, corrected by the launches before it. On the "
+        "dashed line the prediction was right; above it the launch needed more.",
         figures.plot_memory,
     ),
     (

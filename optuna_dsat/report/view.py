@@ -11,7 +11,6 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.launch.protocol import LaunchReport
-from optuna_dsat.report.memory_belief import MemoryBelief
 from optuna_dsat.store import Store, StoredLaunch
 from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.folder import is_folder_of
@@ -50,11 +49,6 @@ class StudyView(StoredStudy):
         """Whether the search has made all of its launches and measured nothing."""
         spent = self.launches_used >= self.spec.max_trials
         return spent and bool(self.launched) and self.best is None and not self.running
-
-    @cached_property
-    def memory(self) -> MemoryBelief | None:
-        """What the search believed about memory; None before the profile launch has ended."""
-        return None if self.profiled is None else MemoryBelief(self, self.profiled)
 
     @cached_property
     def launched(self) -> tuple[FrozenTrial, ...]:

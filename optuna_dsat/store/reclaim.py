@@ -63,6 +63,7 @@ _LAUNCH_ATTRIBUTES = frozenset(
         attributes.OUTCOME,
         attributes.OVERLAY,
         attributes.PEAK_BYTES,
+        attributes.PREDICTED_PEAK_BYTES,
         attributes.VETOED,
     }
 )

@@ -89,6 +89,16 @@ class Ceiling:
             return sizes[key]  # a fixed global batch needs the same data at every micro-batch
         return max(1, min(sizes[key], self._data_limit // self._space.gradient_accumulation_steps))
 
+    def predicted_peak(self, trials: Sequence[FrozenTrial], config: Mapping[str, Any]) -> int:
+        """Return the peak of a rank in bytes by the memory model, corrected by the study's trials."""
+        return memory.estimate(
+            self._profile,
+            config,
+            micro_batch=int(config[MICRO_BATCH]),
+            hardware=self._hardware,
+            correction=self._corrected(trials),
+        ).device_bytes
+
     def _corrected(self, trials: Sequence[FrozenTrial]) -> memory.Correction:
         """Return the correction of the memory model for a history; it is updated only if the history changed."""
         if trials is not self._history:
@@ -113,6 +123,10 @@ class Method:
     pruner: BasePruner
     classes: int
     """Lineages of the space."""
+    ceiling: Ceiling | None = None
+    """The memory model; None to predict no peaks."""
+    planner: GuidedPlanner | None = None
+    """Predicts peaks inside its space instead of ``ceiling``; None if the method has no planner."""
     posterior_means: Callable[[Sequence[FrozenTrial]], Mapping[int, float]] | None = None
     """Trials -> posterior mean of the metric by number of the measured trial; None if the method has no posterior."""
     joint_posterior: JointPosterior | None = None
@@ -155,6 +169,25 @@ class Method:
             numbers=tuple(numbers), means=tuple(means.tolist()), covariance=tuple(map(tuple, joint.tolist()))
         )
 
+    def predicted_peak(
+        self, trials: Sequence[FrozenTrial], params: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> int | None:
+        """Return the peak of a rank in bytes that the method expects; None if it has no memory model.
+
+        Args:
+            trials: The study's trials.
+            params: Knobs of the configuration; empty if it is outside the search space.
+            config: Its DeepSpeed config.
+        """
+        if self.ceiling is None:
+            return None
+        finished = [trial for trial in trials if trial.state.is_finished()]
+        planned = None
+        if self.planner is not None and params:
+            knobs = {name: value for name, value in params.items() if name != MICRO_BATCH}
+            (planned,) = self.planner.expected_peaks(finished, [(knobs, int(config[MICRO_BATCH]))])
+        return self.ceiling.predicted_peak(finished, config) if planned is None else planned
+
     def exhausted(self, study: optuna.Study) -> bool:
         """Whether nothing is left that may win."""
         return self.sampler.exhausted(study, classes=self.classes)
@@ -175,11 +208,12 @@ def _proven(spec: StudySpec, profiled: Profiled) -> tuple[int, ...]:
 
 
 def _random(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
+    ceiling = Ceiling(spec, profiled, space)
     limit = spec.options.trials_per_random_config
     return Method(
         sampler=LineageRandomSampler(
             trials_per_random_config=limit,
-            max_micro_batch=Ceiling(spec, profiled, space),
+            max_micro_batch=ceiling,
             usual=space.usual,
             proven=_proven(spec, profiled),
             profile_steps=spec.end_profile_step,
@@ -187,22 +221,25 @@ def _random(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
         ),
         pruner=DeepSpeedPruner(trials_per_random_config=limit),
         classes=space.classes(),
+        ceiling=ceiling,
     )
 
 
-def _bisection(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> BinarySearchSampler:
-    return BinarySearchSampler(
+def _bisection(spec: StudySpec, profiled: Profiled, space: SearchSpace, pruner: BasePruner) -> Method:
+    ceiling = Ceiling(spec, profiled, space)
+    sampler = BinarySearchSampler(
         search_range_factor=spec.options.search_range_factor,
-        max_micro_batch=Ceiling(spec, profiled, space),
+        max_micro_batch=ceiling,
         usual=space.usual,
         proven=_proven(spec, profiled),
         profile_steps=spec.end_profile_step,
         seed=spec.random_seed,
     )
+    return Method(sampler=sampler, pruner=pruner, classes=space.classes(), ceiling=ceiling)
 
 
 def _binary(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
-    return Method(sampler=_bisection(spec, profiled, space), pruner=optuna.pruners.NopPruner(), classes=space.classes())
+    return _bisection(spec, profiled, space, optuna.pruners.NopPruner())
 
 
 def _asha(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
@@ -213,7 +250,7 @@ def _asha(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
         divisor=options.divisor,
         asha_early_stopping=options.asha_early_stopping,
     )
-    return Method(sampler=_bisection(spec, profiled, space), pruner=pruner, classes=space.classes())
+    return _bisection(spec, profiled, space, pruner)
 
 
 def make_planner(
@@ -245,13 +282,14 @@ def make_planner(
 
 def _guided(spec: StudySpec, profiled: Profiled, space: SearchSpace, prior_knowledge: PriorKnowledge | None) -> Method:
     planner = make_planner(spec, profiled, space, prior_knowledge=prior_knowledge)
-    sampler = GuidedSampler(
-        planner=planner, max_micro_batch=Ceiling(spec, profiled, space), usual=space.usual, seed=spec.random_seed
-    )
+    ceiling = Ceiling(spec, profiled, space)
+    sampler = GuidedSampler(planner=planner, max_micro_batch=ceiling, usual=space.usual, seed=spec.random_seed)
     return Method(
         sampler=sampler,
         pruner=optuna.pruners.NopPruner(),
         classes=space.classes(),
+        ceiling=ceiling,
+        planner=planner,
         posterior_means=planner.posterior_means,
         joint_posterior=planner.joint_posterior,
         remaining=planner.remaining,

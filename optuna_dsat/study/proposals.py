@@ -136,6 +136,9 @@ class Proposals:
         trial.set_user_attr(attributes.CONFIGURATION, words)
         trial.set_user_attr(attributes.OVERLAY, dict(overlay))
         trial.set_user_attr(attributes.CONFIG_KEY, key)
+        peak = self._method.predicted_peak(self._study.get_trials(deepcopy=False), trial.params, config)
+        if peak is not None:
+            trial.set_user_attr(attributes.PREDICTED_PEAK_BYTES, peak)
         trial.set_user_attr(attributes.LAUNCH_ID, launch_id)
         return Flight(trial=trial, request=request, words=words)
 

@@ -111,6 +111,7 @@ _OF_TRIALS: Mapping[str, Callable[[Any], bool]] = {
     attributes.OVERHEAD_S: _is_number,
     attributes.OVERLAY: _is_object,
     attributes.PEAK_BYTES: _is_count,
+    attributes.PREDICTED_PEAK_BYTES: _is_count,
     attributes.PURPOSE: _is_text,
     attributes.SKIPPED_STEPS: _is_count,
     attributes.VETOED: _is_text,

@@ -36,6 +36,7 @@ __all__ = [
     "OVERHEAD_S",
     "OVERLAY",
     "PEAK_BYTES",
+    "PREDICTED_PEAK_BYTES",
     "PURPOSE",
     "RESULT",
     "SKIPPED_STEPS",
@@ -78,6 +79,8 @@ HOST_THREADS = "host_threads"
 """Host compute threads per rank."""
 PEAK_BYTES = "peak_memory_bytes"
 """Peak device memory of the worst rank, in bytes."""
+PREDICTED_PEAK_BYTES = "predicted_peak_memory_bytes"
+"""Peak device memory of a rank, in bytes, that the memory model predicted when the trial was proposed."""
 SKIPPED_STEPS = "skipped_steps"
 """Steps of the launch that the loss scaler skipped; absent if there were none."""
 STEPS_COMPLETED = "steps_completed"

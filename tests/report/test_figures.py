@@ -1,37 +1,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import statistics
+from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost import memory
-from optuna_dsat.cost.memory_fit import CorrectionFit
 from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
 from optuna_dsat.report.figures import (
-    BELIEVED_AS_MEASURED,
     BEST,
     EDGE,
-    FORMULAS_ALONE,
+    PREDICTED_AS_MEASURED,
     USER,
     memory_figure,
     metric_figure,
     missing,
+    note_of,
 )
+from optuna_dsat.report.notes import trial_note
 from optuna_dsat.report.slot_time import PHASES, account
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes, lineage
-
-GIB = 2**30
+from optuna_dsat.words import bytes_in_words
+from tests.harness.landscapes import GIB, Hill
+from tests.harness.reports import ReportedStudyBench
 
 
 def by_name(figure: Any) -> dict[str, list[Any]]:
@@ -81,55 +82,49 @@ def test_a_speed_of_each_rank_is_said_of_what_it_runs_on_as_elsewhere(view: Stud
     assert f"FLOP/s per {slot} in the search" in figure.data[0].hovertext[0]
 
 
-def test_the_memory_figure_has_what_the_search_believed_at_each_launch_and_what_was_measured(view: StudyView) -> None:
-    """The corrections are fitted anew here, to the launches that had ended when a trial was asked for."""
+@pytest.mark.parametrize("method", ["guided", "random"])
+def test_the_memory_figure_has_the_peaks_that_were_predicted_at_proposal(
+    bench: ReportedStudyBench, method: str
+) -> None:
+    """Every launch takes 12 GiB more than the formulas know of: predictions follow the launches before each trial."""
+
+    def hungry(config: Mapping[str, Any]) -> SimulatedResult | None:
+        found = Hill().run(config, 2)
+        large = config["train_micro_batch_size_per_gpu"] > 28
+        return found if large else replace(found, peak_bytes=found.peak_bytes + 12 * GIB)
+
+    bench.run(bench.spec(method=method, max_trials=8, confirm=0), Hill(override=hungry))
+    view = bench.view()
     assert view.profiled is not None
-    figure = memory_figure(view)
     profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
-    expected, alone, measured, corrected = set(), set(), 0, 0
+    peaks, formulas = {}, {}
     for trial in view.trials:
         for config, size, peak in attributes.measured_peaks([trial]):
-            fit = CorrectionFit(profile, hardware)
-            assert trial.datetime_start is not None
-            fit.add(attributes.measured_peaks([one for one in view.trials if ended_by(one, trial.datetime_start)]))
-            measured += 1
-            corrected += len(fit) > 0
-            by_formula, believed = (
-                memory.estimate(profile, config, micro_batch=size, hardware=hardware, correction=correction)
-                for correction in (None, fit.correction())
-            )
-            expected.add((believed.device_bytes / GIB, peak / GIB))
-            alone.add((by_formula.device_bytes / GIB, peak / GIB))
-    assert corrected > len(expected) / 2
-    assert expected != alone
-    drawn = points(trace for trace in figure.data if trace.name not in (BELIEVED_AS_MEASURED, FORMULAS_ALONE))
-    assert drawn == expected
-    (formulas,) = by_name(figure)[FORMULAS_ALONE]
-    assert points([formulas]) == alone
-    assert formulas.visible == "legendonly"
-    assert len(by_name(figure)[BELIEVED_AS_MEASURED]) == 1
-    assert "believed" in figure.data[0].hovertext[0]
-    assert "believed when launched (GiB)" in figure.layout.xaxis.title.text
-    symbols = [symbol for trace in figure.data if trace.mode == "markers" for symbol in trace.marker.symbol]
-    assert sum(symbol.endswith("-open") for symbol in symbols if symbol != "x-thin-open") == measured - corrected
-
-
-def ended_by(trial: FrozenTrial, moment: datetime) -> bool:
-    return trial.datetime_complete is not None and trial.datetime_complete <= moment
-
-
-def points(traces: Iterable[Any]) -> set[tuple[float, float]]:
-    return {(x, y) for trace in traces for x, y in zip(trace.x, trace.y, strict=True)}
+            peaks[trial.number] = trial.user_attrs[attributes.PREDICTED_PEAK_BYTES], peak
+            formulas[trial.number] = memory.estimate(profile, config, micro_batch=size, hardware=hardware).device_bytes
+    first, *later = sorted(peaks)
+    assert peaks[first][0] == pytest.approx(formulas[first], abs=1), "nothing was known before the first launch"
+    assert len(later) >= 4
+    predicted, alone = (
+        statistics.median(abs(bytes_of(number) / peaks[number][1] - 1) for number in later)
+        for bytes_of in (lambda number: peaks[number][0], lambda number: formulas[number])
+    )
+    assert predicted < 0.5 * alone
+    figure = memory_figure(view)
+    (line,) = by_name(figure)[PREDICTED_AS_MEASURED]
+    drawn = {(x, y) for trace in figure.data if trace is not line for x, y in zip(trace.x, trace.y, strict=True)}
+    assert drawn == {(predicted / GIB, measured / GIB) for predicted, measured in peaks.values()}
+    assert f"half of the {len(peaks)} predictions were within" in note_of(figure)
+    assert bytes_in_words(peaks[later[-1]][0]) in trial_note(view, view.trials[later[-1]])
 
 
 def test_an_empty_history_says_so(view: StudyView) -> None:
-    assert view.profiled is not None
-    for figure in (
-        metric_figure([], metric="throughput"),
-        memory_figure(replace(view, trials=())),
+    for figure, why in (
+        (metric_figure([], metric="throughput"), "Nothing has been measured yet."),
+        (memory_figure(replace(view, trials=())), "No trial has both a predicted and a measured peak."),
     ):
         assert not figure.data
-        assert figure.layout.annotations[0].text == "Nothing has been measured yet."
+        assert figure.layout.annotations[0].text == why
         assert json.loads(figure.to_json())["layout"]["yaxis"]["title"]["text"]
 
 

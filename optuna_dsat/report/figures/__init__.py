@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.figures._comparison import ComparedStudy, comparison_figure, course_figure
 from optuna_dsat.report.figures._finalists import FinalistPoint, finalists_figure
-from optuna_dsat.report.figures._memory import BELIEVED_AS_MEASURED, FORMULAS_ALONE, memory_figure
+from optuna_dsat.report.figures._memory import PREDICTED_AS_MEASURED, memory_figure
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, EDGE, USER, metric_figure
 from optuna_dsat.report.figures._scaling import AtCount, scaling_figure
 from optuna_dsat.report.figures._search import progress_figure
@@ -39,12 +39,11 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 __all__ = [
-    "BELIEVED_AS_MEASURED",
     "BEST",
     "CONFIRMED",
     "EDGE",
-    "FORMULAS_ALONE",
     "INK",
+    "PREDICTED_AS_MEASURED",
     "USER",
     "AtCount",
     "ComparedStudy",
@@ -111,9 +110,9 @@ def plot_progress(study: Source) -> go.Figure:
 
 
 def plot_memory(study: Source) -> go.Figure:
-    """Plot the measured peak memory per rank (GiB) over what the search believed when it asked for the launch.
+    """Plot the measured peak memory per rank (GiB) over the peak that was predicted when the trial was proposed.
 
-    Beliefs are the memory model's, corrected by the launches that had ended by then: for ``guided`` its posterior.
+    Predictions are the memory model's, corrected by the launches that had ended by then: for ``guided`` its posterior.
 
     Args:
         study: A study that optuna-dsat made.
