@@ -77,8 +77,7 @@ def _root(
     options: Annotated[
         Path | None,
         typer.Option(
-            help="Take options from this file (YAML, JSON, TOML).  \\[default: \\[tool.optuna-dsat] of the nearest "
-            "pyproject.toml]",
+            help="Take options from this TOML file.  \\[default: \\[tool.optuna-dsat] of the nearest pyproject.toml]",
             envvar=OPTIONS_ENV,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Files of options: the ``[tool.optuna-dsat]`` table of ``pyproject.toml``, or the file of ``--options``.
+"""Files of options: the ``[tool.optuna-dsat]`` table of ``pyproject.toml``, or a TOML file named by ``--options``.
 
 Keys are the long names of options. A key at the top holds for every command that has the option, except the budget of
 ``resume``; a table named after a command holds for that command only::
@@ -29,7 +29,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 
-from optuna_dsat.config.documents import check_nesting, checked, read_document
+from optuna_dsat.config.documents import checked, read_document
 from optuna_dsat.errors import UsageError
 from optuna_dsat.words import rule_in_words
 
@@ -144,14 +144,8 @@ class OptionsFile:
 
 
 def _as_json(value: Any) -> str:
-    """Return a value of a file as JSON; dates and whatever else JSON has no form for as text, keys among them."""
-    return json.dumps(_with_text_keys(value), default=str)
-
-
-def _with_text_keys(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _with_text_keys(one) for key, one in value.items()}
-    return [_with_text_keys(one) for one in value] if isinstance(value, list) else value
+    """Return a value of a file as JSON; dates as text."""
+    return json.dumps(value, default=str)
 
 
 def file_of(
@@ -228,33 +222,22 @@ def others_write(path: Path) -> str | None:
 
 
 def read_options(path: Path) -> OptionsFile:
-    """Return the options of a file: YAML, JSON, or TOML (all of it, or its ``[tool.optuna-dsat]`` table).
+    """Return the options of a TOML file: all of it, or its ``[tool.optuna-dsat]`` table.
 
     Raises:
         UsageError: If it cannot be read, or is not a table of options.
     """
+    if path.suffix.lower() in (".json", ".yaml", ".yml"):
+        raise UsageError(
+            f"--options {path} is not TOML, the only form that options are read in: write them with the same names "
+            f"into the [tool.{_TABLE}] table of pyproject.toml, or into {path.with_suffix('.toml').name}."
+        )
     try:
         text = read_document(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--options {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    if path.suffix.lower() == ".toml":
-        table = _parse_toml(path, text)
-        return _options_file(path, (_own_table(table) or {}) if "tool" in table else table)
-    import yaml
-
-    check_nesting(text, f"--options {path}")
-    try:
-        return _options_file(path, checked(yaml.safe_load(text), f"--options {path}") or {})
-    except (ValueError, OverflowError, RecursionError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{path} is not YAML: it holds what is no value, or too deep ({_first_line(error)})."
-        ) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f" (line {mark.line + 1})"
-        raise UsageError(
-            f"{path} is not YAML{where}: {getattr(error, 'problem', None) or 'it cannot be read'}."
-        ) from None
+    table = _parse_toml(path, text)
+    return _options_file(path, (_own_table(table) or {}) if "tool" in table else table)
 
 
 def _parse_toml(path: Path, text: str) -> dict[str, Any]:
@@ -275,8 +258,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _options_file(path: Path, table: Any) -> OptionsFile:
-    if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
-        raise UsageError(f"{path} holds no table of options, such as `max-trials: 30`.")
+    if not isinstance(table, dict):
+        raise UsageError(f"{path} holds no table of options, such as `max-trials = 30`.")
     return OptionsFile(path=path, table=table)
 
 

@@ -166,13 +166,6 @@ def test_options(check: Check, given_options: list[tuple[str, str]]) -> None:
     check("random", "train.py", "ds.json", *(f"{name}={value}" for name, value in given_options), *DRY)
 
 
-@fuzzed
-@given(table=st.dictionaries(st.sampled_from([one[2:] for one in OPTIONS] + ["random", "db"]) | words, values))
-def test_files_of_options(check: Check, table: Any) -> None:
-    Path("options.json").write_text(json.dumps(table))
-    check("--options", "options.json", "random", "train.py", "ds.json", *DRY)
-
-
 toml_values = st.recursive(
     st.booleans()
     | st.integers()
@@ -234,7 +227,6 @@ yaml_values = st.recursive(
 )
 """Much that JSON has no form for, as keys and as values."""
 YAML_FILES = {
-    ("--options", "fuzzed.yaml", "random", "train.py", "ds.json"): st.sampled_from([one[2:] for one in OPTIONS]),
     ("random", "definition:MyTrial", "ds.json", "--hparams", "fuzzed.yaml"): hparams_keys,
     ("asha", "fuzzed.yaml", "."): hparams_keys,
     ("random", "train.py", "ds.json", "--", "fuzzed.yaml"): sections,

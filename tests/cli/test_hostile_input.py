@@ -40,12 +40,11 @@ TEXTS = {
     "cycle.yaml": "fix: &x {a: *x}\n",
     "deep.yaml": "a: " + "[" * 5000,
     "date.yaml": "study: 2020-99-99\n",
-    "digits.yaml": f"max-trials: {DIGITS}\n",
     "digits.toml": f"max-trials = {DIGITS}\n",
 }
 OF_FILES = [
     *(["random", "train.py", name] for name in TEXTS if name.endswith(".json")),
-    *(["--options", name, "random", "train.py", "ds.json"] for name in TEXTS if name.endswith(("yaml", "toml"))),
+    *(["--options", name, "random", "train.py", "ds.json"] for name in TEXTS if name.endswith("toml")),
     *(["random", "def:MyTrial", "ds.json", "--hparams", name] for name in TEXTS if name.endswith("yaml")),
 ]
 OF_OPTIONS = [
@@ -101,9 +100,9 @@ def test_options_are_checked(refused: Run, options: list[str]) -> None:
     [
         ["random", "train.py", "pipe", "--dry-run"],
         ["random", "train.py", "/dev/zero", "--dry-run"],
-        ["--options", "pipe", "random", "train.py", "ds.json", "--dry-run"],
         ["random", "def:MyTrial", "ds.json", "--hparams", "pipe", "--dry-run"],
         ["random", "pipe", "ds.json", "--dry-run"],
+        ["--options", "pipe", "random", "train.py", "ds.json", "--dry-run"],
         ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?connect_timeout=abc"],
         ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?port=abc"],
         ["studies", "--storage", "postgresql://127.0.0.1:1/%00"],

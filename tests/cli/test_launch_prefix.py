@@ -83,8 +83,8 @@ def test_a_file_of_options_says_as_well_where_the_ranks_of_the_launcher_run(
     found = unfolded(tmp_path, *words, "deepspeed", "--num_gpus", "4", "train.py")
     assert ("--gpus-per-node" in found) is on_nodes
     assert "--gpus-per-trial" not in found
-    named = tmp_path / "mine.yaml"
-    named.write_text('{"on": "here"}')
+    named = tmp_path / "mine.toml"
+    named.write_text('on = "here"\n')
     group: Any = typer.main.get_command(app)
     other = unfold_command(
         ["--options", str(named), "random", "deepspeed", "--num_gpus", "4", "train.py"], group, cwd=tmp_path

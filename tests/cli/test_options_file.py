@@ -106,20 +106,15 @@ def test_the_nearest_table_upwards_counts(seen: Seen, bench: EntryPointBench, mo
     assert seen("asha", "../../train.py", "../../ds.json", "--cpu-ranks", "2").options.max_trials == 9
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("o.yaml", "zero-stages: [1, 3]\nfix: {overlap_comm: true}\nprofile-reuse: false\n"),
-        ("o.json", '{"zero_stages": "1,3", "fix": ["overlap_comm=true"], "profile-reuse": false}'),
-        ("o.toml", "zero-stages = [1, 3]\nfix = {overlap_comm = true}\nprofile-reuse = false\n"),
-    ],
-)
+@pytest.mark.parametrize("table", ["", "[tool.optuna-dsat]\n"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_file_of_ones_own_takes_the_place_of_pyproject(
-    seen: Seen, bench: EntryPointBench, name: str, text: str, first: bool
+    seen: Seen, bench: EntryPointBench, table: str, first: bool
 ) -> None:
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 5\n")
-    (bench.folder / name).write_text(text)
+    name = "o.toml"
+    text = "zero-stages = [1, 3]\nfix = {overlap_comm = true}\nprofile-reuse = false\n"
+    (bench.folder / name).write_text(table + text)
     named = ("--options", name)
     given = seen(*named, *PLAIN) if first else seen(*PLAIN, *named)
     options = given.options
@@ -131,17 +126,18 @@ def test_a_file_of_ones_own_takes_the_place_of_pyproject(
 
 
 BAD = {
-    "unknown": ("max-trails: 3", "'max-trails' is no option of any command. Did you mean 'max-trials'?"),
-    "of-another-command": ("asha: {early-stopping: 1}", "'early-stopping' is no option of `optuna-dsat asha`."),
-    "nested": ("db: {check: {quiet: true}}", "'quiet' is no option of `optuna-dsat db check`."),
-    "argument": ("config: ds.json", "'config' is no option of any command."),
-    "type": ("max-trials: many", 'max-trials is "many": '),
-    "flag": ("quiet: 1", "quiet is 1; it must be true or false."),
-    "number-for-flag": ("max-trials: true", "max-trials is true; it must be a value such as on the command line."),
-    "table-for-value": ("metric: {a: 1}", 'metric is {"a": 1}; it must be'),
-    "date-as-key": ("max-trials: {2000-01-01: 3}", 'max-trials is {"2000-01-01": 3}; it must be'),
-    "not-yaml": ("a: [", "o.yaml is not YAML (line"),
-    "no-table": ("- a", "o.yaml holds no table of options"),
+    "unknown": ("max-trails = 3", "'max-trails' is no option of any command. Did you mean 'max-trials'?"),
+    "of-another-command": ("asha = {early-stopping = 1}", "'early-stopping' is no option of `optuna-dsat asha`."),
+    "nested": ("db = {check = {quiet = true}}", "'quiet' is no option of `optuna-dsat db check`."),
+    "argument": ("config = 'ds.json'", "'config' is no option of any command."),
+    "type": ("max-trials = 'many'", 'max-trials is "many": '),
+    "flag": ("quiet = 1", "quiet is 1; it must be true or false."),
+    "number-for-flag": ("max-trials = true", "max-trials is true; it must be a value such as on the command line."),
+    "table-for-value": ("metric = {a = 1}", 'metric is {"a": 1}; it must be'),
+    "date": ("max-trials = 2000-01-01", 'max-trials is "2000-01-01": '),
+    "date-in-table": ("fix = {overlap_comm = 2000-01-01}", "overlap_comm is '2000-01-01'"),
+    "not-toml": ("a: [", "o.toml is not TOML: "),
+    "no-table": ("tool.optuna-dsat = 5", "o.toml holds no table of options"),
 }
 
 
@@ -149,35 +145,34 @@ BAD = {
 def test_what_a_file_says_wrongly_is_one_clear_line(
     bench: EntryPointBench, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (bench.folder / "o.yaml").write_text(text)
-    assert leave("--options", "o.yaml", *PLAIN) == 2
+    (bench.folder / "o.toml").write_text(text)
+    assert leave("--options", "o.toml", *PLAIN) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert message in shown.err
-    assert "o.yaml" in shown.err
     assert len(shown.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("zero-stages: {a: [2000-01-02]}", """--zero-stages names 'a=["2000-01-02"]'"""),
-        ("fix: {overlap_comm: 2000-01-01}", "overlap_comm is '2000-01-01'"),
-    ],
-)
-def test_a_date_in_a_file_is_a_text_as_any_other(
-    bench: EntryPointBench, text: str, message: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["o.yaml", "o.yml", "o.JSON"])
+def test_a_file_that_is_not_toml_is_refused_with_the_place_for_its_options(
+    bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (bench.folder / "o.yaml").write_text(text)
-    assert leave("--options", "o.yaml", *PLAIN) == 2
-    assert message in capsys.readouterr().err
+    (bench.folder / name).write_text('{"max-trials": 3}')
+    assert leave("--options", name, *PLAIN) == 2
+    shown = capsys.readouterr().err
+    assert f"--options {name} is not TOML" in shown
+    assert "[tool.optuna-dsat] table of pyproject.toml" in shown
+    assert len(shown.splitlines()) == 1
+    monkeypatch.setenv("OPTUNA_DSAT_OPTIONS", name)
+    assert leave(*PLAIN) == 2
+    assert "is not TOML" in capsys.readouterr().err
 
 
 def test_a_broken_pyproject_and_a_missing_file_are_one_clear_line(
     bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert leave("--options", "gone.yaml", "studies") == 2
-    assert capsys.readouterr().err == "optuna-dsat: --options gone.yaml cannot be read: No such file or directory.\n"
+    assert leave("--options", "gone.toml", "studies") == 2
+    assert capsys.readouterr().err == "optuna-dsat: --options gone.toml cannot be read: No such file or directory.\n"
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat\n")
     assert leave("studies") == 2
     assert "pyproject.toml is not TOML" in capsys.readouterr().err
