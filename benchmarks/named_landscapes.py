@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from benchmarks.physics import Machine, Model, Quirks, Settings, step_times, usage
 from benchmarks.recorded import Recorded
-from optuna_dsat.launch.simulated import Landscape, SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
+from tests.harness.simulated import Landscape, SimulatedProfile, SimulatedResult
 
 __all__ = ["LANDSCAPES", "Computed", "Trained", "throughput"]
 
@@ -86,7 +86,7 @@ class Computed(Landscape, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model on a machine. Implements ``optuna_dsat.launch.simulated.Landscape``."""
+    """A model on a machine. Implements ``tests.harness.simulated.Landscape``."""
 
     name: str
     about: str

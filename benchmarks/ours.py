@@ -14,7 +14,6 @@ from benchmarks.recorded import Recorded
 from benchmarks.rig import COMMAND, BudgetSpentError, Rig
 from optuna_dsat.config.knobs import PARTITION_COPY
 from optuna_dsat.errors import NothingRunnableError
-from optuna_dsat.launch.simulated import SIMULATED_DEVICES
 from optuna_dsat.store import Store
 from optuna_dsat.store.registry import STUDY_UUID, Registry
 from optuna_dsat.study.methods import make_method
@@ -25,6 +24,7 @@ from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.study.verdict import verdict_of
 from optuna_dsat.trials import attributes
+from tests.harness.simulated import SIMULATED_DEVICES
 
 __all__ = ["quick_store", "run", "spec_of"]
 

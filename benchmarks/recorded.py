@@ -24,9 +24,9 @@ import numpy as np
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
-from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.words import bytes_in_words
+from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
 __all__ = ["LANDSCAPES_FOLDER", "Key", "Recorded", "key_of", "recorded_landscapes", "relative_noise", "summary"]
 
@@ -130,7 +130,7 @@ class _Lineage:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """Implements ``optuna_dsat.launch.simulated.Landscape`` over recorded runs."""
+    """Implements ``tests.harness.simulated.Landscape`` over recorded runs."""
 
     name: str
     record: Mapping[str, Any]

@@ -11,8 +11,8 @@ from benchmarks.recorded import Recorded
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import Finished, Holder, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
-from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.outcome import Outcome
+from tests.harness.simulated import SimulatedLauncher
 
 __all__ = ["BudgetSpentError", "Launch", "Rig"]
 

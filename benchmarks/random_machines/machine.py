@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from benchmarks.physics import Settings
 from benchmarks.random_machines.draw import FLAGS, Drawn, draw
 from benchmarks.random_machines.forms import Array
-from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
+from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
 __all__ = ["RandomMachine", "machine_of"]
 
@@ -29,7 +29,7 @@ _SMALLEST_SIZE = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class RandomMachine:
-    """A model on a machine. Implements ``optuna_dsat.launch.simulated.Landscape``."""
+    """A model on a machine. Implements ``tests.harness.simulated.Landscape``."""
 
     drawn: Drawn
     user_structure: tuple[int, bool, bool]

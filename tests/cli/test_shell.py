@@ -17,7 +17,6 @@ from sqlalchemy.exc import OperationalError
 
 from optuna_dsat import __version__
 from optuna_dsat.cli import main
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.conclusion import Conclusion
 from optuna_dsat.study.folder import held_folder
@@ -26,6 +25,7 @@ from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 from tests.harness.landscapes import GIB, Hill
+from tests.harness.simulated import SimulatedResult
 
 __all__ = ["bench", "run_here"]
 

@@ -11,7 +11,6 @@ import pytest
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.cli.studies import best, delete, launch_lines, result_lines, show, studies, trials
 from optuna_dsat.errors import NothingRunnableError, UsageError
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.write import write_report
 from optuna_dsat.store import Store
@@ -20,6 +19,7 @@ from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench
+from tests.harness.simulated import SimulatedResult
 
 
 def test_launches_that_a_stop_took_are_told_apart_from_those_that_count() -> None:

@@ -18,9 +18,9 @@ from optuna_dsat.launch.notes import TunerNotes
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.run_files import write_run_directory
-from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
 
 __all__ = ["SLOTS", "Launched", "ProcessLauncher"]
 

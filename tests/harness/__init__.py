@@ -1,6 +1,7 @@
 """What tests of several folders share: nothing here is a test.
 
 Simulated studies:
+    simulated: ``SimulatedLauncher``, a launcher that simulates launches from a landscape; benchmarks use it, too.
     landscapes: ``Hill``, the small landscape that simulated launches meet.
     studies: ``StudyBench`` runs sessions in this process, in one database.
     entry_points: ``EntryPointBench`` lets the command line and ``tune()`` search over a simulated landscape.

@@ -15,9 +15,9 @@ import pytest
 
 from optuna_dsat.cli import main
 from optuna_dsat.launch.leftovers import LeftoverWatch
-from optuna_dsat.launch.simulated import Landscape, SimulatedLauncher
 from optuna_dsat.tuning import run
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import Landscape, SimulatedLauncher
 
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
+from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
 GIB = 2**30
 

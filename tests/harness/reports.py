@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from optuna_dsat.launch.simulated import Landscape
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.tuning.run import fill_dashboard
+from tests.harness.simulated import Landscape
 from tests.harness.studies import StudyBench
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.protocol import Finished, Launcher, LaunchUpdate, Observed
-from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     EngineReady,
@@ -18,6 +17,7 @@ from optuna_dsat.runtime.events import (
     StepMeasured,
 )
 from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
+from tests.harness.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
 
 
 class Hill:

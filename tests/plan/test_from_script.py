@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli.plan import _print_text
-from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.plan.from_script import plan_script
 from optuna_dsat.plan.rows import Plan, plan_rows
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
 
 

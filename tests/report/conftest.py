@@ -8,13 +8,13 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench
+from tests.harness.simulated import SimulatedResult
 
 
 def odd_batches_fail(config: Mapping[str, Any]) -> SimulatedResult | None:

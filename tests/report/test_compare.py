@@ -11,7 +11,6 @@ import pytest
 
 from optuna_dsat.cli import main
 from optuna_dsat.errors import NothingRunnableError
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.compare import _figures_of, render_comparison, rows_of, setting_rows
 from optuna_dsat.report.figures import AtCount, ComparedStudy, comparison_figure, course_figure, scaling_figure
@@ -24,6 +23,7 @@ from optuna_dsat.words import metric_in_words, times_in_words
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
+from tests.harness.simulated import SimulatedResult
 
 
 @pytest.fixture(scope="module")

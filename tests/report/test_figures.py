@@ -11,7 +11,6 @@ import pytest
 
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
 from optuna_dsat.report.figures import (
@@ -33,6 +32,7 @@ from optuna_dsat.trials import attributes, lineage
 from optuna_dsat.words import bytes_in_words
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.reports import ReportedStudyBench
+from tests.harness.simulated import SimulatedResult
 
 
 def by_name(figure: Any) -> dict[str, list[Any]]:

@@ -18,7 +18,6 @@ from optuna_dsat.cli import main
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.config import ds_config
 from optuna_dsat.display.lines import lines_of
-from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.report import figures
 from optuna_dsat.report.explanation import explained
 from optuna_dsat.report.notes import study_note, trial_note
@@ -37,6 +36,7 @@ from optuna_dsat.words import metric_in_words
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
+from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import USER_CONFIG
 
 CONFIRMED_STAR = figures.BEST + figures.CONFIRMED

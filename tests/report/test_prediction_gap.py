@@ -11,13 +11,13 @@ import pytest
 
 from optuna_dsat.cli import main
 from optuna_dsat.launch.conditions import Conditions
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.report.prediction_gap import PredictionGap, prediction_gap
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import times_in_words
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.reports import ReportedStudyBench
+from tests.harness.simulated import SimulatedResult
 
 
 def single(bench: ReportedStudyBench, *, forward_s: float, other_s: float = 0.0) -> StudyView:

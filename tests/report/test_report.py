@@ -14,7 +14,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.cli import main
 from optuna_dsat.errors import ScriptFailedError
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.view import StudyView
@@ -24,6 +23,7 @@ from optuna_dsat.words import times_in_words
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
+from tests.harness.simulated import SimulatedResult
 
 
 def missing(view: StudyView) -> dict[str, str]:

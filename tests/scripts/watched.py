@@ -13,9 +13,9 @@ from typing import Any
 from optuna_dsat.cli import main
 from optuna_dsat.launch import leftovers, torchrun
 from optuna_dsat.launch.protocol import LaunchUpdate
-from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.outcome import Outcome
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedLauncher
 
 
 class PacedLauncher(SimulatedLauncher):

@@ -16,11 +16,11 @@ import pytest
 from optuna_dsat.cli import main
 from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate
-from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.store import Store, has_our_tables
 from optuna_dsat.tuning import run
 from tests.harness.entry_points import EntryPointBench, bench
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 
 __all__ = ["bench"]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.store import Store
 from optuna_dsat.study.folder import MARK, held_folder
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
 
 

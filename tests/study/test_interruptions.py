@@ -12,7 +12,6 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.signals import handling
 from optuna_dsat.store import Store
@@ -21,6 +20,7 @@ from optuna_dsat.study.flights import Flights
 from optuna_dsat.study.trial_recorder import TrialRecorder
 from optuna_dsat.study.uninterrupted import uninterrupted
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import StudyBench
 
 

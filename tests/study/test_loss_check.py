@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.study.loss_check import TOLERANCES, compare
 from optuna_dsat.study.stored import record_of
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
 
 USER = [2.0, 1.5, 1.2]

@@ -14,7 +14,6 @@ from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import ConfigDiffers, RankFailed, TrainerFound
 from optuna_dsat.runtime.trial_config import PartitionedModelError
@@ -26,6 +25,7 @@ from optuna_dsat.study.stored import read_stored
 from optuna_dsat.study.trust import what_runs
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedResult
 from tests.harness.studies import StudyBench
 
 SCRIPT = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json"}

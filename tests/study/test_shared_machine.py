@@ -10,12 +10,12 @@ from optuna.trial import TrialState
 from optuna_dsat.launch import follow, waiting
 from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.launch.protocol import Holder, LaunchRequest, LaunchUpdate, SlotsBusyError
-from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.progress import Message
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
 
 IN_THE_DATABASE: frozenset[str] = frozenset()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from optuna_dsat.launch.protocol import LaunchRequest
-from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.plan.from_script import plan_script
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
 
 

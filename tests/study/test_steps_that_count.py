@@ -13,7 +13,6 @@ from optuna_dsat.cli import main
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.escape.markdown import literal
 from optuna_dsat.launch.protocol import LaunchUpdate, Observed
-from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.report.notes import trial_note
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import read_view
@@ -24,6 +23,7 @@ from optuna_dsat.study.rows import trial_row
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words, steps_in_words
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
 
 SKIPS = 2

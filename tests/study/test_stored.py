@@ -17,7 +17,6 @@ from optuna_dsat.cli.show import show_result
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.escape.markdown import literal
-from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.explanation import explain_study
 from optuna_dsat.report.notes import study_note
@@ -34,6 +33,7 @@ from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedProfile, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
 
 LIGHTNING = ScriptTrainer(framework="lightning", micro_batch=None, gradient_accumulation_steps=4, options={})

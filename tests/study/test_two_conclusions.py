@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from optuna_dsat.launch.simulated import SIMULATED_DEVICES, SimulatedLauncher
 from optuna_dsat.store import Store
 from optuna_dsat.store.tables import HeartbeatRow
 from optuna_dsat.study import conclusion
@@ -17,6 +16,7 @@ from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.session import Session
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SIMULATED_DEVICES, SimulatedLauncher
 from tests.harness.studies import StudyBench
 
 

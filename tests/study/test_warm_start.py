@@ -11,11 +11,11 @@ import pytest
 from optuna_dsat.cost.step_time import COEFFICIENTS, LogCoefficients, StepTimeModel
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
-from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.study.progress import Message
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedProfile, SimulatedResult
 from tests.harness.studies import StudyBench
 
 IN_THE_DATABASE = frozenset(

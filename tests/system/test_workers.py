@@ -11,12 +11,12 @@ from pathlib import Path
 from optuna.trial import TrialState
 
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
-from optuna_dsat.launch.simulated import SIMULATED_DEVICES, SimulatedLauncher
 from optuna_dsat.store import Store
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.session import Session
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SIMULATED_DEVICES, SimulatedLauncher
 from tests.harness.worker import release_file, spec_of
 from tests.harness.workers import StoredStudy, WorkerBench, WorkerProcess, wait_until
 

@@ -13,7 +13,6 @@ import optuna_dsat
 from optuna_dsat.cli import search
 from optuna_dsat.cli.show import _print_bars
 from optuna_dsat.launch.devices import Device, Devices
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.store import Store
 from optuna_dsat.study.spec import default_stages
 from optuna_dsat.tuning import autotuning, devices
@@ -22,6 +21,7 @@ from optuna_dsat.tuning.options import AutotuningOptions
 from optuna_dsat.tuning.prepare import prepare, prepare_each
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, Run, bench, run_here
 from tests.harness.landscapes import GIB, Hill
+from tests.harness.simulated import SimulatedResult
 
 __all__ = ["bench", "run_here"]
 

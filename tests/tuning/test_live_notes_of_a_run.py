@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.store import Store
 from optuna_dsat.study.live_notes import LiveNote, read_notes
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
 __all__ = ["bench", "run_here"]
 

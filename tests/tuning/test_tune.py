@@ -20,7 +20,6 @@ import optuna_dsat
 from docs.generate.options import commands
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StorageUrlError, UsageError
 from optuna_dsat.launch.devices import DEFAULT_CPU_RANKS
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.spec import METHODS, MethodOptions, StudySpec
@@ -32,6 +31,7 @@ from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions, methods_o
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
 from tests.harness.landscapes import GIB, Hill
+from tests.harness.simulated import SimulatedResult
 
 __all__ = ["bench"]
 

@@ -11,10 +11,10 @@ import pytest
 
 import optuna_dsat
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.tuning.parse import share
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedResult
 
 __all__ = ["bench", "run_here"]
 
