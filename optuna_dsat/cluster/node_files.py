@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from optuna_dsat.launch.event_log import LINE_BYTES
 from optuna_dsat.launch.log_limit import START_BYTES, LogLimit, dropped_in_words
 from optuna_dsat.launch.run_directory import RunDirectory
 
@@ -66,14 +65,8 @@ class GrowingFile:
         return 0
 
     def read_lines(self) -> list[bytes]:
-        """Return the complete lines appended since the last call, without their ends.
-
-        One that does not end is returned once it is too long for an event: the head ends such a launch.
-        """
+        """Return the complete lines appended since the last call, without their ends."""
         *lines, self._partial = (self._partial + self.read()).split(b"\n")
-        if len(self._partial) > LINE_BYTES:
-            lines.append(self._partial)
-            self._partial = b""
         return lines
 
 

@@ -20,7 +20,7 @@ from optuna_dsat.runtime.events import (
 )
 from optuna_dsat.runtime.regular_file import open_regular
 
-__all__ = ["LINE_BYTES", "EventLog", "EventTail"]
+__all__ = ["EventLog", "EventTail"]
 
 _EVENT_WORDS = {
     RankStarted: "the start of the script",
@@ -30,64 +30,42 @@ _EVENT_WORDS = {
 """Type of an event -> words for it, for those that a launch may stall after."""
 
 
-_MOST_BYTES = 64 * 2**20
-"""Longest file of events that is read: a rank writes about half a KiB a step, so this is over 100,000 steps."""
-LINE_BYTES = 4 * 2**20
-"""Longest line: the modules that a script imports take some hundred KiB, texts are cut."""
-_MOST_DROPPED = 10_000
-"""Lines without an event after which a file is read no further."""
 _CHUNK_BYTES = 2**20
 """Most that is read at once."""
 
 
 class EventTail:
-    """Reads events as a rank appends them to its file; an incomplete line is kept for the next read.
-
-    A script may write to the file, too: what no runtime writes is read no further, and ``flooded`` says so.
-    """
+    """Reads events as a rank appends them to its file; an incomplete line is kept for the next read."""
 
     def __init__(self, path: Path) -> None:
         self.dropped = 0
         """Lines that held no event that this version can read."""
-        self.flooded = ""
-        """What was found in the file that no runtime writes; empty while there is nothing."""
         self._path = path
         self._offset = 0
         self._partial = b""
 
     def read(self) -> list[Event]:
-        """Return the events appended since the last call; none once the file is flooded."""
+        """Return the events appended since the last call."""
         events: list[Event] = []
         try:
-            size = self._path.stat().st_size
-            if size > _MOST_BYTES:
-                self.flooded = f"over {_MOST_BYTES >> 20} MiB"
-            if self.flooded or size <= self._offset:
+            if self._path.stat().st_size <= self._offset:
                 return events
             with open_regular(self._path) as file:
                 file.seek(self._offset)
-                while not self.flooded and (data := file.read(min(_CHUNK_BYTES, size - self._offset))):
+                while data := file.read(_CHUNK_BYTES):
                     self._offset += len(data)
                     events += self._decoded(data)
-        except FileNotFoundError:
+        except OSError:  # not there yet, or the script put something else in its place
             return events
-        except OSError as error:
-            self.flooded = f"no file to be read ({error.strerror})"
         return events
 
     def _decoded(self, data: bytes) -> list[Event]:
         """Return the events of the lines that the next piece of the file completes."""
         *lines, self._partial = (self._partial + data).split(b"\n")
-        if any(len(line) > LINE_BYTES for line in (*lines, self._partial)):
-            self.flooded = f"a line of over {LINE_BYTES >> 20} MiB"
-            self._partial = b""
-            return []
         written = [line for line in lines if line.strip()]
         decoded = (decode_event(line.decode("utf-8", errors="replace")) for line in written)
         events = [event for event in decoded if event is not None]
         self.dropped += len(written) - len(events)
-        if self.dropped > _MOST_DROPPED:
-            self.flooded = f"over {_MOST_DROPPED} lines that are no events"
         return events
 
 
@@ -138,12 +116,6 @@ class EventLog:
     def dropped(self) -> int:
         """Lines of all ranks that held no event of theirs that this version can read."""
         return sum(tail.dropped for tail in self._tails.values())
-
-    @property
-    def flooded(self) -> str:
-        """Which rank's file holds what no runtime writes, in words; empty if none does."""
-        found = ((rank, tail.flooded) for rank, tail in self._tails.items() if tail.flooded)
-        return next((f"rank {rank} wrote {what} into its file of events" for rank, what in found), "")
 
     def _all(self) -> list[Event]:
         return [event for events in self.events.values() for event in events]

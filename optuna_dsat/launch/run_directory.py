@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -129,13 +128,6 @@ class RunDirectory:
             directory.log_dir.mkdir()
             directory.trackers_dir.mkdir()
         return directory
-
-    def restore_access(self) -> None:
-        """Let this user into its folders again where the launch's script has taken the right to."""
-        for folder in (self.root, self.events_dir, self.log_dir):
-            if not folder.is_symlink() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-                with contextlib.suppress(OSError):  # removed, or another user's by now
-                    folder.chmod(0o755)
 
     @property
     def config(self) -> Path:

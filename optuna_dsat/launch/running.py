@@ -175,23 +175,13 @@ class RunningLaunch:
         return events
 
     def _read(self, now: float) -> list[Event]:
-        self.directory.restore_access()
         events = self._log.read(now)
         for event in events:
             if isinstance(event, RankStarted):
                 self._processes.add_rank(event.rank, event.pid)
         if self.conditions_elsewhere is None:
             self._beside.update(events)
-        if (flood := self._flood()) is not None:
-            self.end(flood)
         return events
-
-    def _flood(self) -> StopReason | None:
-        """Return why a launch ends whose script writes into the files of events; None where that is no matter."""
-        if not self._log.flooded or len(self._log.done) == self.request.slots:
-            return None
-        text = f"{self._log.flooded} (events/ of the launch's folder), into which only optuna-dsat may write"
-        return StopReason(outcome=Outcome.SCRIPT_ERROR, message=text)
 
     def end(self, reason: StopReason) -> None:
         """Kill the launch without waiting; one that is already ending keeps its first reason."""
@@ -233,7 +223,7 @@ class RunningLaunch:
             events=self._log.events,
             exit_codes=self._processes.exit_codes(self.directory.agent_record),
             agent_exit_code=self._agent_exit_code(),
-            stop=self.stop_reason or self._flood(),
+            stop=self.stop_reason,
             oom_kills=None if before is None or oom_kills_after is None else oom_kills_after - before,
             shared_memory_free=None if self.processes is not None else free_shared_bytes(),
             config_path=self.request.command.config_path,

@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
-from types import UnionType
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar
 
 from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened, storable
 
@@ -49,11 +47,6 @@ class Event:
     time: float
     """Unix time in seconds."""
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether its values can be those of a launch, each being of its type."""
-        return True
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankStarted(Event):
@@ -89,20 +82,6 @@ class TrainerFound(Event):
     """Key of the DeepSpeed config -> command-line option of the script that sets the same value; empty if none."""
 
 
-_FOUND_TYPES: Mapping[str, type | UnionType] = {
-    "attribute": str,
-    "batch_size": int | None,
-    "file": str,
-    "key": str,
-    "line": int,
-    "loads_all": bool,
-    "samples": int | None,
-    "trains": bool,
-    "value": int,
-}
-"""Type of what a ``BatchSourcesFound`` says of each place, by its name."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchSourcesFound(Event):
     """Whole numbers that may set the script's batch size, noted until the first step of a profile launch."""
@@ -121,21 +100,6 @@ class BatchSourcesFound(Event):
     (``CLASS.NAME``) of a data set that says its batch size, empty if none does."""
     fed_at: Sequence[Mapping[str, Any]] = ()
     """``file`` and ``line`` of the user's code that led to the engine's first input, the innermost first."""
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether what was found has the types that its readers take for granted."""
-        found = (
-            (self.settings, ("file", "key", "value")),
-            (self.loaders, ("batch_size", "samples", "trains")),
-            (self.fed_at, ("file", "line")),
-        )
-        return all(
-            one.keys() >= set(keys)
-            and all(isinstance(one[key], kind) for key, kind in _FOUND_TYPES.items() if key in one)
-            for places, keys in found
-            for one in places
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +120,6 @@ class ConfigDiffers(Event):
 
     differences: Mapping[str, list[Any]]
     """As ``EngineReady.config_differences``."""
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether differences are pairs."""
-        return all(len(one) == 2 for one in self.differences.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,12 +165,6 @@ class EngineReady(Event):
     """``fp16``, ``bf16`` or ``fp32``, as DeepSpeed has it; empty from an older runtime."""
     host_threads: int = 0
     """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 from an older runtime."""
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether there are ranks that train, and differences and spans are pairs."""
-        pairs = (*self.config_differences.values(), *self.spans.values())
-        return self.data_parallel_size > 0 and all(len(one) == 2 for one in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,11 +259,6 @@ class StepMeasured(Event):
     those before a checkpoint that it resumed from, and skipped ones; 0 from an older runtime."""
 
     @property
-    def is_sound(self) -> bool:
-        """Whether it is a step that took time, and not for evaluation alone."""
-        return self.step > self.skipped_before and self.latency_s > self.evaluation_s
-
-    @property
     def number(self) -> int:
         """Number among the steps that count, from 1; a skipped step has that of the next one."""
         return self.step - self.skipped_before
@@ -378,34 +326,16 @@ def encode_event(event: Event) -> str:
 def decode_event(line: str) -> Event | None:
     """Return the event of one JSON line; None if it is none that this version can read.
 
-    Such a line is truncated, of a kind that only a newer runtime writes, or says what no rank measures: a script may
-    write to the file, too. Texts are made ``storable`` and cut to ``TEXT_CHARS``.
+    Such a line is truncated, lacks a field, or is of a kind that only a newer runtime writes. Texts are made
+    ``storable`` and cut to ``TEXT_CHARS``.
     """
     try:
         record: dict[str, Any] = json.loads(line)
         cls = _KINDS[record.pop("kind")]
-        hints = _hints(cls.kind)
-        values = {key: _clean(value) for key, value in record.items() if key in hints}
-        if not all(_fits(value, hints[key], signed=key in _SIGNED) for key, value in values.items()):
-            return None
-        event = cls(**values)
-        return event if event.is_sound else None
+        known = {one.name for one in fields(cls)}
+        return cls(**{key: _clean(value) for key, value in record.items() if key in known})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-_SIGNED = frozenset({"loss"})
-"""Numbers that may be negative or not finite."""
-_LARGEST = 2**63
-"""Bound of the whole numbers that databases keep."""
-
-
-@cache
-def _hints(kind: str) -> Mapping[str, Any]:
-    """Return the types of the fields of a kind of event."""
-    cls = _KINDS[kind]
-    hints = get_type_hints(cls)
-    return {one.name: hints[one.name] for one in fields(cls)}
 
 
 def _clean(value: Any) -> Any:
@@ -417,26 +347,3 @@ def _clean(value: Any) -> Any:
     if isinstance(value, dict):
         return {storable(key): _clean(item) for key, item in value.items()}
     return value
-
-
-def _fits(value: Any, hint: Any, *, signed: bool = False) -> bool:
-    """Return whether a JSON value is of the type of a field; numbers count, so they are finite and not negative.
-
-    Args:
-        value: The value.
-        hint: The type.
-        signed: Whether numbers may be negative or not finite.
-    """
-    if hint is Any:
-        return True
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is UnionType:
-        return any(_fits(value, one, signed=signed) for one in inner)
-    if origin is Mapping:
-        return isinstance(value, dict) and all(_fits(item, inner[1], signed=True) for item in value.values())
-    if origin in (list, Sequence):
-        return isinstance(value, list) and all(_fits(item, inner[0], signed=True) for item in value)
-    if hint in (int, float):
-        number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
-        return number and (signed or 0 <= value < _LARGEST)
-    return isinstance(value, hint)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
-import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -140,12 +139,10 @@ def test_only_listed_variables_are_recorded(tmp_path: Path) -> None:
 
 def test_a_link_in_the_place_of_a_run_directory_leads_nothing_out(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "runs", "one")
-    (elsewhere := tmp_path / "elsewhere").mkdir(mode=0o500)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
     (elsewhere / "report.json").write_text("theirs")
     directory.root.rename(tmp_path / "runs" / "moved")
     directory.root.symlink_to(elsewhere)
-    directory.restore_access()
-    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o500
     directory.write_report(report())
     assert [(path.name, path.read_text()) for path in elsewhere.iterdir()] == [("report.json", "theirs")]
     assert json.loads(directory.report.read_text())["outcome"] == "out_of_memory"
@@ -155,16 +152,7 @@ SHUT = """
 import json, sys
 from pathlib import Path
 from optuna_dsat.launch.leftovers import remove_noted
-from optuna_dsat.launch.run_directory import RunDirectory
 here = Path(sys.argv[1])
-directory = RunDirectory.create(here, "one")
-directory.events(0).write_text("event")
-for folder in (directory.events_dir, directory.log_dir, directory.root):
-    folder.chmod(0)
-directory.restore_access()
-assert directory.events(0).read_text() == "event"
-directory.write_json(directory.report, {})
-directory.agent_log.touch()
 (left := here / "left").mkdir()
 (left / "file").touch()
 left.chmod(0)
@@ -176,7 +164,7 @@ _PR_CAPBSET_DROP, _OF_FILES = 24, (1, 2, 3)
 """``linux/prctl.h``, and what lets root into files that are shut: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER."""
 
 
-def test_folders_that_a_script_has_shut_are_read_and_removed_all_the_same(tmp_path: Path) -> None:
+def test_a_folder_that_a_script_has_shut_is_removed_all_the_same(tmp_path: Path) -> None:
     def as_anybody() -> None:
         for one in _OF_FILES:
             ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, one, 0, 0, 0)

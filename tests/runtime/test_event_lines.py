@@ -1,4 +1,4 @@
-"""What stands in a file of events is data: a line that no rank would write is dropped and counted, and ends nothing."""
+"""A line that is no event of this version is dropped and counted, and ends nothing."""
 
 from __future__ import annotations
 
@@ -82,27 +82,7 @@ def test_what_a_rank_writes_is_read(event: Any) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        changed(STEP, time="b"),
-        changed(STEP, time=None),
-        changed(STEP, time=float("nan")),
-        changed(STEP, time=True),
-        changed(STEP, rank=-1),
-        changed(STEP, rank=0.5),
-        changed(STEP, step=0),
-        changed(STEP, latency_s=0),
-        changed(STEP, latency_s=-1.0),
-        changed(STEP, latency_s=float("inf")),
-        changed(STEP, samples=10**30),
-        changed(STEP, loss="low"),
-        changed(STEP, skipped=1),
-        changed(ENGINE, data_parallel_size=0),
-        changed(ENGINE, config_differences={"a": 1}),
-        changed(ENGINE, config_differences={"a": [1]}),
-        changed(ENGINE, spans={"a": ["x", 1]}),
-        changed(SOURCES, options={"--b": "4"}),
-        changed(SOURCES, settings=[{"file": "a"}]),
-        changed(SOURCES, settings=["a"]),
-        changed(SOURCES, fed_at=[{"file": "a", "line": "x"}]),
+        '{"kind": "step_measured", "rank": 0, "time": 1.0}',
         "[" * 100_000,
         '{"kind": "step_measured", "step": ' + "9" * 5000 + "}",
         '{"kind": []}',
@@ -111,7 +91,7 @@ def test_what_a_rank_writes_is_read(event: Any) -> None:
         "null",
     ],
 )
-def test_what_no_rank_measures_is_no_event(line: str) -> None:
+def test_a_line_without_a_whole_event_is_none(line: str) -> None:
     assert decode_event(line) is None
 
 
@@ -160,7 +140,7 @@ def test_dropped_lines_are_counted_and_named(tmp_path: Path) -> None:
     foreign = changed(STEP, rank=7)
     lines = [
         encode_event(started),
-        changed(STEP, time="b"),
+        encode_event(STEP)[:40],
         foreign,
         "",
         "no json",
