@@ -10,7 +10,6 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from optuna_dsat.store.tables import ProfileRow
-from optuna_dsat.store.typed_rows import check_row
 from optuna_dsat.store.upsert import insert_or_update
 
 __all__ = ["StoredProfile", "find_profile", "save_profile"]
@@ -30,15 +29,10 @@ class StoredProfile:
 
 
 def find_profile(session: Session, fingerprint: str) -> StoredProfile | None:
-    """Return the profile with this fingerprint; None if there is none.
-
-    Raises:
-        ValueError: If its row holds what is no profile.
-    """
+    """Return the profile with this fingerprint; None if there is none."""
     row = session.get(ProfileRow, fingerprint)
     if row is None:
         return None
-    check_row(row)
     return StoredProfile(
         fingerprint=row.fingerprint, profile=row.profile, study_uuid=row.study_uuid, created_at=row.created_at
     )

@@ -32,7 +32,6 @@ from optuna_dsat.errors import StudyConflictError, UsageError
 from optuna_dsat.runtime.plain_text import storable
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, LaunchRow, StepRow, StudyRow
-from optuna_dsat.store.typed_rows import check_row, wrong_value
 from optuna_dsat.store.upsert import insert_or_skip
 
 __all__ = ["STUDY_UUID", "Registry", "StudyRecord"]
@@ -56,8 +55,6 @@ class StudyRecord:
     """Unix time."""
     versions: Mapping[str, str]
     """Package -> version at creation."""
-    unreadable: str = ""
-    """Why its row cannot be read; empty if it can. The other values are then empty where they cannot."""
 
 
 class Registry:
@@ -235,17 +232,10 @@ class Registry:
 
 
 def _record(session: Session, study_uuid: str, name: str) -> StudyRecord | None:
-    """Return a study's record; where its row cannot be read, one that says why. None if there is no row."""
-    try:
-        row = session.get(StudyRow, study_uuid)
-        if row is None:
-            return None
-        check_row(row)
-        if not isinstance(row.spec, dict) or not isinstance(row.versions, dict):
-            raise wrong_value("spec or versions", [row.spec, row.versions])
-    except ValueError as error:  # not JSON either
-        reason = f"its row in dsat_studies: {error}"
-        return StudyRecord(uuid=study_uuid, name=name, spec={}, created_at=0.0, versions={}, unreadable=reason)
+    """Return a study's record; None if there is no row."""
+    row = session.get(StudyRow, study_uuid)
+    if row is None:
+        return None
     versions = {str(package): str(version) for package, version in row.versions.items()}
     return StudyRecord(uuid=row.uuid, name=name, spec=row.spec, created_at=row.created_at, versions=versions)
 

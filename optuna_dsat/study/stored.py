@@ -18,13 +18,7 @@ from optuna_dsat.store import Store, StoredLaunch, StudyRecord
 from optuna_dsat.study.finalists import Finalist, finalists_of, standing_of
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.profiled import Profiled
-from optuna_dsat.study.reading import (
-    check_paths,
-    check_record,
-    check_study_attributes,
-    check_trials,
-    reading,
-)
+from optuna_dsat.study.reading import reading
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.rows import trial_row
 from optuna_dsat.study.space import objective, space_of
@@ -202,11 +196,8 @@ class StoredStudy:
         """
         for one in self.rounds.launches:
             Outcome(one.outcome)
-        known = {trial.number for trial in self.trials}
-        strangers = {*self.rounds.chosen, *(one.number for one in self.rounds.launches)} - known
-        if strangers:
-            raise ValueError(f"the rounds compare trials that there are not: {sorted(strangers)[:5]}")
         for trial in self.trials:
+            Outcome(trial.user_attrs.get(attributes.OUTCOME, Outcome.LOST))
             self.row(trial)
             attributes.step_facts(trial)
         _ = (self.space, self.prior_knowledge, self.verdict, self.best, self.baseline, self.finalists)
@@ -315,11 +306,9 @@ def spec_of(record: StudyRecord) -> StudySpec:
         UnreadableStudyError: If it is none of this version's.
     """
     with reading(record.name, "its spec", record.versions):
-        check_record(record)
         spec = StudySpec.model_validate(dict(record.spec))
         if spec.name != record.name:
             raise ValueError(f"it is that of a study {spec.name!r}")
-        check_paths(spec.script.script, spec.script.cwd, spec.script.config_path, spec.output_dir, spec.nvme_path or "")
     return spec
 
 
@@ -350,13 +339,11 @@ def read_stored(store: Store, name: str) -> StoredStudy:
     spec = spec_of(record)
     with reading(name, "its attributes", record.versions):
         user_attrs = attributes_of(store, name)
-        check_study_attributes(user_attrs)
     with reading(name, "its profile", record.versions):
         profiled = _profiled(store, user_attrs.get(attributes.FINGERPRINT))
         followed = spec if profiled is None else profiled.followed_by(spec)
     with reading(name, "its trials", record.versions):
         trials = store.storage.get_all_trials(store.storage.get_study_id_from_name(name), deepcopy=False)
-        check_trials(trials)
     study = StoredStudy(
         record=record,
         stored_spec=spec,

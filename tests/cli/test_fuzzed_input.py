@@ -25,9 +25,6 @@ from hypothesis import strategies as st
 
 from optuna_dsat.cli import main
 from optuna_dsat.config.knobs import KNOBS
-from optuna_dsat.store import Store
-from optuna_dsat.study.spec import ScriptSpec, StudySpec
-from optuna_dsat.trials import attributes
 from tests.cli.test_bad_input import GOOD
 
 DOCUMENTED = frozenset({0, 2, 3, 4, 5, 130})
@@ -253,38 +250,3 @@ def test_yaml_of_which_json_has_no_form(check: Check, given_file: tuple[tuple[st
 @given(name=st.text(alphabet=st.characters() | st.sampled_from(string.punctuation)))
 def test_names_of_studies(check: Check, name: str) -> None:
     check("random", "train.py", "ds.json", f"--study={name}", *DRY)
-
-
-ATTRIBUTES = [
-    getattr(attributes, name)
-    for name in dir(attributes)
-    if name.isupper() and isinstance(getattr(attributes, name), str)
-]
-
-
-@settings(fuzzed, max_examples=max(1, EXAMPLES // 4))  # each makes a database
-@given(
-    found=st.dictionaries(st.sampled_from(ATTRIBUTES), values, max_size=5),
-    command=st.sampled_from(["studies", "show", "trials", "best", "export", "explain"]),
-)
-def test_stored_attributes(check: Check, tmp_path: Path, found: dict[str, Any], command: str) -> None:
-    url = f"sqlite:///{tmp_path / 'fuzzed.db'}"
-    (tmp_path / "fuzzed.db").unlink(missing_ok=True)
-    script = ScriptSpec(script=str(tmp_path / "train.py"), cwd=str(tmp_path), config_path="")
-    spec = StudySpec(
-        name="s",
-        method="random",
-        script=script,
-        ds_config={},
-        device="cpu",
-        slots_per_trial=1,
-        output_dir=str(tmp_path),
-    )
-    with Store.open(url) as store:
-        store.create_study("s", spec.model_dump(mode="json"), direction=spec.direction)
-        study_id = store.storage.get_study_id_from_name("s")
-        trial_id = store.storage.create_new_trial(study_id)
-        for key, value in found.items():
-            store.storage.set_study_user_attr(study_id, key, value)
-            store.storage.set_trial_user_attr(trial_id, key, value)
-    check(command, *([] if command == "studies" else ["s"]), "--storage", url)
