@@ -90,7 +90,7 @@ class ScriptFailedError(DsatError):
 
 
 class UnreadableStudyError(DsatError):
-    """What is stored of a study is not what this version reads: a newer one wrote it, or it was altered.
+    """What is stored of a study is not what this version reads: mostly as a newer one wrote it.
 
     Attributes:
         reason: What cannot be read.

@@ -12,18 +12,7 @@ from typing import Any
 
 from optuna.exceptions import DuplicatedStudyError
 from optuna.storages import BaseStorage
-from optuna.storages._rdb.models import (
-    StudyDirectionModel,
-    StudyModel,
-    StudyUserAttributeModel,
-    TrialHeartbeatModel,
-    TrialIntermediateValueModel,
-    TrialModel,
-    TrialParamModel,
-    TrialSystemAttributeModel,
-    TrialUserAttributeModel,
-    TrialValueModel,
-)
+from optuna.storages._rdb.models import StudyModel, StudyUserAttributeModel
 from optuna.study import StudyDirection
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
@@ -177,12 +166,7 @@ class Registry:
                 raise UsageError(f"There is no study '{name}' in {self._database.shown} (see `optuna-dsat studies`).")
             if record is not None:
                 begun.append(record.uuid)
-                study_id = self._storage.get_study_id_from_name(name)
-                try:
-                    self._storage.delete_study(study_id)
-                except (ValueError, LookupError):  # Optuna reads what it deletes: a date, a state may have been altered
-                    self._database.run(lambda session: _delete_trials(session, study_id))
-                    self._storage.delete_study(study_id)
+                self._storage.delete_study(self._storage.get_study_id_from_name(name))
             self._database.run(lambda session: _delete_rows(session, begun))
 
         self._database.exclusively("delete a study", work)
@@ -212,8 +196,6 @@ class Registry:
     def _uuids(self, name: str | None = None) -> dict[str, str]:
         """Return name -> UUID of Optuna's studies that were created by optuna-dsat, the earliest first.
 
-        Optuna reads all attributes of all studies to list them, and fails if one of them is not JSON.
-
         Args:
             name: The only study to look for; None for all.
         """
@@ -238,24 +220,6 @@ def _record(session: Session, study_uuid: str, name: str) -> StudyRecord | None:
         return None
     versions = {str(package): str(version) for package, version in row.versions.items()}
     return StudyRecord(uuid=row.uuid, name=name, spec=row.spec, created_at=row.created_at, versions=versions)
-
-
-def _delete_trials(session: Session, study_id: int) -> None:
-    """Delete what Optuna has of a study's trials, and its directions, without reading any of it."""
-    trial_ids = select(TrialModel.trial_id).where(TrialModel.study_id == study_id)
-    for model in (
-        TrialHeartbeatModel,
-        TrialIntermediateValueModel,
-        TrialParamModel,
-        TrialSystemAttributeModel,
-        TrialUserAttributeModel,
-        TrialValueModel,
-    ):
-        of_trials = delete(model).where(model.trial_id.in_(trial_ids))
-        session.execute(of_trials, execution_options={"synchronize_session": False})
-    for model in (TrialModel, StudyDirectionModel):
-        of_study = delete(model).where(model.study_id == study_id)
-        session.execute(of_study, execution_options={"synchronize_session": False})
 
 
 def _delete_rows(session: Session, uuids: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ they have ended, nor do phases, speeds and peaks of any. Each worker has one not
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,9 +28,6 @@ _PAUSE_S = 1.0
 """Least seconds between two notes on the steps of launches."""
 _OLDEST_S = 900.0
 """Age at which the note of a worker on another machine, which cannot be seen to have died, no longer counts."""
-
-_LARGEST = 2**60
-"""Counts from here on are of no launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,23 +62,9 @@ class LiveNote:
         """
         try:
             rows = tuple(LaunchInFlight(**row) for row in record["rows"])
-            found = cls(**{**record, "worker": Worker(**record["worker"]), "rows": rows})
+            return cls(**{**record, "worker": Worker(**record["worker"]), "rows": rows})
         except (TypeError, KeyError) as error:
             raise ValueError(f"The note {record!r} has not the fields of this version.") from error
-        times = [found.noted_at, found.phase_since, found.worker.pid_started_at, found.left_s or 0.0]
-        counts = [found.finalists, found.finalists_done, found.worker.pid]
-        texts = [found.phase, found.worker.name, found.worker.machine]
-        for row in rows:
-            times += [row.since, row.samples_per_s or 0.0]
-            counts += [row.step, row.peak_bytes, row.last_step or 0]
-            texts += [row.name, row.words, row.phase]
-        if not (
-            all(isinstance(one, int | float) and math.isfinite(one) for one in times)
-            and all(isinstance(one, int) and 0 <= one < _LARGEST for one in counts)
-            and all(isinstance(one, str) for one in texts)
-        ):
-            raise ValueError(f"The note {record!r} has values that this version does not write.")
-        return found
 
     def counts(self, now: float) -> bool:
         """Whether it tells of anything, and its worker is not known to have ended."""

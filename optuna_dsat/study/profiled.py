@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.op_builders import operators_of
@@ -178,11 +175,11 @@ class Profiled:
         """Build from the output of ``to_json`` of this version or an older one, which said ``rung``.
 
         Raises:
-            ValueError: If it is none, or names what no profile launch learns: the database is others' to write.
+            ValueError: If it lacks a field, or names what no profile launch learns: a shared database is not trusted to
+                name what to run.
         """
         try:
             result = cls._built(record)
-            _types().validate_python(asdict(result))
         except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"no profile: {error}") from error
         names = (*result.preload.modules, *result.preload.left_out)
@@ -191,7 +188,7 @@ class Profiled:
 
     @classmethod
     def if_readable(cls, record: Mapping[str, Any]) -> Profiled | None:
-        """Build from a stored profile; None if this version cannot read it: a newer one wrote it, or it was altered."""
+        """Build from a stored profile; None if this version cannot read it, as a newer one wrote it."""
         try:
             return cls.from_json(record)
         except ValueError:
@@ -221,8 +218,3 @@ class Profiled:
             environment=record.get("environment", {}),
             preload=Preload.from_json(record["preload"]) if "preload" in record else Preload(),
         )
-
-
-@cache
-def _types() -> TypeAdapter[Profiled]:
-    return TypeAdapter(Profiled)

@@ -145,10 +145,6 @@ def test_of_the_thousands_of_modules_that_are_imported_the_packages_are_shown(be
 
 ALTERED: dict[str, dict[str, Any]] = {
     "no profile at all": {"profile": []},
-    "parameters that are a list": {"profile": {"params": [1]}},
-    "a rule that counts no batch": {"batch": {"kind": "option", "own": 4, "option": "--batch", "counts": 0}},
-    "a size that is text": {"batch": {"kind": "loader", "own": "x"}},
-    "defaults that are a number": {"option_defaults": 5},
     "a variable that no launch learns": {"environment": {"LD_PRELOAD": "/tmp/evil.so"}},
     "a module that no launch imports": {"preload": {"modules": ["../evil"]}},
 }
