@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks.prove_gpu import __main__ as command
-from benchmarks.prove_gpu import checks, install, machine, pack
+from benchmarks.prove_gpu import checks, install, machine, pack, search
 from benchmarks.prove_gpu.context import Context
 from benchmarks.prove_gpu.examples import EXAMPLES
 from benchmarks.prove_gpu.filling import next_size
@@ -456,3 +456,8 @@ def test_children_find_the_checkout_before_what_was_installed(tmp_path: Path, mo
     monkeypatch.setenv("PYTHONPATH", "mine")
     found = install.environment(tmp_path / "checkout", tmp_path / "site")["PYTHONPATH"].split(":")
     assert found == [str(tmp_path / "checkout"), str(tmp_path / "site"), "mine"]
+
+
+def test_the_recorded_landscape_has_the_stage_from_which_its_search_starts() -> None:
+    config = json.loads((ROOT / "examples" / "gpt" / "ds_config.json").read_text())
+    assert config["zero_optimization"]["stage"] in search.STAGES
