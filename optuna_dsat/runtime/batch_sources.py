@@ -87,6 +87,7 @@ class BatchSources:
             time=time.time(),
             options=dict(list(self._parsers.options.items())[:_MOST]),
             defaults=dict(list(self._parsers.defaults.items())[:_MOST]),
+            choices=self._parsers.choices,
             settings=[
                 {"file": file, "key": key, "value": value}
                 for (file, key), value in list(self._settings.items())[:_MOST]

@@ -105,7 +105,7 @@ _FOUND_TYPES: Mapping[str, type | UnionType] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSourcesFound(Event):
-    """Whole numbers that may set the script's batch size, noted until the first step of a profile launch."""
+    """Whole numbers that may set the batch size or ZeRO stage, noted until the first step of a profile launch."""
 
     kind: ClassVar[str] = "batch_sources"
 
@@ -113,6 +113,8 @@ class BatchSourcesFound(Event):
     """Option of the script's command line -> parsed value; an option that ends with ``=`` is an override of Hydra's."""
     defaults: Mapping[str, int] = field(default_factory=dict)
     """Option -> its default in the script's parser."""
+    choices: Mapping[str, list[int]] = field(default_factory=dict)
+    """Option that may mean a ZeRO stage -> the stages that the parser accepts, where it lists them."""
     settings: Sequence[Mapping[str, Any]] = ()
     """``file`` (absolute path), ``key`` (dotted) and ``value`` of numbers in settings files that the script read."""
     loaders: Sequence[Mapping[str, Any]] = ()

@@ -11,6 +11,7 @@ import optuna
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SearchSpace
+from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.store import Store
@@ -121,9 +122,10 @@ def follow_script(
     defaults: Mapping[str, int],
     batch: BatchRule | None,
     ranks: int | None,
+    stage_option: str = "",
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> StudySpec:
-    """Return the spec as the script means it, by what the profile launch found of its config, trainer and batch size.
+    """Return the spec as the script means it, by what the profile launch found.
 
     Args:
         spec: The study.
@@ -133,11 +135,18 @@ def follow_script(
         defaults: Option of the script -> its default.
         batch: What the batch size follows by; None if it follows the DeepSpeed config.
         ranks: Data-parallel ranks; None for all.
+        stage_option: Option of the script that sets its ZeRO stage; empty if none does.
         environment: Variables that the script needs besides its own.
     """
     own = {key: values[0] for key, values in differences.items()}
     config = ds_config.with_values(spec.ds_config, own) if own else spec.ds_config
-    script = spec.script.model_copy(update={"environment": {**environment, **spec.script.environment}})
+    stage = {STAGE: stage_option} if stage_option else {}
+    script = spec.script.model_copy(
+        update={
+            "environment": {**environment, **spec.script.environment},
+            "arg_mappings": {**stage, **spec.script.arg_mappings},
+        }
+    )
     followed = follow_trainer(spec.model_copy(update={"ds_config": config, "script": script}), trainer, defaults)
     ranks = ranks or spec.slots_per_trial
     followed = follow_batch(followed, batch, ranks=ranks)

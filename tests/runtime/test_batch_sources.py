@@ -264,3 +264,18 @@ def test_no_default_is_replaced_without_a_file_of_the_launchs(tmp_path: Path) ->
     parser.add_argument("--ds_config_file", default=str(tmp_path / "none.json"))
     assert parser.parse_args([]).ds_config_file == str(tmp_path / "none.json")
     assert found == []
+
+
+def test_options_that_may_mean_a_stage_are_noted_with_what_they_accept() -> None:
+    made = sources()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--zero_stage", type=int, default=0, choices=[0, 1, 2, 3])
+    parser.add_argument("--stage", default=0, choices=range(1, 3))
+    parser.add_argument("--zero", action="store_true")
+    parser.add_argument("--stages", type=int, default=0)
+    parser.add_argument("--warmup", type=int, default=0)
+    parser.add_argument("--kind", choices=["a", "b"])
+    parser.parse_args([])
+    event = made.event(rank=0)
+    assert event.options == {"--zero_stage": 0, "--stage": 0}
+    assert event.choices == {"--zero_stage": [0, 1, 2, 3], "--stage": [1, 2]}
