@@ -116,7 +116,8 @@ class BatchSourcesFound(Event):
     choices: Mapping[str, list[int]] = field(default_factory=dict)
     """Option that may mean a ZeRO stage -> the stages that the parser accepts, where it lists them."""
     settings: Sequence[Mapping[str, Any]] = ()
-    """``file`` (absolute path), ``key`` (dotted) and ``value`` of numbers in settings files that the script read."""
+    """``file`` (relative to the working directory if it is in it), ``key`` (dotted) and ``value`` of numbers in
+    settings files that the script read."""
     loaders: Sequence[Mapping[str, Any]] = ()
     """``batch_size``, ``file`` and ``line`` of what makes batches, such as data loaders; ``samples`` of one rank in an
     epoch (None if unknown); whether it ``trains``: the engine was fed while it was iterated; and the ``attribute``

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -109,7 +110,7 @@ def follow_trainer(
     options = {key: _as_given(option, spec.script.args) for key, option in found.items()}
     changes: dict[str, Any] = {"arg_mappings": {**options, **spec.script.arg_mappings}}
     if trainer is not None and trainer.source:
-        changes["batch_source"] = dict(trainer.source)
+        changes["batch_source"] = _source_here(trainer.source, spec)
     script = spec.script.model_copy(update=changes)
     return spec.model_copy(update={"ds_config": config, "script": script})
 
@@ -171,7 +172,7 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
     script = spec.script.model_copy(
         update={
             "arg_mappings": {**rule.arg_mappings, **spec.script.arg_mappings},
-            "batch_source": {**spec.script.batch_source, **rule.source(ranks=ranks)},
+            "batch_source": {**spec.script.batch_source, **_source_here(rule.source(ranks=ranks), spec)},
         }
     )
     multiple = math.lcm(spec.divisible_by, rule.multiple)
@@ -179,6 +180,11 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
     if rule.kind == "held":
         changes["fix"] = {**spec.fix, ds_config.MICRO_BATCH: rule.own}
     return spec.model_copy(update=changes)
+
+
+def _source_here(source: Mapping[str, Any], spec: StudySpec) -> dict[str, Any]:
+    """Return what the batch size follows by, a settings file with its path on this machine."""
+    return {**source, "file": str(Path(spec.script.cwd) / source["file"])} if "file" in source else dict(source)
 
 
 def _is_open(value: Any) -> bool:

@@ -109,7 +109,7 @@ def test_the_text_of_a_settings_file_is_known_by_the_argument_that_names_it(
     read = json.loads if kind == "json" else yaml.safe_load
     assert read(path.read_text()) == {"train": {"batch": 8}}
     assert read(other.read_text()) == {"train": {"batch": 5}}
-    assert made.event(rank=0).settings == [{"file": str(path), "key": "train.batch", "value": 4}]
+    assert made.event(rank=0).settings == [{"file": path.name, "key": "train.batch", "value": 4}]
 
 
 def test_what_is_in_a_pipe_is_left_to_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
