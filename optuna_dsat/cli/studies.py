@@ -14,7 +14,7 @@ import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, LatestName, Name, Storage, confirm_replacing
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
-from optuna_dsat.errors import NothingRunnableError, UnreadableStudyError, UsageError
+from optuna_dsat.errors import UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
 from optuna_dsat.runtime.atomic_write import stream_of, write_output
 from optuna_dsat.secrecy.shapes import hidden_data
@@ -258,16 +258,10 @@ def best(
     ] = None,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
-    from optuna_dsat.study.verdict_words import how_known, value_in_words
-
     study = _read(storage, name)
-    name = study.spec.name
-    verdict = study.verdict
-    if study.best is None or verdict is None:
-        raise NothingRunnableError(f"The study {name!r} has measured nothing yet.")
-    shown = f"{value_in_words(verdict, metric=study.metric, device=study.spec.device)}, {how_known(verdict)}"
-    say_prose(f"Trial {verdict.handed_over}, {shown}.", file=sys.stderr)
-    config = study.ready_config(study.best.trial)
+    trial, words = study.selected()
+    say_prose(f"Config of {words}", file=sys.stderr)
+    config = study.ready_config(trial)
     if output is None:
         print(json.dumps(config, indent=2))
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ScriptCommand", "parse_command", "replace_config_paths"]
+__all__ = ["ScriptCommand", "is_same_file", "parse_command", "replace_config_paths"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +62,23 @@ def replace_config_paths(args: Sequence[str], *, user_config: str, config: str) 
 
 
 def _replaced(arg: str, user_config: str, config: str) -> str:
-    if _same_file(arg, user_config):
+    if is_same_file(arg, user_config):
         return config
     flag, equals, value = arg.partition("=")
-    if equals and _same_file(value, user_config):
+    if equals and is_same_file(value, user_config):
         return f"{flag}={config}"
     return arg
 
 
-def _same_file(candidate: str, path: str) -> bool:
+def is_same_file(candidate: str, path: str) -> bool:
+    """Return whether a text is a file's path; also of a file that is gone, such as the config of a stored study."""
     if not candidate or not path:
         return False
     if candidate == path:
         return True
     try:
         return Path(candidate).samefile(path)
-    except (OSError, ValueError):  # no such file, or not a path
+    except FileNotFoundError:
+        return os.path.realpath(candidate) == os.path.realpath(path)
+    except (OSError, ValueError):  # not a path
         return False

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from optuna_dsat.runtime.batch_names import means_stage
 from optuna_dsat.runtime.replacing import replace_function
-from optuna_dsat.runtime.user_code import is_size
+from optuna_dsat.runtime.user_code import is_size, is_stage
 
 __all__ = ["ParserWatch", "numbers"]
 
@@ -35,6 +36,8 @@ class ParserWatch:
         """Option -> parsed value; one that ends with ``=`` is an override ``key=value``."""
         self.defaults: dict[str, int] = {}
         """Option -> its default."""
+        self.choices: dict[str, list[int]] = {}
+        """Option that may mean a ZeRO stage -> the stages that it accepts, where it lists them."""
 
     def install(self) -> None:
         """Start noting what argparse parses; other libraries are watched as they are imported (``callbacks``)."""
@@ -50,6 +53,8 @@ class ParserWatch:
                 for option in action.option_strings:
                     if is_size(action.default):
                         self.defaults.setdefault(option, action.default)
+                    if isinstance(action.choices, Iterable) and means_stage(option):
+                        self.choices.setdefault(option, [choice for choice in action.choices if is_stage(choice)])
             return found
 
         argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
@@ -67,10 +72,9 @@ class ParserWatch:
 
     def _note(self, spellings: Sequence[str], value: Any) -> None:
         """Note an option's value under the spellings that the command line uses; under all if it uses none."""
-        if not is_size(value):
-            return
         for option in [one for one in spellings if one in _given()] or spellings:
-            self.options.setdefault(option, value)
+            if is_size(value) or (is_stage(value) and means_stage(option)):
+                self.options.setdefault(option, value)
 
     def _note_overrides(self, config: Any) -> None:
         for _, _, key, value in numbers(config):

@@ -65,6 +65,7 @@ class BatchSources:
         self._loaders = LoaderWatch(micro_batch=micro_batch, follow=follow, fed=fed, repeat=repeat)
         self._settings: dict[tuple[str, str], int] = {}
         self._texts = _ArgumentTexts()
+        self._folder = f"{Path.cwd().resolve()}{os.sep}"  # the script may change its own
 
     def install(self) -> None:
         """Start noting what argparse parses; other libraries are watched as they are imported (``callbacks``)."""
@@ -87,8 +88,9 @@ class BatchSources:
             time=time.time(),
             options=dict(list(self._parsers.options.items())[:_MOST]),
             defaults=dict(list(self._parsers.defaults.items())[:_MOST]),
+            choices=self._parsers.choices,
             settings=[
-                {"file": file, "key": key, "value": value}
+                {"file": file.removeprefix(self._folder), "key": key, "value": value}
                 for (file, key), value in list(self._settings.items())[:_MOST]
             ],
             loaders=self._loaders.described()[:_MOST],

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.runtime.arguments import is_same_file
+
 __all__ = ["reads_redirected"]
 
 _WRITING = frozenset("wax+")
@@ -60,9 +62,4 @@ def reads_redirected(
 
 def _names(file: str | os.PathLike[str], name: str, user_config: str) -> bool:
     path = os.fspath(file)
-    if not isinstance(path, str) or not path.endswith(name):
-        return False
-    try:
-        return Path(path).samefile(user_config)
-    except OSError:
-        return False
+    return isinstance(path, str) and path.endswith(name) and is_same_file(path, user_config)

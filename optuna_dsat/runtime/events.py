@@ -84,7 +84,7 @@ class TrainerFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSourcesFound(Event):
-    """Whole numbers that may set the script's batch size, noted until the first step of a profile launch."""
+    """Whole numbers that may set the batch size or ZeRO stage, noted until the first step of a profile launch."""
 
     kind: ClassVar[str] = "batch_sources"
 
@@ -92,8 +92,11 @@ class BatchSourcesFound(Event):
     """Option of the script's command line -> parsed value; an option that ends with ``=`` is an override of Hydra's."""
     defaults: Mapping[str, int] = field(default_factory=dict)
     """Option -> its default in the script's parser."""
+    choices: Mapping[str, list[int]] = field(default_factory=dict)
+    """Option that may mean a ZeRO stage -> the stages that the parser accepts, where it lists them."""
     settings: Sequence[Mapping[str, Any]] = ()
-    """``file`` (absolute path), ``key`` (dotted) and ``value`` of numbers in settings files that the script read."""
+    """``file`` (relative to the working directory if it is in it), ``key`` (dotted) and ``value`` of numbers in
+    settings files that the script read."""
     loaders: Sequence[Mapping[str, Any]] = ()
     """``batch_size``, ``file`` and ``line`` of what makes batches, such as data loaders; ``samples`` of one rank in an
     epoch (None if unknown); whether it ``trains``: the engine was fed while it was iterated; and the ``attribute``

@@ -34,7 +34,7 @@ class TrialConfig:
     def __init__(self, plan: LaunchPlan, *, world_size: int) -> None:
         self._plan = plan
         self._world_size = world_size
-        self._user = _read(plan.user_config_path)
+        self._user = _read(plan.user_config_path) if plan.measures else None  # it may be gone by now
         self._launch = _read(plan.config_path)
         self._given: set[int] = set()
 

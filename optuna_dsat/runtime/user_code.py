@@ -18,6 +18,7 @@ __all__ = [
     "Place",
     "is_installed",
     "is_size",
+    "is_stage",
     "parsed_source",
     "place_of",
     "places_of",
@@ -37,6 +38,11 @@ _MOST_PLACES = 16
 def is_size(value: Any) -> bool:
     """Return whether a value may be a batch size."""
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_SIZE
+
+
+def is_stage(value: Any) -> bool:
+    """Return whether a value may be a ZeRO stage."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 3
 
 
 def is_installed(file: str) -> bool:

@@ -1,16 +1,17 @@
-"""Script options that follow the trial's config: for scripts that take their batch size from the command line."""
+"""Script options that follow the trial's config: for scripts whose batch size or ZeRO stage is an option."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, zero_section
 from optuna_dsat.errors import UsageError
 
-__all__ = ["MAPPABLE", "map_arguments", "parse_mappings", "with_option"]
+__all__ = ["MAPPABLE", "STAGE", "map_arguments", "parse_mappings", "with_option"]
 
-MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH)
+STAGE = "zero_optimization.stage"
+MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH, STAGE)
 """Keys of a DeepSpeed config that an option of the script may follow."""
 
 
@@ -38,7 +39,8 @@ def map_arguments(
 ) -> tuple[str, ...]:
     """Return a script's arguments with the mapped options set to the values of ``config``.
 
-    A present option (``--flag value`` or ``--flag=value``) is replaced, a missing one appended.
+    A present option (``--flag value`` or ``--flag=value``) is replaced, a missing one appended. A stage that the config
+    does not set leaves its option unchanged.
 
     Args:
         args: The script's arguments.
@@ -54,10 +56,12 @@ def map_arguments(
         MICRO_BATCH: micro_batch,
         GRADIENT_ACCUMULATION: accumulation,
         TRAIN_BATCH: config.get(TRAIN_BATCH) or micro_batch * accumulation * world_size,
+        STAGE: zero_section(config).get("stage"),
     }
     result = list(args)
     for key, option in mappings.items():
-        result = with_option(result, option, str(values[key]))
+        if isinstance(values[key], int):
+            result = with_option(result, option, str(values[key]))
     return tuple(result)
 
 

@@ -1,8 +1,8 @@
-"""Finds what sets a script's batch size: each guess is proven by a launch at another size."""
+"""Finds what sets a script's batch size and ZeRO stage: each guess is proven by a launch at another value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -15,16 +15,19 @@ from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.batch_names import means_stage
+from optuna_dsat.script.arg_mapping import STAGE, with_option
 from optuna_dsat.script.batch_rule import BatchRule, guesses, held, samples_per_rank, varying
 from optuna_dsat.script.trainer import ScriptTrainer, trainer_guesses
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import follow_batch, follow_trainer
 
-__all__ = ["find_batch_rule", "find_trainer"]
+__all__ = ["find_batch_rule", "find_stage_option", "find_trainer"]
 
 _BATCHES = (ds_config.MICRO_BATCH, ds_config.TRAIN_BATCH)
 """Keys of the config whose options set the batch size."""
+_STAGES = (0, 1, 2, 3)
 
 
 def find_batch_rule(
@@ -151,6 +154,63 @@ def _sets_itself(proof: LaunchRecord, size: int, *, steps: int | None) -> bool:
     """Whether a script's trainer was made with a micro-batch and accumulation steps, before it was given any."""
     own = proof.trainer
     return own is not None and (own.micro_batch, own.gradient_accumulation_steps) == (size, steps)
+
+
+def find_stage_option(
+    spec: StudySpec,
+    launcher: Launcher,
+    record: LaunchRecord,
+    *,
+    overlay: Mapping[str, Any],
+    differences: Mapping[str, Sequence[Any]],
+    on_report: Callable[[LaunchReport, LaunchRecord], None],
+    wait: SlotWait | None = None,
+) -> str:
+    """Return the script's option that sets its ZeRO stage; empty if none does.
+
+    It is proven by a launch with another value of the option, whose overlay leaves the stage to the script: the config
+    that reaches ``deepspeed.initialize`` has that stage. An option that the user mapped is not searched for.
+
+    Args:
+        spec: The study.
+        launcher: Where to launch.
+        record: The profile launch, measured.
+        overlay: Its overlay.
+        differences: Differences between the script's config and the file, as of ``follow_script``.
+        on_report: Called after each launch.
+        wait: As for ``follow``.
+    """
+    own = _scripts_stage(spec, differences)
+    if record.batch_sources is None or own not in _STAGES or STAGE in spec.script.arg_mappings or not spec.follow_batch:
+        return ""
+    batch = {key: value for key, value in overlay.items() if key != ds_config.ZERO}
+    options = [name for name, value in record.batch_sources.options.items() if value == own and means_stage(name)]
+    for index, option in enumerate(options):
+        # Higher stages first: they need less memory.
+        accepted = record.batch_sources.choices.get(option) or _STAGES
+        for stage in sorted(set(accepted) - {own}, key=lambda other: (other < own, abs(other - own))):
+            script = spec.script.model_copy(update={"args": tuple(with_option(spec.script.args, option, str(stage)))})
+            request = launch_request(
+                spec.model_copy(update={"script": script}),
+                launch_id=f"profile-stage-{index}-{stage}",
+                purpose="profile",
+                overlay=batch,
+                start_profile_step=1,
+                end_profile_step=1,
+            )
+            proof, report = follow(launcher, request, wait=wait)
+            on_report(report, proof)
+            if proof.engine is not None or proof.config_differences:  # it reached deepspeed.initialize
+                if _scripts_stage(spec, proof.config_differences) == stage:
+                    return option
+                break
+    return ""
+
+
+def _scripts_stage(spec: StudySpec, differences: Mapping[str, Sequence[Any]]) -> Any:
+    """Return the ZeRO stage of the config that a script passes, as far as it is known."""
+    passed = ds_config.with_values(spec.ds_config, {key: values[0] for key, values in differences.items()})
+    return ds_config.zero_section(ds_config.effective(passed)).get("stage", 0)
 
 
 def _is_proven(

@@ -23,9 +23,10 @@ from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured
+from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule, loads_all, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.study.batch_search import find_batch_rule, find_trainer
+from optuna_dsat.study.batch_search import find_batch_rule, find_stage_option, find_trainer
 from optuna_dsat.study.failure_hint import failure_hint
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.profiled import Profiled
@@ -179,8 +180,18 @@ def measure_profile(
                 found,
                 option_defaults=_mapped_defaults(spec, record),
                 config_differences={**told, **found.config_differences},
+                stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
             )
-            return replace(found, only_zero_3=only_zero_3, least_micro_batch=least)
+            stage_option = find_stage_option(
+                spec,
+                launcher,
+                record,
+                overlay=request.overlay,
+                differences=found.config_differences,
+                on_report=on_report,
+                wait=wait,
+            )
+            return replace(found, stage_option=stage_option, only_zero_3=only_zero_3, least_micro_batch=least)
         # What a later launch sets, whose value the script may have, too, shows as a difference in an earlier one alone.
         told = {**record.config_differences, **told}
         only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
@@ -212,6 +223,9 @@ def _steps_may_follow(spec: StudySpec, record: LaunchRecord) -> bool:
 
 
 def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> LaunchRequest:
+    if attempt.structure is None:  # the script's own stage is the baseline, whatever the file says
+        mappings = {key: option for key, option in spec.script.arg_mappings.items() if key != STAGE}
+        spec = spec.model_copy(update={"script": spec.script.model_copy(update={"arg_mappings": mappings})})
     return launch_request(
         spec,
         launch_id=f"profile-{number}" if number else "profile",

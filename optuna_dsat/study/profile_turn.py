@@ -15,6 +15,7 @@ from optuna_dsat.launch.built_operators import is_built
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, Event
 from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.context import StudyContext
@@ -174,6 +175,7 @@ class ProfileTurn:
         self._context.record_launch(report, record, purpose="profile")
         if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
             self._say_differences(record.engine.config_differences)
+        self._differences_said |= report.outcome is Outcome.MEASURED  # later launches change options of the script
         words = "" if record.engine is None else _passes_in_words(self._spec, record, record.engine)
         if words and not self._passes_said:
             self._passes_said = True

@@ -11,6 +11,7 @@ from optuna_dsat.config.op_builders import operators_of
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.preload import Preload
+from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.reading import check_profile_names
@@ -52,6 +53,10 @@ class Profiled:
     """Dotted key of the DeepSpeed config -> (the script's value, the file's) where they differ."""
     option_defaults: Mapping[str, int] = field(default_factory=dict)
     """Option of the script that the user mapped to a batch size -> its default."""
+    stage_option: str = ""
+    """The script's option that sets its ZeRO stage; empty if none does."""
+    stage_choices: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Option that may mean a ZeRO stage -> the stages that the script accepts, where its parser lists them."""
     config_option: str = ""
     """The script's option for its DeepSpeed config, if its arguments do not name one; empty if it has none."""
     config_in_code: bool = False
@@ -69,6 +74,8 @@ class Profiled:
     def followed_by(self, spec: StudySpec) -> StudySpec:
         """Return a spec as the script means it: its trainer's and its own batch sizes filled in and followed."""
         stages = (3,) if self.only_zero_3 else (0,) if self.zero_is_untested(spec) else spec.zero_stages
+        accepted = self.stage_choices.get(spec.script.arg_mappings.get(STAGE, self.stage_option)) or stages
+        stages = tuple(stage for stage in stages if stage in accepted) or stages
         return follow_script(
             spec.model_copy(update={"zero_stages": stages}),
             differences=self.config_differences,
@@ -76,6 +83,7 @@ class Profiled:
             defaults=self.option_defaults,
             batch=self.batch,
             ranks=self.data_parallel_size,
+            stage_option=self.stage_option,
             environment=self.environment,
         )
 
@@ -164,6 +172,8 @@ class Profiled:
             "loads_all": self.loads_all,
             "config_differences": {key: list(values) for key, values in self.config_differences.items()},
             "option_defaults": dict(self.option_defaults),
+            "stage_option": self.stage_option,
+            "stage_choices": {option: list(stages) for option, stages in self.stage_choices.items()},
             "config_option": self.config_option,
             "config_in_code": self.config_in_code,
             "environment": dict(self.environment),
@@ -213,6 +223,8 @@ class Profiled:
             loads_all=record.get("loads_all", False),
             config_differences=record.get("config_differences", {}),
             option_defaults=record.get("option_defaults", {}),
+            stage_option=record.get("stage_option", ""),
+            stage_choices=record.get("stage_choices", {}),
             config_option=record.get("config_option", ""),
             config_in_code=record.get("config_in_code", False),
             environment=record.get("environment", {}),

@@ -132,6 +132,9 @@ class Session:
             self._context.say(profiled.trainer.announcement())
         if profiled.batch is not None:
             self._context.say(profiled.batch.announcement())
+        if profiled.stage_option:
+            option = profiled.stage_option.rstrip("=")
+            self._context.say(f"The script takes its ZeRO stage from {option}; it follows each configuration.")
         self._context = replace(self._context, spec=profiled.followed_by(self.spec))
         return profiled, turn.fingerprint
 

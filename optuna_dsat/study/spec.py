@@ -180,7 +180,7 @@ class StudySpec(_Frozen):
     max_retries: int = Field(default=1, ge=0)
     """Most retries of a trial after a communication error or a time-out."""
     follow_batch: bool = True
-    """Whether to find out what sets the script's batch size if that is not its DeepSpeed config."""
+    """Whether to find out what sets the script's batch size and ZeRO stage besides its DeepSpeed config."""
     random_seed: int = Field(default=42, ge=0, le=2**32 - 1)
     enqueue_user_config: bool = True
     launcher: Literal["warm", "torchrun"] = "warm"

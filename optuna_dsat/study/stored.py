@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.search_space import SearchSpace
-from optuna_dsat.errors import StudyConflictError, UnreadableStudyError, UsageError
+from optuna_dsat.errors import NothingRunnableError, StudyConflictError, UnreadableStudyError, UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
@@ -26,6 +26,7 @@ from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.standing import Standing, speed_up_over
 from optuna_dsat.study.trainable import complete_config
 from optuna_dsat.study.verdict import Verdict, verdict_of
+from optuna_dsat.study.verdict_words import how_known, value_in_words
 from optuna_dsat.trials import attributes
 
 if TYPE_CHECKING:
@@ -152,6 +153,17 @@ class StoredStudy:
         if self.verdict is None:
             return None
         return self.standing(next(one for one in self.measured if one.number == self.verdict.handed_over))
+
+    def selected(self) -> tuple[FrozenTrial, str]:
+        """Return the trial of the result, and a line of its number, its metric and how that is known.
+
+        Raises:
+            NothingRunnableError: If nothing was measured.
+        """
+        if self.best is None or self.verdict is None:
+            raise NothingRunnableError(f"The study {self.spec.name!r} has measured nothing yet.")
+        value = value_in_words(self.verdict, metric=self.metric, device=self.spec.device)
+        return self.best.trial, f"trial {self.verdict.handed_over}: {value}, {how_known(self.verdict)}."
 
     @cached_property
     def baseline(self) -> Standing | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +12,7 @@ import optuna
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SearchSpace
+from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.store import Store
@@ -108,7 +110,7 @@ def follow_trainer(
     options = {key: _as_given(option, spec.script.args) for key, option in found.items()}
     changes: dict[str, Any] = {"arg_mappings": {**options, **spec.script.arg_mappings}}
     if trainer is not None and trainer.source:
-        changes["batch_source"] = dict(trainer.source)
+        changes["batch_source"] = _source_here(trainer.source, spec)
     script = spec.script.model_copy(update=changes)
     return spec.model_copy(update={"ds_config": config, "script": script})
 
@@ -121,9 +123,10 @@ def follow_script(
     defaults: Mapping[str, int],
     batch: BatchRule | None,
     ranks: int | None,
+    stage_option: str = "",
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> StudySpec:
-    """Return the spec as the script means it, by what the profile launch found of its config, trainer and batch size.
+    """Return the spec as the script means it, by what the profile launch found.
 
     Args:
         spec: The study.
@@ -133,11 +136,18 @@ def follow_script(
         defaults: Option of the script -> its default.
         batch: What the batch size follows by; None if it follows the DeepSpeed config.
         ranks: Data-parallel ranks; None for all.
+        stage_option: Option of the script that sets its ZeRO stage; empty if none does.
         environment: Variables that the script needs besides its own.
     """
     own = {key: values[0] for key, values in differences.items()}
     config = ds_config.with_values(spec.ds_config, own) if own else spec.ds_config
-    script = spec.script.model_copy(update={"environment": {**environment, **spec.script.environment}})
+    stage = {STAGE: stage_option} if stage_option else {}
+    script = spec.script.model_copy(
+        update={
+            "environment": {**environment, **spec.script.environment},
+            "arg_mappings": {**stage, **spec.script.arg_mappings},
+        }
+    )
     followed = follow_trainer(spec.model_copy(update={"ds_config": config, "script": script}), trainer, defaults)
     ranks = ranks or spec.slots_per_trial
     followed = follow_batch(followed, batch, ranks=ranks)
@@ -162,7 +172,7 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
     script = spec.script.model_copy(
         update={
             "arg_mappings": {**rule.arg_mappings, **spec.script.arg_mappings},
-            "batch_source": {**spec.script.batch_source, **rule.source(ranks=ranks)},
+            "batch_source": {**spec.script.batch_source, **_source_here(rule.source(ranks=ranks), spec)},
         }
     )
     multiple = math.lcm(spec.divisible_by, rule.multiple)
@@ -170,6 +180,11 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
     if rule.kind == "held":
         changes["fix"] = {**spec.fix, ds_config.MICRO_BATCH: rule.own}
     return spec.model_copy(update=changes)
+
+
+def _source_here(source: Mapping[str, Any], spec: StudySpec) -> dict[str, Any]:
+    """Return what the batch size follows by, a settings file with its path on this machine."""
+    return {**source, "file": str(Path(spec.script.cwd) / source["file"])} if "file" in source else dict(source)
 
 
 def _is_open(value: Any) -> bool:

@@ -179,7 +179,8 @@ class TuneOptions(ResultOptions, PlaceOptions, ClusterOptions):
     follow_batch: Annotated[
         bool,
         Option(
-            help="Find out what sets the script's batch size if its DeepSpeed config does not, and have it follow.",
+            help="Find out what sets the script's batch size and ZeRO stage besides its DeepSpeed config, and have it "
+            "follow.",
             flags=("--follow-batch/--no-follow",),
             panel=WHAT,
         ),

@@ -121,20 +121,24 @@ def _with_limits(values: dict[str, Any], limits: Mapping[str, float]) -> dict[st
 
 
 def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:
-    """Return the spec with its paths moved from the stored working directory to ``workdir``."""
-    script = spec.script
+    """Return the spec with its paths, those among the script's arguments included, moved to ``workdir``."""
+    script, old = spec.script, spec.script.cwd
     if not workdir.is_dir():
         raise UsageError(f"--workdir is {workdir}, which is not a directory.")
     new = workdir.resolve()
 
     def moved(path: str) -> str:
-        inside = Path(path).is_relative_to(script.cwd)
-        return str(new / Path(path).relative_to(script.cwd)) if inside else path
+        return str(new / Path(path).relative_to(old)) if Path(path).is_relative_to(old) else path
+
+    def moved_argument(arg: str) -> str:
+        flag, equals, path = arg.rpartition("=")
+        return f"{flag}{equals}{moved(path)}"
 
     script = script.model_copy(
         update={
             "cwd": str(new),
             "script": script.script if script.is_module else moved(script.script),
+            "args": tuple(map(moved_argument, script.args)),
             "config_path": moved(script.config_path),
         }
     )

@@ -11,7 +11,7 @@ from typing import TextIO
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cluster.srun import agent_environment
-from optuna_dsat.errors import NothingRunnableError, UsageError
+from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.command import rank_variables, rank_words
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.launch.full_run import run_full
@@ -20,11 +20,11 @@ from optuna_dsat.launch.run_files import write_run_directory
 from optuna_dsat.secrecy.references import values_for
 from optuna_dsat.store import Store
 from optuna_dsat.study.cluster_command import cluster_training_command, device_settings
+from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.launch_requests import full_request
 from optuna_dsat.study.needed_secrets import require_secrets
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import StoredStudy, read_stored
-from optuna_dsat.study.verdict_words import how_known, value_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.tuning.resume import devices_for, spec_here
 
@@ -64,7 +64,8 @@ def train_study(
     with Store.open(storage, create=False) as store:
         study = read_stored(store, name)
     here = spec_here(study, workdir=workdir, approve=approve)
-    chosen = _selected(study, on_notice) if trial is None else _trial(study, trial)
+    chosen, words = study.selected() if trial is None else _trial(study, trial)
+    on_notice(f"Training with {words}")
     ask_for_secrets(here)
     require_secrets(here)
     spec = here if study.profiled is None else study.profiled.followed_by(here)
@@ -127,22 +128,8 @@ def _train_on_cluster(spec: StudySpec, request: LaunchRequest, *, stdout: TextIO
     return done.returncode if done.returncode >= 0 else 128 - done.returncode
 
 
-def _selected(study: StoredStudy, on_notice: Callable[[str], None]) -> FrozenTrial:
-    """Return the trial that ``best`` shows, and report how its metric is known.
-
-    Raises:
-        NothingRunnableError: If nothing was measured yet.
-    """
-    verdict = study.verdict
-    if study.best is None or verdict is None:
-        raise NothingRunnableError(f"The study {study.spec.name!r} has measured nothing yet.")
-    value = value_in_words(verdict, metric=study.metric, device=study.spec.device)
-    on_notice(f"Training with trial {verdict.handed_over}: {value}, {how_known(verdict)}.")
-    return study.best.trial
-
-
-def _trial(study: StoredStudy, number: int) -> FrozenTrial:
+def _trial(study: StoredStudy, number: int) -> tuple[FrozenTrial, str]:
     launched = {one.number: one for one in study.trials if attributes.OVERLAY in one.user_attrs}
     if number not in launched:
         raise UsageError(f"--trial {number}: the study {study.spec.name!r} has launched no trial of this number.")
-    return launched[number]
+    return launched[number], f"trial {number}: {configuration_of(launched[number])}."

@@ -109,7 +109,7 @@ def test_the_text_of_a_settings_file_is_known_by_the_argument_that_names_it(
     read = json.loads if kind == "json" else yaml.safe_load
     assert read(path.read_text()) == {"train": {"batch": 8}}
     assert read(other.read_text()) == {"train": {"batch": 5}}
-    assert made.event(rank=0).settings == [{"file": str(path), "key": "train.batch", "value": 4}]
+    assert made.event(rank=0).settings == [{"file": path.name, "key": "train.batch", "value": 4}]
 
 
 def test_what_is_in_a_pipe_is_left_to_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,3 +264,18 @@ def test_no_default_is_replaced_without_a_file_of_the_launchs(tmp_path: Path) ->
     parser.add_argument("--ds_config_file", default=str(tmp_path / "none.json"))
     assert parser.parse_args([]).ds_config_file == str(tmp_path / "none.json")
     assert found == []
+
+
+def test_options_that_may_mean_a_stage_are_noted_with_what_they_accept() -> None:
+    made = sources()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--zero_stage", type=int, default=0, choices=[0, 1, 2, 3])
+    parser.add_argument("--stage", default=0, choices=range(1, 3))
+    parser.add_argument("--zero", action="store_true")
+    parser.add_argument("--stages", type=int, default=0)
+    parser.add_argument("--warmup", type=int, default=0)
+    parser.add_argument("--kind", choices=["a", "b"])
+    parser.parse_args([])
+    event = made.event(rank=0)
+    assert event.options == {"--zero_stage": 0, "--stage": 0}
+    assert event.choices == {"--zero_stage": [0, 1, 2, 3], "--stage": [1, 2]}

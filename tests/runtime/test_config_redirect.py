@@ -32,6 +32,15 @@ def test_every_way_of_reading_the_users_config_gives_the_launchs(files: Path) ->
             assert stream.read() == "trial"
 
 
+def test_a_config_that_is_gone_is_the_launchs(files: Path) -> None:
+    (files / "ds.json").unlink()
+    with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json")):
+        assert Path("ds.json").read_text() == "trial"
+        assert Path("other/ds.json").read_text() == "other"
+        with pytest.raises(FileNotFoundError):
+            Path("other/gone/ds.json").read_text()
+
+
 def test_other_files_descriptors_and_writing_are_left_alone(files: Path) -> None:
     with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json")):
         assert Path("other/ds.json").read_text() == "other"

@@ -126,7 +126,8 @@ def test_arguments_that_name_the_config_are_pointed_to_the_trials_own(tmp_path: 
         "x\0y",
     )
     user.unlink()
-    assert replace_config_paths([str(user)], user_config=str(user), config="own") == ("own",)
+    gone = [str(user), f"--config={roundabout}", "other.json", "x\0y"]
+    assert replace_config_paths(gone, user_config=str(user), config="own") == ("own", "--config=own", *gone[2:])
 
 
 def test_events_are_appended_line_by_line(tmp_path: Path) -> None:

@@ -48,3 +48,19 @@ def test_an_option_is_overridden_where_present_and_added_elsewhere(
 
 def test_a_train_batch_size_left_to_deepspeed_is_worked_out() -> None:
     assert map_arguments((), {"train_batch_size": "--global"}, CONFIG, world_size=4) == ("--global", "48")
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({"stage": 3}, ("--x", "--stage=3")),
+        ({"stage": 0}, ("--x", "--stage=0")),
+        (True, ("--x", "--stage=1")),
+        ({}, ("--x", "--stage=2")),
+        ({"stage": "auto"}, ("--x", "--stage=2")),
+    ],
+)
+def test_an_option_for_the_stage_follows_a_config_that_sets_it(zero: object, expected: tuple[str, ...]) -> None:
+    mappings = parse_mappings({"zero_optimization.stage": "stage"})
+    config = {**CONFIG, "zero_optimization": zero}
+    assert map_arguments(("--x", "--stage=2"), mappings, config, world_size=4) == expected

@@ -13,7 +13,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
-from optuna_dsat.script.arg_mapping import map_arguments
+from optuna_dsat.script.arg_mapping import STAGE, map_arguments
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.study import batch_search
 from tests.harness.studies import StudyBench
@@ -236,3 +236,74 @@ def test_rows_per_sample_are_proven_by_a_second_size(
         return
     rule = found()
     assert (None if rule is None else (rule.kind, rule.own, rule.rows)) == expected
+
+
+@dataclass
+class Passes:
+    """A launch of a script that passes a config of its own; it fails before that where there is none."""
+
+    stage: int | None
+    options: dict[str, int]
+    accepted: dict[str, list[int]]
+    outcome = Outcome.SCRIPT_ERROR
+    engine = None
+
+    @property
+    def config_differences(self) -> dict[str, list[Any]]:
+        if self.stage is None:
+            return {}
+        stage = {STAGE: [self.stage, None]} if self.stage else {}  # 0 is DeepSpeed's default
+        return {"optimizer.type": ["Lion", "Adam"], **stage}
+
+    @property
+    def batch_sources(self) -> BatchSourcesFound:
+        return BatchSourcesFound(rank=0, time=1.0, options=self.options, choices=self.accepted)
+
+
+@pytest.mark.parametrize(
+    ("sets", "options", "accepted", "expected", "launches"),
+    [
+        (lambda given: given["--zero_stage"], {"--zero_stage": 1}, {}, "--zero_stage", [("--zero_stage", "2")]),
+        (lambda given: given["--zero_stage"], {"--zero_stage": 1}, {"--zero_stage": [0, 1]}, "--zero_stage",
+         [("--zero_stage", "0")]),
+        (lambda given: given["stage="], {"stage=": 3, "--epochs": 3}, {}, "stage=", [("stage=2",)]),
+        (lambda given: given["--ds.zero_stage"], {"--stage": 0, "--ds.zero_stage": 0}, {}, "--ds.zero_stage",
+         [("--stage", "1"), ("--ds.zero_stage", "1")]),
+        (lambda given: None if given["--stage"] == 2 else given["--stage"], {"--stage": 1}, {}, "--stage",
+         [("--stage", "2"), ("--stage", "3")]),
+        (lambda _: 1, {"--stage": 1, "--zero_stage": 2}, {}, "", [("--stage", "2")]),
+    ],
+    ids=["option", "choices", "override", "second of two", "fails at a stage", "sets nothing"],
+)  # fmt: skip
+def test_an_option_that_sets_the_stage_is_proven(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, sets: Any, options: dict[str, int],
+    accepted: dict[str, list[int]], expected: str, launches: list[tuple[str, ...]],
+) -> None:  # fmt: skip
+    given: list[tuple[str, ...]] = []
+
+    def follow(_launcher: Any, request: LaunchRequest, *, wait: Any) -> Any:
+        assert wait is None
+        assert "zero_optimization" not in request.overlay, "the script sets the stage"
+        given.append(request.command.args)
+        name, value = request.command.args[-1].partition("=")[::2]
+        changed = {f"{name}=": int(value)} if value else {request.command.args[-2]: int(name)}
+        ran = Passes(sets({**options, **changed}), options, accepted)
+        return ran, ran
+
+    monkeypatch.setattr(batch_search, "follow", follow)
+    profile: Any = Passes(sets(options), options, accepted)
+    launcher: Any = None
+    script = {"script": "/x/train.py", "cwd": "/x", "config_path": ""}
+    asked: dict[str, Any] = {
+        "overlay": {**batch_overlay(1), "zero_optimization": {"stage": 3}},
+        "differences": profile.config_differences,
+        "on_report": lambda _report, _record: None,
+    }
+    spec = bench.spec(script=script, ds_config={})
+    assert batch_search.find_stage_option(spec, launcher, profile, **asked) == expected
+    assert given == launches
+    given.clear()
+    mapped = bench.spec(script={**script, "arg_mappings": {STAGE: "--level"}}, ds_config={})
+    for other in (mapped, bench.spec(script=script, ds_config={}, follow_batch=False)):
+        assert batch_search.find_stage_option(other, launcher, profile, **asked) == ""
+    assert given == []

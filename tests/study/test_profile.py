@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from optuna_dsat.launch.preload import Preload
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import ConfigDiffers, RankFailed, TrainerFound
 from optuna_dsat.runtime.trial_config import PartitionedModelError
+from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.study import profile
 from optuna_dsat.study.profile import profile_attempts
 from optuna_dsat.study.profiled import Profiled
@@ -222,6 +224,61 @@ def test_a_model_built_within_zero_init_climbs_to_zero_3(bench: StudyBench, monk
     assert profiled is not None
     assert Profiled.from_json(profiled.to_json()).only_zero_3
     assert {trial.params["zero_stage"] for trial in bench.study().trials} == {3}
+
+
+def test_an_option_that_sets_the_stage_follows_it_and_limits_it_to_what_it_accepts(bench: StudyBench) -> None:
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
+    stored = read_stored(bench.store, "s").profiled
+    assert stored is not None
+    profiled = replace(stored, stage_option="--stage", stage_choices={"--stage": [2, 3], "--level": [0]})
+    assert Profiled.from_json(json.loads(json.dumps(profiled.to_json()))) == profiled
+    followed = profiled.followed_by(bench.spec(zero_stages=(0, 2)))
+    assert (followed.script.arg_mappings[STAGE], followed.zero_stages) == ("--stage", (2,))
+    mapped = bench.spec(zero_stages=(0, 2), script={**SCRIPT, "arg_mappings": {STAGE: "--level"}})
+    followed = profiled.followed_by(mapped)
+    assert (followed.script.arg_mappings[STAGE], followed.zero_stages) == ("--level", (0,))
+    assert profiled.followed_by(bench.spec(zero_stages=(0, 1))).zero_stages == (0, 1), "the user asks for these alone"
+    assert stored.followed_by(bench.spec(zero_stages=(0, 2))).zero_stages == (0, 2)
+
+
+def test_a_mapped_stage_is_the_scripts_own_in_the_first_profile_launch(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mappings = []
+
+    def short_of_memory(launcher: Any, request: Any, *arguments: Any, **options: Any) -> Any:
+        record, report = follow(launcher, request, *arguments, **options)
+        mappings.append(dict(request.command.arg_mappings))
+        return record, replace(report, outcome=Outcome.OUT_OF_MEMORY) if len(mappings) == 1 else report
+
+    monkeypatch.setattr(profile, "follow", short_of_memory)
+    both = {STAGE: "--stage", "gradient_accumulation_steps": "--steps"}
+    bench.run(bench.spec(max_trials=1, confirm=0, script={**SCRIPT, "arg_mappings": both}), Hill())
+    assert mappings == [{"gradient_accumulation_steps": "--steps"}, both]
+
+
+def test_a_config_that_the_script_passes_for_a_changed_option_is_not_reported_as_its_own(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = []
+
+    def measured(*arguments: Any, **options: Any) -> Any:
+        record, report = follow(*arguments, **options)
+        reports.append(report)
+        return record, report
+
+    def prove(_spec: Any, _launcher: Any, record: LaunchRecord, *, on_report: Any, **_: Any) -> str:
+        assert record.engine is not None
+        record.engine = replace(record.engine, config_differences={STAGE: [3, 1]})
+        on_report(replace(reports[-1], launch_id="profile-stage-0-3"), record)
+        return "--stage"
+
+    monkeypatch.setattr(profile, "follow", measured)
+    monkeypatch.setattr(profile, "find_stage_option", prove)
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
+    said = [news.text for news in bench.news if isinstance(news, Message)]
+    assert not [text for text in said if "a DeepSpeed config of its own" in text]
+    assert "The script takes its ZeRO stage from --stage; it follows each configuration." in said
 
 
 def failing_below(least: int) -> Hill:

@@ -47,6 +47,15 @@ def test_a_launchers_command_without_any_config(tmp_path: Path) -> None:
     assert found["user_train_batch_size"] == 3
 
 
+def test_an_option_that_sets_the_stage_in_the_trials_and_in_the_printed_command(tmp_path: Path) -> None:
+    launch = ("torchrun", "--nproc_per_node", "1", str(SCRIPTS / "staged.py"), "--stage", "3")
+    found, errors = tuned(tmp_path, *ONE_LAUNCH, "--zero-stages", "0", *launch)
+    assert "ZeRO stage from --stage; it follows" in errors
+    assert found["config"]["zero_optimization"]["stage"] == 1, "the script accepts no 0"
+    run = subprocess.run(shlex.split(found["command"]), cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "option 1, ZeRO 1" in run.stdout
+
+
 def test_a_constant_and_a_config_that_is_named_to_the_tuner_alone(tmp_path: Path) -> None:
     found, errors = tuned(tmp_path, *ONE_LAUNCH, str(SCRIPTS / "constant.py"), "ds.json")
     assert "its data loader (constant.py, line 14, now 4)" in errors

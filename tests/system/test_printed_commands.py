@@ -84,6 +84,15 @@ def run(folder: Path, command: str) -> str:
             id="a module, an option that follows the batch size",
         ),
         pytest.param(
+            {
+                "script": "plain.py", "args": ("--deepspeed_config=ds.json", "--stage=1"),
+                "arg_mappings": {"zero_optimization.stage": "--stage"},
+            },
+            {},
+            ("--stage=2",),
+            id="an option that sets the stage",
+        ),
+        pytest.param(
             {"script": "prepared.py", "args": (), "environment": ACCELERATE},
             {},
             ("ACCELERATE_USE_DEEPSPEED=true", "torchrun"),

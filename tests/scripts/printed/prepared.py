@@ -1,4 +1,4 @@
-"""One step of accelerate, whose plugin the environment makes; writes what its engine got: prepared.py."""
+"""Some steps of accelerate, whose plugin the environment makes; writes what its engine got: prepared.py."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 accelerator = Accelerator()
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loader = DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=3)
+loader = DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=3)
 engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-(x,) = next(iter(loader))
-accelerator.backward(engine(x).mean())
-optimizer.step()
+for (x,) in loader:
+    accelerator.backward(engine(x).mean())
+    optimizer.step()
 found = {"stage": engine.zero_optimization_stage(), "batch": len(x), "local_rank": -1}
 Path("got.json").write_text(json.dumps(found))
