@@ -23,8 +23,8 @@ from optuna_dsat.study.user_config import follow_script
 __all__ = ["Profiled"]
 
 _NAME_THE_BACKEND = (
-    "Name the backend, as accelerate selects none without a GPU and each rank trains alone: --ddp_backend gloo of a "
-    'Trainer, else Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]).'
+    "Name a backend, as accelerate selects none without a GPU and each rank trains alone: by a Trainer's use_cpu=True, "
+    'else by Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]).'
 )
 
 
