@@ -1,4 +1,4 @@
-"""One step, its config by an option; writes what its engine got: plain.py [--deepspeed_config F] [--batch B]."""
+"""A few steps, its config by an option; writes what its engine got: plain.py [--deepspeed_config F] [--batch B]."""
 
 import argparse
 import json
@@ -15,7 +15,8 @@ launched = args.local_rank  # before DeepSpeed sets it
 model = torch.nn.Linear(4, 1)
 engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
 size = args.batch or engine.train_micro_batch_size_per_gpu()
-engine.backward(engine(torch.ones(size, 4)).mean())
-engine.step()
+for _ in range(4):
+    engine.backward(engine(torch.ones(size, 4)).mean())
+    engine.step()
 found = {"stage": engine.zero_optimization_stage(), "batch": size, "local_rank": launched}
 Path("got.json").write_text(json.dumps(found))
