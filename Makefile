@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test test-cuda crash-points chaos lint types fuzz check docs figures prove-gpu pack-gpu clean
+.PHONY: setup operators demo test test-cuda crash-points chaos printed-commands lint types fuzz check docs figures prove-gpu pack-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -63,6 +63,10 @@ test-cuda: setup $(if $(filter .venv-cuda,$(CUDA_VENV)),.venv-cuda/.installed)
 	.venv-cuda/bin/pip install --quiet --constraint constraints.txt --editable '.[huggingface,lightning]'
 	.venv-cuda/bin/python -c "import torch; assert torch.version.cuda, 'this torch is no CUDA build: see CONTRIBUTING.md'"
 	touch $@
+
+# Tunes every example, and scripts of many kinds, and runs what is printed: it trains with the best config. A few are tests.
+printed-commands: operators
+	OPTUNA_DSAT_PRINTED_COMMANDS=all $(BIN)/python -m pytest tests/system/test_printed_commands.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import LaidConfig, read_config
 from optuna_dsat.runtime.rank import Rank
 
-__all__ = ["AccelerateConfig", "how_to_train_with_deepspeed"]
+__all__ = ["AccelerateConfig", "how_to_train_with_deepspeed", "join_ranks"]
 
 _USE = "ACCELERATE_USE_DEEPSPEED"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -156,6 +156,28 @@ class AccelerateConfig:
         if self._rank.rank == 0:
             self._write(EnvironmentSet(rank=0, time=time.time(), variables={}))
             print("optuna-dsat: the script names its DeepSpeed config after all: these are unset.", file=sys.stderr)
+
+
+def join_ranks(module: Any, *, rank: Rank, on_join: Callable[[], None]) -> None:
+    """Use gloo for ranks without a GPU: accelerate selects no backend then and assumes one process.
+
+    Args:
+        module: ``accelerate.state``.
+        rank: This rank.
+        on_join: Called when accelerate selected no backend.
+    """
+    cls = module.PartialState
+    original = cls._prepare_backend
+
+    @functools.wraps(original)
+    def prepare_backend(*args: Any, **kwargs: Any) -> Any:
+        backend, kind = original(*args, **kwargs)
+        if backend is None and rank.world_size > 1:
+            on_join()
+            backend = "gloo"
+        return backend, kind
+
+    cls._prepare_backend = prepare_backend
 
 
 def how_to_train_with_deepspeed() -> str:

@@ -164,6 +164,8 @@ class EngineReady(Event):
     """Whether the script has an option ``--local_rank``, which only the ``deepspeed`` launcher sets."""
     starts_ranks: bool = False
     """Whether the script starts its ranks by ``torch.multiprocessing``, and so needs no launcher."""
+    joins_ranks: bool = False
+    """Whether the runtime gave accelerate the backend without which each rank trains alone."""
     precision: str = ""
     """``fp16``, ``bf16`` or ``fp32``, as DeepSpeed has it; empty from an older runtime."""
     host_threads: int = 0

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime import own_rendezvous, spawned_ranks
-from optuna_dsat.runtime.accelerate_config import how_to_train_with_deepspeed
+from optuna_dsat.runtime.accelerate_config import how_to_train_with_deepspeed, join_ranks
 from optuna_dsat.runtime.batch_sources import BatchSources
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
 from optuna_dsat.runtime.device_memory import (
@@ -122,6 +122,7 @@ class DeepSpeedHook:
         watched: dict[str, Callable[[ModuleType], None]] = {
             "torch": self._torch_imported,
             "deepspeed": self._deepspeed_imported,
+            "accelerate.state": functools.partial(join_ranks, rank=self._rank, on_join=self._joins_ranks),
         }
         watched |= spawned_ranks.callbacks(self._rank, on_spawn=self._starts_ranks)
         watched |= own_rendezvous.callbacks(self._rank)
@@ -140,6 +141,9 @@ class DeepSpeedHook:
 
     def _starts_ranks(self) -> None:
         self._state.starts_ranks = True
+
+    def _joins_ranks(self) -> None:
+        self._state.joins_ranks = True
 
     @property
     def _accelerator(self) -> Any:
@@ -488,6 +492,7 @@ class DeepSpeedHook:
             spans=self._spans,
             takes_local_rank=self._state.takes_local_rank,
             starts_ranks=self._state.starts_ranks,
+            joins_ranks=self._state.joins_ranks,
             config_option=self._state.config_option,
             config_in_code=self._state.config_read is False,
             precision="fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",

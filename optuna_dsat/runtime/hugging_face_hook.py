@@ -116,25 +116,12 @@ class HuggingFaceHook:
         """Return module name -> function to call with the module once it is imported."""
         return {
             "accelerate.accelerator": self._accelerator_imported,
-            "accelerate.state": self._state_imported,
             "accelerate.utils.dataclasses": self._plugin_imported,
             "accelerate.utils.deepspeed": self._config_imported,
             "transformers.hf_argparser": self._parser_imported,
             "transformers.trainer": self._trainer_imported,
             "transformers.training_args": self._arguments_imported,
         }
-
-    def _state_imported(self, module: Any) -> None:
-        """Use gloo for ranks without a GPU: accelerate selects no backend then and assumes one process."""
-        cls = module.PartialState
-        original = cls._prepare_backend
-
-        @functools.wraps(original)
-        def prepare_backend(*args: Any, **kwargs: Any) -> Any:
-            backend, kind = original(*args, **kwargs)
-            return ("gloo" if backend is None and self._rank.world_size > 1 else backend), kind
-
-        cls._prepare_backend = prepare_backend
 
     def _config_imported(self, module: Any) -> None:
         """Apply the overlay to every config that either library holds, before its ZeRO stage is read."""

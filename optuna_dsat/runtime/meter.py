@@ -48,6 +48,8 @@ class RankState:
     """Whether the script has an option ``--local_rank``."""
     starts_ranks: bool = False
     """Whether the script starts its ranks by ``torch.multiprocessing``; one of them runs here then."""
+    joins_ranks: bool = False
+    """Whether the runtime gave accelerate the backend without which each rank trains alone."""
     config_option: str = ""
     """The script's option for its DeepSpeed config whose default is the launch's; empty if there is none."""
     config_read: bool | None = None

@@ -42,7 +42,7 @@ from optuna_dsat.study.result import (
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.structure_failures import describe_structure_failures
-from optuna_dsat.study.trainable import complete_config, trainable_config
+from optuna_dsat.study.trainable import complete_config, ready_config, trainable_config
 from optuna_dsat.study.user_config import own_train_batch_size, user_config
 from optuna_dsat.study.verdict import Verdict, verdict_of
 from optuna_dsat.trials import attributes
@@ -141,9 +141,8 @@ class Conclusion:
         return self._write(verdict, rounds, trial, loss_check=None if check is None else asdict(check))
 
     def _ready(self, complete: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a config with all batch sizes as the script's trainer takes it."""
-        trainer = self._profiled.trainer
-        return complete if trainer is None else trainer.trainable(complete)
+        """Return a config with all batch sizes as the script trains with it."""
+        return ready_config(complete, own=self._spec.ds_config, trainer=self._profiled.trainer)
 
     def _complete(self, trial: FrozenTrial) -> dict[str, Any]:
         space = space_of(self._spec, self._profiled)
@@ -210,7 +209,7 @@ class Conclusion:
         file = metrics_file(
             spec.name, verdict, metric=self._metric, metrics=metrics, finalists=finalists, loss_check=loss_check
         )
-        settings = best_settings(spec, complete, spec.study_dir)
+        settings = best_settings(spec, config, spec.study_dir)
         files = [spec.study_dir / name for name in (BEST_CONFIG, BEST_METRICS)]
         files += [] if settings is None else [settings.path]
         with self._storing("store the result"):

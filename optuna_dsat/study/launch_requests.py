@@ -97,7 +97,7 @@ def full_request(
         launch_id="full",
         purpose="full",
         command=command,
-        ds_config=dict(config),
+        ds_config=ds_config.merge(config, {ds_config.TRAIN_BATCH: None}),  # implied, as in measured launches
         overlay=dict(overlay),
         slots=spec.slots_per_trial,
         env={**_threads(host_threads), **spec.script.environment},

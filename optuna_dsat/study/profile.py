@@ -294,6 +294,7 @@ def _profiled(
         data_parallel_size=engine.data_parallel_size,
         takes_local_rank=engine.takes_local_rank,
         starts_ranks=engine.starts_ranks,
+        joins_ranks=engine.joins_ranks,
         trainer=trainer,
         batch=batch,
         samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),

@@ -20,6 +20,11 @@ from optuna_dsat.study.user_config import follow_script
 
 __all__ = ["Profiled"]
 
+_NAME_THE_BACKEND = (
+    "Name a backend, as accelerate selects none without a GPU and each rank trains alone: by a Trainer's use_cpu=True, "
+    'else by Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]).'
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
@@ -41,6 +46,8 @@ class Profiled:
     """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher passes."""
     starts_ranks: bool = False
     """Whether the script starts its ranks by ``torch.multiprocessing``, and so trains without a launcher."""
+    joins_ranks: bool = False
+    """Whether launches give accelerate the backend without which each rank trains alone, as on the CPU."""
     trainer: ScriptTrainer | None = None
     """The script's trainer; None if it uses none that sets batch sizes."""
     batch: BatchRule | None = None
@@ -132,7 +139,8 @@ class Profiled:
     def trains_by_command(self, spec: StudySpec, config: Mapping[str, Any], *, settings_written: bool) -> bool:
         """Whether the script's own command, with a config's file, trains with all of that config.
 
-        It does not if the batch size is set in code, or if code overwrites settings that it has read from the file.
+        It does not if the batch size is set in code, if code overwrites settings that it has read from the file, or if
+        accelerate takes each rank for a job of its own.
 
         Args:
             spec: The study, following the script.
@@ -152,7 +160,7 @@ class Profiled:
         """Return what to change in the script so that its own command trains with a config; empty for nothing."""
         trainer = "" if self.trainer is None else self.trainer.advice(config, settings_written=settings_written)
         batch = "" if self.batch is None or settings_written else self.batch.advice(config)
-        return " ".join(filter(None, (trainer, batch)))
+        return " ".join(filter(None, (trainer, batch, _NAME_THE_BACKEND if self.joins_ranks else "")))
 
     def to_json(self) -> dict[str, Any]:
         """Return the input of ``from_json``."""
@@ -166,6 +174,7 @@ class Profiled:
             "data_parallel_size": self.data_parallel_size,
             "takes_local_rank": self.takes_local_rank,
             "starts_ranks": self.starts_ranks,
+            "joins_ranks": self.joins_ranks,
             "trainer": None if self.trainer is None else self.trainer.to_json(),
             "batch": None if self.batch is None else self.batch.to_json(),
             "samples_per_rank": self.samples_per_rank,
@@ -217,6 +226,7 @@ class Profiled:
             data_parallel_size=record.get("data_parallel_size"),
             takes_local_rank=record.get("takes_local_rank", False),
             starts_ranks=record.get("starts_ranks", False),
+            joins_ranks=record.get("joins_ranks", False),
             trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
             batch=None if record.get("batch") is None else BatchRule.from_json(record["batch"]),
             samples_per_rank=record.get("samples_per_rank"),

@@ -24,7 +24,7 @@ from optuna_dsat.study.rows import trial_row
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.standing import Standing, speed_up_over
-from optuna_dsat.study.trainable import complete_config
+from optuna_dsat.study.trainable import complete_config, ready_config
 from optuna_dsat.study.verdict import Verdict, verdict_of
 from optuna_dsat.study.verdict_words import how_known, value_in_words
 from optuna_dsat.trials import attributes
@@ -223,9 +223,8 @@ class StoredStudy:
         return complete_config(trial, slots=self.spec.slots_per_trial, space=self.space)
 
     def ready_config(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return a trial's DeepSpeed config as the script's trainer takes it."""
-        complete = self.complete_config(trial)
-        return complete if self.trainer is None else self.trainer.trainable(complete)
+        """Return a trial's DeepSpeed config as the script trains with it."""
+        return ready_config(self.complete_config(trial), own=self.spec.ds_config, trainer=self.trainer)
 
 
 def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tuple[StudyRecord, StudySpec]:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from optuna_dsat.config.search_space import SearchSpace
+    from optuna_dsat.script.trainer import ScriptTrainer
 
-__all__ = ["complete_config", "trainable_config"]
+__all__ = ["complete_config", "ready_config", "trainable_config"]
 
 
 def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
@@ -49,3 +50,22 @@ def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> di
     if own_optimizer and offload.get("device", "none") != "none":
         complete = {"zero_force_ds_cpu_optimizer": False, **complete}
     return complete
+
+
+def ready_config(
+    complete: Mapping[str, Any], *, own: Mapping[str, Any], trainer: ScriptTrainer | None
+) -> dict[str, Any]:
+    """Return a config as the script trains with it: as its trainer takes it, and with two of the three batch sizes.
+
+    The third is left out unless the user's config has it. DeepSpeed compares all three with the ranks, and counts one
+    rank where a model is built within ``zero.Init`` before the ranks are joined.
+
+    Args:
+        complete: The config with all batch sizes.
+        own: The user's config.
+        trainer: The script's trainer; None if it has none.
+    """
+    keys = (ds_config.TRAIN_BATCH, ds_config.GRADIENT_ACCUMULATION)
+    implied = next((key for key in keys if key not in own), None)
+    config = complete if trainer is None else trainer.trainable(complete)
+    return {key: value for key, value in config.items() if key != implied}

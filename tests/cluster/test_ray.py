@@ -271,7 +271,7 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     )
     shown, _ = command.finish(timeout_s=240)
     (best,) = tmp_path.rglob("best_ds_config.json")
-    assert json.loads(best.read_text())["train_batch_size"] == 2  # of two ranks, one on each node
+    assert json.loads(best.read_text())["train_micro_batch_size_per_gpu"] == 1
     (trial,) = tmp_path.rglob("trial-0000")
     assert len(list(trial.glob("logs/rank*.stderr.log"))) == 2
     (printed,) = (line for line in shown.splitlines() if "optuna_dsat.cluster.ray_train" in line)

@@ -78,6 +78,7 @@ def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Pa
         "evaluated": ["eval_loss"],
     }
     assert [*output.rglob("*")] == []
+    assert launch.of(EngineReady)[0].joins_ranks
     for rank in RANKS:
         [trainer] = launch.of(TrainerFound, rank)
         assert (trainer.framework, trainer.micro_batch, trainer.gradient_accumulation_steps) == ("transformers", 16, 4)
@@ -105,6 +106,7 @@ def test_accelerates_plugin_follows_the_trial(
         EXAMPLES / "accelerate" / "train.py", *arguments, overlay=chosen, warm=warm_ranks if by == "code" else None
     )
     check(launch, stage=1, micro_batch=4, accumulation=3)
+    assert not launch.of(EngineReady)[0].joins_ranks, "the script names a backend"
     found = launch.of(EngineReady)[0].config_differences
     assert found["gradient_accumulation_steps"] == [2, "auto"]
     assert found["zero_optimization.stage"] == [2, "auto"]

@@ -26,6 +26,7 @@ def test_the_trainers_batch_sizes_follow_the_config_up_to_the_command_that_train
         *("--confirm", "0", "--start-profile-step", "2", "--end-profile-step", "3"),
         *("--", "--deepspeed", "ds_config.json", "--output_dir", "out", "--do_train", "--do_eval"),
         *("--per-device-train-batch-size", "5", "--gradient_accumulation_steps=2", "--samples", "8"),
+        "--use_cpu",
     )
     output, errors = command.finish()
     result = json.loads(output)

@@ -47,4 +47,5 @@ def test_a_result_accounts_for_every_key_of_the_users_config(bench: StudyBench) 
     assert changed["zero_optimization.stage"] == ("2", "1")
     after = flatten(result.config)
     assert {key for key, value in flatten(config).items() if after.get(key) != value} <= changed.keys()
-    assert all(result_value == "" for key, (_, result_value) in changed.items() if key not in after)
+    written = {*after, "train_batch_size"}  # which both configs leave to DeepSpeed
+    assert all(result_value == "" for key, (_, result_value) in changed.items() if key not in written)

@@ -154,6 +154,7 @@ LOADER = BatchRule(kind="loader", own=4, file="/project/train.py", line=7)
     [
         pytest.param({}, True, id="the script reads the file"),
         pytest.param({"config_in_code": True}, False, id="its code names a file"),
+        pytest.param({"joins_ranks": True}, False, id="accelerate selects no backend for its ranks"),
         pytest.param({"batch": LOADER}, False, id="the data loader sets the batch size"),
         pytest.param({"batch": BatchRule(kind="loader", own=8)}, True, id="the data loader's batch size is the best"),
         pytest.param({"batch": BatchRule(kind="option", own=4, option="--batch")}, True, id="an option sets it"),
@@ -177,7 +178,8 @@ def test_the_scripts_own_command_is_shown_where_it_trains_with_all_of_the_config
     ours = f"optuna-dsat train s --storage {STORAGE}"
     assert command == (f"torchrun --nproc_per_node 4 /project/train.py --deepspeed_config {BEST}" if own else ours)
     advice = profiled.advice(best)
-    assert advice.startswith("Without `optuna-dsat train`") == (facts.get("batch") is LOADER), advice
+    needs_edits = facts.get("batch") is LOADER or "joins_ranks" in facts
+    assert advice.startswith("Without `optuna-dsat train`") == needs_edits, advice
 
 
 def test_on_the_cpu_deepspeed_is_told_so() -> None:

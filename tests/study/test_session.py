@@ -46,7 +46,9 @@ def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: Stu
     assert result.speed_up is not None
     assert result.speed_up > 2
     config = json.loads(Path(result.config_path).read_text())
-    assert config["train_batch_size"] == config["train_micro_batch_size_per_gpu"] * 2
+    samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * 2
+    assert samples == result.train_batch_size
+    assert "train_batch_size" not in config, "the user's config leaves it to DeepSpeed"
     assert "autotuning" not in config
     metrics = json.loads(Path(result.metrics_path).read_text())
     assert metrics["value"] == pytest.approx(result.value)
@@ -428,7 +430,7 @@ def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: StudyBenc
     ]
     assert {micro_batch * accumulation * 2 for micro_batch, accumulation in batches} == {96}
     assert (24, 2) in batches  # the largest divisor of 48 that fits
-    assert result.config["train_batch_size"] == 96
+    assert result.train_batch_size == 96
     assert result.learning_rate_advice is not None  # the user's own global batch is 4
     assert "from 4 to 96" in result.learning_rate_advice
 
