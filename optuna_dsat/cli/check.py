@@ -99,7 +99,7 @@ def _use_of(words: Sequence[str], *, config: Path) -> _Use:
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
     """Return the options of a script by name; true for an option without a value."""
     result: dict[str, Any] = {}
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             text = value if equals else "true" if following.startswith("--") else following
