@@ -201,10 +201,10 @@ def _of_refusals(config: Mapping[str, Any], probed: Mapping[str, Any], autos: li
         elif unexpected := _UNEXPECTED.search(text):
             yield _finding(keys, Status.FATAL, f"{unexpected[1]} takes no such parameter", f"Remove {', '.join(keys)}")
         elif key in probed["choices"]:
-            near = near_key(str(value), {one.lower(): one for one in probed["choices"][key]})
             names = {one.lower(): one for one in probed["choices"][key]}
+            near = near_key(str(value), names)
             remedy = f"Write {names[near]}" if near else f"Write one of {', '.join(names.values())}"
-            yield _finding([key], Status.FATAL, f"DeepSpeed {probed['version']} knows no {as_written(value)}", remedy)
+            yield _finding([key], Status.FATAL, f"DeepSpeed {probed['version']} has no {as_written(value)}", remedy)
         elif isinstance(value, str) and _QUOTED_NUMBER.fullmatch(value):
             yield _finding([key], Status.FATAL, f"{key} is {_shown(key, value)}, in quotes", _unquoted(key, value))
         elif key:

@@ -62,14 +62,20 @@ def probe(config: dict[str, Any], ranks: int) -> dict[str, Any]:
     refused = _refusals(config, asked)
     unread = [key for key in config if key not in asked[""]]
     source = "".join(path.read_text(errors="replace") for path in Path(deepspeed.__path__[0]).rglob("*.py") if unread)
-    optimizers = [name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)]
+    optimizers = [
+        *runtime_config.DEEPSPEED_OPTIMIZERS,
+        *(name for name, one in vars(torch.optim).items() if isinstance(one, type)),
+    ]
     return {
         "version": deepspeed.__version__,
         "refused": refused,
         "asked": asked,
         "quoted": [key for key in unread if f"'{key}'" in source or f'"{key}"' in source],
         "models": {model.__name__: sorted(_names(model)) for model in _models(DeepSpeedConfigModel)},
-        "choices": {"optimizer.type": optimizers, "scheduler.type": lr_schedules.VALID_LR_SCHEDULES},
+        "choices": {
+            "optimizer.type": [name for name in optimizers if name != "Optimizer"],
+            "scheduler.type": lr_schedules.VALID_LR_SCHEDULES,
+        },
     }
 
 
@@ -196,6 +202,7 @@ def _names(model: Any) -> set[str]:
 def _steps(loaded: Any) -> list[Callable[[], Any]]:
     """Return what ``deepspeed.initialize`` does with a loaded config before it needs a model: optimizer, schedule."""
     import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     name = loaded.optimizer_name
@@ -203,7 +210,7 @@ def _steps(loaded: Any) -> list[Callable[[], Any]]:
     engine.__dict__.update(_config=loaded, client_optimizer=None, has_moe_layers=False, global_rank=0, zenflow=False)
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     tested = torch.optim.AdamW(parameters)
-    is_built = name is not None and str(name).lower() not in _NOT_BUILT
+    is_built = name is not None and not (name in _NOT_BUILT and name in DEEPSPEED_OPTIMIZERS)
     return [
         lambda: engine._do_optimizer_sanity_check(
             engine._configure_basic_optimizer(parameters) if is_built else tested
