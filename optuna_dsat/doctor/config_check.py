@@ -110,7 +110,7 @@ def _of_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    return {key: int(config[key]) for key in BATCH_KEYS if config.get(key) not in (None, AUTO)}
+    return {key: int(config[key]) for key in BATCH_KEYS if config.get(key) not in (None, AUTO, ds_config.ALL)}
 
 
 def _implied_ranks(config: Mapping[str, Any]) -> int:
@@ -141,13 +141,13 @@ def _filled(config: Mapping[str, Any], contradicts: bool) -> dict[str, Any]:
     if contradicts:
         values[TRAIN_BATCH] = None
     filled = ds_config.with_values(config, values)
-    return filled if TRAIN_BATCH in filled or MICRO_BATCH in filled else {**filled, MICRO_BATCH: 1}
+    return filled if filled.get(TRAIN_BATCH) or filled.get(MICRO_BATCH) else {**filled, MICRO_BATCH: 1}
 
 
 def _of_auto(config: Mapping[str, Any], autos: Sequence[str], status: Status) -> Iterator[Finding]:
     if autos:
         yield _finding(autos, status, ds_config.AUTO_IN_WORDS, "With a loop of your own, give each a value")
-    if TRAIN_BATCH not in config and MICRO_BATCH not in config:
+    if config.get(TRAIN_BATCH) is None and config.get(MICRO_BATCH) is None:
         text = "DeepSpeed needs one of them, unless the script or its trainer adds it"
         yield _finding([MICRO_BATCH, TRAIN_BATCH], status, text, f"Add {MICRO_BATCH}")
 
