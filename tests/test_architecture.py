@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"version"} | GROUND | PURE | {"runtime", "pruners", "guided", "launch", "store", "study"},
     "plan": GROUND | PURE | {"launch", "store", "study"},
     "display": GROUND | {"study"},
-    "doctor": GROUND | {"launch", "cluster", "store"},
+    "doctor": GROUND | {"config", "launch", "cluster", "store"},
     "tuning": GROUND | PURE | {"script", "launch", "cluster", "store", "study", "display", "report"},
     "cli": GROUND
     | PURE

@@ -37,7 +37,7 @@ class _Entry:
 COMMANDS: dict[str, _Entry] = {
     name: _Entry(module=module, attribute=attribute, panel=panel)
     for panel, entries in {
-        _BEFORE: (("doctor", "doctor", "doctor"), ("plan", "plan", "plan")),
+        _BEFORE: (("doctor", "doctor", "doctor"), ("check", "check", "check"), ("plan", "plan", "plan")),
         _SEARCH: (
             ("guided", "search", "guided_search"),
             ("asha", "search", "asha_search"),
@@ -70,6 +70,10 @@ COMMANDS: dict[str, _Entry] = {
 
 SEARCHES = frozenset(name for name, entry in COMMANDS.items() if entry.module == "search")
 """Commands that take a training command."""
+
+
+_TAKE_COMMAND = ("check",)
+"""Commands whose own options precede their arguments: these end with a training command."""
 
 
 class Catalogue(HelpGroup):
@@ -130,5 +134,6 @@ def _build(name: str, entry: _Entry) -> Any:
         assert isinstance(command, HelpCommand)
         command.first = first_options(found)
         command.takes_launcher = name in SEARCHES
+        command.allow_interspersed_args = name not in _TAKE_COMMAND
     command.rich_help_panel = entry.panel  # type: ignore[attr-defined]
     return command

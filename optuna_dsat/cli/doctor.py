@@ -18,7 +18,7 @@ from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STO
 if TYPE_CHECKING:
     from optuna_dsat.doctor.finding import Finding
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "print_findings"]
 
 
 class _Cluster(StrEnum):
@@ -98,7 +98,7 @@ def doctor(
     if as_json:
         print(json.dumps(to_json(findings), indent=2))
     else:
-        _print(findings)
+        print_findings(findings)
     code = exit_code(findings)
     if code:
         say_prose("optuna-dsat: no launch can run before what is FATAL above is mended.", file=sys.stderr)
@@ -125,7 +125,8 @@ def _of_nodes(
     return cluster.examine(engine, layout, files={str(path): digest_of(path) for path in files})
 
 
-def _print(findings: Sequence[Finding]) -> None:
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print findings as a table for each area."""
     from rich.table import Table
     from rich.text import Text
 

@@ -22,6 +22,8 @@ from optuna_dsat.runtime.flattening import flatten
 __all__ = [
     "ALL",
     "AUTO",
+    "AUTO_IN_WORDS",
+    "BATCH_KEYS",
     "GRADIENT_ACCUMULATION",
     "MICRO_BATCH",
     "MICRO_BATCH_CAP",
@@ -46,6 +48,9 @@ __all__ = [
 
 AUTO = "auto"
 """Value that Hugging Face's integration replaces; without it, it means that no value is given."""
+AUTO_IN_WORDS = (
+    '"auto" is filled in by the Hugging Face Trainer and, in part, by accelerate and Lightning, not by DeepSpeed'
+)
 ALL = "all"
 """Value that stands for every choice of a knob, as in DeepSpeed's own autotuner."""
 
@@ -55,7 +60,7 @@ GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
 ZERO = "zero_optimization"
 MICRO_BATCH_CAP = 2**16
 """Largest micro-batch considered if nothing else bounds it, in samples per rank."""
-_BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
+BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
 _AUTOTUNING = "autotuning"
 
 _ZERO_ALIASES = {
@@ -246,7 +251,7 @@ def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriang
     Raises:
         ConfigError: If the given numbers contradict each other; the message says which one to change, and to what.
     """
-    train, micro, accumulation = (_given(config, key) for key in _BATCH_KEYS)
+    train, micro, accumulation = (_given(config, key) for key in BATCH_KEYS)
     if train is None:
         micro, accumulation = micro or 1, accumulation or 1
         train = micro * accumulation * world_size

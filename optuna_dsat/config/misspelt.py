@@ -1,11 +1,11 @@
-"""Misspelt keys of a DeepSpeed config, which DeepSpeed ignores without a word."""
+"""Misspelt keys of a DeepSpeed config, which DeepSpeed ignores without a word or refuses."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["misspelt_keys"]
+__all__ = ["correction", "misspelt_in_words", "misspelt_keys", "near_key"]
 
 _KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
@@ -15,6 +15,8 @@ _KEYS = (
 """Top-level keys that change the training: https://www.deepspeed.ai/docs/config-json/."""
 _ALIKE = 0.9
 """Similarity from which on a key is taken for another one misspelt: keys of other tools differ more."""
+_ALIKE_IF_WRONG = 0.8
+"""The same for a key that is known to be wrong."""
 
 
 def misspelt_keys(keys: Iterable[str]) -> dict[str, str]:
@@ -25,7 +27,26 @@ def misspelt_keys(keys: Iterable[str]) -> dict[str, str]:
     """
     found = {}
     for key in dict.fromkeys(key.partition(".")[0] for key in keys):
-        near = difflib.get_close_matches(key.strip().lower(), _KEYS, n=1, cutoff=_ALIKE)
+        near = near_key(key, _KEYS, alike=_ALIKE)
         if near and key not in _KEYS:
-            found[key] = near[0]
+            found[key] = near
     return found
+
+
+def near_key(key: str, known: Iterable[str], *, alike: float = _ALIKE_IF_WRONG) -> str:
+    """Return the known key that a key resembles; empty if there is none."""
+    return next(iter(difflib.get_close_matches(key.strip().lower(), list(known), n=1, cutoff=alike)), "")
+
+
+def misspelt_in_words(keys: Iterable[str]) -> list[str]:
+    """Return a sentence for each of ``misspelt_keys``."""
+    found = misspelt_keys(keys).items()
+    return [f"DeepSpeed ignores the key {key!r} of the config; {meant!r} is probably meant." for key, meant in found]
+
+
+def correction(key: str, known: Iterable[str]) -> str:
+    """Return the remedy for a key that its section does not have: remove it, or write the known name it resembles."""
+    section, _, name = key.rpartition(".")
+    near = near_key(name, known)
+    corrected = f"{section}.{near}" if section else near
+    return f"Remove {key}, or write {corrected}" if near else f"Remove {key}"

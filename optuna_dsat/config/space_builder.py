@@ -44,7 +44,16 @@ from optuna_dsat.config.search_space import (
 )
 from optuna_dsat.errors import ConfigError
 
-__all__ = ["KnobRow", "Role", "SearchSpace", "SpaceRequest", "TunedKnob", "build_space", "smallest_micro_batch"]
+__all__ = [
+    "KnobRow",
+    "Role",
+    "SearchSpace",
+    "SpaceRequest",
+    "TunedKnob",
+    "build_space",
+    "site_of",
+    "smallest_micro_batch",
+]
 
 _BY_NAME = MappingProxyType({knob.name: knob for knob in KNOBS})
 _LEGACY = MappingProxyType({
@@ -150,7 +159,7 @@ class _Builder:
             knobs=tuple(knobs),
             micro_batches=(low, high) if values is None else (values[0], values[-1]),
             micro_batch_values=values,
-            site=_site(self._plain, pipeline=request.pipeline, nvme_only=nvme_only, one_rank=self._world_size == 1),
+            site=site_of(self._plain, pipeline=request.pipeline, nvme_only=nvme_only, one_rank=self._world_size == 1),
             device=request.device,
             params=request.params,
             nvme_path=request.nvme_path,
@@ -393,7 +402,15 @@ def _other_accumulation(config: Mapping[str, Any]) -> bool:
     return model != accumulated
 
 
-def _site(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_rank: bool) -> Site:
+def site_of(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_rank: bool) -> Site:
+    """Return the facts of a config on which the conditions of knobs depend.
+
+    Args:
+        plain: The config, with a ``zero_optimization`` section.
+        pipeline: As of ``Site``.
+        nvme_only: Likewise.
+        one_rank: Likewise.
+    """
     predivide = plain.get("gradient_predivide_factor", 1.0)
     return Site(
         pipeline=pipeline,

@@ -7,7 +7,7 @@ search), the word ``"all"`` in their place, and the ``autotuning`` section.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from optuna_dsat.config.documents import checked, read_document, read_hjson
 from optuna_dsat.config.ds_config import ALL, AUTO, GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
 from optuna_dsat.errors import ConfigError
 
-__all__ = ["UserConfig", "load", "parse"]
+__all__ = ["UserConfig", "knob_lists", "load", "parse", "read", "shape_errors"]
 
 _SECTIONS = (
     "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "autotuning",
@@ -46,11 +46,20 @@ def load(path: str | Path | None) -> UserConfig:
     """Read a user's DeepSpeed config; an empty one if there is no file.
 
     Raises:
+        ConfigError: As :func:`read`, or on the first of ``shape_errors``; the message gives the file.
+    """
+    return _checked(read(path), "" if path is None else str(path))
+
+
+def read(path: str | Path | None) -> dict[str, Any]:
+    """Return what a DeepSpeed config file holds, whatever the types of the values; nothing if there is no file.
+
+    Raises:
         ConfigError: If the file is missing, a directory, unreadable, empty, not UTF-8, not JSON, no object,
             or names a key twice; the message gives the file, and line and column where they are known.
     """
     if path is None:
-        return UserConfig(path="", raw={}, autotuning=parse_autotuning({}), lists={})
+        return {}
     try:
         data = read_document(path, ConfigError)
     except FileNotFoundError:
@@ -66,7 +75,7 @@ def load(path: str | Path | None) -> UserConfig:
         raise ConfigError(
             f"{path}, line {line}: not UTF-8 text (byte {error.start}); save the file as UTF-8."
         ) from None
-    return parse(text, path=str(path))
+    return _parsed(text, str(path))
 
 
 def parse(text: str, *, path: str = "<config>") -> UserConfig:
@@ -75,6 +84,16 @@ def parse(text: str, *, path: str = "<config>") -> UserConfig:
     Raises:
         ConfigError: As :func:`load`.
     """
+    return _checked(_parsed(text, path), path)
+
+
+def _checked(raw: Mapping[str, Any], path: str) -> UserConfig:
+    for _, text in shape_errors(raw):
+        raise ConfigError(f"{path}: {text}")
+    return UserConfig(path=path, raw=raw, autotuning=parse_autotuning(raw, path=path), lists=knob_lists(raw))
+
+
+def _parsed(text: str, path: str) -> dict[str, Any]:
     if not text.strip():
         raise ConfigError(f"{path} is empty; a DeepSpeed config is a JSON object, such as "
                           '{"train_micro_batch_size_per_gpu": 1}.')  # fmt: skip
@@ -102,8 +121,8 @@ def parse(text: str, *, path: str = "<config>") -> UserConfig:
         raise ConfigError(f"{path}: {error} is no JSON number.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a DeepSpeed config is a JSON object, this is {_kind(raw)}.")
-    _check_shape(checked(raw, path, ConfigError), path)
-    return UserConfig(path=path, raw=raw, autotuning=parse_autotuning(raw, path=path), lists=_lists(raw))
+    result: dict[str, Any] = checked(raw, path, ConfigError)
+    return result
 
 
 class _BadConstantError(Exception):
@@ -132,38 +151,39 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _check_shape(raw: Mapping[str, Any], path: str) -> None:
-    """Refuse values whose type no later step accepts."""
-    zero = raw.get(ZERO, {})
-    if not isinstance(zero, dict | bool):
-        raise ConfigError(f"{path}: {ZERO} is {_kind(zero)}; it must be an object.")
-    for key in _SECTIONS:
-        section = raw.get(key, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"{path}: {key} is {_kind(section)}; it must be an object.")
+def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the key and a message for each value whose type no later step accepts."""
+    if not isinstance(raw.get(ZERO, {}), dict | bool):
+        yield ZERO, f"{ZERO} is {_kind(raw[ZERO])}; it must be an object."
+    wrong = [key for key in _SECTIONS if not isinstance(raw.get(key, {}), dict)]
+    for key in wrong:
+        yield key, f"{key} is {_kind(raw[key])}; it must be an object."
     for key in ("optimizer", "scheduler"):
-        section = raw.get(key, {})
+        section = {} if key in wrong else raw.get(key, {})
         kind, params = section.get("type"), section.get("params")
         if isinstance(kind, list):
-            raise ConfigError(f"{path}: {key}.type is a list, but is not searched; give one name.")
-        if kind is not None and not isinstance(kind, str):
-            raise ConfigError(f"{path}: {key}.type is {_kind(kind)}; it must be a string.")
+            yield f"{key}.type", f"{key}.type is a list, but is not searched; give one name."
+        elif kind is not None and not isinstance(kind, str):
+            yield f"{key}.type", f"{key}.type is {_kind(kind)}; it must be a string."
         if params is not None and not isinstance(params, dict):
-            raise ConfigError(f"{path}: {key}.params is {_kind(params)}; it must be an object.")
-    for key in (TRAIN_BATCH, GRADIENT_ACCUMULATION):
-        if isinstance(raw.get(key), list):
-            raise ConfigError(f"{path}: {key} is a list, but is not searched; give one number.")
+            yield f"{key}.params", f"{key}.params is {_kind(params)}; it must be an object."
     for key in (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION):
         value = raw.get(key)
+        if key != MICRO_BATCH and isinstance(value, list):
+            yield key, f"{key} is a list, but is not searched; give one number."
+            continue
         for one in value if isinstance(value, list) else [value]:
             if one not in (None, AUTO, ALL):
-                positive_int(one, key, where=f"{path}: ")
-    for key, values in _lists(raw).items():
+                try:
+                    positive_int(one, key)
+                except ConfigError as error:
+                    yield key, str(error)
+    for key, values in knob_lists(raw).items():
         if not values:
-            raise ConfigError(f"{path}: {key} is an empty list; list at least one value or leave the key out.")
+            yield key, f"{key} is an empty list; list at least one value or leave the key out."
 
 
-def _lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def knob_lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return dotted key -> the list (or ``"all"``) that the user wrote in place of a knob's value."""
     found: dict[str, tuple[Any, ...]] = {}
 

@@ -13,7 +13,7 @@ from typing import Any
 from optuna_dsat.doctor.finding import Finding, Status
 from optuna_dsat.words import things_in_words
 
-__all__ = ["Libraries", "ask", "findings"]
+__all__ = ["Libraries", "ask", "findings", "run_probe"]
 
 _PROBE_TIMEOUT_S = 180.0
 """The imports may take a minute on a cold file system."""
@@ -52,16 +52,32 @@ def ask(*, cpu: bool, environ: Mapping[str, str] | None = None) -> Libraries:
     base = dict(os.environ if environ is None else environ)
     if cpu:
         base.setdefault("DS_ACCELERATOR", "cpu")
-    command = [sys.executable, "-m", "optuna_dsat.doctor.probe"]
+    facts = run_probe("optuna_dsat.doctor.probe", environ=base)
+    facts = {"torch": facts} if "error" in facts else facts
+    return Libraries(torch=facts["torch"], deepspeed=facts.get("deepspeed", {"error": "torch cannot be imported"}))
+
+
+def run_probe(module: str, *, environ: Mapping[str, str], given: Any = None) -> dict[str, Any]:
+    """Return what a module that imports torch and DeepSpeed prints as JSON; ``error`` if it ends without.
+
+    Args:
+        module: The module, run in a process of its own.
+        environ: Its environment.
+        given: What it reads as JSON from stdin.
+    """
+    command = [sys.executable, "-m", module]
+    text = json.dumps(given)
     try:
-        done = subprocess.run(command, env=base, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
-        facts = json.loads(done.stdout)
+        done = subprocess.run(
+            command, env=environ, input=text, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+        )
+        facts: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        facts = {"torch": {"error": f"importing torch and DeepSpeed took longer than {_PROBE_TIMEOUT_S:g} s"}}
+        return {"error": f"importing torch and DeepSpeed took longer than {_PROBE_TIMEOUT_S:g} s"}
     except ValueError:
         last = done.stderr.strip().splitlines()
-        facts = {"torch": {"error": f"the process that imports it died (exit code {done.returncode}): {last[-1:]}"}}
-    return Libraries(torch=facts["torch"], deepspeed=facts.get("deepspeed", {"error": "torch cannot be imported"}))
+        return {"error": f"the process that imports it died (exit code {done.returncode}): {last[-1:]}"}
+    return facts
 
 
 def findings(libraries: Libraries, *, gpus: int) -> Iterator[Finding]:

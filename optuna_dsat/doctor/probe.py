@@ -12,10 +12,11 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "probe"]
+__all__ = ["print_alone", "probe", "reason"]
 
 _OPERATORS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder")
 _NVCC_TIMEOUT_S = 30.0
@@ -33,7 +34,7 @@ def _torch() -> dict[str, Any]:
         import torch
         import torch.distributed as dist
     except Exception as error:  # noqa: BLE001 - whatever a broken installation raises is the answer
-        return {"error": _reason(error)}
+        return {"error": reason(error)}
     facts: dict[str, Any] = {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
@@ -54,7 +55,7 @@ def _torch() -> dict[str, Any]:
             facts["architectures"] = torch.cuda.get_arch_list()
             facts["capabilities"] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
         except Exception as error:  # noqa: BLE001 - likewise
-            facts["cuda_error"] = _reason(error)
+            facts["cuda_error"] = reason(error)
         facts["toolkit"] = _toolkit()
     return facts
 
@@ -71,7 +72,7 @@ def _toolkit() -> dict[str, Any]:
         command = [str(Path(CUDA_HOME, "bin", "nvcc")), "--version"]
         output = subprocess.run(command, capture_output=True, text=True, timeout=_NVCC_TIMEOUT_S, check=True).stdout
     except Exception as error:  # noqa: BLE001 - likewise
-        return {**facts, "why_not": _reason(error)}
+        return {**facts, "why_not": reason(error)}
     release = re.search(r"release (\d+(?:\.\d+)*)", output)
     return {**facts, "version": release and release.group(1), "why_not": "" if release else "nvcc tells no version"}
 
@@ -81,7 +82,7 @@ def _deepspeed() -> dict[str, Any]:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
     except Exception as error:  # noqa: BLE001 - likewise
-        return {"error": _reason(error)}
+        return {"error": reason(error)}
     accelerator = get_accelerator()
     operators: dict[str, Any] = {}
     for name in _OPERATORS:
@@ -94,7 +95,7 @@ def _deepspeed() -> dict[str, Any]:
                 "installed": bool(deepspeed.git_version_info.installed_ops.get(getattr(builder, "NAME", ""), False)),
             }
         except Exception as error:  # noqa: BLE001 - likewise
-            operators[name] = {"compatible": False, "why_not": _reason(error)}
+            operators[name] = {"compatible": False, "why_not": reason(error)}
     return {
         "version": deepspeed.__version__,
         "accelerator": accelerator.device_name(),
@@ -111,23 +112,23 @@ def _why_not(builder: Any) -> str:
     return said[0] if said else str(getattr(builder, "error_log", None) or "")
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Return an error's type and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
 
 
-def main() -> None:
-    """Print the result to the real stdout; output of the libraries is discarded."""
+def print_alone(probed: Callable[[], dict[str, Any]]) -> None:
+    """Print a result as one line of JSON to the real stdout, without output of the libraries, and leave."""
     out = os.dup(1)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        facts = probe()
+        facts = probed()
     os.write(out, f"{json.dumps(facts)}\n".encode())
     os._exit(0)  # skips the teardown of native libraries
 
 
 if __name__ == "__main__":
-    main()
+    print_alone(probe)

@@ -9,7 +9,7 @@ from pathlib import Path
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.module_file import module_file
 
-__all__ = ["declared_options", "says_where_to_meet", "starts_own_ranks"]
+__all__ = ["declared_options", "imported_packages", "says_where_to_meet", "starts_own_ranks"]
 
 _LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchrunx"})
 """Packages that start a process for each device by themselves."""
@@ -30,6 +30,12 @@ def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
         _spawns(nodes, imported) or any(name.partition(".")[0] in _LAUNCHING for name in imported)
         for nodes, imported in _files(script, is_module=is_module, cwd=cwd)
     )
+
+
+def imported_packages(script: str, *, is_module: bool, cwd: Path) -> set[str]:
+    """Return the packages that a script, or a file of the user's that it imports, imports; as ``starts_own_ranks``."""
+    files = _files(script, is_module=is_module, cwd=cwd)
+    return {name.partition(".")[0] for _, imported in files for name in imported}
 
 
 def says_where_to_meet(script: str, *, is_module: bool, cwd: Path) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import KNOBS
+from optuna_dsat.config.misspelt import correction
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
@@ -62,7 +62,8 @@ def _of_values(message: str, config: Mapping[str, Any]) -> str:
     if quoted := [found for found in _QUOTED_NUMBER.finditer(message) if found[2] != "'auto'"]:
         return f". Write {', '.join(found[1] for found in quoted)} as a number or true or false, without quotes"
     if unknown := _UNKNOWN_KEY.findall(message):
-        return f". {' '.join(map(_correction, unknown))}".rstrip(".")
+        names = (*(knob.name for knob in KNOBS), *_MORE_KEYS)
+        return f". {'. '.join(correction(key, names) for key in unknown)}"
     if found := _UNEXPECTED.search(message):
         keys = [key for key in config if key in (f"optimizer.params.{found[1]}", f"scheduler.params.{found[1]}")]
         return f". Remove {keys[0]} from the config: what DeepSpeed builds for it does not take it" if keys else ""
@@ -72,12 +73,6 @@ def _of_values(message: str, config: Mapping[str, Any]) -> str:
     if "build" in message and _NO_BUILD.search(message):
         return _of_build(message, config)
     return ""
-
-
-def _correction(key: str) -> str:
-    section, _, name = key.rpartition(".")
-    near = difflib.get_close_matches(name, (*(knob.name for knob in KNOBS), *_MORE_KEYS), n=1, cutoff=0.85)
-    return f"Remove {key}{f', or write {section}.{near[0]}' if near else ''}."
 
 
 def _of_build(message: str, config: Mapping[str, Any]) -> str:
@@ -100,7 +95,4 @@ def _of_auto(message: str, config: Mapping[str, Any], record: LaunchRecord) -> s
             '. The Hugging Face Trainer fills in "auto" from TrainingArguments: if the value is one of '
             f"{', '.join(autos)}, set it there or in the config"
         )
-    return (
-        '. "auto" is filled in by the Hugging Face Trainer and, in part, by accelerate and Lightning, not by '
-        f"DeepSpeed: give {', '.join(autos)} a value"
-    )
+    return f". {ds_config.AUTO_IN_WORDS}: give {', '.join(autos)} a value"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.config.misspelt import misspelt_keys
+from optuna_dsat.config.misspelt import misspelt_in_words
 from optuna_dsat.config.op_builders import operators_at_start
 from optuna_dsat.launch.built_operators import is_built
 from optuna_dsat.launch.measurement import LaunchRecord
@@ -193,8 +193,8 @@ class ProfileTurn:
         if words:
             self._context.say(words)
         passed = [key for key, (value, _) in differences.items() if value is not None]
-        for key, meant in misspelt_keys(passed).items():
-            self._context.say(f"DeepSpeed ignores the key {key!r} of the config; {meant!r} is probably meant.")
+        for text in misspelt_in_words(passed):
+            self._context.say(text)
 
 
 def _passes_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from optuna_dsat.config.misspelt import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.tuning.autotuning import Sweep, sweep_of, with_autotuning
@@ -38,7 +39,9 @@ class Prepared:
     given: Given
     """The options, with those of the config's ``autotuning`` section for which no other origin has a value."""
     notes: Sequence[str]
-    """Lines for the user: what of the ``autotuning`` section is not honoured, and what is odd about the devices."""
+    """Lines for the user: what of the ``autotuning`` section is not honoured, misspelt keys of the config, and what is
+    odd about the devices.
+    """
 
 
 def prepare_each(method: str | None, given: Given) -> list[Prepared]:
@@ -114,7 +117,7 @@ def prepare(method: str | None, given: Given) -> Prepared:
         reuse_profile=options.profile_reuse,
         check_loss=options.check_loss,
     )
-    return Prepared(request=request, given=given, notes=[*notes, *devices.notices])
+    return Prepared(request=request, given=given, notes=[*notes, *misspelt_in_words(spec.ds_config), *devices.notices])
 
 
 def _one_kind_of_device(given: Given) -> Given:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optuna_dsat.config.misspelt import misspelt_keys
+from optuna_dsat.config.misspelt import correction, misspelt_in_words, misspelt_keys
 
 
 def test_misspelt_keys_are_found_with_the_key_that_they_resemble() -> None:
@@ -17,3 +17,17 @@ def test_misspelt_keys_are_found_with_the_key_that_they_resemble() -> None:
 
 def test_keys_that_are_right_or_of_others_are_not_misspelt() -> None:
     assert misspelt_keys(["zero_optimization.stage", "fp16", "tensorboard", "autotuning.enabled", "optimizer"]) == {}
+
+
+def test_misspelt_keys_in_words_name_the_key_as_it_is_written() -> None:
+    (text,) = misspelt_in_words(["bf16", "zero_optimisation"])
+    assert text == "DeepSpeed ignores the key 'zero_optimisation' of the config; 'zero_optimization' is probably meant."
+
+
+def test_a_wrong_key_is_corrected_by_a_known_name_that_it_resembles() -> None:
+    known = ["stage", "offload_param"]
+    assert correction("zero_optimization.stge", known) == (
+        "Remove zero_optimization.stge, or write zero_optimization.stage"
+    )
+    assert correction("zero_optimization.unlike", known) == "Remove zero_optimization.unlike"
+    assert correction("stag", known) == "Remove stag, or write stage"

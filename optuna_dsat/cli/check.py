@@ -1,0 +1,110 @@
+"""``check``: what is wrong with a DeepSpeed config, without a launch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from optuna_dsat.cli.doctor import print_findings
+from optuna_dsat.errors import ConfigError
+from optuna_dsat.escape.terminal import say_prose
+
+__all__ = ["check"]
+
+_FILLING = frozenset({"transformers", "trl", "accelerate", "lightning", "pytorch_lightning", "json", "yaml", "hjson"})
+"""Packages that fill in "auto", or with which a script itself does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Use:
+    """What a training command says of its config."""
+
+    ranks: int | None = None
+    """None if it is not known."""
+    fills_auto: bool | None = None
+    trainer_arguments: Mapping[str, Any] | None = None
+
+
+def check(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The DeepSpeed config (JSON).", show_default=False)],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[COMMAND]...",
+            help="The command that trains with it: its ranks and the script's options are compared with the config.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is wrong with a DeepSpeed config, all at once and without a launch; exit with 2 if anything is."""
+    from optuna_dsat.config.user_file import read
+    from optuna_dsat.doctor.config_check import check as findings_of
+    from optuna_dsat.doctor.finding import Status, to_json
+
+    raw = read(config)
+    words = [word for at, word in enumerate(command or ()) if at or word != "--json"]
+    as_json = as_json or words != list(command or ())
+    use = _use_of(words, config=config)
+    say_prose("Loading torch and DeepSpeed, which takes some seconds.", file=sys.stderr)
+    findings = findings_of(raw, ranks=use.ranks, fills_auto=use.fills_auto, trainer_arguments=use.trainer_arguments)
+    wrong = sum(finding.status in (Status.FATAL, Status.PROBLEM) for finding in findings)
+    if as_json:
+        print(json.dumps({"usable": not wrong, "findings": to_json(findings)["findings"]}, indent=2))
+    else:
+        print_findings(findings)
+    if wrong:
+        raise typer.Exit(ConfigError.exit_code)
+    if not as_json:
+        say_prose(f"{config}: nothing is wrong.")
+
+
+def _use_of(words: Sequence[str], *, config: Path) -> _Use:
+    """Return what a training command says of the use of its config.
+
+    Raises:
+        UsageError: If the launcher refuses its options, or starts nothing.
+    """
+    if not words:
+        return _Use()
+    from optuna_dsat.script.config_location import find_config
+    from optuna_dsat.script.launch_command import LaunchCommand, read_command
+    from optuna_dsat.script.own_ranks import imported_packages, starts_own_ranks
+
+    cwd = Path.cwd()
+    found = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
+    if found is None:
+        found = LaunchCommand(script=words[0], args=tuple(words[1:]))
+    folder = Path(found.folder or cwd)
+    named = found.config or find_config(found.args, cwd=folder)
+    if named is not None and (folder / named).resolve() != config.resolve():
+        say_prose(f"The command trains with {named}, and {config} is checked.", file=sys.stderr)
+    packages = imported_packages(found.script, is_module=found.is_module, cwd=folder)
+    alone = found.without_launcher and not starts_own_ranks(found.script, is_module=found.is_module, cwd=folder)
+    arguments = _arguments(found.args)
+    by_trainer = isinstance(arguments.get("deepspeed"), str)  # DeepSpeed's own option of this name has no value
+    return _Use(
+        ranks=1 if alone else None if found.ranks is None else found.ranks * found.nodes,
+        fills_auto=True if by_trainer else None if packages & _FILLING or "deepspeed" not in packages else False,
+        trainer_arguments=arguments if by_trainer else None,
+    )
+
+
+def _arguments(words: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a script by name; true for an option without a value."""
+    result: dict[str, Any] = {}
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            text = value if equals else "true" if following.startswith("--") else following
+            try:
+                result[name] = json.loads(text.lower())
+            except ValueError:
+                result[name] = text
+    return result

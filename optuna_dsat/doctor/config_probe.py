@@ -1,0 +1,234 @@
+"""Loads a DeepSpeed config with the installed DeepSpeed (``python -m optuna_dsat.doctor.config_probe``).
+
+Runs in a process of its own: it imports torch and DeepSpeed, which takes seconds. Reads ``{"config": ..., "ranks": N}``
+from stdin and prints one line of JSON, see ``probe``.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+from optuna_dsat.doctor.probe import print_alone, reason
+
+__all__ = ["UNKNOWN", "probe"]
+
+UNKNOWN = "unknown key"
+"""Text of a refusal of a key that DeepSpeed does not have."""
+_ROUNDS = 25
+"""Most refusals that are looked for, one after the other."""
+_NOT_BUILT = ("onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd", "muon")
+"""Optimizers that need process groups, a model or packages of others."""
+
+_OF_ENGINE = "'DeepSpeedEngine' object has no attribute"
+
+Asked = dict[str, dict[str, Any]]
+"""Section, "" for the whole config -> name that DeepSpeed asks for in it -> its default."""
+
+
+def probe(config: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return what the installed DeepSpeed does with a config, as JSON values; ``error`` if it cannot be imported.
+
+    ``refused`` lists refusals, each with its ``text``, the ``keys`` without any one of which it is not raised, and the
+    class that raises it, ``model``.
+    ``asked`` has the names that DeepSpeed reads by section ("" for the whole config), with their defaults; ``quoted``
+    unread keys at the top that its source names elsewhere. ``models`` has the names that sections may have, by class;
+    ``choices`` the values that a key may have.
+
+    Args:
+        config: The config.
+        ranks: Data-parallel ranks.
+    """
+    try:
+        import deepspeed
+        import deepspeed.runtime.config as runtime_config
+        import torch
+        from deepspeed.runtime import lr_schedules
+        from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+        from deepspeed.runtime.zero import utils
+    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises is the answer
+        return {"error": reason(error)}
+    logging.disable(logging.CRITICAL)
+    _no_operators()
+    runtime_config.dist = utils.dist = _Ranks(ranks)
+    asked: Asked = {}
+    refused = _refusals(config, asked)
+    unread = [key for key in config if key not in asked[""]]
+    source = "".join(path.read_text(errors="replace") for path in Path(deepspeed.__path__[0]).rglob("*.py") if unread)
+    optimizers = [
+        *runtime_config.DEEPSPEED_OPTIMIZERS,
+        *(name for name, one in vars(torch.optim).items() if isinstance(one, type)),
+    ]
+    return {
+        "version": deepspeed.__version__,
+        "refused": refused,
+        "asked": asked,
+        "quoted": [key for key in unread if f"'{key}'" in source or f'"{key}"' in source],
+        "models": {model.__name__: sorted(_names(model)) for model in _models(DeepSpeedConfigModel)},
+        "choices": {
+            "optimizer.type": [name for name in optimizers if name != "Optimizer"],
+            "scheduler.type": lr_schedules.VALID_LR_SCHEDULES,
+        },
+    }
+
+
+class _Ranks:
+    """Stands for ``deepspeed.comm``: a number of ranks without a process group."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def get_rank(self) -> int:
+        return 0
+
+    def get_world_size(self, _group: object = None) -> int:
+        return self._ranks
+
+
+class _Noted(dict[str, Any]):
+    """A section of a config that notes the names that are asked for."""
+
+    def __init__(self, section: Mapping[str, Any], path: str, asked: Asked) -> None:
+        prefix = f"{path}." if path else ""
+        super().__init__(
+            {key: _Noted(one, prefix + key, asked) if isinstance(one, dict) else one for key, one in section.items()}
+        )
+        self._names = asked.setdefault(path, {})
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._names[name] = default if isinstance(default, bool | int | float) else None
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self._names.setdefault(name, None)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._names.setdefault(str(name), None)
+        return super().__contains__(name)
+
+    def keys(self) -> Any:
+        """Return the section itself: ``name in section.keys()`` asks, too."""
+        return self
+
+
+def _load(config: Mapping[str, Any], asked: Asked) -> tuple[int, dict[Any, str]]:
+    """Return how far DeepSpeed comes with a config (steps done), and what it refuses then: identity -> text."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    done = 0
+    try:
+        loaded = DeepSpeedConfig(_Noted(copy.deepcopy(dict(config)), "", asked))
+        for step in _steps(loaded):
+            done += 1
+            step()
+    except Exception as error:  # noqa: BLE001 - whatever it raises is the answer
+        if _OF_ENGINE in str(error):  # of the one that stands in for it here
+            return done, {}
+        if not hasattr(error, "errors"):
+            return done, {(type(error).__name__, str(error)): str(error).partition("\n")[0] or type(error).__name__}
+        title = getattr(error, "title", "") or getattr(error, "model", Exception).__name__  # pydantic 2, 1
+        return done, {(title, one["loc"], one["type"]): _text(one) for one in error.errors()}
+    return done, {}
+
+
+def _text(error: Mapping[str, Any]) -> str:
+    return UNKNOWN if error["type"] in ("extra_forbidden", "value_error.extra") else str(error["msg"])
+
+
+def _refusals(config: dict[str, Any], asked: Asked) -> list[dict[str, Any]]:
+    """Return what DeepSpeed refuses of a config, one after the other, each time without the causes found before.
+
+    The causes of a refusal are the keys without any one of which it is not raised, the innermost ones.
+    """
+    found: list[dict[str, Any]] = []
+    for _ in range(_ROUNDS):
+        done, problems = _load(config, asked)
+        causes: dict[Any, list[tuple[str, ...]]] = {problem: [] for problem in problems}
+        for path in _paths(config) if problems else ():
+            reached, left = _load(_without(config, path), {})
+            for problem in problems.keys() - left.keys() if reached >= done else ():
+                if not any(other[: len(path)] == path for other in causes[problem]):
+                    causes[problem].append(path)
+        found += [
+            {"keys": [".".join(path) for path in causes[one]], "text": problems[one], "model": one[0]}
+            for one in problems
+        ]
+        removed = {max(paths, key=len) for paths in causes.values() if paths}
+        if not removed:
+            break
+        for path in removed:
+            config = _without(config, path)
+    return found
+
+
+def _paths(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all keys, those within a section before the section's own."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _paths(value, (*above, key))
+        yield (*above, key)
+
+
+def _without(config: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Return a config without a key; the section stays."""
+    result: dict[str, Any] = copy.deepcopy(dict(config))
+    section: Any = result
+    for key in path[:-1]:
+        section = section.get(key, {})
+    section.pop(path[-1], None)
+    return result
+
+
+def _models(model: Any) -> Iterator[Any]:
+    for one in model.__subclasses__():
+        yield one
+        yield from _models(one)
+
+
+def _names(model: Any) -> set[str]:
+    """Return the names that a section of a pydantic class may have."""
+    fields = getattr(model, "model_fields", None) or model.__fields__
+    return {*fields, *(one.alias for one in fields.values() if one.alias)}
+
+
+def _steps(loaded: Any) -> list[Callable[[], Any]]:
+    """Return what ``deepspeed.initialize`` does with a loaded config before it needs a model: optimizer, schedule."""
+    import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    name = loaded.optimizer_name
+    engine = object.__new__(DeepSpeedEngine)
+    engine.__dict__.update(_config=loaded, client_optimizer=None, has_moe_layers=False, global_rank=0, zenflow=False)
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    tested = torch.optim.AdamW(parameters)
+    is_built = name is not None and not (name in _NOT_BUILT and name in DEEPSPEED_OPTIMIZERS)
+    return [
+        lambda: engine._do_optimizer_sanity_check(
+            engine._configure_basic_optimizer(parameters) if is_built else tested
+        ),
+        lambda: engine._scheduler_from_config(tested),
+    ]
+
+
+def _no_operators() -> None:
+    """Have no operator built: optimizers get one that does nothing."""
+    for name in ("adam", "adagrad", "lamb", "lion"):
+        importlib.import_module(f"deepspeed.ops.{name}")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("deepspeed.ops."):
+            for builder in [one for one in vars(module) if one.endswith("Builder")]:
+                setattr(module, builder, MagicMock())
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    print_alone(lambda: probe(given["config"], given["ranks"]))

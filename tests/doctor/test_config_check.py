@@ -1,0 +1,178 @@
+"""Findings on a DeepSpeed config, by the installed DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from optuna_dsat.doctor import config_check
+from optuna_dsat.doctor.config_check import check
+from optuna_dsat.doctor.finding import Finding, Status
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+@pytest.fixture(scope="module")
+def wrong() -> dict[str, Finding]:
+    """Return the findings on a config with an error of each kind."""
+    config = {
+        "train_micro_batch_size_per_gpu ": 4,
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": "1.0",
+        "zero_allow_untested_optimizer": "false",
+        "stage3_max_live_parameters": 10,
+        "remark": "a key of nobody's",
+        "elasticity": {"enabled": False},
+        "fp16": {"enabled": True},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": "1e-3", "torch_adamm": True}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}},
+        "zero_optimization": {
+            "stage": 2,
+            "stge": 3,
+            "reduce_bucket_size": "2e8",
+            "offload_param": {"device": "cpu"},
+            "cpu_offload": True,
+            "offload_optimizer": {"device": "cpu"},
+        },
+        "wandb": {"enabled": "hf_QkZrTnWvXyBcDfGhJkLmNpQrStVwXyZa"},
+        "prescale_gradients": True,
+    }
+    return by_name(check(config, ranks=2))
+
+
+@pytest.mark.parametrize(
+    ("key", "status", "text", "remedy"),
+    [
+        (
+            "train_micro_batch_size_per_gpu ",
+            Status.PROBLEM,
+            "does not read it",
+            "Write train_micro_batch_size_per_gpu.",
+        ),
+        (
+            "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps",
+            Status.FATAL,
+            "= 16",
+            "to 16",
+        ),
+        ("gradient_clipping", Status.FATAL, "'1.0', in quotes", "Write 1.0"),
+        ("zero_allow_untested_optimizer", Status.PROBLEM, "'false', in quotes", "Write false"),
+        ("stage3_max_live_parameters", Status.PROBLEM, "but in zero_optimization", "Move it into zero_optimization."),
+        ("remark", Status.NOTE, "does not read it", ""),
+        ("elasticity", Status.FATAL, "removed", "Remove elasticity."),
+        ("fp16.enabled, bf16.enabled", Status.FATAL, "simultaneously", "Change one of fp16.enabled, bf16.enabled."),
+        ("optimizer.params.torch_adamm", Status.FATAL, "no such parameter", "Remove optimizer.params.torch_adamm."),
+        ("optimizer.params.lr", Status.FATAL, "'1e-3', in quotes", "Write 1e-3 for optimizer.params.lr"),
+        ("scheduler.params.total_num_steps", Status.FATAL, "WarmupDecayLR needs", "Add scheduler.params.total_num_st"),
+        ("zero_optimization.stge", Status.FATAL, "no such key", "or write zero_optimization.stage."),
+        ("zero_optimization.reduce_bucket_size", Status.FATAL, "'2e8', in quotes", "Write 2e8"),
+        ("zero_optimization.offload_param", Status.NOTE, "ZeRO 3 alone", ""),
+        ("zero_optimization.cpu_offload, zero_optimization.offload_optimizer", Status.FATAL, "together", "Change one"),
+        ("prescale_gradients", Status.FATAL, "reduce_scatter", "Set zero_optimization.reduce_scatter to false."),
+    ],
+)
+def test_each_wrong_key_is_named_with_cause_and_remedy(
+    wrong: Mapping[str, Finding], key: str, status: Status, text: str, remedy: str
+) -> None:
+    if key == "elasticity" and key not in wrong:
+        pytest.skip("this DeepSpeed has elastic training")
+    finding = wrong[key]
+    assert finding.status is status
+    assert text in finding.text
+    assert remedy in finding.remedy if remedy else not finding.remedy
+
+
+def test_a_secret_in_the_place_of_another_value_is_not_shown(wrong: Mapping[str, Finding]) -> None:
+    assert "wandb.enabled" in wrong
+    assert not any("hf_QkZr" in finding.text + finding.remedy for finding in wrong.values())
+
+
+def test_fatal_findings_come_first(wrong: Mapping[str, Finding]) -> None:
+    order = [Status.FATAL, Status.PROBLEM, Status.NOTE]
+    assert sorted(wrong.values(), key=lambda one: order.index(one.status)) == list(wrong.values())
+
+
+@pytest.fixture
+def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the installed DeepSpeed refuse nothing, and not be loaded: that takes seconds."""
+    nothing = {"version": "1", "refused": [], "asked": {}, "quoted": [], "models": {}, "choices": {}}
+    monkeypatch.setattr(config_check, "run_probe", lambda *_args, **_options: nothing)
+
+
+HUGGING_FACE: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": "auto", "total_num_steps": "auto"},
+    },
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e9, "overlap_comm": True},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def test_auto_is_a_note_where_nothing_is_known_of_the_script() -> None:
+    (finding,) = check(HUGGING_FACE)
+    assert finding.status is Status.NOTE
+    assert "optimizer.params.lr" in finding.name
+    assert "fp16.enabled" not in finding.name  # DeepSpeed takes its default there
+
+
+@pytest.mark.usefixtures("no_probe")
+def test_arguments_of_the_trainer_that_disagree_with_the_config_are_named() -> None:
+    arguments = {"learning_rate": 5e-5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    found = by_name(check(HUGGING_FACE, ranks=2, fills_auto=True, trainer_arguments=arguments))
+    assert set(found) == {"scheduler.params.warmup_max_lr", "train_batch_size"}
+    assert "2 x 2 x 2 ranks" in found["train_batch_size"].text
+    assert found["train_batch_size"].status is Status.FATAL
+
+
+@pytest.mark.usefixtures("no_probe")
+def test_auto_is_fatal_where_nobody_fills_it_in() -> None:
+    config = {"train_micro_batch_size_per_gpu": "auto", "optimizer": ADAM}
+    (finding,) = check(config, fills_auto=False)
+    assert (finding.name, finding.status) == ("train_micro_batch_size_per_gpu", Status.FATAL)
+
+
+def test_what_zero_refuses_of_an_optimizer_is_named_with_the_stage() -> None:
+    config = {"train_batch_size": 4, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}
+    (finding,) = check(config)
+    assert finding.data["keys"] == ["optimizer.type", "zero_optimization.stage"]
+    assert "zero_allow_untested_optimizer" in finding.text
+
+
+def test_a_misspelt_optimizer_gets_the_name_that_it_resembles() -> None:
+    config = {"train_batch_size": 4, "optimizer": {"type": "Adamw2"}, "scheduler": {"type": "WarmupRL", "params": {}}}
+    found = by_name(check(config))
+    assert found["optimizer.type"].remedy == "Write AdamW."
+    assert found["scheduler.type"].remedy == "Write WarmupLR."
+
+
+@pytest.mark.usefixtures("no_probe")
+def test_batch_sizes_that_fit_some_number_of_ranks_are_not_wrong_where_it_is_unknown() -> None:
+    sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    assert check({**sizes, "optimizer": ADAM}) == []
+    (finding,) = check({**sizes, "train_batch_size": 25, "optimizer": ADAM})
+    assert finding.status is Status.FATAL
+    assert "rank" not in finding.text
+
+
+@pytest.mark.usefixtures("no_probe")
+@pytest.mark.parametrize("sizes", [{}, {"train_batch_size": None}, {"gradient_accumulation_steps": "all"}])
+def test_a_config_without_batch_sizes_is_a_note_as_a_trainer_may_add_them(sizes: dict[str, Any]) -> None:
+    (finding,) = check({**sizes, "optimizer": ADAM})
+    assert finding.name == "train_micro_batch_size_per_gpu, train_batch_size"
+    assert finding.status is Status.NOTE
