@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.samplers._draw import Usual, draw, draw_choice, generator
 from optuna_dsat.trials.attributes import PURPOSE
+from optuna_dsat.trials.failures import StructureFailures, structure_failures
 from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
@@ -23,6 +24,7 @@ from optuna_dsat.trials.lineage import (
     Feasibility,
     Lineage,
     LineageGate,
+    MicroBatchSet,
     agrees,
     group,
     lineage_key,
@@ -138,7 +140,7 @@ class LineageSampler(BaseSampler):
     def exhausted(self, study: Study, classes: int | None = None) -> bool:
         """Return whether the space is exhausted: nothing in flight, and nothing left to propose.
 
-        Structures that the study's pruner calls hopeless do not count.
+        Structures that fail, and those that the study's pruner calls hopeless, do not count.
 
         Args:
             study: The study.
@@ -157,7 +159,7 @@ class LineageSampler(BaseSampler):
         ):
             return False
         opened = sum(kind.complete for kind in lineages.structures.values())
-        return (classes is not None and opened >= classes) or lineages.tree.closed({}, _hopeless(study, lineages))
+        return (classes is not None and opened >= classes) or lineages.tree.closed({}, self._hopeless(study, history))
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         """Decide which lineage the trial continues, or that it opens a new one, and store that on the trial."""
@@ -219,7 +221,7 @@ class LineageSampler(BaseSampler):
             params=trial.params,
             lineages=history.lineages,
             opening=[t.params for t in history.pending if t.state == TrialState.RUNNING and self._name not in t.params],
-            hopeless=_hopeless(study, history.lineages),
+            hopeless=self._hopeless(study, history),
             direction=study.direction,
             usual=self._usual,
         )
@@ -298,6 +300,7 @@ class LineageSampler(BaseSampler):
         history = self._history(study, trial)
         empty = Lineage(key=key, params=params, trials=(), micro_batch=self._name)
         lineage = history.lineages.get(key, empty)
+        distribution = _up_to(distribution, self._failures(history).largest_first(params))
         proposal = self._next(study, lineage, distribution, lineages=history.lineages, history=history.trials, rng=rng)
         if proposal is None:
             return self._leftover(study, lineage, distribution, history)
@@ -375,6 +378,18 @@ class LineageSampler(BaseSampler):
             return edge
         return limit
 
+    def _failures(self, history: StudyHistory) -> StructureFailures:
+        """Return what the failed launches teach of structures."""
+        finished = history.finished
+        return history.cached(
+            ("structure failures", len(finished)), lambda: structure_failures(finished, micro_batch=self._name)
+        )
+
+    def _hopeless(self, study: Study, history: StudyHistory) -> Sequence[Mapping[str, Any]]:
+        """Return the structures that fail, and those of which no lineage can win according to the study's pruner."""
+        pruner, failing = study.pruner, self._failures(history).avoided
+        return [*failing, *(pruner.hopeless(study, history.lineages) if isinstance(pruner, LineageGate) else ())]
+
     def _likely(self, lineage: Lineage, low: int, high: int) -> int:
         """Return the lower end of the interval to try, raised to its upper half while the memory model is trusted.
 
@@ -423,16 +438,20 @@ def _without(params: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {other: value for other, value in params.items() if other != name}
 
 
+def _up_to(distribution: IntDistribution, most: int | None) -> IntDistribution:
+    """Return the micro-batches of a distribution up to ``most``, all if there is no limit or none is as small."""
+    if most is None or most < distribution.low:
+        return distribution
+    if isinstance(distribution, MicroBatchSet):
+        return MicroBatchSet(size for size in distribution.values if size <= most)
+    high = min(most, distribution.high)
+    return IntDistribution(distribution.low, high, log=distribution.log, step=distribution.step)
+
+
 def _draw_number(trial: FrozenTrial, history: StudyHistory) -> int:
     """Return the number that draws depend on: the trial's, less the copies of lost trials before it."""
     number = int(trial.system_attrs.get(RETRY_ATTR, trial.number))
     return number - history.retries_before(number)
-
-
-def _hopeless(study: Study, lineages: Lineages) -> Sequence[Mapping[str, Any]]:
-    """Return the structures of which no lineage can win according to the study's pruner."""
-    pruner = study.pruner
-    return pruner.hopeless(study, lineages) if isinstance(pruner, LineageGate) else ()
 
 
 def _bounds_of(proposal: Proposal) -> dict[str, int]:

@@ -89,7 +89,7 @@ def draw_choice(
         params: The knobs drawn before.
         lineages: Lineages opened before.
         opening: Knobs drawn so far of lineages that other workers are opening.
-        hopeless: Structures (partial knobs) of which no lineage can win according to the study's pruner.
+        hopeless: Structures (partial knobs) that fail or of which no lineage can win.
         direction: Direction of the metric.
         usual: Values of the first lineage of each structure; None to draw them like all others.
     """
@@ -158,8 +158,7 @@ def _structural_weight(
     """Return the weight of a ZeRO stage or of an offload choice, given what is known to fit.
 
     Offloading starts rare and becomes the rule if nothing fits without it. A choice loses weight with each lineage
-    that did not fit at the smallest micro-batch, and nearly all weight if the pruner calls all its structures
-    hopeless.
+    that did not fit at the smallest micro-batch, and nearly all weight if all its structures are hopeless.
     """
     matching = [group for group in groups if agrees(group.params, {**context, name: choice}, strict=True)]
     weight = 1.0
@@ -167,7 +166,8 @@ def _structural_weight(
         weight = _offload_weight(name, context, groups)
     if not any(largest_fit(group) is not None for group in matching):
         weight *= DEAD_FACTOR ** sum(dead(group) for group in matching)
-    if matching and all(group.params in hopeless for group in matching):
+    known = [group.params for group in matching] or [{**context, name: choice}]
+    if all(any(agrees(params, one, strict=True) for one in hopeless) for params in known):
         weight *= HOPELESS_FACTOR
     return weight
 

@@ -23,7 +23,7 @@ __all__ = ["DEAD_FACTOR", "HOPELESS_FACTOR", "dead", "draw_structure", "largest_
 DEAD_FACTOR = 1 / 4
 """Factor per lineage that did not fit at the smallest micro-batch or failed at any, if none of its structure fits."""
 HOPELESS_FACTOR = 1 / 50
-"""Factor if the pruner calls all structures with this choice hopeless."""
+"""Factor if all structures with this choice are hopeless."""
 _NEW_PROBABILITY = 1 / 5
 """Probability that a new lineage has a structure without one while there is such a structure."""
 _LEAST = 1e-6
@@ -35,7 +35,7 @@ class _Candidate:
     params: Mapping[str, Any]
     """ZeRO stage and offloads."""
     is_new: bool
-    """Whether it has no lineage."""
+    """Whether it has no lineage, and may win."""
     gain: float
     """What it is expected to gain, times the odds that it runs."""
 
@@ -58,14 +58,13 @@ def draw_structure(
         context: Knobs of the structure that were drawn before.
         lineages: Lineages opened before.
         effects: What they taught.
-        hopeless: Structures of which no lineage can win according to the study's pruner.
+        hopeless: Structures (partial knobs) that fail or of which no lineage can win.
         direction: Direction of the metric.
     """
     seed = rng.getrandbits(63)
-    hopeless_keys = frozenset(map(lineage_key, hopeless))
     candidates = lineages.derived(
-        ("candidates", seed, hopeless_keys, direction),
-        lambda: _candidates(random.Random(seed), lineages, effects, hopeless_keys, direction),
+        ("candidates", seed, frozenset(map(lineage_key, hopeless)), direction),
+        lambda: _candidates(random.Random(seed), lineages, effects, hopeless, direction),
     )
     only_new, at = rng.random() < _NEW_PROBABILITY, rng.random()
     left = [one for one in candidates if agrees(one.params, context, strict=True)]
@@ -87,7 +86,11 @@ def _pick(pool: Sequence[_Candidate], *, only_new: bool, at: float) -> _Candidat
 
 
 def _candidates(
-    rng: random.Random, lineages: Lineages, effects: Effects, hopeless: frozenset[str], direction: StudyDirection
+    rng: random.Random,
+    lineages: Lineages,
+    effects: Effects,
+    hopeless: Sequence[Mapping[str, Any]],
+    direction: StudyDirection,
 ) -> Sequence[_Candidate]:
     """Return the structures of the space that have lineages left to open, with what each may gain."""
     found = []
@@ -100,8 +103,10 @@ def _candidates(
         sizes = {effects.best_size} if group is None else _sizes(group, lineages, effects.best_size, direction)
         gain = max(effects.expected_gain(rng, params, size, knobs) for size in sorted(sizes))
         odds = 1.0 if group is None or largest_fit(group) is not None else DEAD_FACTOR ** dead(group)
-        odds *= HOPELESS_FACTOR if lineage_key(params) in hopeless else 1.0
-        found.append(_Candidate(params=params, is_new=group is None, gain=odds * (gain + _LEAST)))
+        is_hopeless = any(agrees(params, one, strict=True) for one in hopeless)
+        odds *= HOPELESS_FACTOR if is_hopeless else 1.0
+        is_new = group is None and not is_hopeless
+        found.append(_Candidate(params=params, is_new=is_new, gain=odds * (gain + _LEAST)))
     return found
 
 

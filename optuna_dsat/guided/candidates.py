@@ -27,6 +27,7 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     STRUCTURE,
+    ZERO_STAGE,
     Feasibility,
     feasibility,
     lineage_key,
@@ -130,7 +131,11 @@ class CandidateTable:
         self.knob_kernels = [knob_kernel(one) for one in values]
         """Of each other knob, the covariance of its values' effects."""
         self.components = Components.of(
-            self.relatives, self.structure, self.knobs, has_value=[np.diag(one) > 0 for one in self.knob_kernels]
+            np.array([params[ZERO_STAGE] for params in self.lineages], dtype=np.int64),
+            self.relatives,
+            self.structure,
+            self.knobs,
+            has_value=[np.diag(one) > 0 for one in self.knob_kernels],
         )
         """What may break the launches of each row."""
         self.non_default_knobs = self._count_non_default_knobs()

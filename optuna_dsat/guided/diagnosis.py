@@ -20,9 +20,9 @@ __all__ = ["Components", "Diagnosis"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
-_STRUCTURE_FAULTY, _KNOB_FAULTY, _PAIR_FAULTY, _SIZE_FAULTY = 0.04, 0.005, 0.002, 0.03
-"""Prior probabilities of a fault: of a ZeRO stage, an offload or both together; of a knob's value, of that in one
-structure; and of larger micro-batches than any that ran."""
+_STRUCTURE_FAULTY, _STAGES_FAULTY, _KNOB_FAULTY, _PAIR_FAULTY, _SIZE_FAULTY = 0.04, 0.01, 0.005, 0.002, 0.03
+"""Prior probabilities of a fault: of a ZeRO stage, an offload or both together; of a stage and all above; of a knob's
+value, of that in one structure; and of larger micro-batches than any that ran."""
 _BY_CHANCE = 0.02
 """Probability that a launch fails though none of its components is faulty."""
 _HYPOTHESES, _MOST_FAULTY = 64, 12
@@ -31,7 +31,7 @@ _HYPOTHESES, _MOST_FAULTY = 64, 12
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """What configurations have in common that may be faulty: stage, offloads, structure, and values of knobs."""
+    """What configurations share that may be faulty: stage, least stage, offloads, structure, and values of knobs."""
 
     numbers: Numbers
     """Numbers of each row's components, shape (rows, k), -1 where it has fewer."""
@@ -39,10 +39,13 @@ class Components:
     """Probability of each component to be faulty. The last one is of no row: a micro-batch larger than any that ran."""
 
     @classmethod
-    def of(cls, relatives: Numbers, structure: Numbers, knobs: Numbers, *, has_value: Sequence[Numbers]) -> Components:
+    def of(
+        cls, stages: Numbers, relatives: Numbers, structure: Numbers, knobs: Numbers, *, has_value: Sequence[Numbers]
+    ) -> Components:
         """Number the components of rows.
 
         Args:
+            stages: ZeRO stage of each row.
             relatives: Index of each row's ZeRO stage and offloads, shape (rows, 3).
             structure: Index of its structure, length rows.
             knobs: Index of the value of each knob, shape (rows, knobs).
@@ -63,6 +66,8 @@ class Components:
             add(value, len(known), _KNOB_FAULTY)
             pair = np.where(value < 0, -1, structure * len(known) + value)
             add(pair, structures * len(known), _PAIR_FAULTY)
+        for least in range(1, int(stages.max(initial=0)) + 1):
+            add(np.where(stages >= least, 0, -1), 1, _STAGES_FAULTY)
         return cls(numbers=np.column_stack(columns), priors=np.append(np.concatenate(priors), _SIZE_FAULTY))
 
 

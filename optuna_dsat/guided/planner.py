@@ -53,6 +53,7 @@ from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior, Prediction
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.prospects import Prospects
 from optuna_dsat.trials import attributes
+from optuna_dsat.trials.failures import structure_failures
 from optuna_dsat.trials.lineage import agrees, lineage_key
 
 __all__ = ["Candidate", "GuidedPlanner"]
@@ -107,9 +108,10 @@ class GuidedPlanner:
             fixed: Knobs that this trial already has.
         """
         observations, samples = self._observed(trials)
-        key = (observations.digest(), samples, lineage_key(fixed, micro_batch=""))
+        avoided = structure_failures(trials).avoided
+        key = (observations.digest(), samples, lineage_key(fixed, micro_batch=""), repr(avoided))
         if self._cached is None or self._cached[0] != key:
-            self._cached = key, self._choose(observations, samples, fixed)
+            self._cached = key, self._choose(observations, samples, self._open_rows(observations, fixed, avoided))
         return self._cached[1]
 
     def fitted_coefficients(self, trials: Sequence[FrozenTrial]) -> LogCoefficients:
@@ -265,9 +267,9 @@ class GuidedPlanner:
         observations = self.problem.table.observations_of_trials(trials)
         return Posterior(self.problem, observations, samples_limit=None, formula_error=formula_error)
 
-    def _choose(self, observations: Observations, samples: int | None, fixed: Mapping[str, Any]) -> Candidate | None:
+    def _choose(self, observations: Observations, samples: int | None, open_rows: Numbers) -> Candidate | None:
         posterior = Posterior(self.problem, observations, samples_limit=samples)
-        rows, sizes, acquisition = self._evaluated(posterior, self._open_rows(observations, fixed))
+        rows, sizes, acquisition = self._evaluated(posterior, open_rows)
         if not len(rows):
             return None
         rows, sizes, acquisition = self._worth_launching(posterior, rows, sizes, acquisition)
@@ -313,7 +315,8 @@ class GuidedPlanner:
         """
         observations, samples = self._observed(trials)
         posterior = Posterior(self.problem, observations, samples_limit=samples)
-        rows, sizes, _ = self._evaluated(posterior, self._open_rows(observations, {}))
+        open_rows = self._open_rows(observations, {}, structure_failures(trials).avoided)
+        rows, sizes, _ = self._evaluated(posterior, open_rows)
         if not len(rows):
             return 0.0
         prospects = posterior.prospects(rows, sizes)
@@ -333,11 +336,15 @@ class GuidedPlanner:
         found = acquisition.joined(posterior.acquisition(*more, over=acquisition.over))
         return np.concatenate([rows, more[0]]), np.concatenate([sizes, more[1]]), found
 
-    def _open_rows(self, observations: Observations, fixed: Mapping[str, Any]) -> Numbers:
-        """Return the rows that may be launched: neither broken, nor in flight, nor too large for the host."""
+    def _open_rows(
+        self, observations: Observations, fixed: Mapping[str, Any], avoided: Sequence[Mapping[str, Any]]
+    ) -> Numbers:
+        """Return the rows that may be launched: neither broken, avoided, in flight, nor too large for the host."""
         free = np.ones(len(self.problem.table.lineages), dtype=bool)
         closed = observations.pending | observations.broken | observations.host_out_of_memory
         free[observations.row[closed]] = False
+        for one in avoided:
+            free &= [not agrees(params, one, strict=True) for params in self.problem.table.lineages]
         names = {tuned.name for tuned in self.problem.space.knobs}
         held = {name: value for name, value in fixed.items() if name in names}
         rows = np.flatnonzero(free)

@@ -43,8 +43,9 @@ _AGENT_GRACE_S = 1.0
 _LAST_RANK_S = 30.0
 """Longest silence of the other ranks after one is done: all end at the same step."""
 
-_STALLED_STEPS, _LEAST_STALL_S = 20, 30.0
-"""Silence, in multiples of the longest step but no less than this, after which ranks that stand still are stalled."""
+_STALLED_STEPS, _STALLED_STARTS, _LEAST_STALL_S = 20, 5, 30.0
+"""Silence, in multiples of the longest step or, before the first step, of the longest start of an earlier launch, but
+no less than the last, after which ranks that stand still are stalled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,8 @@ class RunningLaunch:
     """Returns what went on beside it on other machines; None to watch this one."""
     repeats: FailedFork | None = None
     """The failed forked launch that this one repeats plainly, to find out whether the fork was the cause."""
+    longest_start_s: float | None = None
+    """Longest time from the start of an earlier launch to its first step; None if unknown."""
 
     gone_at: float | None = field(default=None, init=False)
     """When the last process was seen to be gone; None while any lives."""
@@ -301,11 +304,14 @@ class RunningLaunch:
             self.end(StopReason(outcome=Outcome.STALLED, message=text))
 
     def _stand_still_limit_s(self) -> float:
-        """Return the silence after which ranks that stand still are stalled; first steps may compile."""
-        longest_s = self._log.longest_step_s
-        if longest_s is None:
+        """Return the silence after which ranks that stand still are stalled; a compiler at work ends a silence."""
+        if self._log.longest_step_s is not None:
+            usual_s = _STALLED_STEPS * self._log.longest_step_s
+        elif self.longest_start_s is not None:
+            usual_s = _STALLED_STARTS * self.longest_start_s
+        else:
             return self.request.stall_s
-        return min(self.request.stall_s, max(_LEAST_STALL_S, _STALLED_STEPS * longest_s))
+        return min(self.request.stall_s, max(_LEAST_STALL_S, usual_s))
 
     def _ranks_to_ask(self) -> dict[int, ProcessKey]:
         """Return the processes of the ranks; empty unless all run on this machine."""

@@ -89,6 +89,8 @@ class TorchrunLauncher:
         self._pool = SlotPool(devices, max_slots=max_slots, nvml=nvml, on_notice=self._notify)
         self._base_env = dict(os.environ if base_env is None else base_env)
         self._running: dict[str, RunningLaunch] = {}
+        self._longest_start_s: float | None = None
+        """Longest time from the start of a launch to its first step; None before one trained."""
         self._queue = StartQueue()
         self._changes = FolderWatch(self._output_dir)
         """Finds what a profile launch without overlays changes of the user's files."""
@@ -186,6 +188,7 @@ class TorchrunLauncher:
             launch = spawn(
                 request, directory, lease, pool=self._pool, base_env=self._base_env, forking=forking, mark=mark
             )
+            launch.longest_start_s = self._longest_start_s
             self._running[request.launch_id] = launch
         except BaseException:
             kill_leftovers(mark)
@@ -240,6 +243,8 @@ class TorchrunLauncher:
         if note is None:
             return None
         del self._running[launch.request.launch_id]
+        if launch.first_step is not None:
+            self._longest_start_s = max(self._longest_start_s or 0.0, launch.first_step - launch.started)
         remove_stale_locks(self._base_env)
         exit_s = now - launch.last_event
         self._changes.check(launch)

@@ -11,7 +11,7 @@ from optuna_dsat.cost.memory import Hardware, ModelProfile
 from optuna_dsat.plan.prediction import Subject
 from optuna_dsat.plan.rows import Plan, plan_rows
 from optuna_dsat.plan.transformer import TransformerShape
-from optuna_dsat.words import bytes_in_words, count_in_words
+from optuna_dsat.words import bytes_in_words, count_in_words, params_in_words
 
 __all__ = ["Machine", "plan_shape"]
 
@@ -145,8 +145,15 @@ def _quantized_in_words(shape: TransformerShape, *, element: int) -> tuple[str, 
     """Return a sentence on weights that the checkpoint stores in fewer bits than the plan counts; empty without."""
     if not shape.quantized:
         return ()
+    if shape.quantized_params:
+        counted = params_in_words(shape.quantized_params)
+        return (
+            f"The config quantizes its weights ({shape.quantized}): {counted} frozen parameters are counted so. "
+            "The time to dequantize them is not.",
+        )
+    why = " for all are trained (--trainable-share)" if shape.quantized_bits is not None else ""
     return (
-        f"The config quantizes its weights ({shape.quantized}). The plan does not count that: each weight takes "
+        f"The config quantizes its weights ({shape.quantized}). The plan does not count that{why}: each weight takes "
         f"{8 * element} bits here, so memory is overestimated.",
     )
 
@@ -166,7 +173,7 @@ def _profile(shape: TransformerShape, machine: Machine, *, element: int) -> Mode
         element: Bytes of a parameter and of an activation.
     """
     return ModelProfile(
-        params=shape.params,
+        params=shape.stored_params(element=element),
         trainable_params=shape.trainable_params,
         largest_layer_params=shape.largest_layer_params,
         param_bytes=element,

@@ -155,20 +155,22 @@ def shape_of_config(
         largest_module=_largest_module(family, sizes, vocab * reader.size("word_embed_proj_dim", default=sizes.hidden)),
         logits=count.logits,
         trainable_share=trainable_share,
-        quantized=_quantized(data),
+        quantized=_quantized(data)[0],
+        quantized_bits=_quantized(data)[1],
         family=kind,
     )
 
 
-def _quantized(data: Mapping[str, Any]) -> str:
-    """Return the quantization of the weights: method and bits, as far as the config names them; empty without one."""
+def _quantized(data: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Return the quantization of the weights in words, empty without one, and its bits; None if they are not named."""
     section = data.get("quantization_config")
     if not isinstance(section, Mapping) or not section:
-        return ""
+        return "", None
     loaded = next((bits for bits in (4, 8) if section.get(f"load_in_{bits}bit")), None)
     bits = section.get("bits") or loaded
     method = section.get("quant_method") or "unknown method"
-    return f"{method}, {bits} bits" if bits else str(method)
+    known = bits if isinstance(bits, int) and not isinstance(bits, bool) and 0 < bits < 16 else None
+    return (f"{method}, {bits} bits" if bits else str(method)), known
 
 
 def _known_kind(path: Path, data: Mapping[str, Any]) -> str:

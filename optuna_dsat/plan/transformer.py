@@ -46,6 +46,9 @@ _MATRICES = 4
 """Weights of a layer that ZeRO 3 gathers one by one; 7 where the block is gated and q, k and v are apart."""
 _HOOKS_S = 0.0007
 """Seconds per layer and pass that ZeRO 3's hooks take on the host; a rough figure with a wide spread."""
+_SCALE_BITS = 0.5
+"""Bits of a quantized weight's share in the scale of its block: 32 for 64 weights (QLoRA, arXiv:2305.14314, section 3).
+"""
 _LOGITS_GRADIENT = 4
 """Bytes per logit that the loss's backward pass adds, before anything else is freed."""
 
@@ -85,6 +88,8 @@ class TransformerShape:
     """Share of the parameters that is trained, as with LoRA."""
     quantized: str = ""
     """How the checkpoint's weights are quantized, such as ``bitsandbytes, 4 bits``; empty if they are not."""
+    quantized_bits: int | None = None
+    """Bits of a quantized weight; None if unknown, or without quantization."""
     family: str = ""
     """Name of the family, such as ``llama``; empty if not known."""
 
@@ -122,6 +127,18 @@ class TransformerShape:
     def trainable_params(self) -> int:
         """Parameters that the optimizer updates."""
         return max(1, round(self.params * self.trainable_share))
+
+    @property
+    def quantized_params(self) -> int:
+        """Parameters that are stored in ``quantized_bits``: all that are frozen, but the embedding and the output."""
+        if self.quantized_bits is None:
+            return 0
+        return max(0, self.params - self.trainable_params - 2 * self.vocab * self.hidden)
+
+    def stored_params(self, *, element: int) -> int:
+        """Return the parameters as a number of elements of ``element`` bytes: quantized ones take a part of one."""
+        bits = (self.quantized_bits or 0) + _SCALE_BITS
+        return self.params - self.quantized_params + round(self.quantized_params * min(1.0, bits / (8 * element)))
 
     @property
     def largest_layer_params(self) -> int:

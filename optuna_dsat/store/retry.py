@@ -19,7 +19,7 @@ from sqlalchemy import Engine, event
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, PendingRollbackError
 
-from optuna_dsat.errors import StorageError
+from optuna_dsat.errors import StorageError, StudyDeletedError
 
 __all__ = [
     "RETRY_LIMIT_S",
@@ -43,10 +43,13 @@ _SILENT_S = 2.0
 
 _logger = logging.getLogger(__name__)
 
-_SQLITE_TRANSIENT = frozenset({5, 6})
-"""SQLITE_BUSY and SQLITE_LOCKED (https://www.sqlite.org/rescode.html); the low byte of extended codes."""
-_SQLITE_READ_ONLY = 8
-"""SQLITE_READONLY; its extended codes, such as that of a database file that was moved, are permanent."""
+_SQLITE_TRANSIENT = frozenset({5, 6, 8})
+"""SQLITE_BUSY, SQLITE_LOCKED and SQLITE_READONLY (https://www.sqlite.org/rescode.html); the low byte of extended codes,
+such as that of a folder that is read-only."""
+_SQLITE_MOVED = 1032
+"""SQLITE_READONLY_DBMOVED: the database file was moved or removed, which is permanent."""
+_SQLITE_ORPHAN, _POSTGRES_ORPHAN = 787, "23503"
+"""SQLITE_CONSTRAINT_FOREIGNKEY and ``foreign_key_violation``: the row that a new one belongs to was deleted."""
 _POSTGRES_READ_ONLY = "25006"
 """``read_only_sql_transaction``: the server is a standby, or was set read-only."""
 
@@ -111,7 +114,7 @@ def is_transient(error: BaseException) -> bool:
         return True
     sqlite_code = getattr(found.orig, "sqlite_errorcode", None)
     if sqlite_code is not None:
-        return sqlite_code == _SQLITE_READ_ONLY or (sqlite_code & 0xFF) in _SQLITE_TRANSIENT
+        return sqlite_code != _SQLITE_MOVED and (sqlite_code & 0xFF) in _SQLITE_TRANSIENT
     sqlstate = getattr(found.orig, "sqlstate", None)
     if sqlstate is not None:
         return str(sqlstate).startswith(_POSTGRES_TRANSIENT)
@@ -119,6 +122,13 @@ def is_transient(error: BaseException) -> bool:
         return False
     # psycopg reports a refused or broken connection without an SQLSTATE.
     return isinstance(found, OperationalError | InterfaceError)
+
+
+def _is_orphan(error: BaseException) -> bool:
+    """Return whether the row that a new one belongs to was deleted: only the deletion of a study does that."""
+    original = getattr(_database_error(error), "orig", None)
+    code = getattr(original, "sqlite_errorcode", None), getattr(original, "sqlstate", None)
+    return code in ((_SQLITE_ORPHAN, None), (None, _POSTGRES_ORPHAN))
 
 
 def one_line_reason(error: BaseException) -> str:
@@ -171,7 +181,8 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
         The result of ``work``.
 
     Raises:
-        StorageError: If a database error is permanent, or transient errors persist for ``limit_s``.
+        StudyDeletedError: If the study that the work writes to was deleted.
+        StorageError: If another database error is permanent, or transient errors persist for ``limit_s``.
     """
     began = time.monotonic()
     deadline = began + limit_s
@@ -182,6 +193,8 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
         except Exception as error:
             if _database_error(error) is None:
                 raise
+            if _is_orphan(error):
+                raise StudyDeletedError(f"The study was deleted from {database} while it was searched.") from error
             if not is_transient(error):
                 raise StorageError(
                     f"The database {database} failed: {one_line_reason(error)}. "

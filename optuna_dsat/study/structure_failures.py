@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
-from optuna_dsat.trials import attributes
+from optuna_dsat.trials.failures import error_of, structure_failures
 from optuna_dsat.trials.lineage import ZERO_STAGE, Feasibility, feasibility
 
 __all__ = ["describe_structure_failures"]
 
-_RANK = re.compile(r"^rank \d+: ")
-
 
 def describe_structure_failures(trials: Sequence[FrozenTrial]) -> str:
-    """Return a sentence per error with the structures that failed with it and never ran; empty without any."""
-    ran = {_structure(trial) for trial in trials if feasibility(trial) is Feasibility.FITS}
+    """Return a sentence per error with the structures that failed with it and never ran; empty without any.
+
+    Structures that the search avoids for it, and a stage that runs but is not searched, follow.
+    """
+    inside = [trial for trial in trials if ZERO_STAGE in trial.params]
+    ran = {_structure(trial.params) for trial in inside if feasibility(trial) is Feasibility.FITS}
     failed: dict[str, dict[str, None]] = {}
-    for trial in trials:
-        if feasibility(trial) is Feasibility.BROKEN and ZERO_STAGE in trial.params and _structure(trial) not in ran:
-            message = _RANK.sub("", trial.user_attrs.get(attributes.MESSAGE, "")).rstrip(".")
-            failed.setdefault(message, {})[_structure(trial)] = None
-    return " ".join(
+    for trial in inside:
+        if feasibility(trial) is Feasibility.BROKEN and _structure(trial.params) not in ran:
+            failed.setdefault(error_of(trial), {})[_structure(trial.params)] = None
+    sentences = [
         f"No launch ran at {', '.join(sorted(structures))}: {message}." for message, structures in failed.items()
-    )
+    ]
+    known = structure_failures(trials)
+    if known.avoided:
+        sentences.append(f"The search tried no more at {', '.join(map(_structure, known.avoided))}.")
+    if known.avoided and not ran:
+        stages = {str(value) for components in known.ran for name, value in components if name == ZERO_STAGE}
+        sentences.append(f"--zero-stages {','.join(sorted(stages))} searches the ZeRO stage that ran.")
+    return " ".join(sentences)
 
 
-def _structure(trial: FrozenTrial) -> str:
+def _structure(params: Mapping[str, Any]) -> str:
     offloads = [
         f"{name} offload"
         for name, knob in (("optimizer", OFFLOAD_OPTIMIZER), ("parameter", OFFLOAD_PARAM))
-        if trial.params.get(knob) not in (None, "none")
+        if params.get(knob) not in (None, "none")
     ]
-    return " + ".join([f"ZeRO {trial.params.get(ZERO_STAGE)}", *offloads])
+    return " + ".join([f"ZeRO {params.get(ZERO_STAGE)}", *offloads])

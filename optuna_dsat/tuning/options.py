@@ -257,8 +257,8 @@ class TuneOptions(ResultOptions, PlaceOptions, ClusterOptions):
         float,
         Option(
             help="Seconds without a sign of life after which one launch is ended: an event of a rank or, until it "
-            "trains, processes at work. Ranks that stand still are ended after 20 times the longest step, 30 s at "
-            "least.",
+            "trains, processes at work. Ranks that stand still are ended after 20 times the longest step or, before "
+            "the first one, 5 times the longest start so far, 30 s at least.",
             metavar="SECONDS",
             panel=BUDGET,
         ),

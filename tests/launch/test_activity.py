@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankStarted, StepMeasured, encode_event
+from optuna_dsat.runtime.stacks import stacks_path
 from tests.harness.launches import request
 
 MIB = 2**20
@@ -135,14 +137,14 @@ STEP = StepMeasured(
 class SilentRankBench:
     """One rank below an agent, both of them shells, followed as a launch with a clock that is told the time."""
 
-    def __init__(self, folder: Path, script: str) -> None:
+    def __init__(self, folder: Path, script: str, *, stall_s: float = 4.0) -> None:
         self.mark = new_mark()
         environ = {**os.environ, MARK_ENV: self.mark, "RANK_SCRIPT": script}
         self.agent = subprocess.Popen(["/bin/sh", "-c", '/bin/sh -c "$RANK_SCRIPT" & wait'], env=environ)
         self.rank = child_of(self.agent.pid)
         self.directory = RunDirectory.create(folder, "trial-0000")
         self.launch = RunningLaunch(
-            request=request(folder, slots=1, stall_s=4.0),
+            request=request(folder, slots=1, stall_s=stall_s),
             directory=self.directory,
             lease=SlotLease(devices=(), baseline_bytes={}),
             mark=self.mark,
@@ -169,6 +171,35 @@ class SilentRankBench:
                 assert self.launch.stop_reason.outcome is Outcome.STALLED
                 return self.launch.stop_reason.message
         return ""
+
+
+WAITING = """import sys, time
+from pathlib import Path
+from optuna_dsat.runtime.stacks import register_stacks
+register_stacks(Path(sys.argv[1]), 0)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("longest_start_s", "stalled"), [(None, False), (2.0, True), (30.0, False)])
+def test_a_rank_that_stands_still_before_its_first_step_is_measured_by_earlier_starts(
+    tmp_path: Path, longest_start_s: float | None, stalled: bool
+) -> None:
+    folder = RunDirectory(tmp_path / "trial-0000").log_dir
+    script = f"exec {shlex.join([sys.executable, '-c', WAITING, str(folder)])}"
+    rank = SilentRankBench(tmp_path, script, stall_s=600.0)
+    try:
+        rank.launch.longest_start_s = longest_start_s
+        path = stacks_path(folder, 0)
+        wait_until(path.exists)
+        for now in (1.0, 16.0, 31.0, 33.0):
+            rank.launch.advance(now)
+            time.sleep(0.3)
+        stop = rank.launch.stop_reason
+        assert (stop is not None and stop.outcome is Outcome.STALLED) is stalled
+    finally:
+        kill_leftovers(rank.mark)
+        rank.agent.wait()
 
 
 def wait_until(true: Callable[[], object]) -> None:

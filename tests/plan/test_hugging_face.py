@@ -236,7 +236,7 @@ SMALL_LLAMA = {
         (None, ""),
     ],
 )
-def test_quantized_weights_are_stated_as_not_counted(
+def test_quantized_weights_that_are_trained_are_stated_as_not_counted(
     tmp_path: Path, section: dict[str, Any] | None, words: str
 ) -> None:
     """Weights in 4 bits were counted with 16 without a word."""
@@ -246,6 +246,24 @@ def test_quantized_weights_are_stated_as_not_counted(
     machine = Machine(
         gpu=find_gpu("a100-80g"), gpus_per_node=8, nodes=1, given_network_gbit_per_s=None, given_host_bytes=None
     )
-    about = " ".join(plan_shape(found, machine, config=None, memory_margin=0.05).about)
-    assert ("does not count that: each weight takes 16 bits" in about) == bool(words)
+    plan = plan_shape(found, machine, config=None, memory_margin=0.05)
+    about = " ".join(plan.about)
+    assert ("does not count that" in about) == ("each weight takes 16 bits here" in about) == bool(words)
     assert words in about
+    assert plan.subject.profile.params == found.params, "what is trained is not quantized"
+
+
+@pytest.mark.parametrize(("bits", "bits_stored"), [(4, 4.5), (8, 8.5), (None, 16)])
+def test_frozen_weights_are_counted_in_the_bits_that_the_config_names(
+    tmp_path: Path, bits: int | None, bits_stored: float
+) -> None:
+    given = {} if bits is None else {"quantization_config": {"bits": bits, "quant_method": "gptq"}}
+    found = shape(write(tmp_path, **{**SMALL_LLAMA, "vocab_size": 100}, **given), share=0.01)
+    machine = Machine(
+        gpu=find_gpu("a100-80g"), gpus_per_node=8, nodes=1, given_network_gbit_per_s=None, given_host_bytes=None
+    )
+    plan = plan_shape(found, machine, config=None, memory_margin=0.05)
+    frozen = found.params - found.trainable_params - 2 * found.vocab * found.hidden
+    saved = frozen * (1 - bits_stored / 16)
+    assert plan.subject.profile.params == pytest.approx(found.params - saved, abs=1)
+    assert ("frozen parameters are counted so" in " ".join(plan.about)) == (bits is not None)

@@ -69,13 +69,14 @@ def test_components_are_numbered_apart() -> None:
     relatives, structure = np.array([[0, 0, 0], [0, 1, 0], [1, 0, 0]]), np.array([0, 1, 2])
     knobs = np.array([[0, 0], [1, 0], [1, 1]])
     known = [np.array([True, True]), np.array([False, True])]
-    found = Components.of(relatives, structure, knobs, has_value=known)
+    found = Components.of(np.array([0, 0, 1]), relatives, structure, knobs, has_value=known)
     columns = [set(column[column >= 0].tolist()) for column in found.numbers.T]
     assert sum(len(one) for one in columns) == len(set().union(*columns))
     assert max(set().union(*columns)) < len(found.priors) - 1, "the last one is of no row"
     assert found.numbers[:, 4].tolist()[1:] == [found.numbers[1, 4]] * 2, "a value is the same in two structures"
     assert found.numbers[1, 5] != found.numbers[2, 5], "and with each of them another"
     assert found.numbers[:2, 6].tolist() == [-1, -1], "a knob without a value is none"
+    assert (found.numbers[:, -1] >= 0).tolist() == [False, False, True], "a stage is one of those from it on"
 
 
 class Refusing(Machine):

@@ -15,7 +15,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
-from optuna_dsat.errors import StorageError
+from optuna_dsat.errors import StorageError, StudyDeletedError
 from optuna_dsat.store import Store
 from optuna_dsat.store.retry import is_transient, one_line_reason, retrying
 from optuna_dsat.store.retrying_storage import RetryingStorage
@@ -57,6 +57,8 @@ def failing(times: int, error: Exception) -> Callable[[], str]:
         (sqlite_error(517, "database is locked"), True),
         (FULL, False),
         (sqlite_error(8, "attempt to write a readonly database"), True),
+        (sqlite_error(1544, "attempt to write a readonly database"), True),  # its folder is read-only
+        (sqlite_error(264, "attempt to write a readonly database"), True),
         (sqlite_error(1032, "attempt to write a readonly database"), False),  # the file was moved
         (DBAPIError("INSERT", {}, PostgresError("25006")), True),
         (OperationalError("SELECT 1", {}, PostgresError(None)), True),
@@ -73,6 +75,18 @@ def test_which_errors_pass_by_themselves(error: Exception, expected: bool) -> No
     wrapped = StorageInternalError("An exception is raised during the commit.")
     wrapped.__cause__ = error
     assert is_transient(wrapped) is expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        IntegrityError("INSERT", {}, PostgresError("23503")),
+        sqlite_error(787, "FOREIGN KEY constraint failed"),
+    ],
+)
+def test_a_row_whose_study_is_gone_says_that_the_study_was_deleted(error: Exception) -> None:
+    with pytest.raises(StudyDeletedError, match="deleted from db while it was searched"):
+        retrying(failing(1, error), database="db")
 
 
 def test_transient_errors_are_waited_out() -> None:

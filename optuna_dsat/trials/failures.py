@@ -1,0 +1,146 @@
+"""Structures at which the script fails whatever the micro-batch, as the launches of a study show them.
+
+A structure has components: its ZeRO stage, each lower bound of the stage, and its offloads. Components that ran are not
+at fault. Of the others, those that two launches with the same error share are the suspects, and so are all of a launch
+that stalled, since a stall costs far more time than an error. Launches at larger micro-batches than any that ran may
+have failed for their size: of two launches, one must have a size that ran.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.config.structures import Structure
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import (
+    MICRO_BATCH,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    ZERO_STAGE,
+    Feasibility,
+    feasibility,
+    structure,
+)
+
+__all__ = ["StructureFailures", "error_of", "structure_failures"]
+
+_RANK = re.compile(r"^rank \d+: ")
+_VARYING = re.compile(r"(_?[Ss]tage)?\d+")
+"""Parts of a message that may differ between structures and micro-batches: ``DeepSpeedZeroOptimizer_Stage3``."""
+
+_OFFLOADS = {OFFLOAD_OPTIMIZER: 1, OFFLOAD_PARAM: 3}
+"""Offload -> least ZeRO stage that has the knob."""
+_NONE = "none"
+"""Value of the knob without offload."""
+
+_Component = tuple[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructureFailures:
+    """What failed launches teach of structures."""
+
+    avoided: Sequence[Mapping[str, Any]] = ()
+    """Structures (partial knobs) at which a launch is expected to fail; none while nothing ran."""
+    proven_size: int | None = None
+    """Largest micro-batch that ran, if launches failed at larger ones of structures that never ran; else None."""
+    ran: frozenset[frozenset[_Component]] = frozenset()
+    """Structures that ran, by their components."""
+
+    def largest_first(self, params: Mapping[str, Any]) -> int | None:
+        """Return the largest micro-batch of a structure that never ran, None for any.
+
+        At a size that ran, a failure tells whether the structure is the cause or the size.
+        """
+        return None if _components(params) in self.ran else self.proven_size
+
+
+def error_of(trial: FrozenTrial) -> str:
+    """Return the error of a failed trial, without the rank that reported it."""
+    return _RANK.sub("", trial.user_attrs.get(attributes.MESSAGE, "")).rstrip(".")
+
+
+def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> StructureFailures:
+    """Return what the failed launches of a study teach of structures.
+
+    Args:
+        trials: Trials; only finished ones are read.
+        micro_batch: Name of the micro-batch's parameter.
+    """
+    ran: set[frozenset[_Component]] = set()
+    failed: list[tuple[FrozenTrial, frozenset[_Component], int]] = []
+    largest, stages = 0, dict[Any, None]()
+    for trial in trials:
+        shown, config = feasibility(trial), trial.user_attrs.get(attributes.CONFIG, {})
+        size = trial.params.get(micro_batch, config.get(MICRO_BATCH))
+        if shown not in (Feasibility.FITS, Feasibility.BROKEN) or not isinstance(size, int):
+            continue
+        components = _components(trial.params if ZERO_STAGE in trial.params else _knobs_of(config))
+        if shown is Feasibility.FITS:
+            ran.add(components)
+            largest = max(largest, size)
+        else:
+            failed.append((trial, components, size))
+            if isinstance(choices := trial.distributions.get(ZERO_STAGE), CategoricalDistribution):
+                stages.update(dict.fromkeys(choices.choices))
+    if not ran or not failed:
+        return StructureFailures()
+    beyond = any(size > largest and components not in ran for _, components, size in failed)
+    return StructureFailures(
+        avoided=_matching(_suspects(failed, frozenset().union(*ran), largest), stages),
+        proven_size=largest if beyond else None,
+        ran=frozenset(ran),
+    )
+
+
+def _knobs_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the structure of a DeepSpeed config as knobs."""
+    own = Structure.of(config)
+    return {ZERO_STAGE: own.stage, **{name: getattr(own, name) for name in _OFFLOADS}}
+
+
+def _components(knobs: Mapping[str, Any]) -> frozenset[_Component]:
+    """Return the components of a configuration's structure; one without the knob of an offload does not offload."""
+    own = structure(knobs)
+    least = (("least stage", stage) for stage in range(1, int(own.get(ZERO_STAGE, 0)) + 1))
+    return frozenset({**dict.fromkeys(_OFFLOADS, _NONE), **own}.items()).union(least)
+
+
+def _suspects(
+    failed: Sequence[tuple[FrozenTrial, frozenset[_Component], int]], innocent: frozenset[_Component], largest: int
+) -> set[frozenset[_Component]]:
+    """Return sets of components; a structure that has all of one set fails."""
+    by_error: dict[str, dict[frozenset[_Component], list[int]]] = {}
+    found = set()
+    for trial, components, size in failed:
+        if trial.user_attrs.get(attributes.OUTCOME) == Outcome.STALLED:
+            found.add(components - innocent)
+        else:
+            by_error.setdefault(_VARYING.sub("", error_of(trial)), {}).setdefault(components, []).append(size)
+    for error, sizes in by_error.items():
+        if not error:
+            continue
+        repeated = [(components, at) for components, at in sizes.items() if len(at) > 1]
+        shared = [(one & other, sizes[one] + sizes[other]) for one, other in combinations(sizes, 2)]
+        found |= {components - innocent for components, at in (*repeated, *shared) if min(at) <= largest}
+    return found - {frozenset()}
+
+
+def _matching(suspects: Iterable[frozenset[_Component]], stages: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the partial knobs that have all components of one of the sets."""
+    found = set()
+    for components in suspects:
+        offloads = {name: value for name, value in components if name in _OFFLOADS}
+        for stage in stages:
+            if components <= _components({ZERO_STAGE: stage, **offloads}):
+                named = ((n, value) for n, value in offloads.items() if value != _NONE or stage >= _OFFLOADS[n])
+                found.add(((ZERO_STAGE, stage), *sorted(named)))
+    return [dict(knobs) for knobs in sorted(found)]

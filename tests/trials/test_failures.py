@@ -1,0 +1,90 @@
+"""What failed launches teach of structures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optuna.distributions import CategoricalDistribution, IntDistribution
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.failures import structure_failures
+from optuna_dsat.trials.lineage import MICRO_BATCH, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE
+
+ERROR = "rank 1: TypeError: DeepSpeedZeroOptimizer is not an Optimizer"
+DISTRIBUTIONS = {
+    ZERO_STAGE: CategoricalDistribution([0, 1, 2, 3]),
+    OFFLOAD_OPTIMIZER: CategoricalDistribution(["none", "cpu"]),
+    OFFLOAD_PARAM: CategoricalDistribution(["none", "cpu"]),
+    MICRO_BATCH: IntDistribution(1, 64),
+}
+
+
+def launch(stage: int, error: str = "", *, size: int = 4, stalled: bool = False, **offloads: str) -> FrozenTrial:
+    params: dict[str, Any] = {ZERO_STAGE: stage, **offloads, MICRO_BATCH: size}
+    outcome = Outcome.STALLED if stalled else Outcome.SCRIPT_ERROR if error else Outcome.MEASURED
+    return create_trial(
+        params=params,
+        distributions={name: DISTRIBUTIONS[name] for name in params},
+        state=TrialState.FAIL if error else TrialState.COMPLETE,
+        value=None if error else 1.0,
+        user_attrs={attributes.OUTCOME: outcome.value, attributes.MESSAGE: error},
+    )
+
+
+def stages(*trials: FrozenTrial) -> list[int]:
+    """Return the stages that are avoided whatever the offload."""
+    return [one[ZERO_STAGE] for one in structure_failures(trials).avoided if set(one) == {ZERO_STAGE}]
+
+
+def test_one_error_at_two_stages_closes_those_above_too() -> None:
+    assert stages(launch(0), launch(1, ERROR)) == []
+    assert stages(launch(0), launch(1, ERROR), launch(2, ERROR)) == [1, 2, 3]
+    assert stages(launch(0), launch(2, ERROR), launch(3, ERROR)) == [2, 3], "at a lower stage it may run"
+    assert stages(launch(0), launch(2, ERROR), launch(2, ERROR, size=2)) == [2]
+
+
+def test_the_error_of_another_class_of_optimizer_is_the_same() -> None:
+    third = ERROR.replace("ZeroOptimizer", "ZeroOptimizer_Stage3").replace("rank 1", "rank 0")
+    assert stages(launch(0), launch(1, ERROR), launch(3, third)) == [1, 2, 3]
+    assert stages(launch(0), launch(1, ERROR), launch(3, "rank 0: ValueError: loss is nan")) == []
+
+
+def test_stages_that_ran_are_not_blamed() -> None:
+    assert stages(launch(0), launch(1, ERROR), launch(2, ERROR), launch(1)) == []
+    assert stages(launch(0), launch(2), launch(3, ERROR), launch(3, ERROR, size=2)) == [3]
+
+
+def test_nothing_is_avoided_while_nothing_ran() -> None:
+    assert structure_failures([launch(1, ERROR), launch(2, ERROR)]).avoided == ()
+
+
+def test_an_offload_is_blamed_for_what_fails_with_it() -> None:
+    trials = [
+        launch(1),
+        launch(2),
+        launch(1, ERROR, offload_optimizer="cpu"),
+        launch(2, ERROR, offload_optimizer="cpu"),
+    ]
+    assert structure_failures(trials).avoided == [
+        {ZERO_STAGE: stage, OFFLOAD_OPTIMIZER: "cpu"} for stage in (0, 1, 2, 3)
+    ]
+
+
+def test_one_stall_closes_its_structure() -> None:
+    assert stages(launch(0), launch(3, "no rank has moved for 31 s", stalled=True)) == [3]
+
+
+def test_a_larger_size_than_ran_may_be_the_cause() -> None:
+    found = structure_failures([launch(0), launch(1, ERROR, size=8), launch(2, ERROR, size=8)])
+    assert found.avoided == []
+    assert found.largest_first({ZERO_STAGE: 2}) == 4, "the next launch there tells size and structure apart"
+    assert found.largest_first({ZERO_STAGE: 0}) is None
+    assert stages(launch(0), launch(1, ERROR, size=8), launch(2, ERROR)) == [1, 2, 3]
+
+
+def test_the_users_own_config_outside_the_space_counts() -> None:
+    config = {MICRO_BATCH: 4, "zero_optimization": {"stage": 0}}
+    own = create_trial(value=1.0, user_attrs={attributes.OUTCOME: "measured", attributes.CONFIG: config})
+    assert stages(own, launch(1, ERROR), launch(2, ERROR)) == [1, 2, 3]
