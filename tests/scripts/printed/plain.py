@@ -20,7 +20,7 @@ launched = args.local_rank  # before DeepSpeed sets it
 model = torch.nn.Linear(4, 1)
 engine, *_ = deepspeed.initialize(args=args, config=config, model=model, model_parameters=model.parameters())
 size = args.batch or engine.train_micro_batch_size_per_gpu()
-for _ in range(4):
+for _ in range(8):
     engine.backward(engine(torch.ones(size, 4)).mean())
     engine.step()
 found = {"stage": engine.zero_optimization_stage(), "batch": size, "local_rank": launched}
