@@ -30,6 +30,8 @@ def memory_figure(view: StudyView) -> go.Figure:
     points = _points(view)
     if not points:
         why = "No trial has both a predicted and a measured peak."
+        if view.profiled is None:
+            why = "The profile launch has not ended yet: without a profile nothing is predicted."
         return empty_figure(why, title=_TITLE, x=x, y=y)
     import plotly.graph_objects as go
 
