@@ -32,10 +32,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from optuna_dsat.config import ds_config, user_file
-from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
-from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.protocol import Finished, LaunchRequest, Observed, ScriptCommand
-from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
+from optuna_dsat.launch.protocol import Finished, LaunchRequest, Observed, Preload, ScriptCommand
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, Event, ModulesImported, RankStarted, StepMeasured
 
@@ -44,7 +43,7 @@ STEPS = 6
 PHASES = ("launcher", "imports", "init_distributed", "script", "initialize", "first step", "steady steps", "tear-down")
 
 OVERLAYS = "warm, overlays"
-"""Launches in a world of their own (``optuna_dsat/runtime/world.py``)."""
+"""Launches in a world of their own (``optuna_dsat/runtime/isolation/world.py``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,12 @@ from optuna_dsat.config.knobs import PARTITION_COPY
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.store import Store
 from optuna_dsat.store.registry import STUDY_UUID, Registry
-from optuna_dsat.study.methods import make_method
-from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.study.rounds import Rounds
+from optuna_dsat.study.confirm.rounds import Rounds
+from optuna_dsat.study.confirm.verdict import verdict_of
+from optuna_dsat.study.search.methods import make_method
 from optuna_dsat.study.session import Session
-from optuna_dsat.study.spec import StudySpec, make_spec
+from optuna_dsat.study.spec import StudyRequest, StudySpec, make_spec
 from optuna_dsat.study.stored import StoredStudy, read_stored
-from optuna_dsat.study.verdict import verdict_of
 from optuna_dsat.trials import attributes
 from tests.harness.simulated import SIMULATED_DEVICES
 

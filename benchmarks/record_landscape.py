@@ -34,19 +34,19 @@ from optuna_dsat.config.op_builders import operators_of
 from optuna_dsat.config.structures import STRUCTURES
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.measurement import GlobalStep
 from optuna_dsat.launch.protocol import Launcher
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.atomic_write import write_text_atomic
-from optuna_dsat.study.launch_requests import launch_request
-from optuna_dsat.study.profile import measure_profile
-from optuna_dsat.study.profiled import Profiled
+from optuna_dsat.runtime.files import write_text_atomic
+from optuna_dsat.study.profile.profile import measure_profile
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.profile.script import user_config
+from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.user_config import user_config
 from optuna_dsat.tuning.devices import search_devices
-from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.tuning.options.tune_options import TuneOptions
 from optuna_dsat.tuning.spec_builder import build_spec
 
 __all__ = ["configurations", "edge_walk", "main"]

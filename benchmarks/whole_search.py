@@ -42,13 +42,13 @@ import psutil
 from benchmarks.launch_overhead import EXAMPLES, Launch, run
 from benchmarks.pdsh import write_pdsh
 from optuna_dsat.config import ds_config, user_file
-from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, StepMeasured, decode_event
-from optuna_dsat.study.paired import Ratio, paired_ratio
+from optuna_dsat.study.confirm.rounds import Ratio, paired_ratio
 from optuna_dsat.study.spec import StudySpec
 
 EXAMPLE = EXAMPLES["gpt"]

@@ -35,14 +35,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "samplers": {"trials", "guided"},
     "integrations": {"errors", "runtime", "script"},
     "launch": GROUND | {"config", "runtime", "script"},
-    "cluster": GROUND | {"config", "runtime", "script", "launch"},
     "store": GROUND | {"runtime", "trials", "launch"},
     "study": GROUND | PURE | {"runtime", "script", "samplers", "pruners", "guided", "launch", "store"},
     "report": {"version"} | GROUND | PURE | {"runtime", "pruners", "guided", "launch", "store", "study"},
     "plan": GROUND | PURE | {"launch", "store", "study"},
     "display": GROUND | {"study"},
     "doctor": GROUND | {"config", "launch", "cluster", "store"},
-    "tuning": GROUND | PURE | {"script", "launch", "cluster", "store", "study", "display", "report"},
+    "tuning": GROUND | PURE | {"script", "launch", "store", "study", "display", "report"},
     "cli": GROUND
     | PURE
     | {
@@ -50,7 +49,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime",
         "script",
         "launch",
-        "cluster",
         "store",
         "study",
         "report",
@@ -137,7 +135,7 @@ def test_hardly_anything_lies_flat() -> None:
 
 def test_the_tests_mirror_the_package() -> None:
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
-    beside = {"benchmarks", "crash_points", "cuda", "docs", "examples", "system"}
+    beside = {"benchmarks", "cluster", "crash_points", "cuda", "docs", "examples", "system"}
     assert folders - beside <= MAY_IMPORT.keys()
 
 
@@ -164,7 +162,7 @@ def test_help_imports_neither_torch_nor_optuna_nor_plotly() -> None:
 def test_the_agent_of_a_node_starts_without_optuna_and_torch() -> None:
     code = (
         "import sys\n"
-        "import optuna_dsat.cluster.agent\n"
+        "import optuna_dsat.launch.places.node_agent\n"
         "heavy = {'torch', 'deepspeed', 'optuna', 'numpy', 'plotly', 'sqlalchemy'} & set(sys.modules)\n"
         "sys.exit(f'imported: {sorted(heavy)}' if heavy else 0)\n"
     )

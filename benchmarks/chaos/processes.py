@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 
 import psutil
 
-from optuna_dsat.launch.processes import find_marked
+from optuna_dsat.launch.machine.processes import find_marked
 
 __all__ = ["ROLES", "marked_of", "roles_of"]
 
 ROLES = ("tuner", "warm parent", "agent", "rank")
-_WARM_PARENT = "optuna_dsat.launch.warm_process"
+_WARM_PARENT = "optuna_dsat.launch.warm.process"
 
 
 def roles_of(tuners: Iterable[int]) -> dict[str, list[int]]:
@@ -41,7 +41,7 @@ def _below(tuner: psutil.Process) -> Iterator[tuple[str, int]]:
 
 
 def _is_agent(process: psutil.Process) -> bool:
-    return any("optuna_dsat.launch.agent" in word for word in process.cmdline())
+    return any("optuna_dsat.launch.machine.torchrun" in word for word in process.cmdline())
 
 
 def marked_of(tuners: Iterable[int]) -> list[int]:

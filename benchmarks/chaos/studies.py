@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.chaos.checks import Ended, State, finished_of, given_up, violations
 from benchmarks.chaos.processes import ROLES, marked_of, roles_of
-from optuna_dsat.launch.shared_memory import shared_memory_of
+from optuna_dsat.launch.machine.shared_memory import shared_memory_of
 
 __all__ = ["BUDGET", "Fire", "StudyUnderFire"]
 

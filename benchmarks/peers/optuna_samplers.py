@@ -12,7 +12,7 @@ from benchmarks.ours import spec_of
 from benchmarks.rig import BudgetSpentError, Rig
 from optuna_dsat.config import ds_config
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.profile import measure_profile
+from optuna_dsat.study.profile.profile import measure_profile
 from optuna_dsat.study.space import space_of
 
 __all__ = ["run"]

@@ -19,11 +19,11 @@ from typing import Any
 from benchmarks.prove_gpu.machine import Machine
 from benchmarks.prove_gpu.proof import ROOT, OverrunError, PartOverError, replace
 from optuna_dsat.config import ds_config, user_file
-from optuna_dsat.launch.devices import Devices
 from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.runtime.events import Event, RankStarted
 
 __all__ = ["Command", "Context", "Script", "batch_overlay", "dsat"]

@@ -12,9 +12,9 @@ from typing import Any
 from benchmarks.prove_gpu.context import Context, Script, batch_overlay, request
 from benchmarks.prove_gpu.filling import EDGES, load_filling
 from benchmarks.prove_gpu.proof import ROOT, NotRunError, Status, Verdict
-from optuna_dsat.launch.nvml import Nvml
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.nvml import Nvml
 from optuna_dsat.launch.protocol import Finished, LaunchReport, Observed
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted, StepMeasured
 

@@ -15,8 +15,8 @@ from benchmarks.prove_gpu.sizing import size_for
 from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, largest_micro_batch
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.profile import measure_profile
-from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.study.profile.profile import measure_profile
+from optuna_dsat.tuning.options.tune_options import TuneOptions
 from optuna_dsat.tuning.spec_builder import build_spec
 
 __all__ = ["EDGES", "Filling", "edge_checks", "filling", "load_filling", "next_size"]

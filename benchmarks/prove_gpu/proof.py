@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.runtime.files import write_text_atomic
 
 __all__ = [
     "STAND_IN_NOTE",

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from optuna_dsat.cli import app
-from optuna_dsat.cli.help import placeholder, shown_default
+from optuna_dsat.cli.parsing.help import placeholder, shown_default
 
 __all__ = ["PAGE", "commands", "main", "page"]
 

@@ -21,15 +21,15 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from optuna_dsat.cli.catalogue import SEARCHES, Catalogue
-from optuna_dsat.cli.help import HELP_NAMES
-from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of
-from optuna_dsat.cli.password import hide_secrets
-from optuna_dsat.cli.rewriting import COUNTS, lift_option, spread_numbers
+from optuna_dsat.cli.parsing.catalogue import SEARCHES, Catalogue
+from optuna_dsat.cli.parsing.help import HELP_NAMES
+from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
+from optuna_dsat.cli.parsing.password import hide_secrets
+from optuna_dsat.cli.parsing.rewriting import COUNTS, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import PATH_ERRORS, DsatError, ScriptFailedError, UsageError
 from optuna_dsat.escape.terminal import drop_lost_terminal, one_line, say, say_prose
-from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened
+from optuna_dsat.runtime.files import TEXT_CHARS, shortened
 from optuna_dsat.secrecy.references import hidden_text
 from optuna_dsat.signals import ENDING, handling
 from optuna_dsat.version import __version__
@@ -197,7 +197,7 @@ def _run(arguments: list[str]) -> NoReturn:
         arguments = lift_option(spread_numbers(arguments, *COUNTS), "--options")
         commands = _commands()
         if SEARCHES.intersection(arguments):
-            from optuna_dsat.cli.launch_prefix import unfold_command
+            from optuna_dsat.cli.parsing.launch_prefix import unfold_command
 
             arguments = unfold_command(arguments, commands, cwd=Path.cwd())
         code = commands.main(args=arguments, standalone_mode=False)

@@ -73,9 +73,9 @@ def _use_of(words: Sequence[str], *, config: Path) -> _Use:
     """
     if not words:
         return _Use()
+    from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
+    from optuna_dsat.script.command.own_ranks import imported_packages, starts_own_ranks
     from optuna_dsat.script.config_location import find_config
-    from optuna_dsat.script.launch_command import LaunchCommand, read_command
-    from optuna_dsat.script.own_ranks import imported_packages, starts_own_ranks
 
     cwd = Path.cwd()
     found = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))

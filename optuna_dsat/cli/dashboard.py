@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, LatestName, Storage
+from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, LatestName, Storage
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.escape.urls import page_address
 
 if TYPE_CHECKING:
-    from optuna_dsat.report.publish import Published
+    from optuna_dsat.report.dashboard.publish import Published
     from optuna_dsat.store import Store
 
 __all__ = ["dashboard"]
@@ -34,10 +34,10 @@ def dashboard(
 
     Nothing can be changed there. With --optuna-dashboard that is served as well, with notes, plots, logs and configs.
     """
-    from optuna_dsat.report.live import LiveStudy
-    from optuna_dsat.report.live_app import beside, guarded, live_app
-    from optuna_dsat.report.publish import require_installed
-    from optuna_dsat.report.serve import optuna_app, serve
+    from optuna_dsat.report.dashboard.live import LiveStudy
+    from optuna_dsat.report.dashboard.live_app import beside, guarded, live_app
+    from optuna_dsat.report.dashboard.publish import require_installed
+    from optuna_dsat.report.dashboard.serve import optuna_app, serve
     from optuna_dsat.store import Store
     from optuna_dsat.study.stored import latest_study
 
@@ -68,7 +68,7 @@ def dashboard(
 
 def _publish(store: Store, name: str) -> Published:
     """Write notes, plots and artifacts for optuna-dashboard, and say what is left out."""
-    from optuna_dsat.report.publish import publish
+    from optuna_dsat.report.dashboard.publish import publish
 
     published = publish(store, name)
     if published.store is None:

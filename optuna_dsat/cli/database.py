@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from optuna_dsat.cli.help import HelpCommand, HelpGroup
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage
+from optuna_dsat.cli.parsing.help import HelpCommand, HelpGroup
+from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Storage
 from optuna_dsat.errors import StorageUrlError, UnreadableStudyError
 from optuna_dsat.escape.terminal import say_prose
 

@@ -13,7 +13,7 @@ import typer
 
 from optuna_dsat.cli.tables import console_of
 from optuna_dsat.escape.terminal import say_prose
-from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
+from optuna_dsat.tuning.options.locations import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
 
 if TYPE_CHECKING:
     from optuna_dsat.doctor.finding import Finding
@@ -115,9 +115,9 @@ def _of_nodes(
     ray_node: Sequence[str],
 ) -> Sequence[Finding]:
     """Return findings on nodes of a cluster."""
-    from optuna_dsat.cluster.node import digest_of
-    from optuna_dsat.cluster.places import Layout
     from optuna_dsat.doctor import cluster
+    from optuna_dsat.launch.agent.agent import digest_of
+    from optuna_dsat.launch.places.place import Layout
     from optuna_dsat.tuning.cluster import engine_of
 
     layout = Layout(nodes=nodes, slots=gpus or 1, kind="cuda" if gpus else "cpu", gpus=gpus or 0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, LatestName, Storage
+from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, LatestName, Storage
 from optuna_dsat.cli.tables import print_table
 from optuna_dsat.escape.terminal import say_prose
 
 if TYPE_CHECKING:
-    from optuna_dsat.report.explanation import Explanation
-    from optuna_dsat.report.prediction_gap import PredictionGap
+    from optuna_dsat.report.explain.explanation import Explanation
+    from optuna_dsat.report.explain.prediction_gap import PredictionGap
 
 __all__ = ["explain"]
 
@@ -22,8 +22,8 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say why the winner wins, or your run is slow: knob by knob, against prediction; what to change or buy next."""
-    from optuna_dsat.report.explanation import explain_study
-    from optuna_dsat.report.prediction_gap import prediction_gap
+    from optuna_dsat.report.explain.explanation import explain_study
+    from optuna_dsat.report.explain.prediction_gap import prediction_gap
     from optuna_dsat.report.view import read_view
     from optuna_dsat.store import Store
     from optuna_dsat.study.stored import latest_study
@@ -49,8 +49,8 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = N
         gap: Its step beside the predicted one; None if there is no prediction.
         alone: Whether no other configuration was measured.
     """
-    from optuna_dsat.report.why import told_of
-    from optuna_dsat.study.speeds import value_in_words
+    from optuna_dsat.report.explain.why import told_of
+    from optuna_dsat.study.confirm.speeds import value_in_words
 
     metric, device = explanation.metric, explanation.device
     value = value_in_words(explanation.metrics, explanation.value, metric=metric, device=device)
@@ -69,7 +69,7 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = N
 
 def _against_own(explanation: Explanation) -> str:
     """Return the sentence on the speed-up; one that its own factors contradict is not claimed."""
-    from optuna_dsat.study.speeds import value_in_words
+    from optuna_dsat.study.confirm.speeds import value_in_words
     from optuna_dsat.words import times_in_words
 
     ratio, explained = explanation.speed_up, explanation.explained
@@ -91,7 +91,7 @@ def _against_own(explanation: Explanation) -> str:
 
 
 def _print_factors(explanation: Explanation) -> None:
-    from optuna_dsat.report.why import factor_rows
+    from optuna_dsat.report.explain.why import factor_rows
 
     rows = [(one.setting, one.own, one.best, one.factor, one.between, one.by) for one in factor_rows(explanation)]
     if rows:

@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from optuna_dsat.cli.commands import with_options
+from optuna_dsat.cli.parsing.commands import with_options
 from optuna_dsat.cli.tables import print_table
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
-from optuna_dsat.tuning.options import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV, TuneOptions
-from optuna_dsat.tuning.parse import share
+from optuna_dsat.tuning.options.parse import share
+from optuna_dsat.tuning.options.tune_options import (
+    DEFAULT_OUTPUT_DIR,
+    DEFAULT_STORAGE,
+    OUTPUT_DIR_ENV,
+    STORAGE_ENV,
+    TuneOptions,
+)
 from optuna_dsat.words import bytes_in_words, count_in_words, slot_name
 
 if TYPE_CHECKING:
@@ -282,8 +288,8 @@ def _with_launch(options: PlanOptions) -> Plan:
     """Return the plan of a script, by a profile that is stored or measured now."""
     from contextlib import closing
 
-    from optuna_dsat.launch.leftovers import LeftoverWatch
-    from optuna_dsat.launch.torchrun import TorchrunLauncher
+    from optuna_dsat.launch.launcher import TorchrunLauncher
+    from optuna_dsat.launch.machine.journal import LeftoverWatch
     from optuna_dsat.plan.from_script import plan_script
     from optuna_dsat.store import Store
     from optuna_dsat.tuning.devices import search_devices

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage, complete_studies, confirm_replacing
+from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Storage, complete_studies, confirm_replacing
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.runtime.atomic_write import stream_of
+from optuna_dsat.runtime.files import stream_of
 
 if TYPE_CHECKING:
     from optuna_dsat.report.view import StudyView

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage
+from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage
 from optuna_dsat.cli.search import run_request
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say, say_prose
 
 if TYPE_CHECKING:
-    from optuna_dsat.study.request import StudyRequest
-    from optuna_dsat.study.spec import StudySpec
+    from optuna_dsat.study.spec import StudyRequest, StudySpec
 
 __all__ = ["Approval", "Trust", "Workdir", "ask_for_secrets", "resume", "worker"]
 
@@ -156,7 +155,7 @@ def _request(
 def ask_for_secrets(spec: StudySpec) -> None:
     """Ask on a terminal for what the study needs and nothing stores; elsewhere the run says what is missing."""
     from optuna_dsat.secrecy.references import keep
-    from optuna_dsat.study.needed_secrets import missing_secrets
+    from optuna_dsat.study.trust import missing_secrets
 
     if not _has_terminal():
         return

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.commands import origins_of
+from optuna_dsat.cli.parsing.commands import origins_of
 from optuna_dsat.errors import StorageError, StudyDeletedError
 from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import say, say_prose
-from optuna_dsat.tuning.declaration import Option
-from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import (
+from optuna_dsat.tuning.options.declaration import Option
+from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.tune_options import (
     DEFAULT_STORAGE,
     OUTPUT_PANEL,
     AshaOptions,
@@ -30,7 +30,7 @@ from optuna_dsat.tuning.options import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from optuna_dsat.study.request import StudyRequest
+    from optuna_dsat.study.spec import StudyRequest
     from optuna_dsat.tuning.prepare import Prepared
     from optuna_dsat.tuning.run import StudyRun
 
@@ -110,7 +110,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
     Raises:
         DsatError: With the exit code that the command leaves with.
     """
-    from optuna_dsat.cli.origins import options_given, show_options
+    from optuna_dsat.cli.parsing.origins import options_given, show_options
     from optuna_dsat.cli.show import preview_to_json, show_preview
     from optuna_dsat.tuning.prepare import check_storage, prepare_each
 

@@ -11,11 +11,11 @@ from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.study.config_changes import changes_in_words
+from optuna_dsat.study.confirm.speeds import speed_at
+from optuna_dsat.study.confirm.words import verdict_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.speeds import speed_at
-from optuna_dsat.study.verdict_words import verdict_in_words
 from optuna_dsat.words import (
     count_in_words,
     metric_in_words,

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, LatestName, Name, Storage, confirm_replacing
+from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, LatestName, Name, Storage, confirm_replacing
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.errors import UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
-from optuna_dsat.runtime.atomic_write import stream_of, write_output
+from optuna_dsat.runtime.files import stream_of, write_output
 from optuna_dsat.secrecy.shapes import hidden_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from optuna_dsat.store import Store
+    from optuna_dsat.study.confirm.verdict import Verdict
     from optuna_dsat.study.stored import StoredStudy
-    from optuna_dsat.study.verdict import Verdict
 
 __all__ = ["best", "delete", "export", "show", "studies", "trials"]
 
@@ -113,8 +113,8 @@ def _standing(study: StoredStudy) -> dict[str, Any]:
 
 
 def _standing_in_words(row: Mapping[str, Any], verdict: Verdict | None) -> dict[str, Any]:
-    from optuna_dsat.study.speeds import samples_in_words
-    from optuna_dsat.study.verdict import VerdictKind
+    from optuna_dsat.study.confirm.speeds import samples_in_words
+    from optuna_dsat.study.confirm.verdict import VerdictKind
     from optuna_dsat.words import things_in_words, times_in_words
 
     known = {None: "", VerdictKind.UNCONFIRMED: "the search"}.get(
@@ -186,9 +186,9 @@ def launch_lines(outcomes: Mapping[str, int], *, used: int, most: int) -> Iterat
 
 def result_lines(study: StoredStudy) -> Iterator[str]:
     """Yield the lines on what is handed over, on what the rounds measured, and on the best of the search."""
-    from optuna_dsat.study import speeds
-    from optuna_dsat.study.configuration import configuration_of
-    from optuna_dsat.study.verdict_words import how_known, value_in_words, verdict_in_words
+    from optuna_dsat.study.confirm import speeds
+    from optuna_dsat.study.confirm.rows import configuration_of
+    from optuna_dsat.study.confirm.words import how_known, value_in_words, verdict_in_words
     from optuna_dsat.trials import attributes
     from optuna_dsat.words import steps_in_words, things_in_words
 
@@ -219,7 +219,7 @@ def result_lines(study: StoredStudy) -> Iterator[str]:
 
 def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """List the trials of a study."""
-    from optuna_dsat.study.speeds import samples_in_words
+    from optuna_dsat.study.confirm.speeds import samples_in_words
     from optuna_dsat.words import outcome_in_words
 
     study = _read(storage, name)
@@ -292,7 +292,7 @@ def export(
     fmt: Annotated[ExportFormat, typer.Option("--format", help="Format.")] = ExportFormat.JSON,
 ) -> None:
     """Print all trials of a study as JSON or CSV."""
-    from optuna_dsat.study.rows import columns_of, flat_rows
+    from optuna_dsat.study.confirm.rows import columns_of, flat_rows
 
     study = _read(storage, name)
     rows = [study.row(trial) for trial in study.trials]
@@ -333,7 +333,7 @@ def _refuse_live(store: Store, name: str) -> None:
         UsageError: Names the workers; between launches a search is seen by its lock on the study's folder.
     """
     from optuna_dsat.study.folder import is_held
-    from optuna_dsat.study.live_notes import read_notes
+    from optuna_dsat.study.live_state import read_notes
     from optuna_dsat.study.stored import read_stored
 
     workers = ", ".join(note.worker.name for note in read_notes(store, name, now=time.time()))

@@ -10,8 +10,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from optuna_dsat.cli.commands import origins_of
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage, complete_studies
+from optuna_dsat.cli.parsing.commands import origins_of
+from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Storage, complete_studies
 from optuna_dsat.cli.resume import Approval, Trust, Workdir, ask_for_secrets
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose

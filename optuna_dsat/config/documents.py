@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.runtime.plain_text import storable
+from optuna_dsat.runtime.files import storable
 
 __all__ = ["as_written", "check_nesting", "checked", "is_pipe", "read_document", "read_hjson"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
 from optuna_dsat.errors import ConfigError
-from optuna_dsat.runtime.atomic_write import write_text_atomic
-from optuna_dsat.runtime.flattening import flatten
+from optuna_dsat.runtime.files import write_text_atomic
+from optuna_dsat.runtime.overlay import flatten
 
 __all__ = [
     "ALL",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from optuna_dsat.cluster.engine import Engine
-from optuna_dsat.cluster.places import HeldPlace, Layout, Stage
 from optuna_dsat.doctor.finding import Finding, Status
 from optuna_dsat.errors import DsatError
+from optuna_dsat.launch.places.engine import Engine
+from optuna_dsat.launch.places.place import HeldPlace, Layout, Stage
 
 __all__ = ["examine"]
 

@@ -10,7 +10,7 @@ from optuna_dsat.doctor import launchers, libraries, nvme, offloads, operators
 from optuna_dsat.doctor import storage as storage_check
 from optuna_dsat.doctor.finding import Finding
 from optuna_dsat.doctor.machine import device_findings, find_gpus, host_findings
-from optuna_dsat.launch.devices import Nvml
+from optuna_dsat.launch.machine.devices import Nvml
 
 __all__ = ["examine"]
 

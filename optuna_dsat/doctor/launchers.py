@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from optuna_dsat.doctor.finding import Finding, Status
 from optuna_dsat.doctor.libraries import Libraries
-from optuna_dsat.launch.warm import can_fork
+from optuna_dsat.launch.warm.server import can_fork
 
 __all__ = ["LAUNCHERS", "finding"]
 

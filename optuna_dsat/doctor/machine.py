@@ -15,12 +15,11 @@ import psutil
 
 from optuna_dsat.doctor.finding import Finding, Status
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.build_locks import extensions_dir
-from optuna_dsat.launch.devices import Device, Devices, cpu_devices, detect_devices, host_memory_bytes
-from optuna_dsat.launch.holders import foreign_holders, users_in_words
 from optuna_dsat.launch.isolation import why_no_overlay
-from optuna_dsat.launch.nvml import DeviceError, GpuUse, Nvml, NvmlError
-from optuna_dsat.launch.visible import is_part
+from optuna_dsat.launch.machine.devices import Device, Devices, cpu_devices, detect_devices, host_memory_bytes, is_part
+from optuna_dsat.launch.machine.nvml import DeviceError, GpuUse, Nvml, NvmlError
+from optuna_dsat.launch.machine.operators import extensions_dir
+from optuna_dsat.launch.machine.owners import foreign_holders, users_in_words
 from optuna_dsat.words import bytes_in_words, things_in_words
 
 __all__ = ["Gpus", "compiler", "device_findings", "find_gpus", "host_findings"]

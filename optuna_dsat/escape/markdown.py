@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from optuna_dsat.escape.terminal import one_line, plain
-from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened
+from optuna_dsat.runtime.files import MESSAGE_CHARS, TEXT_CHARS, shortened
 
 __all__ = ["Markdown", "code", "fenced", "literal", "table"]
 

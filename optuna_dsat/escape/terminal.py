@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from optuna_dsat.runtime.plain_text import shortened
+from optuna_dsat.runtime.files import shortened
 
 if TYPE_CHECKING:
     from rich.text import Text

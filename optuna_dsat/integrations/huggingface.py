@@ -15,11 +15,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from optuna_dsat.runtime.flattening import nest
-from optuna_dsat.runtime.hugging_face_hook import TRAINER_FIELDS, note_own_options
-from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.overlay import effective_config, read_config
-from optuna_dsat.runtime.rank import current_plan
+from optuna_dsat.runtime.adapt.hugging_face import TRAINER_FIELDS, note_own_options
+from optuna_dsat.runtime.overlay import effective_config, nest, read_config
+from optuna_dsat.runtime.rank import LaunchPlan, current_plan
 
 __all__ = ["DsatCallback", "get_hf_args_with_overwrites"]
 

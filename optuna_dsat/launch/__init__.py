@@ -1,4 +1,13 @@
-"""Launchers: start the user's script for one trial, follow it, stop it, report its outcome.
+"""Launch the user's script for one trial, follow it, end it and report its outcome.
+
+    protocol        requests, reports, and what a launcher promises
+    launcher        takes slots, starts launches and advances them
+    launch          one running launch
+    run_directory   files of a launch
+    event_log       events and logs of the ranks
+    measurement     steps of all ranks, metrics and their noise
+    classify        facts of an ended launch -> outcome
+    machine, warm, agent, places    sub-packages, see their docstrings
 
 Imports: outcome, errors, metrics, words, config, runtime, script. Called by: store, study, report, plan, doctor,
 tuning, cli.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from optuna_dsat.runtime.plain_text import shortened
+from optuna_dsat.runtime.files import shortened
 
 __all__ = ["failure_line", "refused_values"]
 

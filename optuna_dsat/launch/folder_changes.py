@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from optuna_dsat.errors import ScriptFailedError
+from optuna_dsat.launch.launch import RunningLaunch
 from optuna_dsat.launch.protocol import LaunchRequest
-from optuna_dsat.launch.running import RunningLaunch
 
 __all__ = ["FolderWatch", "State", "changed_paths", "snapshot"]
 

@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from optuna_dsat.launch.agent_record import first_failure_code
-from optuna_dsat.launch.devices import Devices, Nvml
-from optuna_dsat.launch.ending import kill_leftovers
-from optuna_dsat.launch.leftovers import LeftoverWatch, remove_noted
-from optuna_dsat.launch.notes import TunerNotes
-from optuna_dsat.launch.processes import new_mark
+from optuna_dsat.launch.agent.command import prepare_launch, write_run_directory
+from optuna_dsat.launch.follow import DEFAULT_LIMIT_S, SlotWait
+from optuna_dsat.launch.machine.devices import Devices, Nvml
+from optuna_dsat.launch.machine.journal import LeftoverWatch, TunerNotes, remove_noted
+from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
+from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
+from optuna_dsat.launch.machine.tree import first_failure_code
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
-from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
-from optuna_dsat.launch.slots import SlotLease, SlotPool
-from optuna_dsat.launch.waiting import DEFAULT_LIMIT_S, SlotWait
 from optuna_dsat.signals import ENDING, KEYBOARD, handling, is_told_again
 
 __all__ = ["run_full"]

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from optuna_dsat.launch.conditions import Conditions
-from optuna_dsat.runtime import mounts
+from optuna_dsat.launch.protocol import Conditions
+from optuna_dsat.runtime.isolation import mounts
 
 __all__ = ["describe_isolation", "weakest_isolation", "why_no_overlay"]
 

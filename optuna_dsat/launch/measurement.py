@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optuna_dsat.launch.student_t import student_t_975
-from optuna_dsat.metrics import PER_ELEMENT
+from optuna_dsat.metrics import PER_ELEMENT, student_t_975
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,
     ConfigDiffers,

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol
 
-from optuna_dsat.launch.conditions import Conditions
-from optuna_dsat.launch.preload import Preload
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import Event
+from optuna_dsat.runtime.events import Event, ModulesImported
 
 __all__ = [
+    "BASE_MODULES",
+    "Conditions",
     "Finished",
     "Holder",
     "LaunchReport",
@@ -23,12 +23,114 @@ __all__ = [
     "LaunchUpdate",
     "Launcher",
     "Observed",
+    "Preload",
+    "Rendezvous",
     "ScriptCommand",
     "Settled",
     "SlotsBusyError",
     "dropped_in_words",
     "is_launch_id",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """Facts on the machine while a launch measured its steps; None and empty stand for what is not known."""
+
+    window_s: float | None = None
+    """Length of the time that the facts are about, in seconds."""
+    others_cpu_s: float | None = None
+    """CPU seconds that processes which are not the launch's used in that time."""
+    cores: int | None = None
+    """Cores that the launch might use."""
+    gpu_processes: tuple[str, ...] = ()
+    """Other processes on the launch's GPUs, each in words."""
+    throttle_reasons: tuple[str, ...] = ()
+    """NVML's reasons for clocks below the highest, other than idleness, each in words."""
+    isolation: str = ""
+    """How the user's files were protected from the launch: ``mount``, ``python`` or ``off``; empty if unknown."""
+    isolation_note: str = ""
+    """Folders that no overlay could be mounted on, and why."""
+
+    @property
+    def others_share(self) -> float | None:
+        """Share of the cores' time that other processes took; None if unknown."""
+        if self.others_cpu_s is None or not self.window_s or not self.cores:
+            return None
+        return self.others_cpu_s / (self.window_s * self.cores)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the input of ``from_json``."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Conditions:
+        """Build from the output of ``to_json`` of this version or another."""
+        known = {one.name for one in fields(cls)}
+        found: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
+        return cls(**{name: value for name, value in found.items() if name in known})
+
+
+BASE_MODULES = (
+    "numpy",
+    "torch",
+    "torch.distributed.run",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch._dynamo",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.original_muon",
+)
+"""Modules that every launch needs. NumPy is first, so that the threads of its OpenBLAS can be counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preload:
+    """Modules to import before ranks are forked."""
+
+    modules: tuple[str, ...] = BASE_MODULES
+    """In the order of import. One that cannot be imported is skipped: the rank that needs it reports the error."""
+    operators: tuple[str, ...] = ()
+    """Names of compiled operators of DeepSpeed (``deepspeed_shm_comm``)."""
+    left_out: tuple[str, ...] = ()
+    """Packages that are not imported, nor modules that import them."""
+    environment: tuple[str, ...] = ()
+    """Environment variables that the script changes, which no import may read before that."""
+
+    @classmethod
+    def learned(cls, imported: ModulesImported) -> Preload:
+        """Return ``BASE_MODULES`` and the modules that a profile launch imported."""
+        return cls(
+            modules=(*BASE_MODULES, *imported.modules),
+            operators=tuple(imported.operators),
+            environment=tuple(imported.environment),
+        )
+
+    def changed(self, *, added: Sequence[str], left_out: Sequence[str]) -> Preload:
+        """Return a copy with modules added and packages left out."""
+        return replace(self, modules=(*self.modules, *added), left_out=(*self.left_out, *left_out))
+
+    def to_json(self) -> dict[str, list[str]]:
+        """Return what ``from_json`` reads back."""
+        return {
+            "modules": list(self.modules),
+            "operators": list(self.operators),
+            "left_out": list(self.left_out),
+            "environment": list(self.environment),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Sequence[str]]) -> Preload:
+        """Build from what ``to_json`` returned."""
+        return cls(
+            modules=tuple(record["modules"]),
+            operators=tuple(record["operators"]),
+            left_out=tuple(record["left_out"]),
+            environment=tuple(record.get("environment", ())),
+        )
+
 
 _RANK = re.compile(r"^rank \d+: ")
 """Prefix of a message that names the rank which failed first."""
@@ -62,7 +164,7 @@ class ScriptCommand:
     arg_mappings: Mapping[str, str] = field(default_factory=dict)
     """Key of the DeepSpeed config -> option of the script that is set to its value."""
     batch_source: Mapping[str, Any] = field(default_factory=dict)
-    """What the script's batch size follows by, apart from its options: see ``optuna_dsat.runtime.batch_sources``."""
+    """What the script's batch size follows by, apart from its options: see ``runtime/adapt/batch_sources.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +196,7 @@ class LaunchRequest:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables added for the launch."""
     isolation: str = "off"
-    """How the user's files are protected from the launch: ``auto``, ``python`` or ``off`` (``runtime/world.py``)."""
+    """How the user's files are protected: ``auto``, ``python`` or ``off`` (``runtime/isolation/world.py``)."""
     writable: tuple[str, ...] = ()
     """Files and folders that the launch may change all the same."""
 
@@ -258,3 +360,26 @@ class Launcher(Protocol):
     def close(self) -> None:
         """End everything still running."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """The part of one node in a launch that spans several, or that runs on a node of a cluster alone."""
+
+    nodes: int
+    node_rank: int
+    """Number of this node, from 0; its ranks follow those of the nodes before it."""
+    address: str
+    """Address of node 0, as the other nodes reach it."""
+    port: int
+    interface: str = ""
+    """Network interface of this node on which the others are reached; empty for the libraries' own choice."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the input of ``from_json``."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Rendezvous:
+        """Build from the output of ``to_json``."""
+        return cls(**record)

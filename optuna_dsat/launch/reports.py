@@ -12,13 +12,13 @@ from pathlib import Path
 
 from optuna_dsat.launch.classify import LaunchFacts, Verdict
 from optuna_dsat.launch.isolation import describe_isolation
+from optuna_dsat.launch.launch import RunningLaunch
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
-from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankFailed, StepMeasured
-from optuna_dsat.runtime.rank_process import EXIT_EVENTS_LOST
-from optuna_dsat.runtime.regular_file import open_regular
+from optuna_dsat.runtime.files import open_regular
+from optuna_dsat.runtime.process import EXIT_EVENTS_LOST
 from optuna_dsat.secrecy.references import hidden_text
 
 __all__ = ["complete_report", "isolation_notice", "report_of", "report_of_unstarted", "write_report"]

@@ -16,7 +16,7 @@ The directory of one launch:
       logs/rank0.stdout.log, logs/rank0.stderr.log
       logs/rank0.stacks.log  stacks of rank 0 while it was silent
       trackers/           output of experiment trackers and TensorBoard
-      world/              what the launch changes of the user's files, while it runs (``runtime/world.py``)
+      world/              what the launch changes of the user's files, while it runs (``runtime/isolation/world.py``)
       world.json          which folders were protected, and how
 """
 
@@ -26,19 +26,19 @@ import contextlib
 import errno
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.protocol import LaunchReport, is_launch_id
-from optuna_dsat.runtime.atomic_write import set_aside, write_text_atomic
+from optuna_dsat.runtime.files import set_aside, write_text_atomic
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.references import hidden_text, shell_join
 
-__all__ = ["OutputError", "RunDirectory", "recorded_environment"]
+__all__ = ["RANK_VARIABLES", "TRACKER_FOLDERS", "OutputError", "RunDirectory", "recorded_environment"]
 
 _RECORDED_NAMES = frozenset(
     {
@@ -267,3 +267,34 @@ class RunDirectory:
             self.python_path.mkdir()
             (self.python_path / package_dir.name).symlink_to(package_dir, target_is_directory=True)
         return self.python_path
+
+
+RANK_VARIABLES = frozenset(
+    {
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "ROLE_NAME",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "WORLD_SIZE",
+    }
+)
+"""Variables that torchrun sets for its ranks; a stale value would tie a launch to another job or a port in use."""
+
+
+_TRACKER_PLACES: dict[str, Callable[[Path], str]] = {
+    "COMET_OFFLINE_DIRECTORY": str,
+    "MLFLOW_TRACKING_URI": lambda folder: (folder / "mlflow").as_uri(),
+    "TENSORBOARD_LOGGING_DIR": lambda folder: str(folder / "tensorboard"),
+    "WANDB_DIR": str,
+}
+"""Variable with a tracker's location -> that location in the launch's folder for trackers."""
+
+
+TRACKER_FOLDERS = frozenset(_TRACKER_PLACES)
+"""Variables whose value is a folder of the launch."""

@@ -7,17 +7,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from optuna_dsat.cost.gpus import gpu_of_device, network_priors, peak_flops, priors_of_device
+from optuna_dsat.launch.follow import SlotWait
 from optuna_dsat.launch.protocol import Launcher
-from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.plan.prediction import Subject, step_time_model
 from optuna_dsat.plan.rows import Plan, plan_rows
 from optuna_dsat.store import Store
-from optuna_dsat.study.fingerprint import fingerprint
-from optuna_dsat.study.profile import ProfileAttempt, measure_profile
-from optuna_dsat.study.profiled import Profiled
+from optuna_dsat.study.profile.fingerprint import fingerprint
+from optuna_dsat.study.profile.profile import ProfileAttempt, measure_profile
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.search.warm_start import gather
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.warm_start import gather
 from optuna_dsat.words import bytes_in_words, flops_in_words, params_in_words, things_in_words
 
 __all__ = ["plan_script"]

@@ -18,6 +18,7 @@ from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
 from optuna_dsat.report.cards import cards_of
+from optuna_dsat.report.explain.why import why_of
 from optuna_dsat.report.facts import (
     cli_command,
     created,
@@ -33,11 +34,10 @@ from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.performance import Training
 from optuna_dsat.report.template import page_text
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.report.why import why_of
 from optuna_dsat.report.winner import Winner, winner_of
-from optuna_dsat.study.configuration import configuration_of
+from optuna_dsat.study.confirm.rounds import Ratio
+from optuna_dsat.study.confirm.rows import configuration_of
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
-from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (

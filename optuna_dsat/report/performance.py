@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from optuna_dsat.cost.utilisation import utilisation
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.study.configuration import configuration_of
-from optuna_dsat.study.data_size import epoch_samples
-from optuna_dsat.study.standing import Standing
+from optuna_dsat.study.confirm.rows import configuration_of
+from optuna_dsat.study.confirm.standing import Standing
+from optuna_dsat.study.space import epoch_samples
 from optuna_dsat.trials import attributes
 
 __all__ = ["Performance", "Training", "TrainingTime", "performance_of", "training_times"]

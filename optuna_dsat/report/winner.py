@@ -12,14 +12,14 @@ from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import shell_join
-from optuna_dsat.study.config_changes import Change, config_changes
-from optuna_dsat.study.configuration import configuration_of
-from optuna_dsat.study.data_size import epoch_samples
-from optuna_dsat.study.result import best_settings, command_to_train, learning_rate_advice
-from optuna_dsat.study.standing import Standing
-from optuna_dsat.study.trainable import trainable_config
-from optuna_dsat.study.user_config import own_train_batch_size, user_config
-from optuna_dsat.study.verdict_words import how_known, verdict_in_words
+from optuna_dsat.study.command import command_to_train
+from optuna_dsat.study.config_changes import Change, config_changes, trainable_config
+from optuna_dsat.study.confirm.rows import configuration_of
+from optuna_dsat.study.confirm.standing import Standing
+from optuna_dsat.study.confirm.words import how_known, verdict_in_words
+from optuna_dsat.study.profile.script import own_train_batch_size, user_config
+from optuna_dsat.study.result import best_settings, learning_rate_advice
+from optuna_dsat.study.space import epoch_samples
 from optuna_dsat.trials import attributes
 
 __all__ = ["Winner", "winner_of"]

@@ -11,7 +11,7 @@ from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import render
 from optuna_dsat.report.performance import Training
 from optuna_dsat.report.view import StudyView, read_view
-from optuna_dsat.runtime.atomic_write import write_output
+from optuna_dsat.runtime.files import write_output
 from optuna_dsat.store import Store
 
 __all__ = ["COMPARISON", "default_path", "is_report", "write_comparison", "write_report"]

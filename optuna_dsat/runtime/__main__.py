@@ -6,11 +6,9 @@ import os
 import sys
 from typing import NoReturn
 
-from optuna_dsat.runtime.arguments import parse_command
-from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.own_secrets import take_secrets, with_secrets
-from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.rank_process import FailedExit, exit_as_python, exit_code, run_rank
+from optuna_dsat.runtime.adapt.config import parse_command
+from optuna_dsat.runtime.process import FailedExit, exit_as_python, exit_code, run_rank, take_secrets, with_secrets
+from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.secrecy.references import resolved
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
-from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened, storable
+from optuna_dsat.runtime.files import TEXT_CHARS, shortened, storable
 
 __all__ = [
     "STEPS_SKIPPED",
@@ -61,7 +61,7 @@ class RankStarted(Event):
     forked: bool = False
     """Whether the process was forked with torch and DeepSpeed already imported, rather than started by torchrun."""
     isolation: str = "off"
-    """How the user's files are protected: ``mount``, ``python`` or ``off`` (``runtime/world.py``)."""
+    """How the user's files are protected: ``mount``, ``python`` or ``off`` (``runtime/isolation/world.py``)."""
     isolation_note: str = ""
     """Folders that no overlay could be mounted on, and why; empty if there are none."""
 
@@ -241,7 +241,7 @@ class StepMeasured(Event):
     """Loss of the step's last micro-batch on this rank; None if not observed."""
     peak_allocated_bytes: int
     """CUDA: peak allocated since the engine was built. CPU: peak growth of private writable memory since
-    DeepSpeed was imported, the unit of ``--device-memory`` (see ``runtime/device_memory.py``).
+    DeepSpeed was imported, the unit of ``--device-memory`` (see ``runtime/measure/memory.py``).
     """
     peak_reserved_bytes: int
     """CUDA: peak reserved by the caching allocator; CPU: equal to ``rss_bytes``."""
@@ -256,7 +256,7 @@ class StepMeasured(Event):
     skipped_before: int = 0
     """Steps before this one that the loss scaler skipped."""
     elements: int = 0
-    """Elements of the engine's inputs, padding included (``runtime/inputs.py``); 0 if not observed."""
+    """Elements of the engine's inputs, padding included (``runtime/measure/inputs.py``); 0 if not observed."""
     elements_are_tokens: bool = False
     """Whether the inputs hold tokens, which ``elements`` then counts."""
     steps_completed: int = 0

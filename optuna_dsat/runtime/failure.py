@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.plain_text import shortened
+from optuna_dsat.runtime.files import shortened
 
 __all__ = [
     "Diagnosis",

@@ -22,11 +22,24 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime import own_rendezvous, spawned_ranks
-from optuna_dsat.runtime.accelerate_config import how_to_train_with_deepspeed, join_ranks
-from optuna_dsat.runtime.batch_sources import BatchSources
-from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
-from optuna_dsat.runtime.device_memory import (
+from optuna_dsat.runtime.adapt import own_rendezvous, spawned_ranks
+from optuna_dsat.runtime.adapt.accelerate import how_to_train_with_deepspeed, join_ranks
+from optuna_dsat.runtime.adapt.batch_sources import BatchSources
+from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
+from optuna_dsat.runtime.adapt.lightning import LightningHook
+from optuna_dsat.runtime.adapt.side_effects import (
+    disable_checkpoints,
+    redirect_accelerates_tensorboard,
+    redirect_tensorboard,
+    tolerate_mismatched_checkpoints,
+)
+from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event
+from optuna_dsat.runtime.failure import diagnose
+from optuna_dsat.runtime.imports import ImportWatch
+from optuna_dsat.runtime.measure.clock import Clock, DeviceClock, HostClock
+from optuna_dsat.runtime.measure.engine import OtherEngine, is_pipeline
+from optuna_dsat.runtime.measure.inputs import sample_counter
+from optuna_dsat.runtime.measure.memory import (
     CpuMemory,
     CudaMemory,
     MemoryProbe,
@@ -37,25 +50,10 @@ from optuna_dsat.runtime.device_memory import (
     support_uuid_visible_devices,
     unlink_shared_buffers,
 )
-from optuna_dsat.runtime.engine_choice import OtherEngine
-from optuna_dsat.runtime.engine_state import is_pipeline
-from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event
-from optuna_dsat.runtime.failure import diagnose
-from optuna_dsat.runtime.hugging_face_hook import HuggingFaceHook
-from optuna_dsat.runtime.import_watch import ImportWatch
-from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.lightning_hook import LightningHook
-from optuna_dsat.runtime.meter import Meter, RankState
+from optuna_dsat.runtime.measure.meter import Meter, RankState
+from optuna_dsat.runtime.measure.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.overlay import read_config, without_impossible_zero
-from optuna_dsat.runtime.profiler import Profiler, count_parameters
-from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.sample_count import sample_counter
-from optuna_dsat.runtime.side_effects import (
-    disable_checkpoints,
-    redirect_accelerates_tensorboard,
-    redirect_tensorboard,
-    tolerate_mismatched_checkpoints,
-)
+from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
 from optuna_dsat.runtime.writer import EventWriter
 

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import site
 import sys
 import sysconfig
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, TypeVar
 
-__all__ = ["imported_modules", "installed_folders", "loaded_operators"]
+__all__ = [
+    "EnvironmentWatch",
+    "ImportWatch",
+    "as_text",
+    "imported_modules",
+    "installed_folders",
+    "loaded_operators",
+    "replace_function",
+]
 
 
 def imported_modules() -> list[str]:
@@ -40,3 +55,137 @@ def loaded_operators() -> list[str]:
     builder = sys.modules.get("deepspeed.ops.op_builder.builder")
     loaded = getattr(getattr(builder, "OpBuilder", None), "_loaded_ops", {})
     return sorted(loaded)
+
+
+class ImportWatch(MetaPathFinder):
+    """Calls a function once a module has been imported, immediately if it already is.
+
+    Args:
+        callbacks: Module name -> function that is called once, with the module.
+    """
+
+    def __init__(self, callbacks: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._callbacks = dict(callbacks)
+        self._searching: set[tuple[int, str]] = set()
+        """(thread, module) that the other finders are asked for; one of them may ask all finders in its turn."""
+
+    def install(self) -> None:
+        """Start watching."""
+        for name in list(self._callbacks):
+            if name in sys.modules:
+                self._callbacks.pop(name)(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a watched module through the other finders and wrap its loader."""
+        callback = self._callbacks.get(fullname)
+        search = (threading.get_ident(), fullname)
+        if callback is None or search in self._searching:
+            return None
+        self._searching.add(search)
+        try:
+            found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            self._searching.discard(search)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            # A loader may be that of other modules, too, as those of a zip file are.
+            if module.__name__ == fullname and self._callbacks.pop(fullname, None) is not None:
+                # A module may put another one in its place, as a copy in the script's folder that leads to it does.
+                callback(sys.modules.get(fullname, module))
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+# Detects environment variables that a script changes.
+#
+# Modules that read them at import must not be imported before the rank is forked.
+
+_OWN_PACKAGE = "optuna_dsat"
+
+_ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+"""Read when CUDA is initialized, hence in the rank itself; only the allocator's ``backend`` is chosen when torch is
+imported (observed with torch 2.13)."""
+
+
+_Text = TypeVar("_Text")
+
+
+def as_text(value: _Text) -> _Text | str:
+    """Return a name or value of ``os.environb``, whose class is that of ``os.environ``, as the latter has it."""
+    return os.fsdecode(value) if isinstance(value, bytes) else value
+
+
+class EnvironmentWatch:
+    """Records variables that are set or deleted, except by installed modules during their import.
+
+    Changes by imports are replayed in a forked rank (``launch/warm/forked.py``). A variable that has its original
+    value again when ``changed`` is called counts as unchanged: accelerate clears the environment temporarily.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, str | None] = {}
+        """Variables that were set or deleted -> the value before; None if it was unset."""
+        self._folders = installed_folders()
+
+    def install(self) -> None:
+        """Start watching ``os.environ``, until this process ends."""
+        environ_class: Any = type(os.environ)
+        set_item, delete_item = environ_class.__setitem__, environ_class.__delitem__
+
+        def __setitem__(environ: Any, name: Any, value: Any) -> None:  # noqa: N807 - replaces the method
+            if (before := environ.get(name)) != value:
+                self._record(as_text(name), as_text(value), as_text(before), sys._getframe(1))
+            set_item(environ, name, value)
+
+        def __delitem__(environ: Any, name: Any) -> None:  # noqa: N807 - replaces the method
+            if (before := environ.get(name)) is not None:
+                self._record(as_text(name), "", as_text(before), sys._getframe(1))
+            delete_item(environ, name)
+
+        environ_class.__setitem__, environ_class.__delitem__ = __setitem__, __delitem__
+
+    def changed(self) -> list[str]:
+        """Return the sorted names of variables whose value differs from the original."""
+        return sorted(name for name, value in self._before.items() if os.environ.get(name) != value)
+
+    def _record(self, name: str, value: str, before: str | None, frame: FrameType | None) -> None:
+        if name in _ALLOCATOR and "backend" not in value:
+            return
+        below_other_package = False
+        while frame is not None:
+            module = str(frame.f_globals.get("__name__", ""))
+            package = module.partition(".")[0]
+            if package == _OWN_PACKAGE and not below_other_package:
+                return  # the runtime itself
+            below_other_package |= package not in sys.stdlib_module_names
+            imported = frame.f_code.co_name == "<module>" and module != "__main__"
+            if imported and frame.f_code.co_filename.startswith(self._folders):
+                return
+            frame = frame.f_back
+        self._before.setdefault(name, before)
+
+
+def replace_function(module: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
+    """Set a module's function, also where ``from module import name`` copied it.
+
+    In a forked launch the library has been imported before anything is replaced.
+
+    Args:
+        module: The module that defines the function.
+        name: Its name there.
+        replacement: What takes its place.
+    """
+    original = getattr(module, name)
+    for other in list(sys.modules.values()):
+        if getattr(other, "__dict__", {}).get(name) is original:
+            setattr(other, name, replacement)
+    setattr(module, name, replacement)

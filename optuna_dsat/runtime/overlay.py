@@ -8,9 +8,49 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.flattening import flatten, nest
+__all__ = [
+    "LaidConfig",
+    "effective_config",
+    "flatten",
+    "merge",
+    "nest",
+    "read_config",
+    "scripts_own",
+    "without_impossible_zero",
+]
 
-__all__ = ["LaidConfig", "effective_config", "merge", "read_config", "scripts_own", "without_impossible_zero"]
+
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested config as dotted key -> value; empty objects are dropped, lists are values."""
+    result: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            result |= {f"{key}.{below}": one for below, one in flatten(value).items()}
+        else:
+            result[key] = value
+    return result
+
+
+def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with dotted keys as nested objects: ``{"a.b": 1}`` is ``{"a": {"b": 1}}``."""
+    result: dict[str, Any] = {}
+    for key, value in settings.items():
+        inner = nest(value) if isinstance(value, Mapping) else value
+        for part in reversed(str(key).split(".")):
+            inner = {part: inner}
+        result = _joined(result, inner)
+    return result
+
+
+def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both mappings merged key by key; None stays, since it removes a key of the config."""
+    result = dict(one)
+    for key, value in other.items():
+        below = result.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        result[key] = _joined(below, value) if both else value  # type: ignore[arg-type]
+    return result
+
 
 _BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
 """Any two determine the third; in the order in which the script's own value is dropped."""

@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from optuna_dsat.runtime.flattening import nest
-from optuna_dsat.runtime.overlay import merge, read_config
+from optuna_dsat.runtime.overlay import merge, nest, read_config
 
 __all__ = ["dsat_reporting_context", "get_ds_config_from_hparams", "set_current_trial", "trial_config"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from optuna_dsat.runtime.regular_file import read_regular
+from optuna_dsat.runtime.files import read_regular
 
 __all__ = [
     "LARGEST_SIZE",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH
-from optuna_dsat.runtime.batch_names import means_batch, means_elsewhere, means_length, names_training_batch
+from optuna_dsat.runtime.adapt.parsers import means_batch, means_elsewhere, means_length, names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound
 
 __all__ = ["BatchRule", "guesses", "held", "loads_all", "samples_per_rank", "varying"]
@@ -74,7 +74,7 @@ class BatchRule:
         return {self.counts: self.option} if self.kind == "option" else {}
 
     def source(self, *, ranks: int) -> dict[str, Any]:
-        """Return what a launch needs to know (``optuna_dsat.runtime.batch_sources``); of an option, its rows alone.
+        """Return what a launch needs to know (``runtime/adapt/batch_sources.py``); of an option, its rows alone.
 
         One whose batches are held is told so: what its script feeds the engine is not compared with the config.
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, merge
-from optuna_dsat.runtime.config_differences import settings_told
-from optuna_dsat.runtime.flattening import flatten, nest
+from optuna_dsat.runtime.overlay import flatten, nest
+from optuna_dsat.runtime.trial_config import settings_told
 from optuna_dsat.script.config_location import holds_config, read_settings
 from optuna_dsat.script.settings_file import SettingsCopy, names_file
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from optuna_dsat.runtime.regular_file import read_regular
+from optuna_dsat.runtime.files import read_regular
 
 __all__ = ["find_config", "find_config_key", "holds_config", "looks_like_config", "read_settings"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.runtime.regular_file import read_regular
+from optuna_dsat.runtime.files import read_regular
 
 __all__ = ["Document", "SettingsCopy", "names_file", "settings_copy"]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.runtime.batch_names import names_training_batch
+from optuna_dsat.runtime.adapt.hugging_face import SCHEDULE_LENGTH_KEYS
+from optuna_dsat.runtime.adapt.parsers import names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
-from optuna_dsat.runtime.hugging_face_hook import SCHEDULE_LENGTH_KEYS
 from optuna_dsat.script.batch_rule import guesses
 
 __all__ = ["ScriptTrainer", "trainer_guesses"]

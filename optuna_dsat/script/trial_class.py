@@ -16,10 +16,9 @@ from typing import Any
 from optuna_dsat.config.documents import as_written, check_nesting, checked, read_document
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
-from optuna_dsat.runtime.flattening import nest
-from optuna_dsat.runtime.overlay import merge, read_config
+from optuna_dsat.runtime.overlay import merge, nest, read_config
+from optuna_dsat.script.command.module_file import importable_file, python_tree
 from optuna_dsat.script.determined_names import check_imports
-from optuna_dsat.script.module_file import importable_file, python_tree
 
 __all__ = [
     "CHECKPOINTS",

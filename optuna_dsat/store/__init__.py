@@ -10,11 +10,11 @@ May import ``launch`` (for its reports), ``trials`` and ``runtime``; used by ``s
 """
 
 from optuna_dsat.store.launches import StoredLaunch
-from optuna_dsat.store.peek import has_our_tables, refuse_others_database
+from optuna_dsat.store.leases import Turn, TurnLostError
+from optuna_dsat.store.optuna_tables import has_our_tables, refuse_others_database
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.registry import StudyRecord
 from optuna_dsat.store.store import Store, load_study
-from optuna_dsat.store.turn import Turn, TurnLostError
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 
 __all__ = [

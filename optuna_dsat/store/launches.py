@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from optuna_dsat.launch.conditions import Conditions
-from optuna_dsat.launch.protocol import LaunchReport, is_launch_id
+from optuna_dsat.launch.protocol import Conditions, LaunchReport, is_launch_id
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened, storable
-from optuna_dsat.store.tables import LaunchRow, StepRow
-from optuna_dsat.store.upsert import insert_or_update
+from optuna_dsat.runtime.files import MESSAGE_CHARS, TEXT_CHARS, shortened, storable
+from optuna_dsat.store.tables import LaunchRow, StepRow, insert_or_update
 
 __all__ = ["StoredLaunch", "read_launches", "read_step_times", "read_steps", "record_launch", "record_steps"]
 

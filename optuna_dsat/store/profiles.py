@@ -9,8 +9,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from optuna_dsat.store.tables import ProfileRow
-from optuna_dsat.store.upsert import insert_or_update
+from optuna_dsat.store.tables import ProfileRow, insert_or_update
 
 __all__ = ["StoredProfile", "find_profile", "save_profile"]
 

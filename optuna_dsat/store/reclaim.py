@@ -28,12 +28,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.store.claims import release_trial
 from optuna_dsat.store.database import Database
-from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat, delete_beat, server_time
-from optuna_dsat.store.tables import HeartbeatRow
-from optuna_dsat.store.upsert import insert_or_skip
-from optuna_dsat.store.worker import Worker
+from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S, Heartbeat, Worker, delete_beat, release_trial, server_time
+from optuna_dsat.store.tables import HeartbeatRow, insert_or_skip
 from optuna_dsat.trials import attributes
 
 __all__ = ["GRACE_S", "MAX_LOSSES", "Reclaimer"]

@@ -18,10 +18,9 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from optuna_dsat.errors import StudyConflictError, UsageError
-from optuna_dsat.runtime.plain_text import storable
+from optuna_dsat.runtime.files import storable
 from optuna_dsat.store.database import Database
-from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, LaunchRow, StepRow, StudyRow
-from optuna_dsat.store.upsert import insert_or_skip
+from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, LaunchRow, StepRow, StudyRow, insert_or_skip
 
 __all__ = ["STUDY_UUID", "Registry", "StudyRecord"]
 

@@ -15,20 +15,16 @@ from sqlalchemy.pool import NullPool
 from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.store import claims, launches, migrate, profiles
+from optuna_dsat.store import launches, leases, migrate, profiles
 from optuna_dsat.store.database import Database, engine_options, install_events
-from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat
 from optuna_dsat.store.launches import StoredLaunch
-from optuna_dsat.store.optuna_tables import open_optuna_tables
-from optuna_dsat.store.peek import has_our_tables
+from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S, Heartbeat, Turn, this_worker
+from optuna_dsat.store.optuna_tables import has_our_tables, open_optuna_tables
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
 from optuna_dsat.store.registry import STUDY_UUID, Registry, StudyRecord
-from optuna_dsat.store.retry import RETRY_LIMIT_S
-from optuna_dsat.store.retrying_storage import RetryingStorage
-from optuna_dsat.store.turn import Turn
+from optuna_dsat.store.retry import RETRY_LIMIT_S, RetryingStorage
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
-from optuna_dsat.store.worker import this_worker
 
 __all__ = ["Store", "load_study"]
 
@@ -196,16 +192,16 @@ class Store:
     def claim(self, study_uuid: str, config_key: str, trial_number: int) -> bool:
         """Claim a configuration for a trial; False if another trial holds the claim."""
         return self._database.run(
-            lambda session: claims.claim(session, study_uuid, config_key, trial_number, worker=self._worker.name)
+            lambda session: leases.claim(session, study_uuid, config_key, trial_number, worker=self._worker.name)
         )
 
     def release_claim(self, study_uuid: str, config_key: str) -> None:
         """Release the claim on a configuration, so that a later trial may run it."""
-        self._database.run(lambda session: claims.release_claim(session, study_uuid, config_key))
+        self._database.run(lambda session: leases.release_claim(session, study_uuid, config_key))
 
     def release_trial(self, study_uuid: str, trial_number: int) -> None:
         """Release all claims of a trial."""
-        self._database.run(lambda session: claims.release_trial(session, study_uuid, trial_number))
+        self._database.run(lambda session: leases.release_trial(session, study_uuid, trial_number))
 
     def exclusively(self, purpose: str, work: Callable[[], T]) -> T:
         """Return the result of ``work``, done under the exclusive lock of the database; keep it brief, never nest it.

@@ -13,8 +13,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, SAWarning
 
 from optuna_dsat.errors import StorageUrlError
-from optuna_dsat.runtime.plain_text import shortened, storable
-from optuna_dsat.runtime.regular_file import open_regular
+from optuna_dsat.runtime.files import open_regular, shortened, storable
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.shapes import hidden
 

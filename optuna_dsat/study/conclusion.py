@@ -16,22 +16,23 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import Turn, TurnLostError
-from optuna_dsat.study.config_changes import config_changes
-from optuna_dsat.study.confirmation import Confirmation
-from optuna_dsat.study.context import StudyContext
-from optuna_dsat.study.data_size import dataset_size, epoch_samples
-from optuna_dsat.study.end_reason import EndReason
-from optuna_dsat.study.finalists import finalists_of
+from optuna_dsat.study.command import command_to_train
+from optuna_dsat.study.config_changes import complete_config, config_changes, ready_config, trainable_config
+from optuna_dsat.study.confirm.confirmation import Confirmation
+from optuna_dsat.study.confirm.loss_check import LossCheck, check_loss, nothing_to_compare
+from optuna_dsat.study.confirm.rounds import Rounds
+from optuna_dsat.study.confirm.standing import finalists_of
+from optuna_dsat.study.confirm.verdict import Verdict, verdict_of
+from optuna_dsat.study.end_reason import EndReason, describe_structure_failures
 from optuna_dsat.study.folder import BEING_WRITTEN, digests, set_others_aside
-from optuna_dsat.study.loss_check import LossCheck, check_loss, nothing_to_compare
-from optuna_dsat.study.methods import Method
-from optuna_dsat.study.profiled import Profiled
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.profile.script import own_train_batch_size, user_config
+from optuna_dsat.study.progress import StudyContext
 from optuna_dsat.study.result import (
     BEST_CONFIG,
     BEST_METRICS,
     StudyResult,
     best_settings,
-    command_to_train,
     fields_of,
     learning_rate_advice,
     measurement_in_words,
@@ -39,12 +40,8 @@ from optuna_dsat.study.result import (
     write_best,
     write_settings,
 )
-from optuna_dsat.study.rounds import Rounds
-from optuna_dsat.study.space import objective, space_of
-from optuna_dsat.study.structure_failures import describe_structure_failures
-from optuna_dsat.study.trainable import complete_config, ready_config, trainable_config
-from optuna_dsat.study.user_config import own_train_batch_size, user_config
-from optuna_dsat.study.verdict import Verdict, verdict_of
+from optuna_dsat.study.search.methods import Method
+from optuna_dsat.study.space import dataset_size, epoch_samples, objective, space_of
 from optuna_dsat.trials import attributes
 
 __all__ = ["Conclusion"]

@@ -5,12 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.trials import attributes
 from optuna_dsat.words import setting_in_words
 
-__all__ = ["Change", "changes_in_words", "config_changes", "shown_settings"]
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+    from optuna_dsat.config.search_space import SearchSpace
+    from optuna_dsat.script.trainer import ScriptTrainer
+
+__all__ = [
+    "Change",
+    "changes_in_words",
+    "complete_config",
+    "config_changes",
+    "ready_config",
+    "shown_settings",
+    "trainable_config",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +75,57 @@ def shown_settings(config: Mapping[str, Any]) -> dict[str, str]:
         for key, value in ds_config.flatten(config).items()
         if value is not None
     }
+
+
+def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
+    """Return ``config`` without any tuning key and with a consistent batch triangle, ready to train with."""
+    clean = ds_config.effective(config)
+    triangle = ds_config.batch_triangle(clean, world_size=world_size)
+    return {
+        **clean,
+        ds_config.TRAIN_BATCH: triangle.train_batch_size,
+        ds_config.MICRO_BATCH: triangle.micro_batch,
+        ds_config.GRADIENT_ACCUMULATION: triangle.gradient_accumulation_steps,
+    }
+
+
+def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> dict[str, Any]:
+    """Return a trial's DeepSpeed config without any tuning key and with all batch sizes.
+
+    Settings that change nothing are left out (``SearchSpace.without_idle``), unless it is the user's own config. What
+    launches allow for the script's own optimizer under offload is allowed by the config, too.
+
+    Args:
+        trial: A trial that was launched.
+        slots: Ranks of its launch.
+        space: The study's search space.
+    """
+    ranks = attributes.data_parallel_size(trial, slots=slots)
+    config = trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
+    if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG:
+        return config
+    complete = space.without_idle(config)
+    offload = ds_config.zero_section(complete).get("offload_optimizer") or {}
+    own_optimizer = "type" not in (complete.get("optimizer") or {})
+    if own_optimizer and offload.get("device", "none") != "none":
+        complete = {"zero_force_ds_cpu_optimizer": False, **complete}
+    return complete
+
+
+def ready_config(
+    complete: Mapping[str, Any], *, own: Mapping[str, Any], trainer: ScriptTrainer | None
+) -> dict[str, Any]:
+    """Return a config as the script trains with it: as its trainer takes it, and with two of the three batch sizes.
+
+    The third is left out unless the user's config has it. DeepSpeed compares all three with the ranks, and counts one
+    rank where a model is built within ``zero.Init`` before the ranks are joined.
+
+    Args:
+        complete: The config with all batch sizes.
+        own: The user's config.
+        trainer: The script's trainer; None if it has none.
+    """
+    keys = (ds_config.TRAIN_BATCH, ds_config.GRADIENT_ACCUMULATION)
+    implied = next((key for key in keys if key not in own), None)
+    config = complete if trainer is None else trainer.trainable(complete)
+    return {key: value for key, value in config.items() if key != implied}

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.trials.failures import error_of, structure_failures
+from optuna_dsat.trials.lineage import ZERO_STAGE, Feasibility, feasibility
 from optuna_dsat.words import gain_in_words
 
-__all__ = ["BUDGETS", "EndReason", "headroom_in_words"]
+__all__ = ["BUDGETS", "EndReason", "describe_structure_failures", "headroom_in_words"]
 
 
 class EndReason(StrEnum):
@@ -33,3 +40,35 @@ def headroom_in_words(share: float, *, spent: bool) -> str:
     gain = gain_in_words(max(share, 0.001))
     more = " A larger budget may find more: --max-trials, --timeout." if spent else ""
     return f"By what the search measured, nothing is more than {gain} what it found (with 90% probability).{more}"
+
+
+def describe_structure_failures(trials: Sequence[FrozenTrial]) -> str:
+    """Return a sentence per error with the structures that failed with it and never ran; empty without any.
+
+    Structures that the search avoids for it, and a stage that runs but is not searched, follow.
+    """
+    inside = [trial for trial in trials if ZERO_STAGE in trial.params]
+    ran = {_structure(trial.params) for trial in inside if feasibility(trial) is Feasibility.FITS}
+    failed: dict[str, dict[str, None]] = {}
+    for trial in inside:
+        if feasibility(trial) is Feasibility.BROKEN and _structure(trial.params) not in ran:
+            failed.setdefault(error_of(trial), {})[_structure(trial.params)] = None
+    sentences = [
+        f"No launch ran at {', '.join(sorted(structures))}: {message}." for message, structures in failed.items()
+    ]
+    known = structure_failures(trials)
+    if known.avoided:
+        sentences.append(f"The search tried no more at {', '.join(map(_structure, known.avoided))}.")
+    if known.avoided and not ran:
+        stages = {str(value) for components in known.ran for name, value in components if name == ZERO_STAGE}
+        sentences.append(f"--zero-stages {','.join(sorted(stages))} searches the ZeRO stage that ran.")
+    return " ".join(sentences)
+
+
+def _structure(params: Mapping[str, Any]) -> str:
+    offloads = [
+        f"{name} offload"
+        for name, knob in (("optimizer", OFFLOAD_OPTIMIZER), ("parameter", OFFLOAD_PARAM))
+        if params.get(knob) not in (None, "none")
+    ]
+    return " + ".join([f"ZeRO {params.get(ZERO_STAGE)}", *offloads])

@@ -18,8 +18,7 @@ from pathlib import Path
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.runtime.atomic_write import set_aside, write_text_atomic
-from optuna_dsat.runtime.regular_file import read_regular
+from optuna_dsat.runtime.files import read_regular, set_aside, write_text_atomic
 from optuna_dsat.store import StoredLaunch
 
 __all__ = ["BEING_WRITTEN", "MARK", "digests", "held_folder", "is_folder_of", "is_held", "set_others_aside"]

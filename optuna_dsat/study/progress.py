@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.launch.follow import SlotWait
+from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.metrics import Speed
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.signals import ENDING, handling, is_told_again
+from optuna_dsat.store import Store
+from optuna_dsat.study.spec import StudySpec
 
 __all__ = [
     "BestSoFar",
@@ -21,11 +31,13 @@ __all__ = [
     "ProfileStarted",
     "ProgressEvent",
     "SearchStarted",
+    "StudyContext",
     "TrialDropped",
     "TrialFinished",
     "TrialPhase",
     "TrialStarted",
     "TrialStepped",
+    "uninterrupted",
 ]
 
 
@@ -227,3 +239,68 @@ class FinalistMeasured(ProgressEvent):
     """Round of the confirmation, from 1."""
     speed: Speed | None = None
     """None if it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyContext:
+    """A study that runs in this process: its spec, database, launcher and observer."""
+
+    spec: StudySpec
+    """After the profile launch it follows the script's trainer."""
+    study_uuid: str
+    """The study's identifier in the store."""
+    store: Store
+    launcher: Launcher
+    observer: Observer
+    """Called with each progress event."""
+    wait: SlotWait
+    """Reports who holds the slots and limits the wait for them."""
+
+    def say(self, text: str) -> None:
+        """Send a message to the observer."""
+        self.observer(Message(text=text))
+
+    def record_launch(
+        self, report: LaunchReport, record: LaunchRecord, *, purpose: str, trial_number: int | None = None
+    ) -> None:
+        """Store a launch that ended and its steps.
+
+        Args:
+            report: What became of it.
+            record: Its events.
+            purpose: ``profile`` or ``confirm``.
+            trial_number: The trial that it measures again; None if there is none.
+        """
+        self.store.record_launch(self.study_uuid, report, trial_number=trial_number, purpose=purpose, attempt=0)
+        self.store.record_steps(self.study_uuid, report.launch_id, record.events)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within the block, a first signal to end (``ENDING``) waits for its end; a second request does not.
+
+    Only the main thread gets signals; elsewhere this does nothing.
+
+    Raises:
+        KeyboardInterrupt: At the end, if one came whose handler raises it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        handler = handlers[signal.Signals(number)]
+        if came and callable(handler) and not is_told_again(came[0], number):
+            handler(number, frame)
+        came.append(number)
+
+    try:
+        with handling([number for number, handler in handlers.items() if callable(handler)], note):
+            yield
+    finally:
+        for one in came[:1]:
+            handler = handlers[signal.Signals(one)]
+            if callable(handler):
+                handler(one, None)

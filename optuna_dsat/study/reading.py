@@ -14,7 +14,7 @@ __all__ = ["check_profile_names", "reading"]
 
 _REASON_CHARS = 200
 _LEARNED_VARIABLES = "ACCELERATE_"
-"""Beginning of the variables that a profile launch learns (``runtime/accelerate_config.py``)."""
+"""Beginning of the variables that a profile launch learns (``runtime/adapt/accelerate.py``)."""
 
 
 @contextmanager

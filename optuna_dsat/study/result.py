@@ -10,29 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import StorageUrlError
-from optuna_dsat.escape.shell import program
-from optuna_dsat.runtime.atomic_write import write_text_atomic
-from optuna_dsat.script.arg_mapping import map_arguments, with_option
+from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.script.config_copy import config_copy
-from optuna_dsat.script.config_location import find_config_key
-from optuna_dsat.script.own_ranks import says_where_to_meet
 from optuna_dsat.script.section_copy import section_copy
-from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
-from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
-from optuna_dsat.secrecy.references import names_in, resolved, shell_join
+from optuna_dsat.script.settings_file import SettingsCopy, settings_copy
+from optuna_dsat.script.trial_class import RUNNER
+from optuna_dsat.secrecy.references import names_in, resolved
 from optuna_dsat.secrecy.shapes import find_secrets
-from optuna_dsat.study.cluster_command import cluster_training_command, device_settings, environment_words
 from optuna_dsat.study.config_changes import Change
-from optuna_dsat.study.finalists import Finalist
-from optuna_dsat.study.spec import ScriptSpec, StudySpec
-from optuna_dsat.study.verdict import Verdict
+from optuna_dsat.study.confirm.standing import Finalist
+from optuna_dsat.study.confirm.verdict import Verdict
+from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import count_in_words, steps_in_words, things_in_words
 
 if TYPE_CHECKING:
     import optuna
     from optuna.trial import FrozenTrial
-
-    from optuna_dsat.study.profiled import Profiled
 
 
 __all__ = [
@@ -40,12 +33,10 @@ __all__ = [
     "BEST_METRICS",
     "StudyResult",
     "best_settings",
-    "command_to_train",
     "fields_of",
     "learning_rate_advice",
     "measurement_in_words",
     "metrics_file",
-    "training_command",
     "write_best",
     "write_settings",
 ]
@@ -109,7 +100,7 @@ class StudyResult:
     learning_rate_advice: str | None
     """What the changed global batch means for learning rate and steps; None if it did not change."""
     loss_check: Mapping[str, Any] | None
-    """A ``optuna_dsat.study.loss_check.LossCheck`` as a dictionary; None if it was not requested."""
+    """A ``optuna_dsat.study.confirm.loss_check.LossCheck`` as a dictionary; None if it was not requested."""
     headroom: float | None = None
     """Share of the metric by which the best of the space exceeds the best measured, with 90% probability at most; None
     if the method has no posterior, or the search was interrupted."""
@@ -168,7 +159,7 @@ class StudyResult:
             StorageUrlError: As ``optuna_study``.
             StorageError: As ``optuna_study``.
         """
-        from optuna_dsat.study.rows import trial_row
+        from optuna_dsat.study.confirm.rows import trial_row
 
         return [trial_row(trial, self.verdict) for trial in self.optuna_study(storage).get_trials(deepcopy=False)]
 
@@ -351,146 +342,3 @@ def metrics_file(
         "finalists": [asdict(one) for one in finalists.values()],
         "loss_check": loss_check,
     }
-
-
-def command_to_train(
-    spec: StudySpec,
-    config: Mapping[str, Any],
-    *,
-    profiled: Profiled | None,
-    host_threads: int | None,
-    storage: str,
-) -> str:
-    """Return the shell command that trains with a config of a study, without any change of the script.
-
-    It is the script's own command where that applies all of the exported config, else ``optuna-dsat train``.
-
-    Args:
-        spec: The study, following the script.
-        config: The complete config.
-        profiled: Result of the profile launch; None before it.
-        host_threads: As of ``training_command``.
-        storage: URL of the study's database, without a password.
-    """
-    own, names_config = training_command(
-        spec,
-        config,
-        spec.study_dir / BEST_CONFIG,
-        deepspeed_launcher=profiled is not None and profiled.deepspeed_launcher,
-        starts_ranks=profiled is not None and profiled.starts_ranks,
-        host_threads=host_threads,
-        config_option="" if profiled is None else profiled.config_option,
-        config_in_code=profiled is not None and profiled.config_in_code,
-    )
-    copy = best_settings(spec, config, spec.study_dir)
-    written = copy is not None and copy.sets_batch
-    if names_config and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
-        return own
-    return shell_join([program("optuna-dsat"), "train", spec.name, "--storage", storage])
-
-
-def training_command(
-    spec: StudySpec,
-    config: Mapping[str, Any],
-    config_path: Path,
-    *,
-    deepspeed_launcher: bool = False,
-    starts_ranks: bool = False,
-    host_threads: int | None = None,
-    config_option: str = "",
-    config_in_code: bool = False,
-) -> tuple[str, bool]:
-    """Return the script's own command with ``config``, written to ``config_path``, and whether it names that file.
-
-    An argument that names the user's config is replaced, and one that names a settings file of which ``best_settings``
-    has a copy. Where such a file names the config and the script lets arguments override the file, one is added.
-
-    Args:
-        spec: The study.
-        config: The complete config.
-        config_path: Where it is written.
-        deepspeed_launcher: Whether to start the script with ``deepspeed``, which gives every rank ``--local_rank``,
-            rather than with torchrun.
-        starts_ranks: Whether the script starts its ranks by itself, and so trains without a launcher.
-        host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets one.
-        config_option: The script's option for its DeepSpeed config, for arguments that name no file.
-        config_in_code: Whether the script reads its config by a name of its own: an argument that names it changes
-            nothing.
-    """
-    script = spec.script
-    pointed, replaced = _point_to(script, config_path)
-    replaced = replaced and not config_in_code
-    if config_option and not replaced and not config_in_code:
-        pointed, replaced = with_option(pointed, config_option, str(config_path)), True
-    environment = _environment(script, config_path)
-    if (copy := best_settings(spec, config, config_path.parent)) is not None:
-        pointed, replaced = copy.pointed(pointed, cwd=script.cwd), replaced or copy.names_config
-    if not replaced and (key := _overridden_key(script)) is not None:
-        pointed, replaced = with_option(pointed, f"{key}=", str(config_path)), True
-    args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
-    if script.script == RUNNER:
-        completed = complete_training(args, config_path.parent / CHECKPOINTS)
-        words = train_command(completed, config=str(config_path), device=spec.device, slots=spec.slots_per_trial)
-        variables = [f"{name}={value}" for name, value in environment.items()]
-        return shell_join([*environment_words(spec, variables), program(words[0]), *words[1:]]), replaced
-    ranks = str(spec.slots_per_trial)
-    if starts_ranks:
-        launcher = [program("python"), *(["-m"] if script.is_module else [])]
-    elif deepspeed_launcher or says_where_to_meet(script.script, is_module=script.is_module, cwd=Path(script.cwd)):
-        without = [] if deepspeed_launcher else ["--no_local_rank"]
-        launcher = [program("deepspeed"), "--num_gpus", ranks, *without, *(["--module"] if script.is_module else [])]
-    else:
-        launcher = [program("torchrun"), "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
-    settings = device_settings(spec)
-    if host_threads:
-        settings.append(f"OMP_NUM_THREADS={host_threads}")
-    settings += [f"{name}={value}" for name, value in environment.items()]
-    if spec.on != "here":
-        target = [*(["-m"] if script.is_module else []), script.script, *args]
-        shown = cluster_training_command(spec, settings=settings, words=target)
-        return shown, replaced or _ACCELERATE_CONFIG in environment
-    return shell_join(
-        [*environment_words(spec, settings), *launcher, script.script, *args]
-    ), replaced or _ACCELERATE_CONFIG in environment
-
-
-_ACCELERATE = "ACCELERATE_USE_DEEPSPEED"
-_ACCELERATE_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-_ACCELERATE_FIELDS = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "ACCELERATE_CONFIG_DS_FIELDS")
-"""Variables that accelerate's plugin makes its config of; with a config file it refuses those that say the same."""
-_OF_NO_CONFIG = ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "ACCELERATE_DEEPSPEED_ZERO3_INIT")
-"""Variables of the plugin that have no key in a config file, so that it reads them beside one, too."""
-
-
-def _environment(script: ScriptSpec, config_path: Path) -> dict[str, str]:
-    """Return the script's variables for training with a config; accelerate's plugin reads the file."""
-    if _ACCELERATE not in script.environment:
-        return dict(script.environment)
-    kept = {
-        name: value
-        for name, value in script.environment.items()
-        if name in _OF_NO_CONFIG or not name.startswith(_ACCELERATE_FIELDS)
-    }
-    return {**kept, _ACCELERATE_CONFIG: str(config_path)}
-
-
-def _overridden_key(script: ScriptSpec) -> str | None:
-    """Return the key of a settings file that names the user's config, if the script lets ``KEY=VALUE`` override it.
-
-    That it does is known from its batch sizes, which follow such arguments.
-    """
-    if not script.config_path or not any(option.endswith("=") for option in script.arg_mappings.values()):
-        return None
-    return find_config_key(script.args, cwd=Path(script.cwd), config=Path(script.config_path))
-
-
-def _point_to(script: ScriptSpec, config_path: Path) -> tuple[list[str], bool]:
-    replaced = False
-    args = []
-    for arg in script.args:
-        flag, equals, _ = arg.rpartition("=")
-        if script.config_path and names_file(arg, script.config_path, cwd=script.cwd):
-            arg = f"{flag}{equals}{config_path}"
-            replaced = True
-        args.append(arg)
-    return args, replaced

@@ -9,26 +9,24 @@ import optuna
 
 from optuna_dsat.config.space_builder import SearchSpace
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
+from optuna_dsat.launch.follow import SlotWait
 from optuna_dsat.launch.protocol import Launcher
-from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.store import Store
 from optuna_dsat.study.conclusion import Conclusion
-from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.end_reason import BUDGETS, EndReason, headroom_in_words
-from optuna_dsat.study.fingerprint import fingerprint
 from optuna_dsat.study.folder import held_folder
-from optuna_dsat.study.methods import Method, make_method
-from optuna_dsat.study.profile_turn import ProfileTurn
-from optuna_dsat.study.profiled import Profiled
-from optuna_dsat.study.progress import Message, Observer, Phase
-from optuna_dsat.study.request import StudyRequest
+from optuna_dsat.study.profile.fingerprint import fingerprint
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.profile.script import enqueue_user_config
+from optuna_dsat.study.profile.turn import ProfileTurn
+from optuna_dsat.study.progress import Message, Observer, Phase, StudyContext
 from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.search.methods import Method, make_method
+from optuna_dsat.study.search.tuner import Tuner
+from optuna_dsat.study.search.warm_start import check_warm_start, prior_knowledge_of
 from optuna_dsat.study.space import space_of
-from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.study.stored import is_spent, open_study
-from optuna_dsat.study.tuner import Tuner
-from optuna_dsat.study.user_config import enqueue_user_config
-from optuna_dsat.study.warm_start import check_warm_start, prior_knowledge_of
 from optuna_dsat.trials import attributes
 
 __all__ = ["Session"]

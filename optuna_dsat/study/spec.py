@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.metrics import METRICS, direction_of
 from optuna_dsat.script.arg_mapping import MAPPABLE
 from optuna_dsat.words import rule_in_words
@@ -19,6 +21,7 @@ __all__ = [
     "METHODS",
     "MethodOptions",
     "ScriptSpec",
+    "StudyRequest",
     "StudySpec",
     "default_stages",
     "make_spec",
@@ -77,7 +80,7 @@ class ScriptSpec(_Frozen):
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of the environment that the script is given beside those of the tuner's own."""
     batch_source: dict[str, Any] = Field(default_factory=dict)
-    """What the batch size follows by, apart from options: see ``optuna_dsat.runtime.batch_sources``."""
+    """What the batch size follows by, apart from options: see ``optuna_dsat.runtime.adapt.batch_sources``."""
 
     @field_validator("arg_mappings")
     @classmethod
@@ -323,3 +326,26 @@ def make_spec(**values: Any) -> StudySpec:
         if first["type"] == "value_error":
             raise UsageError(f"{first['msg'].removeprefix('Value error, ')}.") from None
         raise UsageError(f"{where} is {first['input']!r}; {rule_in_words(first['msg'])}.") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRequest:
+    """One run of a study: what to tune, where, and how far to take it."""
+
+    spec: StudySpec
+    devices: Devices
+    storage: str
+    """URL of the study's database, its password included; an SQLite file that does not exist is created."""
+    reuse_profile: bool = True
+    """Whether a stored profile of the same script, config and hardware replaces the profile launch."""
+    check_loss: bool = False
+    """Whether to compare the first losses under the winner with those under the user's config."""
+    conclude: bool = True
+    """Whether to confirm and export the winner; a worker that joins leaves that to the study's owner."""
+    relocated: bool = False
+    """Whether ``spec`` is the stored one with this machine's paths: it is neither compared nor stored."""
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """Name of each device, for the profile's fingerprint."""
+        return tuple(device.name for device in self.devices.devices)

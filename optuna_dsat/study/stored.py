@@ -15,18 +15,16 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store, StoredLaunch, StudyRecord
-from optuna_dsat.study.finalists import Finalist, finalists_of, standing_of
-from optuna_dsat.study.paired import Ratio
-from optuna_dsat.study.profiled import Profiled
+from optuna_dsat.study.config_changes import complete_config, ready_config
+from optuna_dsat.study.confirm.rounds import Ratio, Rounds
+from optuna_dsat.study.confirm.rows import trial_row
+from optuna_dsat.study.confirm.standing import Finalist, Standing, finalists_of, speed_up_over, standing_of
+from optuna_dsat.study.confirm.verdict import Verdict, verdict_of
+from optuna_dsat.study.confirm.words import how_known, value_in_words
+from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.reading import reading
-from optuna_dsat.study.rounds import Rounds
-from optuna_dsat.study.rows import trial_row
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.standing import Standing, speed_up_over
-from optuna_dsat.study.trainable import complete_config, ready_config
-from optuna_dsat.study.verdict import Verdict, verdict_of
-from optuna_dsat.study.verdict_words import how_known, value_in_words
 from optuna_dsat.trials import attributes
 
 if TYPE_CHECKING:
@@ -127,7 +125,7 @@ class StoredStudy:
         """
         if self.profiled is None:
             return None
-        from optuna_dsat.study.methods import make_planner
+        from optuna_dsat.study.search.methods import make_planner
 
         return make_planner(self.spec, self.profiled, self.space, prior_knowledge=self.prior_knowledge)
 

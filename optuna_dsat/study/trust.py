@@ -10,24 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.config import ds_config
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import one_line
-from optuna_dsat.launch.own_folder import own_folder
-from optuna_dsat.runtime.atomic_write import write_text_atomic
-from optuna_dsat.runtime.regular_file import read_regular
-from optuna_dsat.script.module_file import module_file
+from optuna_dsat.launch.machine.host import own_folder
+from optuna_dsat.runtime.files import read_regular, write_text_atomic
+from optuna_dsat.script.command.module_file import module_file
 from optuna_dsat.secrecy.command import without_secrets
+from optuna_dsat.secrecy.references import names_in, value_of
 from optuna_dsat.secrecy.shapes import hidden
-from optuna_dsat.study.profiled import Profiled
+from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 from optuna_dsat.words import things_in_words
 
-__all__ = ["ran_here", "remember", "script_file", "what_runs"]
+__all__ = ["missing_secrets", "ran_here", "remember", "require_secrets", "script_file", "what_runs"]
 
 _FOLDER = "studies"
 _SHOWN_CHARS = 1000
@@ -122,3 +124,43 @@ def _note_of(spec: StudySpec) -> Path:
     home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     home.mkdir(parents=True, exist_ok=True)
     return own_folder(_FOLDER, parent=home) / f"{digest}.json"
+
+
+def missing_secrets(spec: StudySpec) -> dict[str, str]:
+    """Return what the study's launches need and this process does not know: variable -> what it is the value of."""
+    found: dict[str, str] = {}
+    for what, text in _places(spec):
+        for name in names_in(text):
+            if value_of(name) is None:
+                found.setdefault(name, what)
+    return found
+
+
+def _places(spec: StudySpec) -> Iterator[tuple[str, str]]:
+    """Yield every text of a study that may hold references, with what it is."""
+    script, before = spec.script, ""
+    for arg in script.args:
+        option = re.match(r"[-+~]{0,2}[A-Za-z][\w./@-]*(?==)", arg)
+        yield (option[0] if option else before if before.startswith("-") else "an argument"), arg
+        before = arg
+    for name, value in script.environment.items():
+        yield f"the variable {name}", value
+    for key, value in ds_config.flatten(spec.ds_config).items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, str):
+                yield f"{key} of the DeepSpeed config", one
+
+
+def require_secrets(spec: StudySpec) -> None:
+    """Refuse a study whose secrets are not known here.
+
+    Raises:
+        UsageError: Names the option, and the variable to give its value in.
+    """
+    missing = missing_secrets(spec)
+    if missing:
+        named = "; ".join(f"{what} by {name}" for name, what in missing.items())
+        raise UsageError(
+            f"The study {spec.name!r} needs secrets, which are not stored: give the value of {named} in the "
+            "environment, or resume on a terminal, which asks for them."
+        )

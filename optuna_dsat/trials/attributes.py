@@ -101,7 +101,7 @@ FINALISTS = "finalists"
 """Study attribute of older versions: the configurations that were measured again, once each."""
 CONFIRMATION = "confirmation"
 """Study attribute: the rounds in which finalists and the user's config were measured again, as
-``optuna_dsat.study.rounds.Rounds`` writes them."""
+``optuna_dsat.study.confirm.rounds.Rounds`` writes them."""
 FINGERPRINT = "profile_fingerprint"
 """Study attribute: key of the study's profile in the store."""
 END_REASON = "end_reason"

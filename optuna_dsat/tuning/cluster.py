@@ -6,15 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from optuna_dsat.cluster.engine import Engine
-from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
-from optuna_dsat.cluster.node import digest_of
-from optuna_dsat.cluster.places import Layout
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.devices import Device, Devices
+from optuna_dsat.launch.agent.agent import digest_of
+from optuna_dsat.launch.machine.devices import Device, Devices
+from optuna_dsat.launch.places.engine import Engine
+from optuna_dsat.launch.places.launcher import ClusterLauncher, Limits
+from optuna_dsat.launch.places.place import Layout
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.tuning.options import TuneOptions
-from optuna_dsat.tuning.parse import one_count
+from optuna_dsat.tuning.options.parse import one_count
+from optuna_dsat.tuning.options.tune_options import TuneOptions
 
 __all__ = ["check_cluster", "cluster_devices", "cluster_launcher", "devices_of", "engine_of"]
 
@@ -120,9 +120,9 @@ def engine_of(
         on_notice: Called with lines for the user.
     """
     if on == "slurm":
-        from optuna_dsat.cluster.slurm import SlurmEngine
+        from optuna_dsat.launch.places.slurm import SlurmEngine
 
         return SlurmEngine(slurm_arg)
-    from optuna_dsat.cluster.ray_engine import RayEngine
+    from optuna_dsat.launch.places.ray_engine import RayEngine
 
     return RayEngine(ray_address, names=ray_node, on_notice=on_notice)

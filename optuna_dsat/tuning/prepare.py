@@ -9,11 +9,11 @@ from typing import Any
 
 from optuna_dsat.config.misspelt import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
-from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.tuning.autotuning import Sweep, sweep_of, with_autotuning
+from optuna_dsat.study.spec import StudyRequest
 from optuna_dsat.tuning.devices import search_devices
-from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import DEFAULT_METHOD
+from optuna_dsat.tuning.options.autotuning import Sweep, sweep_of, with_autotuning
+from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.tune_options import DEFAULT_METHOD
 from optuna_dsat.tuning.spec_builder import build_spec
 
 __all__ = ["Prepared", "check_storage", "prepare", "prepare_each"]

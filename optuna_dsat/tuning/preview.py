@@ -11,10 +11,10 @@ import optuna
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.study.profile import profile_attempts
+from optuna_dsat.study.profile.profile import profile_attempts
+from optuna_dsat.study.profile.script import user_config
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.user_config import user_config
 from optuna_dsat.tuning.run import quiet_optuna
 from optuna_dsat.words import config_in_words
 

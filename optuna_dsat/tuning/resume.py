@@ -9,15 +9,14 @@ from typing import Any
 from optuna_dsat.config import user_file
 from optuna_dsat.config.documents import is_pipe
 from optuna_dsat.errors import ConfigError, UsageError
-from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
-from optuna_dsat.script.module_file import module_file
+from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
+from optuna_dsat.script.command.module_file import module_file
 from optuna_dsat.script.trial_class import RUNNER
 from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store
 from optuna_dsat.study.config_changes import config_changes
-from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
+from optuna_dsat.study.spec import ScriptSpec, StudyRequest, StudySpec, make_spec
 from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
 from optuna_dsat.study.trust import ran_here, remember, script_file, what_runs
 from optuna_dsat.words import things_in_words

@@ -10,31 +10,122 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 import optuna
 
+from optuna_dsat.config.ds_config import write_json_atomic
 from optuna_dsat.errors import StorageError, StudyDeletedError, UsageError
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.launch.interpreter import why_python_does_not_start
-from optuna_dsat.launch.leftovers import LeftoverWatch
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.interpreter import why_python_does_not_start
+from optuna_dsat.launch.machine.journal import LeftoverWatch
 from optuna_dsat.launch.protocol import Launcher
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.store import Store, display_url, parse_url
-from optuna_dsat.study.live_notes import LiveNotes
-from optuna_dsat.study.needed_secrets import require_secrets
-from optuna_dsat.study.progress import Message, Observer, Phase
-from optuna_dsat.study.request import StudyRequest
+from optuna_dsat.study.folder import set_others_aside
+from optuna_dsat.study.live_state import LiveNotes
+from optuna_dsat.study.progress import (
+    FinalistMeasured,
+    LaunchEnded,
+    Message,
+    Observer,
+    Phase,
+    ProfileFinished,
+    ProgressEvent,
+    TrialFinished,
+)
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
-from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.study.stored import read_stored
-from optuna_dsat.study.trust import remember
-from optuna_dsat.tuning.kept import KeptResults
+from optuna_dsat.study.trust import remember, require_secrets
 from optuna_dsat.tuning.train import train_trial
 
-__all__ = ["StudyRun", "fill_dashboard", "quiet_optuna", "run_study", "train_with_best"]
+__all__ = ["KEPT", "KeptResults", "StudyRun", "fill_dashboard", "quiet_optuna", "run_study", "train_with_best"]
+
+KEPT = "kept_results.json"
+"""File in the study's folder with what a run had measured when its database failed."""
+
+
+class KeptResults:
+    """Passes progress events on and keeps what they say was measured.
+
+    Args:
+        observer: Called with each event.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._measured: list[dict[str, Any]] = []
+        self._ended: dict[str, LaunchEnded] = {}
+        """Launches that are over and not known to be stored, by id."""
+
+    def __call__(self, event: ProgressEvent) -> None:
+        """Keep the result of a launch, then pass the event on."""
+        if isinstance(event, LaunchEnded):
+            self._ended[event.launch_id] = event
+        elif isinstance(event, ProfileFinished):
+            self._forget("profile", None)
+        elif isinstance(event, TrialFinished):
+            self._forget("trial", event.number)
+            self._measured.append(
+                {
+                    "trial": event.number,
+                    "configuration": event.words,
+                    "outcome": event.outcome.value,
+                    "value": event.value,
+                    "message": event.message,
+                }
+            )
+        elif isinstance(event, FinalistMeasured):
+            self._forget("confirm", event.number)
+            self._measured.append(
+                {
+                    "trial": event.number,
+                    "round": event.round,
+                    "configuration": event.words,
+                    "value": event.value,
+                    "message": event.message,
+                }
+            )
+        self._observer(event)
+
+    def _forget(self, purpose: str, number: int | None) -> None:
+        """Take out launches that are stored by now."""
+        self._ended = {
+            launch_id: event
+            for launch_id, event in self._ended.items()
+            if (event.purpose, event.number) != (purpose, number)
+        }
+
+    def write(self, folder: Path) -> Path | None:
+        """Write what was measured to ``KEPT`` in a folder; return the file, None if there is nothing or it fails."""
+        measured = [*self._measured, *map(_not_stored, self._ended.values())]
+        if not measured:
+            return None
+        path = folder / KEPT
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            set_others_aside([path], {})
+            write_json_atomic(path, {"measured": measured})
+        except OSError:
+            return None
+        return path
+
+
+def _not_stored(event: LaunchEnded) -> dict[str, Any]:
+    """Return what is kept of a launch that ended when the database did not take it any more."""
+    return {
+        "trial": event.number,
+        "launch": event.launch_id,
+        "configuration": event.words,
+        "outcome": event.outcome.value,
+        "value": event.value,
+        "message": event.message,
+        "stored": False,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +250,7 @@ def train_with_best(run: StudyRun, result: StudyResult, *, stdout: TextIO | None
 
 def fill_dashboard(store: Store, name: str, observer: Observer) -> None:
     """Leave notes and plots for optuna-dashboard if it is installed; logs are copied when it is started."""
-    from optuna_dsat.report.publish import is_installed, publish
+    from optuna_dsat.report.dashboard.publish import is_installed, publish
 
     if not is_installed():
         return

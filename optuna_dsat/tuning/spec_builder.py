@@ -11,17 +11,17 @@ from typing import Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.documents import is_pipe
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.devices import Devices
-from optuna_dsat.launch.host_memory import available_memory_bytes
+from optuna_dsat.launch.machine.devices import Devices
+from optuna_dsat.launch.machine.host import available_memory_bytes
 from optuna_dsat.script.arg_mapping import parse_mappings
-from optuna_dsat.script.module_file import is_importable
+from optuna_dsat.script.command.module_file import is_importable
 from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.references import References, keep
 from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
-from optuna_dsat.tuning.defaults import spec_field
-from optuna_dsat.tuning.given_config import config_path, user_config
-from optuna_dsat.tuning.options import TuneOptions
-from optuna_dsat.tuning.parse import one_count
+from optuna_dsat.tuning.options.defaults import spec_field
+from optuna_dsat.tuning.options.given import config_path, user_config
+from optuna_dsat.tuning.options.parse import one_count
+from optuna_dsat.tuning.options.tune_options import TuneOptions
 from optuna_dsat.tuning.target import find_target, writable
 
 __all__ = ["build_spec"]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.script.command.module_file import module_file, python_tree
 from optuna_dsat.script.experiment import training_options
-from optuna_dsat.script.module_file import module_file, python_tree
 from optuna_dsat.script.trial_class import (
     RUNNER,
     Hparams,
@@ -20,8 +20,8 @@ from optuna_dsat.script.trial_class import (
     overwrites_of,
     runner_arguments,
 )
-from optuna_dsat.tuning.given_config import config_path
-from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.tuning.options.given import config_path
+from optuna_dsat.tuning.options.tune_options import TuneOptions
 
 __all__ = ["Target", "find_target", "trial_target", "writable"]
 

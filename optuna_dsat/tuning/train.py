@@ -10,21 +10,20 @@ from typing import TextIO
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.cluster.srun import agent_environment
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.command import rank_variables, rank_words
-from optuna_dsat.launch.devices import Devices
+from optuna_dsat.launch.agent.command import rank_variables, rank_words, write_run_directory
 from optuna_dsat.launch.full_run import run_full
+from optuna_dsat.launch.machine.devices import Devices
+from optuna_dsat.launch.places.slurm import agent_environment
 from optuna_dsat.launch.protocol import LaunchRequest
-from optuna_dsat.launch.run_files import write_run_directory
 from optuna_dsat.secrecy.references import values_for
 from optuna_dsat.store import Store
-from optuna_dsat.study.cluster_command import cluster_training_command, device_settings
-from optuna_dsat.study.configuration import configuration_of
-from optuna_dsat.study.launch_requests import full_request
-from optuna_dsat.study.needed_secrets import require_secrets
+from optuna_dsat.study.command import cluster_training_command, device_settings
+from optuna_dsat.study.confirm.rows import configuration_of
+from optuna_dsat.study.requests import full_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import StoredStudy, read_stored
+from optuna_dsat.study.trust import require_secrets
 from optuna_dsat.trials import attributes
 from optuna_dsat.tuning.resume import devices_for, spec_here
 

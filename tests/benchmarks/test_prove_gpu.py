@@ -35,7 +35,7 @@ from benchmarks.prove_gpu.proof import (
 from benchmarks.prove_gpu.runner import MOST_BEGINNINGS, Check, run_part
 from benchmarks.prove_gpu.sizing import size_for
 from benchmarks.prove_gpu.turns import losses_apart
-from optuna_dsat.launch.devices import Device, Devices
+from optuna_dsat.launch.machine.devices import Device, Devices
 
 MACHINE = Machine(
     gpus=("NVIDIA H200",),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.cli.experiment_form import is_experiment, unfold_experiment
+from optuna_dsat.cli.parsing.experiment_form import is_experiment, unfold_experiment
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch import devices
+from optuna_dsat.launch.machine import devices
 
 KNOWN = frozenset({"--max-trials", "--random-seed"})
 TEXT = """

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup, TyperOption
 
 from optuna_dsat.cli import app, main
-from optuna_dsat.cli.catalogue import COMMANDS, SEARCHES
+from optuna_dsat.cli.parsing.catalogue import COMMANDS, SEARCHES
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 
 __all__ = ["bench", "run_here"]
@@ -132,17 +132,17 @@ TO_MEASURE = {
     "optuna_dsat.launch.follow",
     "optuna_dsat.launch.measurement",
     "optuna_dsat.script.trial_class",
-    "optuna_dsat.study.profile",
+    "optuna_dsat.study.profile.profile",
     "optuna_dsat.study.result",
 }
 """What only those need who launch, or hand over a result."""
 OUR_OWN = {
-    "optuna_dsat.launch.torchrun",
+    "optuna_dsat.launch.launcher",
     "optuna_dsat.runtime.hook",
     "optuna_dsat.guided.planner",
-    "optuna_dsat.study.tuner",
+    "optuna_dsat.study.search.tuner",
 }
-NEEDLESS_TO_READ = {*TO_LAUNCH, *TO_UPGRADE, *TO_MEASURE, *OUR_OWN, "optuna_dsat.tuning.options"}
+NEEDLESS_TO_READ = {*TO_LAUNCH, *TO_UPGRADE, *TO_MEASURE, *OUR_OWN, "optuna_dsat.tuning.options.tune_options"}
 """What a command that reads a study does without."""
 
 
@@ -168,7 +168,7 @@ def test_help_imports_nothing_that_a_search_needs(tmp_path: Path, arguments: str
 @pytest.mark.parametrize("arguments", ["--version", "doctor --help", "report --help"])
 def test_what_searches_nothing_imports_no_spec_of_a_search(tmp_path: Path, arguments: str) -> None:
     found = imported(tmp_path, *arguments.split())
-    assert not {"optuna_dsat.study.spec", "optuna_dsat.tuning.options"} & found
+    assert not {"optuna_dsat.study.spec", "optuna_dsat.tuning.options.tune_options"} & found
 
 
 def test_a_command_imports_no_other(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 import typer
 
 from optuna_dsat.cli import app, main
-from optuna_dsat.cli.launch_prefix import unfold_command
+from optuna_dsat.cli.parsing.launch_prefix import unfold_command
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.devices import Device, Devices
+from optuna_dsat.launch.machine.devices import Device, Devices
 
 
 def unfolded(folder: Path, *words: str) -> list[str]:
@@ -184,7 +184,8 @@ def test_two_dashes_behind_the_script_give_it_what_follows(tmp_path: Path) -> No
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(Device(index=n, visible_id=str(n), name="A100", memory_bytes=2**36) for n in range(8))
     monkeypatch.setattr(
-        "optuna_dsat.launch.devices.detect_devices", lambda: Devices(kind="cuda", devices=gpus, host_memory_bytes=2**38)
+        "optuna_dsat.launch.machine.devices.detect_devices",
+        lambda: Devices(kind="cuda", devices=gpus, host_memory_bytes=2**38),
     )
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.cli import search
-from optuna_dsat.cli.options_file import find_options
-from optuna_dsat.cli.rewriting import lift_option
+from optuna_dsat.cli.parsing.options_file import find_options
+from optuna_dsat.cli.parsing.rewriting import lift_option
 from optuna_dsat.tuning import prepare as tuning_prepare
-from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import AshaOptions, AutotuningOptions, TuneOptions
+from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.tune_options import AshaOptions, AutotuningOptions, TuneOptions
 from optuna_dsat.tuning.prepare import prepare
 from tests.cli.test_shell import leave
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench

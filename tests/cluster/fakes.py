@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_dsat.cluster.engine import News, Order, PlaceState
-from optuna_dsat.cluster.node import versions
+from optuna_dsat.launch.agent.agent import versions
+from optuna_dsat.launch.places.engine import News, Order, PlaceState
 from optuna_dsat.runtime.events import EngineReady, RankFinished, RankStarted, StepMeasured, encode_event
 
 

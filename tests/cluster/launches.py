@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.cluster.engine import Engine
-from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
-from optuna_dsat.cluster.places import Layout
+from optuna_dsat.launch.places.engine import Engine
+from optuna_dsat.launch.places.launcher import ClusterLauncher, Limits
+from optuna_dsat.launch.places.place import Layout
 from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, Observed
 from optuna_dsat.runtime.events import RankStarted
 from tests.harness.launches import STUB, request

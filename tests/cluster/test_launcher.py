@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.cluster.engine import ClusterError
-from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
-from optuna_dsat.cluster.places import Layout
-from optuna_dsat.launch.nvml import DeviceError
+from optuna_dsat.launch.machine.nvml import DeviceError
+from optuna_dsat.launch.places.engine import ClusterError
+from optuna_dsat.launch.places.launcher import ClusterLauncher, Limits
+from optuna_dsat.launch.places.place import Layout
 from optuna_dsat.launch.protocol import Finished, LaunchReport, SlotsBusyError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.secrecy.references import PREFIX
@@ -118,7 +118,7 @@ def test_launches_beyond_the_places_wait_and_take_whichever_is_free_first(tmp_pa
 
 
 def test_a_queue_is_told_with_its_reason_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optuna_dsat.cluster.launcher._QUIET_S", 0.0)
+    monkeypatch.setattr("optuna_dsat.launch.places.launcher._QUIET_S", 0.0)
     launcher, told = launcher_on(FakeEngine(room=0), tmp_path, queue_s=0.3)
     start(launcher, tmp_path, 0)
     with pytest.raises(DeviceError, match=r"No nodes were granted in 0.3 s .* job 1 is queued \(Resources\)"):

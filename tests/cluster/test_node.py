@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.cluster.engine import HEARD_S
-from optuna_dsat.cluster.head_files import write_tracker
-from optuna_dsat.cluster.network import Doorbell, addresses, free_port, interface_of, reached
-from optuna_dsat.cluster.node import NodeAgent, digest_of, versions
-from optuna_dsat.cluster.node_files import TOKEN, GrowingFile, LaunchFiles, TrackerFiles
-from optuna_dsat.cluster.wire import Joiner, request_to_json
-from optuna_dsat.launch.forking import IMPORTING, Forking
+from optuna_dsat.launch.agent.agent import NodeAgent, digest_of, versions
+from optuna_dsat.launch.agent.files import TOKEN, GrowingFile, LaunchFiles, TrackerFiles, write_tracker
+from optuna_dsat.launch.agent.wire import HEARD_S, Joiner, request_to_json
+from optuna_dsat.launch.machine.network import Doorbell, addresses, free_port, interface_of, reached
 from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.warm.forking import IMPORTING, Forking
 from tests.harness.commands import ROOT
 from tests.harness.launches import STUB, request
 from tests.harness.workers import wait_until
@@ -147,8 +145,8 @@ def test_a_file_is_passed_on_as_it_grows(tmp_path: Path) -> None:
 def test_what_trackers_wrote_is_sent_in_pieces_but_for_what_is_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optuna_dsat.cluster.node_files._MOST_AT_ONCE", 4)
-    monkeypatch.setattr("optuna_dsat.cluster.node_files._MOST_OF_TRACKERS", 100)
+    monkeypatch.setattr("optuna_dsat.launch.agent.files._MOST_AT_ONCE", 4)
+    monkeypatch.setattr("optuna_dsat.launch.agent.files._MOST_OF_TRACKERS", 100)
     there, told = RunDirectory.create(tmp_path / "there", "trial-0000"), list[str]()
     here = RunDirectory.create(tmp_path / "here", "trial-0000")
     for name, size in {"wandb/run-1/log": 10, "mlflow/empty": 0, "huge": 101}.items():
@@ -185,7 +183,7 @@ class Talk:
     def __init__(self, folder: Path) -> None:
         environ = {**os.environ, "SLURM_PROCID": "0", "SLURMD_NODENAME": "n1", "TMPDIR": str(folder)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "optuna_dsat.cluster.agent"],
+            [sys.executable, "-m", "optuna_dsat.launch.places.node_agent"],
             cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
         assert self.process.stdout is not None
@@ -240,7 +238,7 @@ def test_signals_that_come_while_it_ends_change_nothing(tmp_path: Path) -> None:
 
 
 _BURST = """import signal, sys
-from optuna_dsat.cluster.agent import _told_to_end
+from optuna_dsat.launch.places.node_agent import _told_to_end
 from optuna_dsat.signals import ENDING
 told = _told_to_end()
 sys.setrecursionlimit(40)

@@ -17,16 +17,16 @@ from typing import Any
 import psutil
 import pytest
 
-from optuna_dsat.cluster import ray_control, ray_engine, ray_nodes
-from optuna_dsat.cluster.engine import ClusterError, PlaceState
-from optuna_dsat.cluster.ray_control import ControlWatch
-from optuna_dsat.cluster.ray_engine import RayEngine
-from optuna_dsat.cluster.ray_node import node_environment
-from optuna_dsat.cluster.ray_nodes import fitting_nodes, named_nodes
-from optuna_dsat.cluster.ray_place import cause_of
-from optuna_dsat.cluster.ray_train import torchrun_words
 from optuna_dsat.launch.isolation import why_no_overlay
-from optuna_dsat.launch.nvml import DeviceError
+from optuna_dsat.launch.machine.nvml import DeviceError
+from optuna_dsat.launch.places import ray_control, ray_engine, ray_nodes
+from optuna_dsat.launch.places.engine import ClusterError, PlaceState
+from optuna_dsat.launch.places.ray_control import ControlWatch
+from optuna_dsat.launch.places.ray_engine import RayEngine
+from optuna_dsat.launch.places.ray_node import node_environment
+from optuna_dsat.launch.places.ray_nodes import fitting_nodes, named_nodes
+from optuna_dsat.launch.places.ray_place import cause_of
+from optuna_dsat.launch.places.ray_train import torchrun_words
 from tests.harness.commands import DS_CONFIG, SCRIPT, Command
 from tests.harness.ray_cluster import LOOPBACK, ROOT, RayCluster, running_ray, why_no_ray
 from tests.harness.users_world import shared, state, world
@@ -274,7 +274,7 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     assert json.loads(best.read_text())["train_micro_batch_size_per_gpu"] == 1
     (trial,) = tmp_path.rglob("trial-0000")
     assert len(list(trial.glob("logs/rank*.stderr.log"))) == 2
-    (printed,) = (line for line in shown.splitlines() if "optuna_dsat.cluster.ray_train" in line)
+    (printed,) = (line for line in shown.splitlines() if "optuna_dsat.launch.places.ray_train" in line)
     assert f"--nodes 2 --ranks 1 -- {tmp_path / 'train.py'}" in printed
     environ = {**os.environ, **LOOPBACK, "PYTHONPATH": str(ROOT)}
     printed = printed.replace(" 0.01", " 0.001")
@@ -346,7 +346,7 @@ def test_a_training_that_is_killed_or_loses_a_node_leaves_no_rank(
 def test_each_node_runs_torchrun_with_its_own_number_and_the_address_of_the_first() -> None:
     words = torchrun_words(["-m", "pkg.train", "--lr", "3"], nodes=2, node=1, ranks=4, address="10.0.0.1", port=29)
     assert words == [
-        *("-m", "optuna_dsat.cluster.guarded"),
+        *("-m", "optuna_dsat.launch.places.guarded"),
         *("-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "4"),
         *("--rdzv_backend", "static", "--master_addr", "10.0.0.1", "--master_port", "29"),
         *("-m", "pkg.train", "--lr", "3"),

@@ -16,11 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from optuna_dsat.cluster import slurm as slurm_module
-from optuna_dsat.cluster.engine import ClusterError, Place, PlaceState
-from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
-from optuna_dsat.cluster.slurm import SlurmEngine, SlurmPlace
-from optuna_dsat.cluster.srun import agent_environment, srun_command
+from optuna_dsat.launch.places import slurm as slurm_module
+from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
+from optuna_dsat.launch.places.launcher import ClusterLauncher, Limits
+from optuna_dsat.launch.places.slurm import SlurmEngine, SlurmPlace, agent_environment, srun_command
 from optuna_dsat.launch.protocol import Observed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted
@@ -98,7 +97,9 @@ def bare_wait_s(slurm: SlurmCluster, engine: SlurmEngine, places: list[Place]) -
     """Return how long after a release an ``srun`` that imports what an agent imports begins to speak."""
     words = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", sys.executable, "-c"]
     environ = agent_environment({**os.environ, **slurm.environ})
-    with subprocess.Popen([*words, "import optuna_dsat.cluster.agent"], env=environ, stderr=subprocess.DEVNULL) as bare:
+    with subprocess.Popen(
+        [*words, "import optuna_dsat.launch.places.node_agent"], env=environ, stderr=subprocess.DEVNULL
+    ) as bare:
         wait_until(lambda: "PENDING" in slurm.ask("squeue", "-h", "-o", "%T"), what="it is queued")
         begun = time.monotonic()
         engine.release(next(place for place in places if place.state is PlaceState.READY))
@@ -160,7 +161,7 @@ def test_what_trackers_write_lies_in_the_heads_folder(
     launcher: ClusterLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     if not shared:
-        monkeypatch.setattr("optuna_dsat.cluster.launcher.TOKEN", ".elsewhere")  # where no node looks
+        monkeypatch.setattr("optuna_dsat.launch.places.launcher.TOKEN", ".elsewhere")  # where no node looks
     script = tmp_path / "train.py"
     script.write_text(TRACKING)
     launcher.start(request(tmp_path, script=str(script)))
@@ -290,8 +291,8 @@ def test_a_place_has_the_name_of_its_job(slurm: SlurmCluster, engine: SlurmEngin
 
 INSIDE = """
 import time
-from optuna_dsat.cluster.engine import ClusterError, Place, PlaceState
-from optuna_dsat.cluster.slurm import SlurmEngine
+from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
+from optuna_dsat.launch.places.slurm import SlurmEngine
 
 engine = SlurmEngine(())
 engine.check(nodes=2, slots=1)

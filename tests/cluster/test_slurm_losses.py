@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from optuna_dsat.cluster.slurm import SlurmEngine
+from optuna_dsat.launch.places.slurm import SlurmEngine
 from optuna_dsat.outcome import Outcome
 from tests.cluster.launches import finish, launcher_on, poll_until, stub
 from tests.harness.slurm import SlurmCluster, stretched

@@ -13,7 +13,8 @@ import pytest
 from optuna.trial import TrialState
 
 from optuna_dsat.launch.isolation import why_no_overlay
-from optuna_dsat.study.result import training_command, write_best
+from optuna_dsat.study.command import training_command
+from optuna_dsat.study.result import write_best
 from optuna_dsat.study.spec import make_spec
 from tests.harness.commands import Command, search, write_config
 from tests.harness.slurm import SlurmCluster, stretched

@@ -6,8 +6,8 @@ import json
 import random
 from pathlib import Path
 
-from optuna_dsat.cluster.srun import cause_in, job_in, place_arguments
-from optuna_dsat.cluster.wire import Joiner, request_from_json, request_to_json, to_lines
+from optuna_dsat.launch.agent.wire import Joiner, request_from_json, request_to_json, to_lines
+from optuna_dsat.launch.places.slurm import cause_in, job_in, place_arguments
 from tests.harness.launches import request
 
 

@@ -10,10 +10,9 @@ import pytest
 
 from optuna_dsat.config.op_builders import operators_at_start, operators_of
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
-from optuna_dsat.launch import operators
-from optuna_dsat.launch.build_locks import remove_stale_locks
-from optuna_dsat.launch.command import device_environment
-from optuna_dsat.launch.operators import compile_operators
+from optuna_dsat.launch.agent.command import device_environment
+from optuna_dsat.launch.machine import operators
+from optuna_dsat.launch.machine.operators import compile_operators, remove_stale_locks
 from tests.harness.workers import ended, wait_until
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optuna_dsat.tuning.kept import KEPT
+from optuna_dsat.tuning.run import KEPT
 from tests.crash_points.command import Ended
 from tests.crash_points.launcher import Launched
 from tests.crash_points.observed import Observed

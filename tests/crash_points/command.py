@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from optuna_dsat.cli import main
-from optuna_dsat.launch import processes
+from optuna_dsat.launch.machine import processes
 from optuna_dsat.tuning import run
 from tests.crash_points.launcher import ProcessLauncher
 from tests.crash_points.points import Blow, Points

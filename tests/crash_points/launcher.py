@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.launch import processes
-from optuna_dsat.launch.ending import kill_leftovers
-from optuna_dsat.launch.leftovers import remove_noted
-from optuna_dsat.launch.notes import TunerNotes
+from optuna_dsat.launch.agent.command import write_run_directory
+from optuna_dsat.launch.machine import processes
+from optuna_dsat.launch.machine.journal import TunerNotes, remove_noted
+from optuna_dsat.launch.machine.processes import kill_leftovers
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.run_files import write_run_directory
 from optuna_dsat.outcome import Outcome
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult

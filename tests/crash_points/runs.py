@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.tuning.kept import KEPT
+from optuna_dsat.tuning.run import KEPT
 from tests.crash_points.checks import Aftermath, violations
 from tests.crash_points.command import LAUNCHES_FILE, POINTS_FILE, Ended, run_command, warm_up
 from tests.crash_points.launcher import Launched

@@ -15,9 +15,9 @@ import typer
 from typer.core import TyperGroup
 
 from optuna_dsat.cli import app
-from optuna_dsat.cli.launch_prefix import unfold_command
-from optuna_dsat.cli.options_file import OptionsFile
-from optuna_dsat.cli.rewriting import COUNTS, lift_option, spread_numbers
+from optuna_dsat.cli.parsing.launch_prefix import unfold_command
+from optuna_dsat.cli.parsing.options_file import OptionsFile
+from optuna_dsat.cli.parsing.rewriting import COUNTS, lift_option, spread_numbers
 from tests.harness.entry_points import EntryPointBench, bench
 
 __all__ = ["bench"]

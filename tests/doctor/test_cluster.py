@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli.doctor import _of_nodes
-from optuna_dsat.cluster.node import digest_of
-from optuna_dsat.cluster.places import Layout
 from optuna_dsat.doctor import cluster
 from optuna_dsat.doctor.finding import Finding, Status, exit_code
+from optuna_dsat.launch.agent.agent import digest_of
+from optuna_dsat.launch.places.place import Layout
 from tests.cluster.fakes import FakeEngine
 
 TWO = Layout(nodes=2, slots=1, kind="cpu", gpus=0)

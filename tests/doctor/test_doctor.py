@@ -16,8 +16,8 @@ from optuna_dsat.doctor import launchers, libraries, machine, nvme, offloads, st
 from optuna_dsat.doctor.examination import examine
 from optuna_dsat.doctor.finding import Finding, Status, exit_code, to_json
 from optuna_dsat.doctor.libraries import Libraries
-from optuna_dsat.launch import devices as devices_module
-from optuna_dsat.launch.devices import Nvml
+from optuna_dsat.launch.machine import devices as devices_module
+from optuna_dsat.launch.machine.devices import Nvml
 from optuna_dsat.store import Store
 from tests.launch.test_slots import FakeNvml
 

@@ -15,8 +15,8 @@ from optuna_dsat.doctor import probe
 from optuna_dsat.doctor.examination import examine
 from optuna_dsat.doctor.finding import Finding, Status, exit_code
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch import accelerators
-from optuna_dsat.launch.devices import detect_devices
+from optuna_dsat.launch.machine import devices as accelerators
+from optuna_dsat.launch.machine.devices import detect_devices
 from tests.doctor.test_doctor import told
 from tests.harness.nvml_machine import GPU_IS_LOST, NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
 

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import pytest
 
 from optuna_dsat.config import ds_config, user_file
-from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured, StepMeasured
 from tests.harness.launches import DS_CONFIG, request

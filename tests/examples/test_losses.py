@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.config import ds_config, user_file
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.protocol import LaunchReport
-from optuna_dsat.launch.torchrun import TorchrunLauncher
-from optuna_dsat.study.loss_check import check_loss
+from optuna_dsat.study.confirm.loss_check import check_loss
 from optuna_dsat.study.spec import make_spec
 
 from .conftest import CONFIG, RANKS

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from optuna_dsat.launch.processes import LaunchProcess, find_marked
+from optuna_dsat.launch.machine.processes import LaunchProcess, find_marked
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "sleepy.py"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli import main
-from optuna_dsat.launch.leftovers import LeftoverWatch
+from optuna_dsat.launch.machine.journal import LeftoverWatch
 from optuna_dsat.tuning import run
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import Landscape, SimulatedLauncher

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from optuna_dsat.runtime.device_memory import MemoryPeaks
 from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.runtime.meter import Meter, RankState
+from optuna_dsat.runtime.measure.memory import MemoryPeaks
+from optuna_dsat.runtime.measure.meter import Meter, RankState
 
 
 class FakeClock:

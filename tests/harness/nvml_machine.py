@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.devices import Devices, detect_devices
-from optuna_dsat.launch.nvml import Nvml
-from optuna_dsat.launch.slots import SlotPool
+from optuna_dsat.launch.machine.devices import Devices, detect_devices
+from optuna_dsat.launch.machine.nvml import Nvml
+from optuna_dsat.launch.machine.slots import SlotPool
 
 __all__ = ["MIB", "Machine", "machine", "nvml_libraries", "uuid"]
 

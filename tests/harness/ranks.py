@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from optuna_dsat.launch.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.warm import WarmLaunches, WarmOrder
+from optuna_dsat.launch.warm.server import WarmLaunches, WarmOrder
 from optuna_dsat.runtime.events import Event, decode_event
-from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
 from optuna_dsat.runtime.overlay import merge
+from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"

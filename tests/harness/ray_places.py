@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from optuna_dsat.cluster import ray_control, ray_place
-from optuna_dsat.cluster.engine import ClusterError, Place, PlaceState
-from optuna_dsat.cluster.ray_engine import RayEngine
-from optuna_dsat.launch.nvml import DeviceError
+from optuna_dsat.launch.machine.nvml import DeviceError
+from optuna_dsat.launch.places import ray_control, ray_place
+from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
+from optuna_dsat.launch.places.ray_engine import RayEngine
 
 LIMIT_S = 90.0
 Seen = dict[str, Any]

@@ -43,8 +43,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
-from optuna_dsat.launch.devices import Device, Devices
-from optuna_dsat.launch.preload import Preload
+from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.launch.protocol import (
     Finished,
     Holder,
@@ -52,6 +51,7 @@ from optuna_dsat.launch.protocol import (
     LaunchRequest,
     LaunchUpdate,
     Observed,
+    Preload,
     SlotsBusyError,
 )
 from optuna_dsat.outcome import Outcome

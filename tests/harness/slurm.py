@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from optuna_dsat.launch.processes import MARK_ENV
+from optuna_dsat.launch.machine.processes import MARK_ENV
 from tests.harness.workers import wait_until
 
 __all__ = ["SlurmCluster", "running_slurm", "stretched", "why_no_slurm"]
@@ -113,7 +113,7 @@ class SlurmCluster:
 
     def agents(self) -> list[psutil.Process]:
         """Return the agents of nodes among them."""
-        return [one for one in self.tasks() if "optuna_dsat.cluster.agent" in _words(one)]
+        return [one for one in self.tasks() if "optuna_dsat.launch.places.node_agent" in _words(one)]
 
     def ranks(self) -> list[psutil.Process]:
         """Return torchruns, ranks and what they started."""

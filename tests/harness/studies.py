@@ -10,10 +10,9 @@ import optuna
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.store import Store
 from optuna_dsat.study.progress import ProgressEvent
-from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
-from optuna_dsat.study.spec import StudySpec, make_spec
+from optuna_dsat.study.spec import StudyRequest, StudySpec, make_spec
 from tests.harness.simulated import SIMULATED_DEVICES, Landscape, SimulatedLauncher
 
 USER_CONFIG = {

@@ -21,11 +21,10 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.protocol import LaunchRequest, LaunchUpdate
 from optuna_dsat.store import Store
-from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S
+from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S
 from optuna_dsat.store.reclaim import GRACE_S
-from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.session import Session
-from optuna_dsat.study.spec import StudySpec, make_spec
+from optuna_dsat.study.spec import StudyRequest, StudySpec, make_spec
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SIMULATED_DEVICES, SimulatedLauncher
 

@@ -28,8 +28,8 @@ from optuna_dsat.integrations.deepspeed_trial.engines import check_engine
 from optuna_dsat.integrations.deepspeed_trial.loaders import BatchPlan, Shard
 from optuna_dsat.integrations.deepspeed_trial.period_metrics import Averages, MetricsFile
 from optuna_dsat.integrations.deepspeed_trial.streams import PlainBatches, Position, training_batches
-from optuna_dsat.launch.command import launch_environment
-from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.agent.command import launch_environment
+from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.failure import TooFewSamplesError
 from optuna_dsat.runtime.rank import World, initializes_distributed_manually

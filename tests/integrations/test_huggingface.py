@@ -11,8 +11,8 @@ import pytest
 
 import optuna_dsat
 from optuna_dsat.integrations.huggingface import DsatCallback, get_hf_args_with_overwrites
-from optuna_dsat.runtime.hugging_face_hook import _OwnOptions
-from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
+from optuna_dsat.runtime.adapt.hugging_face import _OwnOptions
+from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
 

@@ -13,12 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from optuna_dsat.launch.activity import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage, read_usage
-from optuna_dsat.launch.ending import kill_leftovers
-from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, new_mark
+from optuna_dsat.launch.launch import RunningLaunch
+from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage, read_usage
+from optuna_dsat.launch.machine.processes import MARK_ENV, ProcessKey, kill_leftovers, new_mark
+from optuna_dsat.launch.machine.slots import SlotLease
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.running import RunningLaunch
-from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankStarted, StepMeasured, encode_event
 from optuna_dsat.runtime.stacks import stacks_path

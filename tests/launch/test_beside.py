@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch import beside
-from optuna_dsat.launch.beside import BesideWatch, GpuSight, busy_seconds
-from optuna_dsat.launch.conditions import Conditions
-from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.processes import ProcessKey, cpu_seconds
-from optuna_dsat.launch.protocol import Finished
-from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine import host
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.machine.host import BesideWatch, GpuSight, busy_seconds
+from optuna_dsat.launch.machine.processes import ProcessKey, cpu_seconds
+from optuna_dsat.launch.protocol import Conditions, Finished
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 from tests.harness.launches import STUB, request, updates_until_finished
@@ -37,8 +36,8 @@ class Computer:
         self.busy_s = 5000.0
         self.cpu_s: dict[ProcessKey, float] = {AGENT: 1.0, RANK: 40.0, WORKER: 7.0}
         self.searches = 0
-        monkeypatch.setattr(beside, "busy_seconds", lambda _: self.busy_s)
-        monkeypatch.setattr(beside, "cpu_seconds", self.cpu_s.get)
+        monkeypatch.setattr(host, "busy_seconds", lambda _: self.busy_s)
+        monkeypatch.setattr(host, "cpu_seconds", self.cpu_s.get)
 
     def watch(self, **changes: object) -> BesideWatch:
         known: dict[str, object] = {"start_profile_step": 3, "ranks": lambda: [RANK], "find": self._find}
@@ -130,7 +129,7 @@ def test_steps_of_too_short_a_time_tell_nothing(computer: Computer) -> None:
 def test_many_short_steps_cost_few_readings(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = computer.watch()
     readings: list[float] = []
-    monkeypatch.setattr(beside, "busy_seconds", lambda _: readings.append(computer.time) or 0.0)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(host, "busy_seconds", lambda _: readings.append(computer.time) or 0.0)  # type: ignore[func-returns-value]
     for number in range(2, 302):
         watch.update(ends(number))
         computer.passes(0.01, others_s=0.0)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.build_watch import BuildWatch
-from optuna_dsat.launch.built_operators import is_built, operator_name
+from optuna_dsat.launch.machine.operators import BuildWatch, is_built, operator_name
 
 
 class Clock:

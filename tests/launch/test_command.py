@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.command import agent_command, launch_environment, package_dir, torchrun_command
-from optuna_dsat.launch.devices import Device, cpu_devices
+from optuna_dsat.launch.agent.command import agent_command, launch_environment, package_dir, torchrun_command
+from optuna_dsat.launch.machine.devices import Device, cpu_devices
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.launch.run_directory import RunDirectory
 from tests.harness.launches import request
@@ -40,7 +40,7 @@ def test_the_command_is_the_golden_one(name: str, changes: dict[str, Any]) -> No
 def test_the_agent_gets_the_arguments_of_torchrun() -> None:
     command = torchrun_command(golden_request(), directory=DIRECTORY, python="python")
     agent = agent_command(command, record=Path("/run/agent.json"), tuner_pid=17)
-    assert agent[:6] == ["python", "-P", "-m", "optuna_dsat.launch.agent", "/run/agent.json", "17"]
+    assert agent[:6] == ["python", "-P", "-m", "optuna_dsat.launch.machine.torchrun", "/run/agent.json", "17"]
     assert tuple(agent[6:]) == command[3:]
 
 
@@ -111,7 +111,7 @@ def test_the_package_is_importable_through_the_link_and_nothing_else_is(tmp_path
     directory = RunDirectory.create(tmp_path, "one")
     link = directory.link_package(package_dir())
     assert [path.name for path in link.iterdir()] == ["optuna_dsat"]
-    code = "import optuna_dsat.runtime.launch_plan as plan; print(plan.__file__)"
+    code = "import optuna_dsat.runtime.rank as plan; print(plan.__file__)"
     done = subprocess.run(
         [sys.executable, "-P", "-S", "-c", code],
         env={**os.environ, "PYTHONPATH": str(link)},

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from optuna_dsat.launch.agent.run import DeviceReturn
 from optuna_dsat.launch.classify import StopReason
-from optuna_dsat.launch.device_return import DeviceReturn
-from optuna_dsat.launch.nvml import DeviceError
-from optuna_dsat.launch.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.launch import RunningLaunch
+from optuna_dsat.launch.machine.nvml import DeviceError
+from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.outcome import Outcome
 from tests.harness.launches import request
 from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid

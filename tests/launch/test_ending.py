@@ -13,11 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.ending import Ending, end_with_descendants, kill_leftovers
-from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.process_tree import ProcessTree, end_launch
-from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, new_mark
-from optuna_dsat.launch.warm import WarmLaunches
+from optuna_dsat.launch.machine.processes import (
+    MARK_ENV,
+    Ending,
+    ProcessKey,
+    end_with_descendants,
+    kill_leftovers,
+    new_mark,
+)
+from optuna_dsat.launch.machine.tree import ProcessTree, end_launch
+from optuna_dsat.launch.protocol import Preload
+from optuna_dsat.launch.warm.server import WarmLaunches
 from tests.harness.workers import ended, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +101,7 @@ def test_a_program_below_a_rank_removes_what_it_made_and_the_rank_saves_nothing(
 def test_an_agent_that_ends_asks_what_is_below_it(start: Started, temporary: Path) -> None:
     code = (
         "import subprocess, sys\n"
-        "from optuna_dsat.launch.orphans import adopt_orphans, end_children\n"
+        "from optuna_dsat.launch.machine.tree import adopt_orphans, end_children\n"
         "adopt_orphans()\n"
         "subprocess.run(['sh', '-c', sys.argv[1] + ' &'])\n"
         "sys.stdin.readline()\n"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
 from tests.harness.launches import request
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch import torchrun
-from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.launch import launcher as torchrun
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.protocol import LaunchRequest, Preload, ScriptCommand
 
 
 def test_operators_are_built_with_the_first_launch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.leftovers import remove_leftovers
+from optuna_dsat.launch.machine.journal import remove_leftovers
 from tests.harness.workers import ended, wait_until
 
 AGENT = """
@@ -31,7 +31,7 @@ TUNER = """
 import signal, sys
 from pathlib import Path
 from optuna_dsat.launch import run_files
-from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.full_run import run_full
 from tests.harness.launches import request
 run_files.agent_command = lambda *_, **__: [sys.executable, "-c", sys.argv[1]]

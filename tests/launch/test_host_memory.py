@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from optuna_dsat.launch.host_memory import available_memory_bytes
+from optuna_dsat.launch.machine.host import available_memory_bytes
 
 MIB = 2**20
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.classify import StopReason
-from optuna_dsat.launch.leftovers import Removed, remove_noted
-from optuna_dsat.launch.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.launch import RunningLaunch
+from optuna_dsat.launch.machine.journal import Removed, remove_noted
+from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.machine.slots import SlotLease
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.running import RunningLaunch
-from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.leavings import SHARED_MEMORY, note_shared_buffer, note_temporary_folders
+from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY, note_shared_buffer, note_temporary_folders
 from tests.harness.launches import request
 
 RANK = """
@@ -29,7 +29,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from tempfile import mkdtemp
-from optuna_dsat.runtime.leavings import note_shared_buffer, note_shared_memory, note_temporary_folders
+from optuna_dsat.runtime.adapt.journal import note_shared_buffer, note_shared_memory, note_temporary_folders
 record, before = Path(sys.argv[1]), Path(sys.argv[2])
 sys.stdin.readline()  # what is there when a launch begins is not its own
 note_shared_buffer(record, {"MASTER_ADDR": "test", "MASTER_PORT": str(os.getpid())}, rank=0)
@@ -140,7 +140,7 @@ def test_the_buffer_has_the_name_that_deepspeed_gives_it(tmp_path: Path) -> None
 TEMPORARY_FILES = """
 import sys, tempfile
 from pathlib import Path
-from optuna_dsat.runtime.leavings import note_temporary_files
+from optuna_dsat.runtime.adapt.journal import note_temporary_files
 note_temporary_files(Path(sys.argv[1]))
 with tempfile.NamedTemporaryFile():
     pass

@@ -14,15 +14,22 @@ from typing import Any
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch import leftovers, torchrun
-from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.leftovers import LeftoverWatch, Removed, remove_leftovers
-from optuna_dsat.launch.notes import TunerNotes, any_gone, gone_tuners
-from optuna_dsat.launch.own_folder import own_folder
-from optuna_dsat.launch.processes import MARK_ENV
+from optuna_dsat.launch import launcher as torchrun
+from optuna_dsat.launch.machine import journal
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.machine.host import own_folder
+from optuna_dsat.launch.machine.journal import (
+    LeftoverWatch,
+    Removed,
+    TunerNotes,
+    any_gone,
+    gone_tuners,
+    remove_leftovers,
+)
+from optuna_dsat.launch.machine.processes import MARK_ENV
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.runtime.leavings import note
+from optuna_dsat.runtime.adapt.journal import note
 from optuna_dsat.runtime.process_identity import process_space
 from tests.harness.launches import request
 from tests.harness.workers import ended, wait_until
@@ -30,9 +37,9 @@ from tests.harness.workers import ended, wait_until
 TUNER = '''
 import os, subprocess, sys
 from pathlib import Path
-from optuna_dsat.launch.notes import TunerNotes
-from optuna_dsat.launch.processes import MARK_ENV, new_mark
-from optuna_dsat.runtime.leavings import note
+from optuna_dsat.launch.machine.journal import TunerNotes
+from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
+from optuna_dsat.runtime.adapt.journal import note
 folder, made = Path(sys.argv[1]), Path(sys.argv[2])
 notes = TunerNotes(made, folder=folder)
 record = notes.begin()
@@ -154,21 +161,21 @@ def test_what_others_leave_is_removed_while_a_search_runs(
 ) -> None:
     said: list[str] = []
     gone = [False]
-    monkeypatch.setattr(leftovers, "any_gone", lambda: gone[0])
-    monkeypatch.setattr(leftovers, "remove_leftovers", lambda _: Removed(processes=2, shared_memory=1))
+    monkeypatch.setattr(journal, "any_gone", lambda: gone[0])
+    monkeypatch.setattr(journal, "remove_leftovers", lambda _: Removed(processes=2, shared_memory=1))
     watch = LeftoverWatch(environ, on_notice=said.append)
     gone[0] = True
     watch.check()
     assert said == [], "it has just looked"
-    monkeypatch.setattr(leftovers, "_WATCH_S", -1.0)
+    monkeypatch.setattr(journal, "_WATCH_S", -1.0)
     watch.check()
     assert said == ["Removed what a killed run had left: 2 processes, 1 file in shared memory."]
 
 
 def test_a_search_that_ends_looks_once_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said: list[str] = []
-    monkeypatch.setattr(leftovers, "any_gone", lambda: True)
-    monkeypatch.setattr(leftovers, "remove_leftovers", lambda _: Removed(folders=1))
+    monkeypatch.setattr(journal, "any_gone", lambda: True)
+    monkeypatch.setattr(journal, "remove_leftovers", lambda _: Removed(folders=1))
     torchrun.TorchrunLauncher(tmp_path / "out", devices=cpu_devices(1), on_notice=said.append).close()
     assert said == ["Removed what a killed run had left: 1 temporary folder."]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.log_limit import END_BYTES, START_BYTES, LogLimit, dropped_in_words
+from optuna_dsat.launch.event_log import END_BYTES, START_BYTES, LogLimit, dropped_in_words
 
 LIMIT = START_BYTES + END_BYTES
 LINE = b"x" * 63 + b"\n"

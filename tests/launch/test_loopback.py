@@ -6,11 +6,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from optuna_dsat.launch.command import launch_environment
-from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.processes import find_marked
+from optuna_dsat.launch.agent.command import launch_environment
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.machine.processes import find_marked
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from tests.harness.launches import DS_CONFIG, request
 from tests.harness.workers import wait_until
 from tests.launch.test_torchrun import BASE_ENV

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Settled, SlotsBusyError
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
 from tests.harness.launches import DS_CONFIG, STUB, reports, request, updates_until_finished
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch import devices as devices_module
-from optuna_dsat.launch.devices import host_memory_bytes
-from optuna_dsat.launch.nvml import DeviceError, NvmlError
-from optuna_dsat.launch.processes import ProcessKey
+from optuna_dsat.launch.machine import devices as devices_module
+from optuna_dsat.launch.machine.devices import host_memory_bytes
+from optuna_dsat.launch.machine.nvml import DeviceError, NvmlError
+from optuna_dsat.launch.machine.processes import ProcessKey
 from tests.harness.nvml_machine import (
     GPU_IS_LOST,
     MIB,
@@ -298,8 +298,8 @@ def test_the_loader_finds_the_machine_as_it_finds_a_real_one(machine: Machine) -
     machine.gpus(2)
     machine.gets(f"refuse {COMPUTE} {NOT_SUPPORTED}")
     code = (
-        "from optuna_dsat.launch.devices import detect_devices\n"
-        "from optuna_dsat.launch.slots import SlotPool\n"
+        "from optuna_dsat.launch.machine.devices import detect_devices\n"
+        "from optuna_dsat.launch.machine.slots import SlotPool\n"
         "found = detect_devices()\n"
         "print(found.kind, found.indices, SlotPool(found).free)\n"
     )

@@ -15,10 +15,10 @@ import pytest
 from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.full_run import run_full
-from optuna_dsat.launch.nvml import DeviceError
+from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import RandomOptions
+from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.tune_options import RandomOptions
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries
 

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.leftovers import remove_leftovers
-from optuna_dsat.launch.orphans import end_noted
-from optuna_dsat.launch.process_tree import ProcessTree, end_launch
-from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, find_marked, has_mark, new_mark
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.machine.journal import remove_leftovers
+from optuna_dsat.launch.machine.processes import MARK_ENV, ProcessKey, find_marked, has_mark, new_mark
+from optuna_dsat.launch.machine.tree import ProcessTree, end_launch, end_noted
 from optuna_dsat.launch.protocol import LaunchUpdate
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.runtime.process_identity import process_space
@@ -32,8 +31,8 @@ BASE_ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TUNER = """
 import sys
 from pathlib import Path
-from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from tests.harness.launches import STUB, request
 launcher = TorchrunLauncher(Path("out"), devices=cpu_devices(1))
 launcher.start(request(Path.cwd(), script=STUB, slots=1, args=("--end", "sleep", "--daemon", sys.argv[1])))

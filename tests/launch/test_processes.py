@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.agent_record import first_failure_code, read_exit_codes
-from optuna_dsat.launch.build_locks import extensions_dir
-from optuna_dsat.launch.ending import kill_leftovers
 from optuna_dsat.launch.event_log import EventTail
-from optuna_dsat.launch.processes import (
+from optuna_dsat.launch.machine.operators import extensions_dir
+from optuna_dsat.launch.machine.processes import (
     MARK_ENV,
     LaunchProcess,
     ProcessKey,
     find_leftovers,
     find_marked,
     kernel_oom_kills,
+    kill_leftovers,
     new_mark,
 )
+from optuna_dsat.launch.machine.tree import first_failure_code, read_exit_codes
 from optuna_dsat.runtime.events import RankFinished, encode_event
 from optuna_dsat.runtime.process_identity import process_space
 from tests.harness.workers import wait_until
@@ -93,7 +93,7 @@ def test_a_mark_tells_whether_its_tuner_lives(mark: str, orphaned: bool) -> None
 
 TUNER_OF_A_CONTAINER = """
 import os, subprocess, sys
-from optuna_dsat.launch.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
 rank = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: new_mark()})
 print("started", flush=True)
 sys.stdin.read()
@@ -130,7 +130,7 @@ def test_launches_of_a_living_tuner_in_another_namespace_are_left_alone() -> Non
 def test_leftovers_of_a_dead_tuner_are_ended() -> None:
     code = (
         "import os, subprocess, sys\n"
-        "from optuna_dsat.launch.processes import MARK_ENV, new_mark\n"
+        "from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark\n"
         "env = {**os.environ, MARK_ENV: new_mark()}\n"
         "print(subprocess.Popen(['sleep', '600'], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)\n"
     )
@@ -154,7 +154,7 @@ def test_a_child_whose_parent_ended_at_the_fork_ends_too() -> None:
     """Its parent is another process by the time that it asks."""
     code = (
         "import os, sys\n"
-        "from optuna_dsat.runtime.rank_process import die_with_parent\n"
+        "from optuna_dsat.runtime.process import die_with_parent\n"
         "die_with_parent(os.getppid() if sys.argv[1] == 'mine' else 4194305)\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

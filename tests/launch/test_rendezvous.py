@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.command import launch_environment, torchrun_command
-from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.rendezvous import Rendezvous
+from optuna_dsat.launch.agent.command import launch_environment, torchrun_command
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.protocol import Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory
 from tests.harness.launches import request
 

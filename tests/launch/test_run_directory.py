@@ -151,7 +151,7 @@ def test_a_link_in_the_place_of_a_run_directory_leads_nothing_out(tmp_path: Path
 SHUT = """
 import json, sys
 from pathlib import Path
-from optuna_dsat.launch.leftovers import remove_noted
+from optuna_dsat.launch.machine.journal import remove_noted
 here = Path(sys.argv[1])
 (left := here / "left").mkdir()
 (left / "file").touch()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.classify import classify
-from optuna_dsat.launch.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.launch import RunningLaunch
+from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.machine.slots import SlotLease
 from optuna_dsat.launch.reports import report_of
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.running import RunningLaunch
-from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.runtime.events import Event, RankFinished, RankStarted, StepMeasured
 from optuna_dsat.runtime.writer import EventWriter
 from tests.harness.launches import request

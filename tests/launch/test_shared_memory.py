@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.leftovers import Removed, remove_leftovers, remove_noted
-from optuna_dsat.launch.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.launch import RunningLaunch
+from optuna_dsat.launch.machine.journal import Removed, remove_leftovers, remove_noted
+from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch, shared_memory_of
+from optuna_dsat.launch.machine.slots import SlotLease
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.running import RunningLaunch
-from optuna_dsat.launch.shared_memory import SharedMemoryWatch, shared_memory_of
-from optuna_dsat.launch.slots import SlotLease
-from optuna_dsat.runtime.leavings import SHARED_MEMORY
+from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
 from tests.harness.launches import request
 from tests.harness.workers import wait_until
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.slot_locks import lock, lock_owner, unlock
+from optuna_dsat.launch.machine.owners import lock, lock_owner, unlock
 
 
 def test_a_lock_is_the_users_own(tmp_path: Path) -> None:

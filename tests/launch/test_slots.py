@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch import devices as devices_module
-from optuna_dsat.launch.devices import DeviceError, Nvml, NvmlError, cpu_devices, detect_devices, host_memory_bytes
-from optuna_dsat.launch.processes import ProcessKey
-from optuna_dsat.launch.slots import SlotPool
+from optuna_dsat.launch.machine import devices as devices_module
+from optuna_dsat.launch.machine.devices import (
+    DeviceError,
+    Nvml,
+    NvmlError,
+    cpu_devices,
+    detect_devices,
+    host_memory_bytes,
+)
+from optuna_dsat.launch.machine.processes import ProcessKey
+from optuna_dsat.launch.machine.slots import SlotPool
 
 GIB = 2**30
 GONE = 2**22 + 1

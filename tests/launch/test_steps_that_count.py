@@ -25,7 +25,7 @@ from optuna_dsat.launch.measurement import (
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import STEPS_SKIPPED, Event, RankFinished, StepMeasured, encode_event
-from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS
+from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
 from tests.launch.test_measurement import engine, global_steps, step_of
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch import warm
-from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.processes import ProcessKey, exit_code_of
+from optuna_dsat.launch.machine.processes import ProcessKey, exit_code_of
+from optuna_dsat.launch.protocol import Preload
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.warm import WarmAgent, WarmLaunches, WarmOrder, WarmUnavailableError
+from optuna_dsat.launch.warm import server as warm
+from optuna_dsat.launch.warm.server import WarmAgent, WarmLaunches, WarmOrder, WarmUnavailableError
 from tests.harness.workers import wait_until
 
 ENVIRON = {**os.environ, "DS_ACCELERATOR": "cpu"}

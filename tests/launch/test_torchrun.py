@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.ending import kill_leftovers
-from optuna_dsat.launch.processes import ProcessKey, find_marked
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.machine.processes import ProcessKey, find_marked, kill_leftovers
 from optuna_dsat.launch.protocol import LaunchUpdate
-from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, RankStarted, StepMeasured
 from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, updates_until_finished
@@ -157,7 +156,7 @@ TUNER = """
 import sys, time
 from pathlib import Path
 from tests.harness.launches import request
-from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.{module} import {name}
 {body}
 """

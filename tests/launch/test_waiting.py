@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from optuna_dsat.launch.nvml import DeviceError
+from optuna_dsat.launch.follow import SlotWait
+from optuna_dsat.launch.machine.nvml import DeviceError
+from optuna_dsat.launch.machine.owners import lock, lock_owner, lock_path, unlock
+from optuna_dsat.launch.machine.slots import only_free
 from optuna_dsat.launch.protocol import Holder
-from optuna_dsat.launch.slot_locks import lock, lock_owner, lock_path, unlock
-from optuna_dsat.launch.slots import only_free
-from optuna_dsat.launch.waiting import SlotWait
 from tests.harness.nvml_machine import NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
 
 __all__ = ["machine", "nvml_libraries"]
@@ -215,7 +215,7 @@ def test_a_lock_names_its_owner_while_that_lives(tmp_path: Path) -> None:
     assert path.parent == tmp_path
     assert lock_owner(path) is None
     code = (
-        "import sys, time; from pathlib import Path; from optuna_dsat.launch.slot_locks import lock\n"
+        "import sys, time; from pathlib import Path; from optuna_dsat.launch.machine.owners import lock\n"
         "held = lock(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)

@@ -15,15 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.processes import ProcessKey, find_marked
-from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, ScriptCommand
-from optuna_dsat.launch.torchrun import TorchrunLauncher
-from optuna_dsat.launch.warm import WarmLaunches, WarmUnavailableError
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.machine.processes import ProcessKey, find_marked
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, Preload, ScriptCommand
+from optuna_dsat.launch.warm.server import WarmLaunches, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
 from optuna_dsat.runtime.events import ModulesImported, RankFailed, RankStarted, StepMeasured
-from optuna_dsat.runtime.leavings import SHARED_MEMORY
 from tests.harness.launches import DS_CONFIG, SCRIPTS, STUB, events, reports, request, updates_until_finished
 
 from .test_torchrun import BASE_ENV, assert_gone

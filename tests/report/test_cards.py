@@ -14,11 +14,11 @@ import pytest
 from optuna_dsat.config.ds_config import zero_default
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.compare import rows_of
-from optuna_dsat.report.explanation import explained
+from optuna_dsat.report.explain.explanation import explained
+from optuna_dsat.report.explain.prediction_gap import prediction_gap
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.performance import Training, performance_of, training_times
-from optuna_dsat.report.prediction_gap import prediction_gap
 from optuna_dsat.report.template import _prose
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes

@@ -13,8 +13,8 @@ from optuna_dsat.cli import main
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.compare import _figures_of, render_comparison, rows_of, setting_rows
+from optuna_dsat.report.dashboard.notes import study_note
 from optuna_dsat.report.figures import AtCount, ComparedStudy, comparison_figure, course_figure, scaling_figure
-from optuna_dsat.report.notes import study_note
 from optuna_dsat.report.page import render
 from optuna_dsat.report.performance import performance_of
 from optuna_dsat.report.view import StudyView

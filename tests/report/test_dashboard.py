@@ -16,9 +16,9 @@ from sqlalchemy import make_url
 
 from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
-from optuna_dsat.report.artifacts import artifacts_of, tail
-from optuna_dsat.report.publish import MEMORY_PLOT, METRIC_PLOT, publish
-from optuna_dsat.report.serve import ServedArtifacts
+from optuna_dsat.report.dashboard.artifacts import artifacts_of, tail
+from optuna_dsat.report.dashboard.publish import MEMORY_PLOT, METRIC_PLOT, publish
+from optuna_dsat.report.dashboard.serve import ServedArtifacts
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
@@ -188,7 +188,7 @@ def test_a_note_that_cannot_be_written_does_not_cost_the_result(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr("optuna_dsat.report.publish.publish", fail)
+    monkeypatch.setattr("optuna_dsat.report.dashboard.publish.publish", fail)
     assert bench.run(bench.spec(max_trials=3, confirm=0), Hill()) is not None
     assert "no room" in str(bench.news[-1])
 

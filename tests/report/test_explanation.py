@@ -13,10 +13,10 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cli.explain import _show
-from optuna_dsat.report.explanation import Contribution, Explanation, explain
-from optuna_dsat.report.why import factor_rows
-from optuna_dsat.study.paired import Ratio
-from optuna_dsat.study.standing import Standing
+from optuna_dsat.report.explain.explanation import Contribution, Explanation, explain
+from optuna_dsat.report.explain.why import factor_rows
+from optuna_dsat.study.confirm.rounds import Ratio
+from optuna_dsat.study.confirm.standing import Standing
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import times_in_words

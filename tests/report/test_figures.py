@@ -13,6 +13,7 @@ from optuna_dsat.cost import memory
 from optuna_dsat.errors import UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
+from optuna_dsat.report.dashboard.notes import trial_note
 from optuna_dsat.report.figures import (
     BEST,
     EDGE,
@@ -23,7 +24,6 @@ from optuna_dsat.report.figures import (
     missing,
     note_of,
 )
-from optuna_dsat.report.notes import trial_note
 from optuna_dsat.report.slot_time import PHASES, account
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import StoredLaunch

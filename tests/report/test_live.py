@@ -16,14 +16,13 @@ import pytest
 from optuna.trial import TrialState
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.report import live as live_module
-from optuna_dsat.report.live import LiveStudy
-from optuna_dsat.report.live_app import guarded, live_app
+from optuna_dsat.report.dashboard import live as live_module
+from optuna_dsat.report.dashboard.live import LiveStudy
+from optuna_dsat.report.dashboard.live_app import guarded, live_app
 from optuna_dsat.report.page import page_values
 from optuna_dsat.report.performance import performance_of
 from optuna_dsat.study import progress
-from optuna_dsat.study.live_notes import LiveNotes
-from optuna_dsat.study.live_state import LiveState, time_left_in_words
+from optuna_dsat.study.live_state import LiveNotes, LiveState, time_left_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
 from tests.harness.landscapes import Hill
@@ -184,7 +183,7 @@ def test_the_studys_part_follows_the_store_but_not_at_every_look(
     finished: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr("optuna_dsat.report.live.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("optuna_dsat.report.dashboard.live.time.monotonic", lambda: clock[0])
     live = LiveStudy(finished.store, "s")
     before = live.study()
     trial = begin_trial(finished)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
-from optuna_dsat.report.artifacts import artifacts_of
 from optuna_dsat.report.compare import render_comparison
-from optuna_dsat.report.live import LiveStudy
-from optuna_dsat.report.notes import study_note, trial_note
+from optuna_dsat.report.dashboard.artifacts import artifacts_of
+from optuna_dsat.report.dashboard.live import LiveStudy
+from optuna_dsat.report.dashboard.notes import study_note, trial_note
 from optuna_dsat.report.view import read_view
 from optuna_dsat.store import Store
 from tests.harness.entry_points import Run, run_here
@@ -211,7 +211,7 @@ def test_notes_hold_no_image_link_or_html(hostile: Path) -> None:
 
 def test_what_the_dashboard_is_given_is_the_studys_own(hostile: Path, tmp_path: Path) -> None:
     pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
-    from optuna_dsat.report.publish import publish
+    from optuna_dsat.report.dashboard.publish import publish
 
     folder = hostile / "out" / NAME
     with Store.open(f"sqlite:///{hostile / 'study.db'}") as store:

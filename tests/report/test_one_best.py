@@ -19,18 +19,18 @@ from optuna_dsat.cli.show import show_result
 from optuna_dsat.config import ds_config
 from optuna_dsat.display.lines import lines_of
 from optuna_dsat.report import figures
-from optuna_dsat.report.explanation import explained
-from optuna_dsat.report.notes import study_note, trial_note
+from optuna_dsat.report.dashboard.notes import study_note, trial_note
+from optuna_dsat.report.dashboard.serve import ResultStorage
+from optuna_dsat.report.explain.explanation import explained
+from optuna_dsat.report.explain.prediction_gap import prediction_gap
 from optuna_dsat.report.page import render
 from optuna_dsat.report.performance import performance_of
-from optuna_dsat.report.prediction_gap import prediction_gap
-from optuna_dsat.report.serve import ResultStorage
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
+from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
+from optuna_dsat.study.confirm.words import value_in_words, verdict_in_words
 from optuna_dsat.study.progress import SearchStarted
 from optuna_dsat.study.result import StudyResult
-from optuna_dsat.study.verdict import Verdict, VerdictKind
-from optuna_dsat.study.verdict_words import value_in_words, verdict_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
 from tests.harness.landscapes import Hill

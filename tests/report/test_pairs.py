@@ -10,8 +10,8 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.report.pairs import Effect, Pairs
-from optuna_dsat.study.rounds import RoundLaunch, Rounds
+from optuna_dsat.report.explain.pairs import Effect, Pairs
+from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli import main
-from optuna_dsat.launch.conditions import Conditions
-from optuna_dsat.report.prediction_gap import PredictionGap, prediction_gap
+from optuna_dsat.launch.protocol import Conditions
+from optuna_dsat.report.explain.prediction_gap import PredictionGap, prediction_gap
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import times_in_words

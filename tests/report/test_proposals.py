@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.problem import Problem
-from optuna_dsat.report.proposals import Situation, proposals_by_name
+from optuna_dsat.report.explain.proposals import Situation, proposals_by_name
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 from tests.harness.small_model import CONFIG, HARDWARE, KEPT, PROFILE

@@ -7,8 +7,8 @@ import pytest
 
 from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
-from optuna_dsat.report.explanation import explain_study
-from optuna_dsat.report.why import told_of
+from optuna_dsat.report.explain.explanation import explain_study
+from optuna_dsat.report.explain.why import told_of
 from optuna_dsat.study.stored import read_stored
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.atomic_write import set_aside, write_output, write_text_atomic
+from optuna_dsat.runtime.files import set_aside, write_output, write_text_atomic
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_write_of_that_file(tmp_path: Path) -> None:

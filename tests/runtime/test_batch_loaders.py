@@ -20,7 +20,7 @@ from torch.utils.data import (
     dataset,
 )
 
-from optuna_dsat.runtime.batch_loaders import LoaderWatch
+from optuna_dsat.runtime.adapt.loaders import LoaderWatch
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.script.batch_rule import BatchRule, guesses
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.batch_sources import BatchSources
-from optuna_dsat.runtime.import_watch import ImportWatch
+from optuna_dsat.runtime.adapt.batch_sources import BatchSources
+from optuna_dsat.runtime.imports import ImportWatch
 from optuna_dsat.script.batch_rule import guesses
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader as ShardedLoader
 from optuna_dsat.integrations.deepspeed_trial.loaders import Shard
-from optuna_dsat.runtime.batch_sources import BatchSources
-from optuna_dsat.runtime.config_option import default_config_option
+from optuna_dsat.runtime.adapt.batch_sources import BatchSources
+from optuna_dsat.runtime.adapt.config import default_config_option
 
 
 class Fed:

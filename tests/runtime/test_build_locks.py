@@ -14,9 +14,9 @@ from types import ModuleType
 
 import pytest
 
-from optuna_dsat.launch.build_locks import remove_stale_locks
-from optuna_dsat.runtime import build_locks
-from optuna_dsat.runtime.build_locks import guard_builds, is_held, remove_if_abandoned
+from optuna_dsat.launch.machine.operators import remove_stale_locks
+from optuna_dsat.runtime.adapt import journal
+from optuna_dsat.runtime.adapt.journal import guard_builds, is_held, remove_if_abandoned
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
 from tests.harness.workers import wait_until
 
@@ -129,7 +129,7 @@ def test_age_decides_only_where_its_maker_cannot_be_seen(
 
 def test_an_unsigned_lock_on_a_shared_file_system_is_young_first(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock.touch()
-    monkeypatch.setattr(build_locks, "_is_shared", lambda _: True)
+    monkeypatch.setattr(journal, "_is_shared", lambda _: True)
     assert is_held(lock)
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from optuna_dsat.runtime.clock import HostClock
+from optuna_dsat.runtime.measure.clock import HostClock
 
 
 def test_a_script_that_stops_the_clock_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

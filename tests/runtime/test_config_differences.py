@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.config_differences import config_differences
-from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import LaidConfig, effective_config
-from optuna_dsat.runtime.trial_config import TrialConfig
+from optuna_dsat.runtime.rank import LaunchPlan
+from optuna_dsat.runtime.trial_config import TrialConfig, config_differences
 from optuna_dsat.words import differences_in_words
 
 USER: dict[str, Any] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.runtime.config_redirect import reads_redirected
+from optuna_dsat.runtime.adapt.config import reads_redirected
 
 
 @pytest.fixture

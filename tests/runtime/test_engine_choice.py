@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from optuna_dsat.runtime.engine_choice import OtherEngine, replace_method
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
+from optuna_dsat.runtime.measure.engine import OtherEngine, replace_method
 from tests.harness.ranks import Starter, WarmRanks
 
 RANKS = (0, 1)

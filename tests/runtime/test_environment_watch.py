@@ -5,7 +5,7 @@ import sys
 
 CHANGES = """
 import os
-from optuna_dsat.runtime.environment_watch import EnvironmentWatch
+from optuna_dsat.runtime.imports import EnvironmentWatch
 os.environ["KEPT"] = "1"
 watch = EnvironmentWatch()
 watch.install()

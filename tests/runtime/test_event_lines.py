@@ -23,7 +23,7 @@ from optuna_dsat.runtime.events import (
     encode_event,
 )
 from optuna_dsat.runtime.failure import diagnose, message_of
-from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened, storable
+from optuna_dsat.runtime.files import TEXT_CHARS, shortened, storable
 
 STEP = StepMeasured(
     rank=0,

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.arguments import parse_command, replace_config_paths
+from optuna_dsat.runtime.adapt.config import parse_command, replace_config_paths
+from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
+from optuna_dsat.runtime.adapt.lightning import LightningHook
 from optuna_dsat.runtime.events import RankFinished, decode_event
-from optuna_dsat.runtime.hugging_face_hook import HuggingFaceHook
-from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
-from optuna_dsat.runtime.lightning_hook import LightningHook
-from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS
-from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
+from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan, Rank
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter
 
 FINISHED = RankFinished(rank=0, time=1.0, reason="script_end", steps=3)

@@ -15,7 +15,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
-from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS
+from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
 from tests.harness.ranks import Starter, WarmRanks
 
 pytestmark = pytest.mark.torchrun

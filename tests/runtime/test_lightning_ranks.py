@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.lightning_hook import LightningHook
-from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.adapt.lightning import LightningHook
+from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.local_rank import default_local_rank, with_local_rank
+from optuna_dsat.runtime.adapt.ranks import default_local_rank, with_local_rank
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.device_memory import (
+from optuna_dsat.runtime.events import RankFailed, RankFinished
+from optuna_dsat.runtime.imports import ImportWatch
+from optuna_dsat.runtime.measure.memory import (
     CpuMemory,
     CudaMemory,
     ProcessMemory,
@@ -25,8 +27,6 @@ from optuna_dsat.runtime.device_memory import (
     support_uuid_visible_devices,
     unlink_shared_buffers,
 )
-from optuna_dsat.runtime.events import RankFailed, RankFinished
-from optuna_dsat.runtime.import_watch import ImportWatch
 from tests.harness.ranks import Starter
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -286,7 +286,7 @@ def test_only_deepspeeds_buffers_are_unlinked(tmp_path: Path) -> None:
 def test_out_of_memory_errors_are_counted_though_the_script_catches_them() -> None:
     program = (
         "import torch\n"
-        "from optuna_dsat.runtime.device_memory import count_out_of_memory_errors, out_of_memory_errors\n"
+        "from optuna_dsat.runtime.measure.memory import count_out_of_memory_errors, out_of_memory_errors\n"
         "count_out_of_memory_errors(torch)\n"
         "for _ in range(3):\n"
         "    try:\n"

@@ -13,9 +13,9 @@ import numpy
 import pytest
 import torch
 
-from optuna_dsat.runtime.clock import DeviceClock
-from optuna_dsat.runtime.inputs import leading_dimension, size_of
-from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS, SkipDetector
+from optuna_dsat.runtime.measure.clock import DeviceClock
+from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS, SkipDetector
+from optuna_dsat.runtime.measure.inputs import leading_dimension, size_of
 from tests.harness.meter import Engine, FakeClock, MeterBench, PipelineEngine
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime import own_rendezvous
+from optuna_dsat.runtime.adapt import own_rendezvous
 from optuna_dsat.runtime.rank import Rank
 
 RANK = Rank(

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from optuna_dsat.launch.agent.command import write_run_directory
 from optuna_dsat.launch.protocol import Holder, LaunchRequest
-from optuna_dsat.launch.run_files import write_run_directory
-from optuna_dsat.runtime.clock import HostClock
-from optuna_dsat.runtime.device_memory import MemoryPeaks
 from optuna_dsat.runtime.events import Event, ProfileMeasured
-from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.meter import Meter, RankState
-from optuna_dsat.runtime.profiler import Profiler
-from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.study.profile import measure_profile
+from optuna_dsat.runtime.measure.clock import HostClock
+from optuna_dsat.runtime.measure.memory import MemoryPeaks
+from optuna_dsat.runtime.measure.meter import Meter, RankState
+from optuna_dsat.runtime.measure.profiler import Profiler
+from optuna_dsat.runtime.rank import LaunchPlan, Rank
+from optuna_dsat.study.profile.profile import measure_profile
 from optuna_dsat.study.spec import make_spec
 
 WORKSPACE, ACTIVATIONS = 32 * 2**20, 4608

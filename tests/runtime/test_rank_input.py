@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import asyncio, selectors, sys
 from pathlib import Path
-from optuna_dsat.runtime.rank_process import redirect_output
+from optuna_dsat.runtime.process import redirect_output
 {before}
 redirect_output(Path(sys.argv[1]), 0)
 keyboard = selectors.EpollSelector()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 REDIRECT = """
 import sys
 from pathlib import Path
-from optuna_dsat.runtime.redirection import redirect_writes
+from optuna_dsat.runtime.isolation.redirection import redirect_writes
 if sys.argv[1]:
     redirect_writes(Path(sys.argv[1]), folders=[sys.argv[2]], passed=[sys.argv[2] + "/passed"])
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.runtime.regular_file import read_regular
+from optuna_dsat.runtime.files import read_regular
 
 KERNEL_LOG = Path("/proc/kmsg")
 """A regular file by its mode that blocks who reads it."""

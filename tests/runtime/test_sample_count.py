@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from optuna_dsat.runtime.sample_count import BatchNumbers, sample_counter
+from optuna_dsat.runtime.measure.inputs import BatchNumbers, sample_counter
 
 TOKENS = torch.zeros(12, 6, dtype=torch.long)
 

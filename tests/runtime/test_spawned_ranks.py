@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime import spawned_ranks
+from optuna_dsat.runtime.adapt import spawned_ranks
 from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured
 from optuna_dsat.runtime.rank import Rank
 from tests.harness.ranks import Starter, WarmRanks

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.hugging_face_hook import HuggingFaceHook
-from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
+from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 RANK = Rank(rank=0, local_rank=0, world_size=1, local_world_size=1, host="h", launch_path="", can_compile=False)
 OWN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}

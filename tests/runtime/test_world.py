@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.isolation import why_no_overlay
-from optuna_dsat.runtime.mounts import mount_points
-from optuna_dsat.runtime.world import World, WorldPlan, covered_folders, named_folders
+from optuna_dsat.runtime.isolation.mounts import mount_points
+from optuna_dsat.runtime.isolation.world import World, WorldPlan, covered_folders, named_folders
 
 needs_overlays = pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
 
 ENTER = """
 import json, os, sys
-from optuna_dsat.runtime.world import WorldPlan, enter_world
+from optuna_dsat.runtime.isolation.world import WorldPlan, enter_world
 plan = WorldPlan.from_record(json.loads(sys.argv[1]))
 world = enter_world(plan, cwd=os.getcwd(), arguments=[], environ=os.environ)
 exec(sys.argv[2])

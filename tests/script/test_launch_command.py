@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.script.launch_command import LaunchCommand, launcher_of, read_command
-from optuna_dsat.script.launcher_options import read_options
-from optuna_dsat.script.self_launch import launch_of, launches
+from optuna_dsat.script.command.launch_command import LaunchCommand, launcher_of, read_command
+from optuna_dsat.script.command.launcher_options import read_options
+from optuna_dsat.script.command.self_launch import launch_of, launches
 
 ACCELERATE_CONFIG = """
 compute_environment: LOCAL_MACHINE

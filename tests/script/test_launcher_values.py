@@ -10,10 +10,16 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.script.launch_command import read_command
-from optuna_dsat.script.launcher_options import read_options
-from optuna_dsat.script.launcher_values import MOST_SLOTS, gpu_indices, nodes_of_torchrun, ranks_of_torchrun, slots_of
-from optuna_dsat.script.stand_ins import StandInUsedError, imported_alone
+from optuna_dsat.script.command.launch_command import read_command
+from optuna_dsat.script.command.launcher_options import (
+    MOST_SLOTS,
+    gpu_indices,
+    nodes_of_torchrun,
+    ranks_of_torchrun,
+    read_options,
+    slots_of,
+)
+from optuna_dsat.script.command.stand_ins import StandInUsedError, imported_alone
 
 REFUSED = [
     "torchrun --nproc_per_node abc train.py",
@@ -88,8 +94,8 @@ COMMANDS = [
 ]
 SHOW = """
 import json, sys
-from optuna_dsat.script.launch_command import as_json
-from optuna_dsat.script.launcher_options import read_options
+from optuna_dsat.script.command.launch_command import as_json
+from optuna_dsat.script.command.launcher_options import read_options
 for real in (False, True):
     if real:
         assert not {"torch", "deepspeed", "accelerate", "safetensors"} & {one.split(".")[0] for one in sys.modules}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.script.module_file import module_file
-from optuna_dsat.study.fingerprint import fingerprint
+from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.study.profile.fingerprint import fingerprint
 from optuna_dsat.study.spec import make_spec
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.script.own_ranks import declared_options
+from optuna_dsat.script.command.own_ranks import declared_options
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from optuna_dsat.config import ds_config
 from optuna_dsat.runtime.events import TrainerFound, decode_event, encode_event
 from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.study.profile.script import follow_trainer, user_config
 from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
-from optuna_dsat.study.user_config import follow_trainer, user_config
 
 OPTIONS = {
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.script.launch_command import LaunchCommand, read_command
-from optuna_dsat.script.wrapped_launch import is_wrapper, starts_launcher
+from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
+from optuna_dsat.script.command.wrapped_launch import is_wrapper, starts_launcher
 
 TORCHRUN = "torchrun --nproc_per_node 2 train.py --lr 3"
 LAUNCH = LaunchCommand(script="train.py", args=("--lr", "3"), ranks=2, is_wrapped=True)

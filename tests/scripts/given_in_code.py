@@ -14,7 +14,7 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainingArguments
 
-from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
+from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
 from optuna_dsat.runtime.trial_config import TrialConfig
 
 GIVEN: dict[str, Any] = {

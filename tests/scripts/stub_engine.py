@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured
-from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
+from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
 from optuna_dsat.runtime.writer import EventWriter, events_path
 
 

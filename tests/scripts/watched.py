@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from optuna_dsat.cli import main
-from optuna_dsat.launch import leftovers, torchrun
+from optuna_dsat.launch import launcher
+from optuna_dsat.launch.machine import journal
 from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.outcome import Outcome
 from tests.harness.landscapes import Hill
@@ -34,6 +35,6 @@ class PacedLauncher(SimulatedLauncher):
 
 
 if __name__ == "__main__":
-    torchrun.TorchrunLauncher = PacedLauncher  # type: ignore[assignment,misc]
-    setattr(leftovers.LeftoverWatch, "begin", lambda _: None)  # noqa: B010 - those of tests beside this one
+    launcher.TorchrunLauncher = PacedLauncher  # type: ignore[assignment,misc]
+    setattr(journal.LeftoverWatch, "begin", lambda _: None)  # noqa: B010 - those of tests beside this one
     main(sys.argv[3:])

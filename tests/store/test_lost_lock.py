@@ -10,9 +10,8 @@ import pytest
 from sqlalchemy import text
 
 from optuna_dsat.store import Store
-from optuna_dsat.store.database import Database
-from optuna_dsat.store.locks import LockLostError
-from optuna_dsat.study.proposals import Proposals
+from optuna_dsat.store.database import Database, LockLostError
+from optuna_dsat.study.search.proposals import Proposals
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench

@@ -21,10 +21,9 @@ from optuna_dsat.errors import StorageError
 from optuna_dsat.runtime.process_identity import start_ticks
 from optuna_dsat.samplers import BinarySearchSampler
 from optuna_dsat.store import Store, TurnLostError
-from optuna_dsat.store.heartbeat import Heartbeat
+from optuna_dsat.store.leases import Heartbeat, Worker, this_worker
 from optuna_dsat.store.reclaim import Reclaimer
 from optuna_dsat.store.tables import HeartbeatRow
-from optuna_dsat.store.worker import Worker, this_worker
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench

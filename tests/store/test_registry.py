@@ -10,8 +10,7 @@ from optuna.study import StudyDirection
 from sqlalchemy import text
 
 from optuna_dsat.errors import StudyConflictError, UsageError
-from optuna_dsat.launch.conditions import Conditions
-from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.launch.protocol import Conditions, LaunchReport
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted, StepMeasured
 from optuna_dsat.store import Store

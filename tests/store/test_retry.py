@@ -17,8 +17,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from optuna_dsat.errors import StorageError, StudyDeletedError
 from optuna_dsat.store import Store
-from optuna_dsat.store.retry import is_transient, one_line_reason, retrying
-from optuna_dsat.store.retrying_storage import RetryingStorage
+from optuna_dsat.store.retry import RetryingStorage, is_transient, one_line_reason, retrying
 
 
 def sqlite_error(code: int, message: str) -> DBAPIError:

@@ -8,8 +8,7 @@ import optuna
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
-from optuna_dsat.store.migrate import head, migrations_path
-from optuna_dsat.store.revisions import newest_revision
+from optuna_dsat.store.migrate import head, migrations_path, newest_revision
 
 
 def alembics(folder: Path) -> str | None:

@@ -15,7 +15,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
 from optuna_dsat.script.arg_mapping import STAGE, map_arguments
 from optuna_dsat.script.batch_rule import BatchRule
-from optuna_dsat.study import batch_search
+from optuna_dsat.study.profile import batch_search
 from tests.harness.studies import StudyBench
 
 MAPPED = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json", "arg_mappings": {MICRO_BATCH: "--bs"}}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from optuna_dsat.study.data_size import dataset_size, epoch_samples, largest_global_batch
-from optuna_dsat.study.profiled import Profiled
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.space import dataset_size, epoch_samples, largest_global_batch
 from optuna_dsat.study.stored import read_stored
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench

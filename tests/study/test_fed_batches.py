@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.study import trial_recorder
+from optuna_dsat.study.search import recorder
 
 
 @pytest.mark.parametrize(("fed", "limit"), [(16, 32), (64, 127), (None, 127)])
@@ -15,4 +15,4 @@ def test_a_script_that_feeds_less_than_its_micro_batch_is_asked_for_no_more(fed:
     config = {"train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 2}
     record = SimpleNamespace(observed_micro_batch=fed, data_at_most=lambda batch: 5 * batch)
     flight: Any = SimpleNamespace(request=SimpleNamespace(ds_config=config, end_profile_step=3), record=record)
-    assert trial_recorder._data_limit(flight) == limit
+    assert recorder._data_limit(flight) == limit

@@ -15,10 +15,10 @@ from optuna.trial import TrialState
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.signals import handling
 from optuna_dsat.store import Store
-from optuna_dsat.store.heartbeat import Heartbeat
-from optuna_dsat.study.flights import Flights
-from optuna_dsat.study.trial_recorder import TrialRecorder
-from optuna_dsat.study.uninterrupted import uninterrupted
+from optuna_dsat.store.leases import Heartbeat
+from optuna_dsat.study.progress import uninterrupted
+from optuna_dsat.study.search.recorder import TrialRecorder
+from optuna_dsat.study.search.running import Flights
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import StudyBench

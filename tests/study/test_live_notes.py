@@ -13,10 +13,9 @@ import pytest
 
 from optuna_dsat.errors import StorageError
 from optuna_dsat.store import Store
-from optuna_dsat.store.worker import Worker, this_worker
+from optuna_dsat.store.leases import Worker, this_worker
 from optuna_dsat.study import progress
-from optuna_dsat.study.live_notes import LiveNote, LiveNotes, read_notes
-from optuna_dsat.study.live_state import LaunchInFlight
+from optuna_dsat.study.live_state import LaunchInFlight, LiveNote, LiveNotes, read_notes
 
 NOW = 1_800_000_000.0
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from optuna_dsat.study.loss_check import TOLERANCES, compare
+from optuna_dsat.study.confirm.loss_check import TOLERANCES, compare
 from optuna_dsat.study.stored import record_of
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher

@@ -11,8 +11,8 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.cost.memory import ModelProfile, estimate, largest_micro_batch
 from optuna_dsat.cost.memory_fit import CorrectionFit
-from optuna_dsat.study.methods import Ceiling
-from optuna_dsat.study.profiled import Profiled
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.search.methods import Ceiling
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.trials import attributes

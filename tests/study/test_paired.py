@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from optuna_dsat.study.paired import Noise, Ratio, is_precise, mean_in_rounds, paired_ratio, pooled_noise
+from optuna_dsat.study.confirm.rounds import Noise, Ratio, is_precise, mean_in_rounds, paired_ratio, pooled_noise
 
 
 def noisy_rounds(rng: random.Random, *, rounds: int, noise: float, ratio: float, drift: float = 0.0) -> tuple[

@@ -14,14 +14,14 @@ from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.preload import Preload
+from optuna_dsat.launch.protocol import Preload
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import ConfigDiffers, RankFailed, TrainerFound
 from optuna_dsat.runtime.trial_config import PartitionedModelError
 from optuna_dsat.script.arg_mapping import STAGE
-from optuna_dsat.study import profile
-from optuna_dsat.study.profile import profile_attempts
-from optuna_dsat.study.profiled import Profiled
+from optuna_dsat.study.profile import profile
+from optuna_dsat.study.profile.profile import profile_attempts
+from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.progress import Message, ProfileFinished
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.study.trust import what_runs

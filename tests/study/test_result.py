@@ -15,10 +15,11 @@ from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.escape import shell
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.settings_file import SettingsCopy
-from optuna_dsat.study.profiled import Profiled
-from optuna_dsat.study.result import command_to_train, learning_rate_advice, training_command, write_settings
+from optuna_dsat.study.command import command_to_train, training_command
+from optuna_dsat.study.config_changes import complete_config
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.result import learning_rate_advice, write_settings
 from optuna_dsat.study.spec import StudySpec, make_spec
-from optuna_dsat.study.trainable import complete_config
 
 BEST = Path("/out/s/best_ds_config.json")
 STORAGE = "sqlite:////out/study.db"

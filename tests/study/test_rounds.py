@@ -12,11 +12,11 @@ import pytest
 
 from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.study.confirm.rounds import Rounds
+from optuna_dsat.study.confirm.verdict import VerdictKind
 from optuna_dsat.study.progress import Message
 from optuna_dsat.study.result import StudyResult
-from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.stored import read_stored
-from optuna_dsat.study.verdict import VerdictKind
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult

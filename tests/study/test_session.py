@@ -13,9 +13,9 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StudyConflictError
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds
+from optuna_dsat.study.confirm.verdict import VerdictKind
 from optuna_dsat.study.progress import FinalistMeasured, Message, ProfileFinished, ProfileStarted, TrialFinished
-from optuna_dsat.study.rounds import RoundLaunch, Rounds
-from optuna_dsat.study.verdict import VerdictKind
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult

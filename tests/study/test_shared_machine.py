@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from optuna.trial import TrialState
 
-from optuna_dsat.launch import follow, waiting
-from optuna_dsat.launch.nvml import DeviceError
+from optuna_dsat.launch import follow
+from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.protocol import Holder, LaunchRequest, LaunchUpdate, SlotsBusyError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.progress import Message
@@ -89,7 +89,7 @@ def launched(bench: StudyBench) -> list[str]:
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "_RETRY_S", 0.0)
-    monkeypatch.setattr(waiting, "_QUIET_S", 0.0)
+    monkeypatch.setattr(follow, "_QUIET_S", 0.0)
 
 
 def test_a_search_says_for_whom_it_waits_and_then_goes_on(bench: StudyBench) -> None:

@@ -8,7 +8,7 @@ from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.metrics import Speed
 from optuna_dsat.runtime.events import StepMeasured
-from optuna_dsat.study.speeds import Speeds, samples_in_words, speed_at, value_in_words, with_utilisation
+from optuna_dsat.study.confirm.speeds import Speeds, samples_in_words, speed_at, value_in_words, with_utilisation
 from optuna_dsat.words import (
     bytes_in_words,
     choices_in_words,

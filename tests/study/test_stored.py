@@ -18,16 +18,16 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.escape.markdown import literal
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.report.explanation import explain_study
-from optuna_dsat.report.notes import study_note
+from optuna_dsat.report.dashboard.notes import study_note
+from optuna_dsat.report.explain.explanation import explain_study
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import read_view
 from optuna_dsat.report.winner import winner_of
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.study import warm_start
-from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.search import warm_start
+from optuna_dsat.study.search.methods import make_planner
 from optuna_dsat.study.spec import ScriptSpec
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
@@ -111,7 +111,7 @@ def test_all_who_look_at_a_study_see_the_space_that_it_searched(
         return make_planner(spec, profiled, space, **options)
 
     monkeypatch.setattr(warm_start, "make_planner", noted)
-    monkeypatch.setattr("optuna_dsat.study.methods.make_planner", noted)
+    monkeypatch.setattr("optuna_dsat.study.search.methods.make_planner", noted)
     study = read_stored(bench.store, "s")
     explain_study(study)
     assert study.profiled is not None

@@ -6,7 +6,7 @@ from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.structure_failures import describe_structure_failures
+from optuna_dsat.study.end_reason import describe_structure_failures
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, ZERO_STAGE
 

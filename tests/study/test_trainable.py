@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.study.launch_requests import full_request
+from optuna_dsat.study.config_changes import ready_config
+from optuna_dsat.study.requests import full_request
 from optuna_dsat.study.spec import make_spec
-from optuna_dsat.study.trainable import ready_config
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 COMPLETE = {"zero_optimization": {"stage": 3}, TRAIN: 12, MICRO: 3, ACCUMULATION: 2}

@@ -12,8 +12,8 @@ from optuna_dsat.store import Store
 from optuna_dsat.store.tables import HeartbeatRow
 from optuna_dsat.study import conclusion
 from optuna_dsat.study.progress import LaunchEnded, Message, ProgressEvent
-from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.session import Session
+from optuna_dsat.study.spec import StudyRequest
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SIMULATED_DEVICES, SimulatedLauncher

@@ -12,16 +12,14 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.launch.conditions import Conditions
+from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.confirmation import next_in_rounds, staying
-from optuna_dsat.study.joint_estimate import JointEstimate
-from optuna_dsat.study.measuring_again import choose_finalists
-from optuna_dsat.study.rounds import RoundLaunch, Rounds, order_of_round
+from optuna_dsat.study.confirm.confirmation import next_in_rounds, staying
+from optuna_dsat.study.confirm.finalists import choose_finalists, refuted, with_next_best
+from optuna_dsat.study.confirm.rounds import JointEstimate, RoundLaunch, Rounds, order_of_round
+from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
+from optuna_dsat.study.confirm.words import value_in_words, verdict_in_words
 from optuna_dsat.study.spec import StudySpec, make_spec
-from optuna_dsat.study.substitutes import refuted, with_next_best
-from optuna_dsat.study.verdict import Verdict, VerdictKind, verdict_of
-from optuna_dsat.study.verdict_words import value_in_words, verdict_in_words
 from optuna_dsat.trials import attributes
 
 OWN = 0

@@ -8,8 +8,8 @@ from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.samplers import BinarySearchSampler
-from optuna_dsat.study.methods import Method
-from optuna_dsat.study.rounds import Rounds
+from optuna_dsat.study.confirm.rounds import Rounds
+from optuna_dsat.study.search.methods import Method
 from tests.harness.landscapes import Hill
 from tests.harness.small_model import Machine, small_planner, small_space
 from tests.harness.studies import StudyBench

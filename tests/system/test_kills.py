@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 TUNER = """
 import sys
 from pathlib import Path
-from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import ScriptCommand
-from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from tests.harness.launches import request
 cwd, script = Path.cwd(), sys.argv[1]
 launcher = TorchrunLauncher(cwd / "out", devices=cpu_devices(2))
@@ -33,7 +33,7 @@ while True:
 """
 NEXT = """
 import os
-from optuna_dsat.launch.leftovers import LeftoverWatch
+from optuna_dsat.launch.machine.journal import LeftoverWatch
 LeftoverWatch(os.environ, on_notice=print).begin()
 """
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from optuna_dsat.script.trial_class import RUNNER
-from optuna_dsat.study.result import training_command, write_best
+from optuna_dsat.study.command import training_command
+from optuna_dsat.study.result import write_best
 from optuna_dsat.study.spec import make_spec
 from tests.harness.commands import ROOT, Command
 

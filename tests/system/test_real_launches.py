@@ -13,7 +13,7 @@ import optuna
 import pytest
 from sqlalchemy import MetaData, create_engine, make_url, select
 
-from optuna_dsat.cli.password import STORAGE_ENV
+from optuna_dsat.cli.parsing.password import STORAGE_ENV
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
 from tests.harness.commands import Command, search, write_config

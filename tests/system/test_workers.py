@@ -12,8 +12,8 @@ from optuna.trial import TrialState
 
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.store import Store
-from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.session import Session
+from optuna_dsat.study.spec import StudyRequest
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SIMULATED_DEVICES, SimulatedLauncher

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.config.autotuning_section import parse_autotuning
-from optuna_dsat.tuning.autotuning import options_of
+from optuna_dsat.tuning.options.autotuning import options_of
 
 
 def options(**section: Any) -> tuple[dict[str, Any], list[str]]:

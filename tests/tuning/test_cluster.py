@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.cluster.engine import ClusterError
 from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.places.engine import ClusterError
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.tuning import cluster
-from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import RandomOptions
+from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.tune_options import RandomOptions
 from optuna_dsat.tuning.prepare import prepare
 
 

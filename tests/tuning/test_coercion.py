@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from optuna_dsat.tuning.coercion import coerced, plain_data
+from optuna_dsat.tuning.options.keywords import coerced, plain_data
 
 STAGES = Sequence[int] | int | None
 COUNTS = int | Sequence[int] | None

@@ -12,12 +12,13 @@ import pytest
 import optuna_dsat
 from optuna_dsat.cli import search
 from optuna_dsat.cli.show import _print_bars
-from optuna_dsat.launch.devices import Device, Devices
+from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.store import Store
 from optuna_dsat.study.spec import default_stages
-from optuna_dsat.tuning import autotuning, devices
-from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import AutotuningOptions
+from optuna_dsat.tuning import devices
+from optuna_dsat.tuning.options import autotuning
+from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.tune_options import AutotuningOptions
 from optuna_dsat.tuning.prepare import prepare, prepare_each
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, Run, bench, run_here
 from tests.harness.landscapes import GIB, Hill

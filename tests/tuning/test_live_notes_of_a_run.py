@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optuna_dsat.store import Store
-from optuna_dsat.study.live_notes import LiveNote, read_notes
+from optuna_dsat.study.live_state import LiveNote, read_notes
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedProfile, SimulatedResult

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import RandomOptions
+from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.tune_options import RandomOptions
 from optuna_dsat.tuning.prepare import prepare
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
 

@@ -19,15 +19,14 @@ import pytest
 import optuna_dsat
 from docs.generate.options import commands
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StorageUrlError, UsageError
-from optuna_dsat.launch.devices import DEFAULT_CPU_RANKS
+from optuna_dsat.launch.machine.devices import DEFAULT_CPU_RANKS
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.study.spec import METHODS, MethodOptions, StudySpec
+from optuna_dsat.study.spec import METHODS, MethodOptions, StudyRequest, StudySpec
 from optuna_dsat.tuning import train, tune
-from optuna_dsat.tuning.declaration import options_in
-from optuna_dsat.tuning.defaults import spec_field
-from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions, methods_of
+from optuna_dsat.tuning.options.declaration import options_in
+from optuna_dsat.tuning.options.defaults import spec_field
+from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.tune_options import AutotuningOptions, TuneOptions, methods_of
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
 from tests.harness.landscapes import GIB, Hill

@@ -15,8 +15,7 @@ from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialConte
 from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
-from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.rank import World, current_plan, initializes_distributed_manually
+from optuna_dsat.runtime.rank import LaunchPlan, World, current_plan, initializes_distributed_manually
 from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Hparams, Length, overwrites_of
 
 

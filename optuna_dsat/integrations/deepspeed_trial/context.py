@@ -13,14 +13,47 @@ from optuna_dsat.integrations.deepspeed_trial.engines import check_engine, feed_
 from optuna_dsat.integrations.deepspeed_trial.loaders import Shard
 from optuna_dsat.integrations.deepspeed_trial.model_parallel import ModelParallelUnit, model_parallel_unit
 from optuna_dsat.integrations.deepspeed_trial.reducers import FunctionReducer, MetricReducer, RegisteredReducer
-from optuna_dsat.integrations.deepspeed_trial.tensorboard import make_writer
-from optuna_dsat.runtime.engine_state import is_pipeline
+from optuna_dsat.runtime.measure.engine import is_pipeline
 from optuna_dsat.runtime.overlay import merge, read_config
 from optuna_dsat.runtime.rank import World
 from optuna_dsat.runtime.reporting import trial_config
 from optuna_dsat.script.determined_names import ATTRIBUTES
 
-__all__ = ["AttrDict", "DeepSpeedTrialContext", "overwrite_deepspeed_config"]
+__all__ = ["AttrDict", "DeepSpeedTrialContext", "SilentWriter", "make_writer", "overwrite_deepspeed_config"]
+
+
+class SilentWriter:
+    """Has all methods of a ``SummaryWriter`` and writes nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _write_nothing
+
+
+def _write_nothing(*_args: Any, **_options: Any) -> None:
+    pass
+
+
+def make_writer(folder: Path, *, silent: bool) -> Any:
+    """Return a ``torch.utils.tensorboard.SummaryWriter``.
+
+    Args:
+        folder: Folder of its files, created by the writer.
+        silent: Whether to return a writer that writes nothing, which needs no TensorBoard.
+
+    Raises:
+        ImportError: If TensorBoard is not installed.
+    """
+    if silent:
+        return SilentWriter()
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "context.get_tensorboard_writer() needs TensorBoard in the script's environment: pip install tensorboard."
+        ) from error
+    return SummaryWriter(str(folder))
 
 
 class AttrDict(dict[str, Any]):

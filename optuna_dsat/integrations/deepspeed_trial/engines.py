@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from optuna_dsat.runtime.engine_state import is_pipeline
+from optuna_dsat.runtime.measure.engine import is_pipeline
 
 __all__ = ["check_engine", "feed_pipeline"]
 

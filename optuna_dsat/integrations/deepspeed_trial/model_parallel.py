@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optuna_dsat.integrations.deepspeed_trial.distributed import DistributedContext
-from optuna_dsat.runtime.engine_state import is_pipeline
+from optuna_dsat.runtime.measure.engine import is_pipeline
 
 __all__ = ["ModelParallelUnit", "make_data_parallel_mpu", "make_deepspeed_mpu", "model_parallel_unit"]
 

@@ -14,7 +14,7 @@ import torch.distributed
 
 from optuna_dsat.integrations.deepspeed_trial.checkpoints import steps_completed_of
 from optuna_dsat.integrations.deepspeed_trial.reducers import RegisteredReducer, cross_reduced
-from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.runtime.files import write_text_atomic
 
 __all__ = ["Averages", "MetricsFile", "gathered", "reduced"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from optuna_dsat.integrations.deepspeed_trial.loaders import BatchPlan, DataLoader, Shard, set_epoch
 from optuna_dsat.integrations.deepspeed_trial.state import random_states, restore_random_states
-from optuna_dsat.runtime.inputs import leading_dimension
+from optuna_dsat.runtime.measure.inputs import leading_dimension
 
 __all__ = ["EndlessBatches", "PlainBatches", "ShardedBatches", "ValidationBatches", "training_batches"]
 

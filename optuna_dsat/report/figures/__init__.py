@@ -33,7 +33,7 @@ from optuna_dsat.report.figures._source import Source, history_of, view_of
 from optuna_dsat.report.figures._style import INK, missing, note_of
 from optuna_dsat.report.figures._time import timeline_figure
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.study.finalists import Finalist
+from optuna_dsat.study.confirm.standing import Finalist
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

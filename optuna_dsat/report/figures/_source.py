@@ -15,7 +15,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.store.registry import STUDY_UUID
-from optuna_dsat.study.verdict import Verdict
+from optuna_dsat.study.confirm.verdict import Verdict
 
 __all__ = ["History", "Source", "history_of", "view_of"]
 

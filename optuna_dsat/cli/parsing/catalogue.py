@@ -1,0 +1,139 @@
+"""The commands by name: where each is defined, and its place in the help.
+
+A command's module is imported when the command is asked for, so that none waits for what others need.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from optuna_dsat.cli.parsing.help import HelpCommand, HelpGroup
+
+__all__ = ["COMMANDS", "SEARCHES", "Catalogue"]
+
+_BEFORE = "Before a search"
+_SEARCH = "Search and train"
+_LOOK = "Look at a result"
+_MANAGE = "Manage studies"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """Where a command is defined."""
+
+    module: str
+    """Module of ``optuna_dsat.cli``."""
+    attribute: str
+    """A function, or a ``typer.Typer`` of further commands."""
+    panel: str
+    """Group of commands in the help."""
+
+
+COMMANDS: dict[str, _Entry] = {
+    name: _Entry(module=module, attribute=attribute, panel=panel)
+    for panel, entries in {
+        _BEFORE: (("doctor", "doctor", "doctor"), ("check", "check", "check"), ("plan", "plan", "plan")),
+        _SEARCH: (
+            ("guided", "search", "guided_search"),
+            ("asha", "search", "asha_search"),
+            ("binary", "search", "binary_search"),
+            ("random", "search", "random_search"),
+            ("tune", "search", "tune_search"),
+            ("run", "search", "run_search"),
+            ("resume", "resume", "resume"),
+            ("worker", "resume", "worker"),
+            ("train", "train", "train"),
+        ),
+        _LOOK: (
+            ("show", "studies", "show"),
+            ("best", "studies", "best"),
+            ("trials", "studies", "trials"),
+            ("explain", "explain", "explain"),
+            ("report", "report", "report"),
+            ("dashboard", "dashboard", "dashboard"),
+        ),
+        _MANAGE: (
+            ("studies", "studies", "studies"),
+            ("export", "studies", "export"),
+            ("delete", "studies", "delete"),
+            ("db", "database", "database"),
+        ),
+    }.items()
+    for name, module, attribute in entries
+}
+"""Name of a command -> where it is defined, in the order of the help."""
+
+SEARCHES = frozenset(name for name, entry in COMMANDS.items() if entry.module == "search")
+"""Commands that take a training command."""
+
+
+_TAKE_COMMAND = ("check",)
+"""Commands whose own options precede their arguments: these end with a training command."""
+
+
+class Catalogue(HelpGroup):
+    """The group of all commands, each built when it is asked for."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = _Commands(dict(self.commands))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands, none of which is built for that."""
+        del ctx
+        return list(self.commands)
+
+
+class _Commands(MutableMapping[str, Any]):
+    """Name -> command; built when it is looked up."""
+
+    def __init__(self, built: dict[str, Any]) -> None:
+        self._built = built
+        self._names = dict.fromkeys([*COMMANDS, *built])
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            self._built[name] = _build(name, COMMANDS[name])
+        return self._built[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._names[name] = None
+        self._built[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._names[name]
+        self._built.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _build(name: str, entry: _Entry) -> Any:
+    """Import a command and return it as typer has it."""
+    found = getattr(importlib.import_module(f"optuna_dsat.cli.{entry.module}"), entry.attribute)
+    if isinstance(found, typer.Typer):
+        command = typer.main.get_command(found)
+        command.name = name
+    else:
+        from optuna_dsat.cli.parsing.commands import first_options, takes_options, with_options
+
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(name, cls=HelpCommand)(with_options(found) if takes_options(found) else found)
+        command = typer.main.get_command(alone)
+        assert isinstance(command, HelpCommand)
+        command.first = first_options(found)
+        command.takes_launcher = name in SEARCHES
+        command.allow_interspersed_args = name not in _TAKE_COMMAND
+    command.rich_help_panel = entry.panel  # type: ignore[attr-defined]
+    return command

@@ -1,0 +1,144 @@
+"""Determined's own form of a search, ``optuna-dsat asha experiment.yaml model_dir/``, in terms of arguments."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.shell import enter
+from optuna_dsat.escape.terminal import say_prose
+from optuna_dsat.script.experiment import Experiment, read_experiment
+from optuna_dsat.tuning.options.locations import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
+from optuna_dsat.tuning.options.parse import NO_CONFIG
+
+__all__ = ["is_experiment", "kept_places", "unfold_experiment", "value_given"]
+
+_SUFFIXES = (".yaml", ".yml")
+_DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
+
+
+def is_experiment(words: Sequence[str], *, cwd: Path) -> bool:
+    """Return whether arguments begin with an experiment configuration and a model directory that exist."""
+    if len(words) < 2 or not words[0].endswith(_SUFFIXES) or words[1] == NO_CONFIG:
+        return False
+    return (cwd / words[0]).is_file() and (cwd / words[1]).is_dir()
+
+
+def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozenset[str], cwd: Path) -> list[str]:
+    """Return the arguments of a search that an experiment configuration asks for; what it gives is overridden.
+
+    The search runs in the model directory, which becomes the working directory of this process. What has no meaning
+    here is told on stderr.
+
+    Args:
+        words: The configuration, the directory, further options and, after ``--``, arguments.
+        own: Options that stand before them.
+        known: The search's options.
+        cwd: The working directory.
+
+    Raises:
+        UsageError: If the configuration cannot be used.
+    """
+    file, folder = (cwd / words[0]).resolve(), (cwd / words[1]).resolve()
+    further, rest = list(words[2:]), []
+    if "--" in further:
+        further, rest = further[: further.index("--")], further[further.index("--") + 1 :]
+    given = [*own, *further]
+    experiment = read_experiment(file)
+    arguments = [*_settings(experiment, given=given, known=known), *given, *kept_places(cwd, folder, given=given)]
+    enter(folder)
+    named = os.path.relpath(file, folder)
+    for note in _notes(experiment, known=known):
+        say_prose(f"{named}: {note}", file=sys.stderr)
+    return [*arguments, *_target(experiment, named, rest=rest)]
+
+
+def _settings(experiment: Experiment, *, given: Sequence[str], known: frozenset[str]) -> list[str]:
+    """Return the options for the searcher, the devices and the environment of an experiment."""
+    from optuna_dsat.launch.machine.devices import detect_devices
+
+    settings = [word for name, value in experiment.options.items() if name in known for word in (name, value)]
+    if experiment.slots is not None and not any(word.partition("=")[0] in _DEVICE_OPTIONS for word in given):
+        settings += [_DEVICE_OPTIONS[detect_devices().kind != "cuda"], str(experiment.slots)]
+    for name, value in experiment.environment.items():
+        settings += ["--env", f"{name}={value}"]
+    return settings
+
+
+def kept_places(cwd: Path, folder: Path, *, given: Sequence[str]) -> list[str]:
+    """Return options that keep output and database where ``cwd`` says, if a search runs in another folder.
+
+    They are to stand behind those that are given, which name them relative to ``cwd``.
+    """
+    if folder == cwd.resolve():
+        return []
+    from optuna_dsat.cli.parsing.options_file import find_options
+
+    file = find_options(cwd)
+    in_file = {f"--{name}" for name in (file.table if file else {})}
+    output = value_given(given, "--output-dir") or os.environ.get(OUTPUT_DIR_ENV)
+    storage = value_given(given, "--storage") or os.environ.get(STORAGE_ENV)
+    places = []
+    if output or "--output-dir" not in in_file:
+        places += ["--output-dir", str(cwd.absolute() / (output or DEFAULT_OUTPUT_DIR))]
+    if storage or "--storage" not in in_file:
+        scheme, found, name = (storage or DEFAULT_STORAGE).partition(":///")
+        if found and scheme.startswith("sqlite") and name and not name.startswith((":", "file:")):
+            places += ["--storage", f"{scheme}:///{cwd.absolute() / name}"]
+    return places
+
+
+def value_given(words: Sequence[str], option: str) -> str | None:
+    """Return the value that options of a command line give one; None if they do not."""
+    found = None
+    for word, following in zip(words, (*words[1:], ""), strict=False):
+        name, equals, value = word.partition("=")
+        if name == option:
+            found = value if equals else following
+    return found
+
+
+def _notes(experiment: Experiment, *, known: frozenset[str]) -> list[str]:
+    """Return what is told about an experiment: keys without meaning, and where a script gets its hyperparameters."""
+    unknown = [name.removeprefix("--") for name in experiment.options if name not in known]
+    notes = []
+    if experiment.without_meaning:
+        notes.append(f"{', '.join(experiment.without_meaning)}: without meaning here.")
+    if unknown:
+        notes.append(f"{', '.join(unknown)}: no option of this search.")
+    if not experiment.is_trial:
+        notes.append("the script is run as it is; hyperparameters reach it as its own arguments, after --.")
+    return notes
+
+
+def _target(experiment: Experiment, named: str, *, rest: Sequence[str]) -> list[str]:
+    """Return script or model definition, config and arguments.
+
+    Args:
+        experiment: The experiment.
+        named: Path of its configuration, relative to the model directory.
+        rest: Further arguments of what is run.
+
+    Raises:
+        UsageError: If the entry point is no script, or a definition has no config.
+    """
+    if experiment.is_trial:
+        if not experiment.config:
+            raise UsageError(
+                f"{named}: the hyperparameters name no DeepSpeed config: add deepspeed_config: ds_config.json."
+            )
+        return [*experiment.entry, experiment.config, "--hparams", named, "--", *rest]
+    from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
+
+    words = [*experiment.entry, *rest]
+    found = read_command(words, cwd=Path.cwd())
+    if found is None and words[0].endswith(".py"):
+        found = LaunchCommand(script=words[0], args=tuple(words[1:]))
+    if found is None:
+        raise UsageError(f"{named}: the entrypoint `{shlex.join(experiment.entry)}` runs no Python script or module.")
+    module = ["--module"] if found.is_module else []
+    return [*module, found.script, experiment.config or NO_CONFIG, "--", *found.args]

@@ -1,0 +1,293 @@
+"""A search put in front of the command that people type to train: ``optuna-dsat guided deepspeed train.py ...``.
+
+What stands after the search's own options is the command as it is typed; it is taken apart here into the arguments that
+the search has, before typer parses them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from optuna_dsat.cli.parsing.catalogue import SEARCHES
+from optuna_dsat.cli.parsing.experiment_form import is_experiment, kept_places, unfold_experiment, value_given
+from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
+from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.shell import enter
+from optuna_dsat.escape.terminal import say_prose
+from optuna_dsat.script.command.launch_command import LaunchCommand
+from optuna_dsat.tuning.options.parse import NO_CONFIG
+
+if TYPE_CHECKING:
+    from optuna_dsat.launch.machine.devices import Devices
+
+__all__ = ["unfold_command"]
+
+_DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
+
+
+def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[str]:
+    """Return the arguments with a training command taken apart into script, config, ranks and the script's arguments.
+
+    Arguments that name a script and its config directly, and those of other commands, are returned as they are. GPUs
+    that the launcher selects become ``CUDA_VISIBLE_DEVICES`` of this process. What has no effect is told on stderr.
+
+    Args:
+        argv: Arguments of ``optuna-dsat``.
+        root: The command with its sub-commands.
+        cwd: The working directory.
+
+    Raises:
+        UsageError: If the launcher refuses its options, or those of the search are lost.
+    """
+    start, name = _first_positional(argv, root.params)
+    if name not in SEARCHES:
+        return list(argv)
+    search = root.commands[name]
+    assert isinstance(search, TyperCommand)
+    rest = list(argv[start + 1 :])
+    end, first = _first_positional(rest, search.params)
+    own, words = rest[:end], rest[end:]
+    if first == "--":
+        words = words[1:]
+    if first is None or not words:
+        return list(argv)
+    if is_experiment(words, cwd=cwd):
+        known = frozenset(name for one in search.params if isinstance(one, TyperOption) for name in one.opts)
+        return [*argv[: start + 1], *unfold_experiment(words, own=own, known=known, cwd=cwd)]
+
+    from optuna_dsat.script.command.launch_command import read_command
+
+    if _names_module(own):
+        found = None
+    else:
+        found = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
+    if found is None and not _names_module(own):
+        _refuse_missing(words, cwd=cwd)
+        if first == "--":
+            found = LaunchCommand(script=words[0], args=tuple(words[1:]))
+    if found is None:
+        return [*argv[: start + 1], *own, *_with_config(words, search.params)]
+    own_notes = [] if first == "--" else _options_behind(found, words, search, cwd=cwd)
+    told = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
+    engine = value_given(told, "--on") or "here"
+    places = []
+    if found.folder is not None:
+        say_prose(f"Launches run in {found.folder}, where the command goes.", file=sys.stderr)
+        places = kept_places(cwd, Path(found.folder), given=own)
+        enter(Path(found.folder))
+        cwd = Path(found.folder)
+    notes = (*found.notes, *_note_on_nodes(found, engine=engine), *own_notes)
+    for note in notes:
+        say_prose(note, file=sys.stderr)
+    return [*argv[: start + 1], *own, *places, *_arguments(found, own=own, told=told, engine=engine, cwd=cwd)]
+
+
+def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
+    """Refuse a command whose program is not there: its options would be taken for those of the search.
+
+    Raises:
+        UsageError: If its first word names neither a file nor a program, and an option follows.
+    """
+    name = words[0]
+    if any(word.startswith("-") and word != "--" for word in words[1:2]) and not Path(cwd, name).exists():
+        raise UsageError(f"{name}: no file in {cwd}, and no program that can be found (PATH).")
+
+
+def _names_module(own: Sequence[str]) -> bool:
+    return "-m" in own or "--module" in own
+
+
+def _in_file(command: str, options: str | None, *, cwd: Path) -> list[str]:
+    """Return the options on where launches run that the file of options holds for a search."""
+    named = options or os.environ.get(OPTIONS_ENV)
+    file = file_of(Path(named) if named else None, cwd=cwd)
+    values = {} if file is None else {name: file.value_of(command, name) for name in ("on", "cpu-ranks")}
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _note_on_nodes(found: LaunchCommand, *, engine: str) -> Iterator[str]:
+    """Yield a sentence on what of a command names other nodes or a rendezvous, where that has no effect."""
+    if engine != "here":
+        given, where = found.rendezvous, ""
+    else:
+        given, where = (*found.elsewhere, *found.rendezvous), "tuned on this machine alone, and "
+    more = f" With --on slurm or --on ray it is tuned on {found.nodes} nodes." if where and found.nodes > 1 else ""
+    if given:
+        yield f"{', '.join(given)}: {where}each launch chooses its own rendezvous.{more}"
+
+
+def _options_behind(found: LaunchCommand, words: Sequence[str], search: TyperCommand, *, cwd: Path) -> list[str]:
+    """Return a note on options that the search has, too, and that stand behind a script whose source declares them.
+
+    Raises:
+        UsageError: If others stand behind the script, or behind a program that launches it.
+    """
+    options = {
+        spelling
+        for option in search.params
+        if isinstance(option, TyperOption) and option.name != "module"
+        for spelling in (*option.opts, *option.secondary_opts)
+    }
+    passed = {word.partition("=")[0] for word in found.args}
+    of_script = len(words) - len(found.args) - 1  # "--" here or behind is followed by arguments of the script alone
+    end = next((index for index, word in enumerate(words) if word == "--" and index >= of_script), len(words))
+    typed = [word for word in dict.fromkeys(word.partition("=")[0] for word in words[1:end]) if word in options]
+    behind = [word for word in typed if word in passed or found.is_wrapped]
+    if not behind:
+        return []
+    from optuna_dsat.script.command.own_ranks import declared_options
+
+    folder = Path(found.folder or cwd)
+    declared = declared_options(behind, script=found.script, is_module=found.is_module, cwd=folder)
+    if lost := [word for word in behind if word not in declared or word not in passed]:
+        raise UsageError(
+            f"{', '.join(lost)}: behind the command, where an option is the script's, and {found.script} does not "
+            f"declare it. Options of the search precede the command: optuna-dsat {search.name} {lost[0]} ... "
+            f"{words[0]}. If it is the script's or the command's, write -- before the command."
+        )
+    return [
+        f"{', '.join(behind)}: given to the script, where it is declared. Options of the search precede the command: "
+        f"optuna-dsat {search.name} {behind[0]} ..."
+    ]
+
+
+def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:
+    """Return ``SCRIPT [options] -- ARGS`` with a word for a config that is not named: typer would take one of ARGS."""
+    if "--" not in words:
+        return list(words)
+    end = list(words).index("--")
+    between, _ = _first_positional(words[1:end], params)
+    return list(words) if 1 + between < end else [*words[:end], NO_CONFIG, *words[end:]]
+
+
+def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[int, str | None]:
+    """Return place and word of the first argument that is no option, nor the value of one; None if there is none."""
+    options = {
+        spelling: one for one in params if isinstance(one, TyperOption) for spelling in (*one.opts, *one.secondary_opts)
+    }
+    index = 0
+    while index < len(argv):
+        word = argv[index]
+        if word == "--" or not word.startswith("-"):
+            return index, word
+        option = options.get(word)
+        index += 2 if option is not None and not option.is_flag and not option.count else 1
+    return len(argv), None
+
+
+def _arguments(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str, cwd: Path) -> list[str]:
+    """Return the arguments of a search that tunes a command.
+
+    Args:
+        found: The command.
+        own: The search's own options.
+        told: These, and before them what the file of options holds.
+        engine: Where trials run: ``here``, or the engine that holds nodes.
+        cwd: The working directory.
+    """
+    from optuna_dsat.script.config_location import find_config
+
+    result = []
+    if engine != "here":
+        result += _nodes(found, own=own, told=told, engine=engine)
+    elif not any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
+        result += _ranks(found) if not _is_alone(found, cwd=cwd) else _one_rank(found)
+    for name, value in found.environment.items():
+        result += ["--env", f"{name}={value}"]
+    config = found.config or find_config(found.args, cwd=cwd)
+    result += ["--module"] if found.is_module else []
+    result += [found.script, NO_CONFIG if config is None else os.path.relpath(cwd / config, cwd)]
+    return [*result, "--", *found.args]
+
+
+def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str) -> list[str]:
+    """Return the options for the nodes that a launcher uses, and for its ranks on each."""
+    wanted = {
+        "--nodes-per-trial": found.nodes if found.nodes > 1 else None,
+        "--gpus-per-node": None if value_given(told, "--cpu-ranks") else found.ranks,
+    }
+    result = [
+        word
+        for option, value in wanted.items()
+        if value is not None and value_given(own, option) is None
+        for word in (option, str(value))
+    ]
+    names = [name for name in found.hosts if not name.replace(".", "").isdigit() and "@" not in name]
+    if engine == "slurm" and names and names == list(found.hosts):
+        result.append(f"--slurm-arg=--nodelist={','.join(names)}")
+    if engine == "ray" and value_given(own, "--ray-node") is None:
+        result += [word for host in found.hosts for word in ("--ray-node", host.rpartition("@")[2])]
+    return result
+
+
+def _is_alone(found: LaunchCommand, *, cwd: Path) -> bool:
+    """Whether a command trains in the one process that it starts."""
+    from optuna_dsat.script.command.own_ranks import starts_own_ranks
+
+    own = found.without_launcher and starts_own_ranks(found.script, is_module=found.is_module, cwd=cwd)
+    return found.without_launcher and not own
+
+
+def _one_rank(found: LaunchCommand) -> list[str]:
+    """Return the option for a launch of one rank, as a command without a launcher trains; selects its GPUs."""
+    from optuna_dsat.launch.machine.devices import detect_devices
+
+    devices = _selected(found, detect_devices())
+    on_gpus, number = devices.kind == "cuda", devices.per_launch
+    option = "--gpus-per-trial" if on_gpus else "--cpu-ranks"
+    if number > 1:
+        share = f"1 of {number} GPUs" if on_gpus else "1 rank"
+        say_prose(
+            f"The command has no launcher and trains in one process: each trial takes {share}. {option} {number} tunes "
+            f"for {number}{'' if on_gpus else ' ranks'}.",
+            file=sys.stderr,
+        )
+    return [option, "1"]
+
+
+def _selected(found: LaunchCommand, devices: Devices) -> Devices:
+    """Return the devices of a command, whose GPUs are selected for this process."""
+    from optuna_dsat.launch.machine.devices import detect_devices
+
+    if devices.kind != "cuda" or (found.gpus is None and found.without_gpus is None):
+        return devices
+    if found.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = found.gpus
+    else:
+        left_out = set((found.without_gpus or "").split(","))
+        kept = [str(index) for index in range(len(devices.devices)) if str(index) not in left_out]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(kept)
+    return detect_devices()
+
+
+def _ranks(found: LaunchCommand) -> list[str]:
+    """Return the option for the ranks that a launcher starts; selects its GPUs for this process."""
+    from optuna_dsat.launch.machine.devices import detect_devices
+
+    if found.ranks is None and found.gpus is None and found.without_gpus is None:
+        return []
+    devices = detect_devices()
+    if devices.kind != "cuda":
+        return _cpu_ranks(found.ranks)
+    _selected(found, devices)
+    return [] if found.ranks is None else ["--gpus-per-trial", str(found.ranks)]
+
+
+def _cpu_ranks(ranks: int | None) -> list[str]:
+    """Return the option for the ranks of a launch on the CPU: as many as the launcher starts, where cores suffice."""
+    cores = len(os.sched_getaffinity(0))
+    if ranks is None or ranks > cores:
+        beside = "" if ranks is None else f", with fewer ranks than {ranks}, as it has {cores} cores"
+        sys.stderr.write(f"The command is for GPUs, and this machine offers none: it is tuned on the CPU{beside}.\n")
+        return []
+    counted = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    sys.stderr.write(
+        f"The command is for GPUs, and this machine offers none: it is tuned on the CPU, with {counted}.\n"
+    )
+    return ["--cpu-ranks", str(ranks)]

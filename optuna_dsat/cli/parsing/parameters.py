@@ -1,0 +1,94 @@
+"""Parameters shared by several commands, with their shell completion."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from optuna_dsat.errors import DsatError, UsageError
+from optuna_dsat.runtime.files import stream_of
+from optuna_dsat.tuning.options.locations import DEFAULT_STORAGE, STORAGE_ENV
+
+__all__ = ["DEFAULT_STORAGE", "Json", "LatestName", "Name", "Quiet", "Storage", "complete_studies", "confirm_replacing"]
+
+
+_MOST_CHARS = 2**20
+"""Characters of a file from which its writer is recognised; a config is shorter."""
+
+
+def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of stored studies with this prefix; empty if the storage does not answer."""
+    try:
+        from optuna_dsat.store import Store
+
+        with Store.open(_storage_of(context), create=False, retry_limit_s=0.0) as store:
+            return [study.name for study in store.list_studies() if study.name.startswith(incomplete)]
+    except DsatError:
+        return []  # a completion cannot show a message
+
+
+def _storage_of(context: typer.Context) -> str:
+    """Return the storage of a command line being typed: its own, else the environment's, a file's, the default."""
+    from optuna_dsat.cli.parsing.options_file import file_of
+
+    given = context.params.get("storage")
+    if given and given != DEFAULT_STORAGE:
+        return str(given)
+    if os.environ.get(STORAGE_ENV):
+        return os.environ[STORAGE_ENV]
+    named = context.find_root().params.get("options")
+    file = file_of(Path(named) if named else None, cwd=Path.cwd())
+    return DEFAULT_STORAGE if file is None else str(file.table.get("storage", DEFAULT_STORAGE))
+
+
+Storage = Annotated[
+    str,
+    typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar=STORAGE_ENV),
+]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False, autocompletion=complete_studies),
+]
+LatestName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[STUDY]",
+        help="Name of the study.  \\[default: the latest study]",
+        show_default=False,
+        autocompletion=complete_studies,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]
+
+
+def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
+    """Ask before a file with content that optuna-dsat did not write is replaced.
+
+    Args:
+        path: The file to be written. A pipe or a device is not replaced, so nothing is asked.
+        is_ours: Returns whether a content was written by the same command.
+
+    Raises:
+        UsageError: If there is nobody to ask.
+        typer.Abort: If the answer is no.
+    """
+    try:
+        content = _beginning(path) if path.is_file() else ""
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    if not content or stream_of(path) is not None or is_ours(content):
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(f"{path} exists and was not written by this command: remove it or choose another file.")
+    typer.confirm(f"{path} exists and was not written by this command. Replace it?", abort=True, err=True)
+
+
+def _beginning(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(_MOST_CHARS)

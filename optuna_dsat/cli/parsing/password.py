@@ -1,0 +1,75 @@
+"""Keeps secrets out of the process list, which every user of the machine can read."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from optuna_dsat.secrecy.command import refer_in_command
+from optuna_dsat.secrecy.names import is_secret_name
+from optuna_dsat.secrecy.references import References
+from optuna_dsat.tuning.options.locations import STORAGE_ENV
+
+__all__ = ["STORAGE_ENV", "hide_secrets", "without_password", "without_secrets_of"]
+
+_OPTION = "--storage"
+_PASSWORD = re.compile(r"[\w+]+://[^:/]*:[^@]*@")
+"""What SQLAlchemy takes for a user and a password: the latter may hold ``/``, ``#`` and ``?``."""
+_QUERY_NAME = re.compile(r"[?&]([^=&#]+)=")
+_ONCE_ENV = "OPTUNA_DSAT_SECRETS_HIDDEN"
+"""Set while the command starts itself again."""
+
+
+def without_password(command: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return a command without a storage URL that holds a password, and that URL; None if no URL holds one.
+
+    Arguments after ``--`` are the script's and stay.
+    """
+    kept: list[str] = []
+    secret: str | None = None
+    words = iter(command)
+    for word in words:
+        if word == "--":
+            return [*kept, word, *words], secret
+        name, equals, value = word.partition("=")
+        if name == _OPTION:
+            given = [word] if equals else [word, *(following for following in [next(words, None)] if following)]
+            url = value if equals else given[-1]
+            if _has_password(url):
+                secret = url
+                continue
+            kept += given
+        else:
+            kept.append(word)
+    return kept, secret
+
+
+def _has_password(url: str) -> bool:
+    if _PASSWORD.match(url):
+        return True
+    return any("pass" in name.lower() or is_secret_name(name) for name in _QUERY_NAME.findall(url))
+
+
+def without_secrets_of(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return this command without the secrets in it, and the variables that hold them instead.
+
+    A storage URL with a password becomes a variable; secrets of the script's become references.
+    """
+    kept, url = without_password(command)
+    references = References(list(command))
+    kept = list(refer_in_command(kept, references))
+    return kept, {**references.values, **({} if url is None else {STORAGE_ENV: url})}
+
+
+def hide_secrets() -> None:
+    """Start this command again, in this process, with its secrets in the environment instead of the arguments.
+
+    The environment of a process is readable only by its user. Returns if there is none.
+    """
+    if os.environ.pop(_ONCE_ENV, None) is not None:
+        return
+    command, secrets = without_secrets_of(sys.orig_argv)
+    if secrets:
+        os.execve(sys.executable, command, {**os.environ, **secrets, _ONCE_ENV: "1"})

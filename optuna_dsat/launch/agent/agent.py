@@ -1,0 +1,282 @@
+"""The agent of one node: does on it what the launcher of one machine does on its own, by order of a head.
+
+Orders and news are JSON objects; ``do`` and ``news`` name them:
+
+    (none)    -> hello     who this is: names, versions, machine
+    ping      -> pong      the node's time, for the offset of its clock
+    look      -> seen      devices and files that a study needs, and which of them are missing; node 0 opens doors
+    reach     -> reached   which of node 0's doors answer from here
+    port      -> port      a port that is free here
+                 phase     what takes long here; empty once it is over
+    prepare   -> prepared  imports before a fork, compiled operators
+    launch    -> started, then events, log, state and usage, then gone, tracker and free; or failed
+    end       -> gone      kills a launch (``ranks_only``: all but torchrun)
+    leave                  ends everything
+
+All calls come from one thread, which lives as long as the launches: the kernel ends them with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import DsatError
+from optuna_dsat.launch.agent.command import device_environment
+from optuna_dsat.launch.agent.run import Machine, NodeLaunch
+from optuna_dsat.launch.agent.wire import HEARD_S
+from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
+from optuna_dsat.launch.machine.host import available_memory_bytes
+from optuna_dsat.launch.machine.journal import LeftoverWatch, TunerNotes
+from optuna_dsat.launch.machine.network import Doorbell, addresses, free_port, machine_id, reached
+from optuna_dsat.launch.machine.operators import BuildWatch, compile_operators
+from optuna_dsat.launch.machine.slots import SlotPool
+from optuna_dsat.launch.protocol import Preload, SlotsBusyError
+from optuna_dsat.launch.warm.forking import IMPORTING, Forking
+
+__all__ = ["VERSIONED", "NodeAgent", "digest_of", "versions"]
+
+VERSIONED = ("optuna-dsat", "torch", "deepspeed")
+"""Packages that have to be the same on all nodes."""
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """Return the versions of Python and of the packages that have to be the same on all nodes."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in VERSIONED:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def digest_of(path: Path) -> str:
+    """Return a digest of a file's content; ``folder`` for a folder, empty for what is not there."""
+    if path.is_dir():
+        return "folder"
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+class NodeAgent:
+    """Runs launches on this node by order of a head. The first news is its hello.
+
+    Args:
+        node: Number of the node in its place.
+        name: What the cluster calls the node.
+        environ: Environment that launches inherit from; None for this process's own.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: int,
+        name: str,
+        environ: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node = node
+        self._name = name
+        self._environ = dict(os.environ if environ is None else environ)
+        self._clock = clock
+        self._heard = clock()
+        self._left = False
+        self._news: deque[dict[str, Any]] = deque()  # a thread that compiles appends to it, too
+        self._notes = TunerNotes(Path.cwd())
+        self._machine: Machine | None = None
+        self._launches: dict[str, NodeLaunch] = {}
+        self._doors: Doorbell | None = None
+        self._compiling: threading.Thread | None = None
+        self._phases: dict[str, str] = {}
+        """What takes long, by who says so."""
+        self._told_phase = ""
+        self._builds = BuildWatch(self._environ, on_phase=partial(self._phases.__setitem__, "builds"))
+        self._say(
+            "hello",
+            name=name,
+            host=socket.gethostname(),
+            machine=machine_id(),
+            job=self._environ.get("SLURM_JOB_ID"),
+            versions=versions(),
+            time=time.time(),
+        )
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this process is to end: it was told so, or the head has been silent for too long."""
+        return self._left or self._clock() - self._heard > HEARD_S
+
+    def take(self, order: Mapping[str, Any]) -> None:
+        """Carry out an order, or begin with it. An order that is not known is answered, too."""
+        self._heard = self._clock()
+        actions: dict[str, Callable[[Mapping[str, Any]], None]] = {
+            "ping": self._ping,
+            "look": self._look,
+            "reach": self._reach,
+            "port": self._port,
+            "prepare": self._prepare,
+            "launch": self._launch,
+            "end": self._end,
+            "leave": self._leave,
+        }
+        action = actions.get(str(order.get("do")))
+        if action is None:
+            self._say("unknown", order=str(order.get("do")))
+        else:
+            action(order)
+
+    def advance(self) -> list[dict[str, Any]]:
+        """Let all launches go on; return the news since the last call."""
+        now = time.monotonic()
+        for launch in list(self._launches.values()):
+            self._news.extend(launch.advance(now))
+            if launch.ended:
+                del self._launches[launch.name]
+        self._look_at_phases()
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def _look_at_phases(self) -> None:
+        launches = list(self._launches.values())
+        (self._builds.check if launches else self._builds.end)()
+        self._phases["imports"] = IMPORTING if any(launch.is_importing for launch in launches) else ""
+        phase = next(filter(None, list(self._phases.values())), "")
+        if phase != self._told_phase:
+            self._told_phase = phase
+            self._say("phase", words=phase)
+
+    def close(self) -> None:
+        """End everything, and wait until it is gone."""
+        for launch in self._launches.values():
+            launch.end()
+        for launch in self._launches.values():
+            launch.close()
+        self._launches.clear()
+        if self._machine is not None:
+            self._machine.forking.close()
+        if self._doors is not None:
+            self._doors.close()
+        self._notes.close()
+
+    def _say(self, kind: str, **content: Any) -> None:
+        self._news.append({"news": kind, **content})
+
+    def _ping(self, order: Mapping[str, Any]) -> None:
+        self._say("pong", sent=order.get("sent"), time=time.time())
+
+    def _leave(self, _order: Mapping[str, Any]) -> None:
+        self._left = True
+
+    def _look(self, order: Mapping[str, Any]) -> None:
+        """Look for devices and files; ``why`` says in words what is missing."""
+        files = {path: digest for path, digest in order["files"].items() if digest_of(Path(path)) != digest}
+        why, devices = "", None
+        try:
+            LeftoverWatch(self._environ, on_notice=self._notice).begin()
+            devices = self._devices(order["kind"], order["slots"])
+            self._machine = self._machine_of(devices)
+        except (DsatError, TimeoutError) as error:
+            why = str(error)
+        gone = [path for path in files if digest_of(Path(path)) == ""]
+        if gone:
+            why = f"{gone[0]} is not there"
+        elif files:
+            why = f"{next(iter(files))} is not the file that the head has"
+        if order.get("listen") and self._doors is None:
+            self._doors = Doorbell([address for _, address in addresses()])
+        shown = () if devices is None else devices.devices
+        self._say(
+            "seen",
+            why=why,
+            devices=[one.name for one in shown],
+            memory_bytes=min((one.memory_bytes for one in shown), default=0),
+            doors=[] if self._doors is None else self._doors.open,
+            interfaces=addresses() if order.get("listen") else [],
+        )
+
+    def _devices(self, kind: str, slots: int) -> Devices:
+        """Return the devices of a launch on this node.
+
+        Raises:
+            DeviceError, UsageError: If there are too few, or they do not answer.
+        """
+        if kind == "cpu":
+            return cpu_devices(slots)
+        found = detect_devices(environ=self._environ)
+        if found.kind != kind or found.per_launch < slots:
+            seen = found.per_launch if found.kind == kind else 0
+            reasons = "".join(f" {notice}" for notice in found.notices)
+            raise DsatError(f"it shows {seen} GPU{'s' * (seen != 1)} of the {slots} that a launch takes.{reasons}")
+        return found
+
+    def _machine_of(self, devices: Devices) -> Machine:
+        log = self._notes.begin().with_name("warm.log")
+        return Machine(
+            node=self._node,
+            pool=SlotPool(devices, on_notice=self._notice),
+            environ=self._environ,
+            forking=Forking(log, enabled=True, on_notice=self._notice),
+            new_folder=self._new_folder,
+            on_notice=self._notice,
+            cpu_memory_bytes=available_memory_bytes() * 3 // 4 // len(devices.devices),
+        )
+
+    def _new_folder(self) -> tuple[Path, Path]:
+        leavings = self._notes.begin()
+        return leavings.with_suffix(""), leavings  # among the notes, which the next start removes if this one is killed
+
+    def _notice(self, text: str) -> None:
+        self._say("notice", text=text)
+
+    def _reach(self, order: Mapping[str, Any]) -> None:
+        self._say("reached", doors=reached([(str(address), int(port)) for address, port in order["doors"]]))
+
+    def _port(self, order: Mapping[str, Any]) -> None:
+        self._say("port", launch_id=order["launch_id"], port=free_port(order["address"]))
+
+    def _prepare(self, order: Mapping[str, Any]) -> None:
+        """Set what is imported before forks, and compile operators beside all else."""
+        machine = self._machine
+        if machine is None:
+            return
+        machine.forking.prepare(Preload.from_json(order["preload"]))
+        kind, builders = machine.pool.kind, list(order["operators"])
+        enter = partial(self._phases.__setitem__, "operators")
+
+        def compile_all() -> None:
+            environ = device_environment(self._environ, kind=kind)
+            self._say("prepared", failed=compile_operators(builders, environ, on_phase=enter))
+
+        if builders:
+            self._compiling = threading.Thread(target=compile_all, name="compile", daemon=True)
+            self._compiling.start()
+        else:
+            self._say("prepared", failed={})
+
+    def _launch(self, order: Mapping[str, Any]) -> None:
+        name = str(order["request"]["launch_id"])
+        if self._machine is None:
+            self._say("failed", launch_id=name, why="no devices were found")
+            return
+        try:
+            self._launches[name] = NodeLaunch(order, machine=self._machine)
+        except (DsatError, SlotsBusyError, OSError) as error:
+            self._say("failed", launch_id=name, why=str(error))
+
+    def _end(self, order: Mapping[str, Any]) -> None:
+        launch = self._launches.get(order["launch_id"])
+        if launch is not None:
+            (launch.end_ranks if order.get("ranks_only") else launch.end)()

@@ -1,0 +1,343 @@
+"""The command and the environment of a launch: pure functions, pinned by golden files in the tests."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.launch.machine.devices import Device
+from optuna_dsat.launch.machine.processes import MARK_ENV
+from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
+from optuna_dsat.launch.machine.torchrun import LOOPBACK, LOOPBACK_ENVIRONMENT
+from optuna_dsat.launch.protocol import LaunchRequest, Rendezvous
+from optuna_dsat.launch.run_directory import _TRACKER_PLACES, RANK_VARIABLES, RunDirectory
+from optuna_dsat.runtime.adapt.journal import note
+from optuna_dsat.runtime.isolation.world import WorldPlan
+from optuna_dsat.runtime.rank import LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
+from optuna_dsat.script.arg_mapping import map_arguments
+from optuna_dsat.script.command.wrapped_launch import is_of_rank
+from optuna_dsat.secrecy.command import without_secrets
+from optuna_dsat.secrecy.references import resolved, values_for
+
+__all__ = [
+    "PreparedLaunch",
+    "agent_command",
+    "device_environment",
+    "launch_environment",
+    "needs_python_path",
+    "package_dir",
+    "prepare_launch",
+    "rank_variables",
+    "rank_words",
+    "torchrun_command",
+    "write_run_directory",
+]
+
+_OWN_PREFIXES = ("OPTUNA_DSAT_", "PET_", "TORCHELASTIC_")
+"""Prefixes of variables of the tuner, or of a torchrun above it, that a launch must not inherit (PET_*: torchrun's
+defaults)."""
+
+
+_QUIET_TRACKERS = {
+    "CLEARML_OFFLINE_MODE": "1",
+    "COMET_MODE": "offline",
+    "COMET_START_ONLINE": "0",
+    "DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # else MLflow 3.13 and newer refuse a folder
+    "NEPTUNE_MODE": "offline",
+    "SWANLAB_MODE": "offline",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+}
+"""Settings that keep what a trial logs to experiment trackers on this machine; downloads of models and data sets still
+work. A value of "disabled" set by the user is kept."""
+
+
+def torchrun_command(
+    request: LaunchRequest,
+    *,
+    directory: RunDirectory,
+    rendezvous: Rendezvous | None = None,
+    python: str = sys.executable,
+) -> tuple[str, ...]:
+    """Return the launch's command as plain torchrun, that of one node where ``rendezvous`` is given.
+
+    On one machine a rendezvous on port 0 lets the operating system choose the port, so that concurrent launches do not
+    clash; the ranks' own store shares that port.
+    """
+    return (
+        python,
+        "-m",
+        "torch.distributed.run",
+        *_meeting(request, rendezvous),
+        *("--max_restarts", "0"),
+        *("--log_dir", str(directory.torchrun_dir)),  # else torchrun leaves a folder among the temporary files
+        *rank_words(request),
+    )
+
+
+def rank_words(request: LaunchRequest) -> tuple[str, ...]:
+    """Return what torchrun starts on each rank, which needs ``rank_variables``."""
+    script = request.command
+    return (
+        *("-m", "optuna_dsat.runtime"),
+        *(("--module",) if script.is_module else ()),
+        script.script,
+        *map_arguments(script.args, script.arg_mappings, request.ds_config, world_size=request.slots),
+    )
+
+
+def rank_variables(directory: RunDirectory) -> dict[str, str]:
+    """Return the variables by which a rank finds its launch description."""
+    return {LAUNCH_ENV: str(directory.launch)}
+
+
+def _meeting(request: LaunchRequest, rendezvous: Rendezvous | None) -> tuple[str, ...]:
+    if rendezvous is None:
+        return (
+            *("--nnodes", "1"),
+            *("--nproc_per_node", str(request.slots)),
+            *("--rdzv_backend", "c10d"),
+            *("--rdzv_endpoint", f"{LOOPBACK}:0"),
+            *("--rdzv_id", request.launch_id),
+            *("--local_addr", LOOPBACK),
+        )
+    return (
+        *("--nnodes", str(rendezvous.nodes)),
+        *("--node_rank", str(rendezvous.node_rank)),
+        *("--nproc_per_node", str(request.slots // rendezvous.nodes)),
+        *("--rdzv_backend", "static"),
+        *("--master_addr", rendezvous.address),
+        *("--master_port", str(rendezvous.port)),
+        *("--rdzv_id", request.launch_id),
+    )
+
+
+def agent_command(command: Sequence[str], *, record: Path, tuner_pid: int) -> list[str]:
+    """Return ``command`` (from ``torchrun_command``) run by ``machine/torchrun.py``, which ends with ``tuner_pid``."""
+    python, _, _, *arguments = command
+    return [python, "-P", "-m", "optuna_dsat.launch.machine.torchrun", str(record), str(tuner_pid), *arguments]
+
+
+def launch_environment(
+    base: Mapping[str, str],
+    *,
+    request: LaunchRequest,
+    directory: RunDirectory,
+    devices: Sequence[Device],
+    kind: str,
+    total_slots: int,
+    mark: str,
+    cores: int | None = None,
+    rendezvous: Rendezvous | None = None,
+    python: str = sys.executable,
+) -> dict[str, str]:
+    """Return the environment of a launch.
+
+    Args:
+        base: The tuner's own environment.
+        request: The launch; its ``env`` overrides ``base``, but not what the launch itself needs.
+        directory: Its run directory.
+        devices: Its devices.
+        kind: ``cuda`` or ``cpu``.
+        total_slots: Ranks that may run at once on this machine, over all launches.
+        mark: Mark of the launch's processes.
+        cores: CPU cores to share; None for those this process may use.
+        rendezvous: Where the nodes of the launch meet; None for a launch on this machine alone.
+        python: Interpreter of the launch. Its folder is added to the end of ``PATH``: DeepSpeed looks there for ninja
+            when it compiles its operators, and the virtual environment may not be activated.
+    """
+    environ = {
+        name: value
+        for name, value in base.items()
+        if name == MANUAL_INIT_ENV or not (name in RANK_VARIABLES or is_of_rank(name) or name.startswith(_OWN_PREFIXES))
+    }
+    if request.purpose != "full":
+        environ.update(_tracker_settings(environ, directory))
+    environ = {**_network(rendezvous), **environ, **resolved(request.env, base)}
+    environ.update(values_for([request.command.args, request.ds_config, request.overlay], base))
+    environ = device_environment(environ, kind=kind, python=python)
+    if kind == "cuda":
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible_id for device in devices)
+    else:
+        environ["LOCAL_SIZE"] = str(len(devices))
+    # Set for started and forked ranks alike: torchrun's default is one thread, a fork's that of its parent.
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
+    environ.update(rank_variables(directory))
+    environ[MARK_ENV] = mark
+    return environ
+
+
+def _network(rendezvous: Rendezvous | None) -> Mapping[str, str]:
+    """Return variables that say by which interface ranks reach each other; what the user has set takes precedence."""
+    if rendezvous is None or rendezvous.address == LOOPBACK:
+        return LOOPBACK_ENVIRONMENT
+    return {"GLOO_SOCKET_IFNAME": rendezvous.interface} if rendezvous.interface else {}
+
+
+def device_environment(base: Mapping[str, str], *, kind: str, python: str = sys.executable) -> dict[str, str]:
+    """Return ``base`` with variables that make DeepSpeed use a kind of device (``cuda`` or ``cpu``) and find ninja."""
+    environ = dict(base)
+    if kind == "cuda":
+        environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        environ.setdefault("DS_ACCELERATOR", "cuda")
+    else:
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+        environ["DS_ACCELERATOR"] = "cpu"
+    folders = [*filter(None, environ.get("PATH", "").split(os.pathsep))]
+    if (own := str(Path(python).parent)) not in folders:
+        environ["PATH"] = os.pathsep.join([*folders, own])
+    return environ
+
+
+def _tracker_settings(environ: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
+    settings = {name: value for name, value in _QUIET_TRACKERS.items() if environ.get(name) != "disabled"}
+    return settings | {name: place(directory.trackers_dir) for name, place in _TRACKER_PLACES.items()}
+
+
+def package_dir() -> Path:
+    """Return the folder of the running optuna_dsat package."""
+    return Path(__file__).resolve().parents[1]
+
+
+@functools.cache
+def needs_python_path(python: str = sys.executable) -> bool:
+    """Whether a fresh interpreter finds no optuna_dsat or another than the running one.
+
+    That is so if the package was found through the working directory or a changed ``sys.path``.
+    """
+    code = "import optuna_dsat; print(optuna_dsat.__file__)"
+    answer = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False, cwd="/")
+    found = answer.stdout.strip()
+    return not found or Path(found).resolve().parent != package_dir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedLaunch:
+    """Command and environment of a launch whose run directory is written."""
+
+    directory: RunDirectory
+    argv: list[str]
+    """Command to start."""
+    arguments: tuple[str, ...]
+    """torchrun's arguments, without ``python -m torch.distributed.run``."""
+    shown: tuple[str, ...]
+    """The command as plain torchrun, without secrets."""
+    environ: dict[str, str]
+
+
+def write_run_directory(request: LaunchRequest, output_dir: Path, *, leavings: Path | None = None) -> RunDirectory:
+    """Create the run directory of a launch with the files that do not depend on its slots.
+
+    Args:
+        request: The launch.
+        output_dir: Folder of the run directories.
+        leavings: File in which its processes note what they may leave elsewhere; None for none.
+
+    Raises:
+        OutputError: If it cannot be written.
+    """
+    directory = replace(RunDirectory.create(output_dir, request.launch_id), leavings=leavings)
+    directory.write_json(directory.config, request.ds_config)
+    directory.write_json(directory.overlay, request.overlay)
+    plan = _plan(request, directory)
+    if plan.world.folder and leavings is not None:
+        note(leavings, plan.world.folder)
+    directory.write_json(directory.launch, asdict(plan))
+    return directory
+
+
+def prepare_launch(
+    request: LaunchRequest,
+    directory: RunDirectory,
+    lease: SlotLease,
+    *,
+    pool: SlotPool,
+    base_env: Mapping[str, str],
+    mark: str,
+    rendezvous: Rendezvous | None = None,
+) -> PreparedLaunch:
+    """Return command and environment of a launch on its slots, after writing both to the run directory.
+
+    Args:
+        request: The launch.
+        directory: Its run directory.
+        lease: Its slots.
+        pool: The pool they are from.
+        base_env: Environment to inherit from.
+        mark: Mark of the launch's processes.
+        rendezvous: Where the nodes of the launch meet; None for a launch on this machine alone.
+
+    Raises:
+        OutputError: If they cannot be written.
+    """
+    command = torchrun_command(request, directory=directory, rendezvous=rendezvous)
+    environ = launch_environment(
+        base_env,
+        request=request,
+        directory=directory,
+        devices=lease.devices,
+        kind=pool.kind,
+        total_slots=pool.total,
+        mark=mark,
+        rendezvous=rendezvous,
+    )
+    if needs_python_path():
+        link = str(directory.link_package(package_dir()))
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (link, environ.get("PYTHONPATH"))))
+    directory.write_command(command, cwd=request.command.cwd, devices=lease.indices, environ=environ)
+    return PreparedLaunch(
+        directory=directory,
+        argv=agent_command(command, record=directory.agent_record, tuner_pid=os.getpid()),
+        arguments=tuple(command[3:]),
+        shown=without_secrets(command),
+        environ=environ,
+    )
+
+
+def _plan(request: LaunchRequest, directory: RunDirectory) -> LaunchPlan:
+    return LaunchPlan(
+        launch_id=request.launch_id,
+        purpose=request.purpose,
+        events_dir=str(directory.events_dir),
+        log_dir="" if request.purpose == "full" else str(directory.log_dir),
+        config_path=str(directory.config),
+        user_config_path=request.command.config_path,
+        trackers_dir="" if request.purpose == "full" else str(directory.trackers_dir),
+        leavings="" if directory.leavings is None else str(directory.leavings),
+        world=_world(request, directory),
+        overlay=dict(request.overlay),
+        batch_source=dict(request.command.batch_source),
+        start_profile_step=request.start_profile_step,
+        end_profile_step=request.end_profile_step,
+        device_memory_bytes=request.device_memory_bytes,
+    )
+
+
+def _world(request: LaunchRequest, directory: RunDirectory) -> WorldPlan:
+    if request.purpose == "full" or request.isolation == "off":
+        return WorldPlan()
+    own = [str(directory.root), *([] if directory.leavings is None else [str(directory.leavings.parent)])]
+    swapped = _nvme_paths(request.ds_config)
+    return WorldPlan(
+        isolation=request.isolation,
+        folder=str(directory.world),
+        passed=tuple(dict.fromkeys((*own, *request.writable, *swapped))),
+    )
+
+
+def _nvme_paths(config: Any) -> Iterator[str]:
+    """Yield the folders to which DeepSpeed swaps: it removes its files itself, and no overlay may slow it down."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            if key == "nvme_path" and isinstance(value, str):
+                yield value
+            yield from _nvme_paths(value)

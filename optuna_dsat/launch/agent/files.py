@@ -1,0 +1,202 @@
+"""Files of one launch on a node: events and logs are passed on to the head as they grow, trackers' output at its end.
+
+Events and logs are sent also where node and head share a file system, since one of a network shows them late.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from optuna_dsat.launch.event_log import START_BYTES, LogLimit, dropped_in_words
+from optuna_dsat.launch.run_directory import RunDirectory
+
+__all__ = ["TOKEN", "GrowingFile", "LaunchFiles", "TrackerFiles", "append_events", "append_log", "write_tracker"]
+
+TOKEN = ".token"
+"""File in the head's folder for trackers whose content shows to a node that it is the same folder there."""
+
+_MOST_AT_ONCE = 2**18
+"""Bytes of one file that are passed on in one look."""
+_MOST_BEHIND = 8 * 2**20
+"""Bytes by which what is passed on of one log may be behind its end, before a part is left out."""
+_MOST_OF_TRACKERS = 32 * 2**20
+"""Bytes of what one node's trackers wrote in a launch that are passed on at all."""
+
+
+class GrowingFile:
+    """Reads what is appended to a file.
+
+    Args:
+        path: The file; it need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sent_bytes = 0
+        """Bytes returned so far."""
+        self._partial = b""
+
+    def read(self) -> bytes:
+        """Return what was appended since the last call, up to a bound."""
+        try:
+            if self.path.stat().st_size <= self.sent_bytes:
+                return b""
+            with self.path.open("rb") as file:
+                file.seek(self.sent_bytes)
+                data = file.read(_MOST_AT_ONCE)
+        except FileNotFoundError:
+            return b""
+        self.sent_bytes += len(data)
+        return data
+
+    def skip_to(self, behind_bytes: int) -> int:
+        """Leave out what is further from the end of the file than a number of bytes; return the bytes left out."""
+        with suppress(FileNotFoundError):
+            skipped = self.path.stat().st_size - behind_bytes - self.sent_bytes
+            if skipped > 0:
+                self.sent_bytes += skipped
+                return skipped
+        return 0
+
+    def read_lines(self) -> list[bytes]:
+        """Return the complete lines appended since the last call, without their ends."""
+        *lines, self._partial = (self._partial + self.read()).split(b"\n")
+        return lines
+
+
+class LaunchFiles:
+    """Event files and logs of the ranks of one node, and the log of its torchrun.
+
+    Args:
+        directory: The run directory on the node.
+        ranks: Global numbers of the node's ranks.
+        node: Number of the node.
+    """
+
+    def __init__(self, directory: RunDirectory, *, ranks: Sequence[int], node: int) -> None:
+        self._events = {rank: GrowingFile(directory.events(rank)) for rank in ranks}
+        logs = {path.name: path for rank in ranks for path in (directory.stdout(rank), directory.stderr(rank))}
+        own = directory.agent_log
+        logs[own.name if node == 0 else f"{own.stem}.node{node}{own.suffix}"] = own
+        self._logs = {name: GrowingFile(path) for name, path in logs.items()}
+        self._limit = LogLimit(logs.values())
+
+    def event_lines(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield (rank, lines) for each rank that wrote events since the last call."""
+        for rank, file in self._events.items():
+            if lines := [line.decode("utf-8", errors="replace") for line in file.read_lines()]:
+                yield rank, lines
+
+    def log_texts(self, *, last: bool = False) -> Iterator[tuple[str, str]]:
+        """Yield (name of the file, text) for each log that grew since the last call.
+
+        Args:
+            last: Whether this is the last call: what is too long for it is left out. So is, in the middle of a log,
+                what is written faster than it is passed on.
+        """
+        for name, file in self._logs.items():
+            behind = _MOST_AT_ONCE if last else _MOST_BEHIND
+            skipped = file.skip_to(behind) if file.sent_bytes >= START_BYTES or last else 0
+            line = f"\n{dropped_in_words(skipped)}\n" if skipped else ""
+            if data := file.read():
+                yield name, line + data.decode("utf-8", errors="replace")
+        self._limit.check(time.monotonic())
+
+
+class TrackerFiles:
+    """What trackers wrote on this node, for the head's folder of them; what node 1 wrote lies in ``node1`` there.
+
+    Args:
+        folder: Folder for trackers of the launch on this node.
+        node: Number of the node.
+        on_notice: Called with what is left out.
+    """
+
+    def __init__(self, folder: Path, *, node: int, on_notice: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._below = PurePosixPath(f"node{node}" if node else ".")
+        self._notify = on_notice
+
+    def hand_over(self, target: Path, token: str) -> Iterator[dict[str, Any]]:
+        """Move all files to the head's folder if that is seen from here, else yield them in pieces.
+
+        Args:
+            target: The head's folder.
+            token: Content of ``TOKEN`` there.
+        """
+        files = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+        if files and _content(target / TOKEN) == token:
+            for path in files:
+                place = target / self._below / path.relative_to(self._folder)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(path, place)
+            return
+        left_bytes = _MOST_OF_TRACKERS
+        for path in files:
+            size_bytes = path.stat().st_size
+            name = path.relative_to(self._folder).as_posix()
+            if size_bytes > left_bytes:
+                self._notify(
+                    f"{name} ({size_bytes / 2**20:.0f} MiB) of the trackers is too large to be sent, and is lost."
+                )
+                continue
+            left_bytes -= size_bytes
+            yield from _pieces(path, str(self._below / name))
+
+
+def _content(path: Path) -> str:
+    with suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    return ""
+
+
+def _pieces(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Yield a file as it was when this began; an empty one is one empty piece."""
+    with path.open("rb") as file:
+        begin = 0
+        while (data := file.read(_MOST_AT_ONCE)) or not begin:
+            yield {"file": name, "begin": begin, "data": base64.b64encode(data).decode("ascii")}
+            if not data:
+                return
+            begin += len(data)
+
+
+def append_events(directory: RunDirectory, message: Mapping[str, Any], *, ahead_s: float) -> None:
+    """Append a rank's lines to its event file, their times moved to the head's clock."""
+    lines = [str(line) for line in message["lines"]]
+    if ahead_s:
+        lines = [_moved(line, by_s=-ahead_s) for line in lines]
+    with directory.events(int(message["rank"])).open("a", encoding="utf-8") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+
+
+def _moved(line: str, *, by_s: float) -> str:
+    with suppress(ValueError, TypeError, KeyError):
+        record = json.loads(line)
+        record["time"] = record["time"] + by_s
+        return json.dumps(record)
+    return line
+
+
+def append_log(directory: RunDirectory, message: Mapping[str, Any]) -> None:
+    """Append to one of the logs."""
+    with (directory.log_dir / Path(message["file"]).name).open("a", encoding="utf-8") as file:
+        file.write(message["text"])
+
+
+def write_tracker(directory: RunDirectory, message: Mapping[str, Any]) -> None:
+    """Write a piece of a file of a node's trackers; one with a path out of their folder is left alone."""
+    name = PurePosixPath(str(message["file"]))
+    if name.is_absolute() or ".." in name.parts:
+        return
+    path = directory.trackers_dir / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab" if message["begin"] else "wb") as file:
+        file.write(base64.b64decode(message["data"]))

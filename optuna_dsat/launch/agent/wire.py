@@ -1,0 +1,85 @@
+"""What heads and agents say to each other: launch requests as JSON, and long lines in pieces.
+
+An engine may join the output of many agents into one stream, and keep only short lines whole. A message is therefore
+written as lines of at most ``_PIECE`` bytes, ``NODE+piece`` for all but the last one, ``NODE.piece`` for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+
+__all__ = ["HEARD_S", "Joiner", "decode_line", "request_from_json", "request_to_json", "to_lines"]
+
+_PIECE = 960
+"""Bytes of a message in one line: SLURM passes on lines of up to 1,024 bytes whole."""
+
+
+def request_to_json(request: LaunchRequest) -> dict[str, Any]:
+    """Return the input of ``request_from_json``."""
+    return asdict(request)
+
+
+def request_from_json(record: Mapping[str, Any]) -> LaunchRequest:
+    """Build from the output of ``request_to_json``."""
+    command = dict(record["command"])
+    command["args"] = tuple(command["args"])
+    writable = tuple(record.get("writable", ()))
+    return LaunchRequest(**{**record, "writable": writable, "command": ScriptCommand(**command)})
+
+
+def to_lines(node: int, message: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield the lines of a message from a node."""
+    text = json.dumps(message).encode("ascii")
+    for begin in range(0, len(text), _PIECE):
+        piece = text[begin : begin + _PIECE]
+        yield b"%d%s%s\n" % (node, b"." if begin + _PIECE >= len(text) else b"+", piece)
+
+
+def decode_line(line: bytes) -> Mapping[str, Any] | None:
+    """Return the JSON object in a line; None if there is none."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class Joiner:
+    """Puts messages together again from the lines of all nodes; other lines are kept for the user to read."""
+
+    def __init__(self) -> None:
+        self.strays: list[str] = []
+        """The last lines that were none of ours, such as what a node's shell prints."""
+        self._partial = b""
+        self._pieces: dict[int, list[bytes]] = {}
+
+    def feed(self, data: bytes) -> list[tuple[int, Mapping[str, Any]]]:
+        """Return the (node, message) pairs that ``data`` completes."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        found = []
+        for line in lines:
+            place = next((index for index, byte in enumerate(line[:12]) if byte in b"+."), -1)
+            if place < 1 or not line[:place].isdigit():
+                self._stray(line)
+                continue
+            node = int(line[:place])
+            self._pieces.setdefault(node, []).append(line[place + 1 :])
+            if line[place : place + 1] == b".":
+                message = decode_line(b"".join(self._pieces.pop(node)))
+                if message is None:
+                    self._stray(line)
+                else:
+                    found.append((node, message))
+        return found
+
+    def _stray(self, line: bytes) -> None:
+        self.strays = [*self.strays, line.decode("utf-8", errors="replace").strip()][-20:]
+
+
+HEARD_S = 25.0
+"""Silence of the head after which an agent ends all its launches and itself."""

@@ -1,0 +1,326 @@
+"""One launch in flight: its events, its limits and its termination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.launch.classify import LaunchFacts, StopReason
+from optuna_dsat.launch.event_log import EventLog, LogLimit
+from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, BesideWatch, GpuSight
+from optuna_dsat.launch.machine.journal import remove_noted
+from optuna_dsat.launch.machine.processes import ProcessKey
+from optuna_dsat.launch.machine.shared_memory import free_shared_bytes
+from optuna_dsat.launch.machine.slots import SlotLease
+from optuna_dsat.launch.machine.tree import AgentHandle, LaunchProcesses, ProcessTree, end_launch
+from optuna_dsat.launch.protocol import Conditions, LaunchReport, LaunchRequest, Preload
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.stacks import StackWatch, describe_stacks
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import Event, RankStarted
+from optuna_dsat.runtime.process import EXIT_LIMIT_S
+
+__all__ = ["FailedFork", "RunningLaunch"]
+
+_EXIT_GRACE_S = EXIT_LIMIT_S + 1.0
+"""Time for ranks to exit after their last record, before they are killed: they end themselves at ``EXIT_LIMIT_S``."""
+
+_FAILURE_GRACE_S = 2.0
+"""Time for the other ranks to leave a record, after one failed for a reason that may lie with another."""
+
+_EXPLAINED_GRACE_S = 0.3
+"""The same after a rank failed for a reason of its own: others fail alike, and their record may say more."""
+
+_AGENT_GRACE_S = 1.0
+"""Time for torchrun to record exit codes, after a rank died without a record."""
+
+_LAST_RANK_S = 30.0
+"""Longest silence of the other ranks after one is done: all end at the same step."""
+
+_STALLED_STEPS, _STALLED_STARTS, _LEAST_STALL_S = 20, 5, 30.0
+"""Silence, in multiples of the longest step or, before the first step, of the longest start of an earlier launch, but
+no less than the last, after which ranks that stand still are stalled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedFork:
+    """A forked launch that failed before it trained, when none with the same modules imported had trained."""
+
+    preloaded: Preload
+    message: str
+    """Message of its outcome."""
+
+
+@dataclass(kw_only=True)
+class RunningLaunch:
+    """One launch in flight: reads its events and ends its processes. Times are monotonic unless named otherwise."""
+
+    request: LaunchRequest
+    directory: RunDirectory
+    lease: SlotLease
+    mark: str
+    agent: AgentHandle
+    command: tuple[str, ...]
+    started: float
+    started_unix: float
+    oom_kills_before: int | None
+    preloaded: Preload | None = None
+    """Imports of the process that it was forked from; None for a launch by plain torchrun."""
+    look_at_gpus: Callable[[Collection[int]], GpuSight] = lambda _: GpuSight()
+    """Returns what goes on beside it on its GPUs, given its processes' numbers."""
+    processes: LaunchProcesses | None = None
+    """Its processes where they run on other machines; None for those of ``agent`` on this one."""
+    conditions_elsewhere: Callable[[], Conditions] | None = None
+    """Returns what went on beside it on other machines; None to watch this one."""
+    repeats: FailedFork | None = None
+    """The failed forked launch that this one repeats plainly, to find out whether the fork was the cause."""
+    longest_start_s: float | None = None
+    """Longest time from the start of an earlier launch to its first step; None if unknown."""
+
+    gone_at: float | None = field(default=None, init=False)
+    """When the last process was seen to be gone; None while any lives."""
+    stop_reason: StopReason | None = field(default=None, init=False)
+    """Why the launcher ended it; None if it did not."""
+    settled_as: LaunchReport | None = field(default=None, init=False)
+    """Its report once the outcome is final; None before."""
+
+    def __post_init__(self) -> None:
+        self._log = EventLog(self.directory, slots=self.request.slots, started=self.started)
+        self._processes = self.processes or ProcessTree(self.agent, mark=self.mark, leavings=self.directory.leavings)
+        self._activity = ActivityMonitor(limit_s=self.request.stall_s, started=self.started)
+        self._beside = BesideWatch(
+            start_profile_step=self.request.start_profile_step,
+            ranks=lambda: self._processes.ranks,
+            find=self._processes.living,
+            look=self.look_at_gpus,
+        )
+        ranks = range(self.request.slots)
+        self._log_limit = LogLimit(
+            path(rank) for rank in ranks for path in (self.directory.stdout, self.directory.stderr)
+        )
+        self._stacks = StackWatch(self.directory.log_dir)
+        self._kill_ranks_at: float | None = None
+        self._last_end: tuple[int, float] = 0, 0.0
+        """Ranks that have left a record of their end, and the time at which the last of these records was read."""
+        self._sweeping = False
+        self._agent_ended_as: int | None = None
+        """Exit code of torchrun if it ended by itself; what is killed after that may include it, if it is forked."""
+
+    @property
+    def known(self) -> frozenset[ProcessKey]:
+        """All processes of the launch ever seen."""
+        return self._processes.known
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process numbers of torchrun and the ranks."""
+        return (self.agent.pid, *(start.pid for start in self._log.starts))
+
+    @property
+    def last_event(self) -> float:
+        """Time at which events were last read; the start before the first."""
+        return self._log.last_event
+
+    @property
+    def first_step(self) -> float | None:
+        """Time at which the end of a step was first read; None before."""
+        return self._log.first_step
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any rank has completed a step."""
+        return self._log.has_trained
+
+    @property
+    def conditions(self) -> Conditions:
+        """What went on beside it while its steps were measured, and how the user's files were protected."""
+        found = self._beside.conditions if self.conditions_elsewhere is None else self.conditions_elsewhere()
+        starts = self._log.starts
+        notes = sorted({start.isolation_note for start in starts if start.isolation_note})
+        return replace(found, isolation=starts[0].isolation if starts else "", isolation_note="; ".join(notes))
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether all ranks so far were forked."""
+        return all(start.forked for start in self._log.starts)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the outcome is final: all steps are done, it was stopped, or a rank is out of memory."""
+        if self.stop_reason is not None or self._log.is_out_of_memory:
+            return True
+        return len(self._log.done) == self.request.slots
+
+    def advance(self, now: float) -> list[Event]:
+        """Read new events and return them; check the limits and end what must end."""
+        dead = self._processes.dead_ranks()
+        self._processes.look(now)
+        self._log_limit.check(now)
+        agent_ended = self.agent.poll() is not None
+        events = self._read(now)  # after the processes were checked, so that it includes what the dead ones wrote
+        if agent_ended:
+            if not self._sweeping:
+                self._agent_ended_as = self.agent.returncode
+            self._sweeping = True
+        elif not self._sweeping:
+            self._decide(now, dead)
+        if self._sweeping and self._processes.sweep():
+            if self.gone_at is None:
+                self.gone_at = now
+                self.clean_up()
+            events += self._read(now)
+        return events
+
+    def _read(self, now: float) -> list[Event]:
+        events = self._log.read(now)
+        for event in events:
+            if isinstance(event, RankStarted):
+                self._processes.add_rank(event.rank, event.pid)
+        if self.conditions_elsewhere is None:
+            self._beside.update(events)
+        return events
+
+    def end(self, reason: StopReason) -> None:
+        """Kill the launch without waiting; one that is already ending keeps its first reason."""
+        if self.stop_reason is None and not self._sweeping:
+            self.stop_reason = reason
+            self._start_sweep()
+
+    def finish(self) -> None:
+        """Kill what runs of it on this machine and wait until it is gone.
+
+        Raises:
+            TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
+        """
+        end_launch(self._processes)
+
+    def clean_up(self) -> None:
+        """Remove what its processes left outside the run directory, and shorten logs; call it once all are gone."""
+        self._log_limit.close()
+        if self.directory.leavings is not None:
+            remove_noted(self.directory.leavings, seen=self._processes.shared_memory)
+
+    def facts(self, oom_kills_after: int | None) -> LaunchFacts:
+        """Return the observations of the launch, once it is over or settled.
+
+        Args:
+            oom_kills_after: The kernel's present count of processes killed for lack of memory; None if unknown.
+        """
+        micro_batch = self.request.ds_config.get(MICRO_BATCH)
+        if self.request.purpose == "profile":
+            micro_batch = None  # any batch will do: what is measured is divided by the samples seen
+        if self.request.command.batch_source.get("kind") == "held":
+            micro_batch = None  # the script makes its batches by itself, whatever the config says
+        before = self.oom_kills_before
+        return LaunchFacts(
+            slots=self.request.slots,
+            start_profile_step=self.request.start_profile_step,
+            end_profile_step=self.request.end_profile_step,
+            micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+            events=self._log.events,
+            exit_codes=self._processes.exit_codes(self.directory.agent_record),
+            agent_exit_code=self._agent_exit_code(),
+            stop=self.stop_reason,
+            oom_kills=None if before is None or oom_kills_after is None else oom_kills_after - before,
+            shared_memory_free=None if self.processes is not None else free_shared_bytes(),
+            config_path=self.request.command.config_path,
+            dropped_lines=self._log.dropped,
+        )
+
+    def _agent_exit_code(self) -> int | None:
+        """Return torchrun's exit code; None if it was killed here."""
+        if self._agent_ended_as is not None:
+            return self._agent_ended_as
+        return None if self._processes.has_killed(self.agent.pid) else self.agent.returncode
+
+    def _decide(self, now: float, dead: set[int]) -> None:
+        ends, done = set(self._log.ends), self._log.done
+        if len(ends) == self.request.slots and dead >= ends:
+            self._start_sweep()  # all have left a record and are gone: torchrun has nothing to add
+            return
+        if len(ends) > self._last_end[0]:
+            self._last_end = len(ends), now
+        if len(done) == self.request.slots:
+            self._kill_by(now)
+        elif ends - done or dead - ends:
+            self._kill_by(now + self._grace_s(ends, dead))
+        if self._kill_ranks_at is None:
+            self._check_limits(now, bool(done))
+        elif now >= self._kill_ranks_at and not (ends - dead and now < self._last_end[1] + _EXIT_GRACE_S):
+            unexplained = dead - ends
+            if not unexplained or now >= self._kill_ranks_at + _AGENT_GRACE_S:
+                self._start_sweep()
+            else:
+                self._processes.kill_ranks()
+
+    def _grace_s(self, ends: set[int], dead: set[int]) -> float:
+        """Return the time that the other ranks have to leave a record, after one has ended too early."""
+        if self._log.is_out_of_memory:
+            return 0.0  # takes precedence over all other records
+        if dead - ends:
+            return _FAILURE_GRACE_S
+        own = (Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.HOST_OUT_OF_MEMORY)
+        return _EXPLAINED_GRACE_S if self._log.has_failed_with(*own) else _FAILURE_GRACE_S
+
+    def _kill_by(self, deadline: float) -> None:
+        if self._kill_ranks_at is None or deadline < self._kill_ranks_at:
+            self._kill_ranks_at = deadline
+
+    def _start_sweep(self) -> None:
+        self._sweeping = True
+        self._processes.kill_all()
+
+    def _check_limits(self, now: float, some_done: bool) -> None:
+        request = self.request
+        if request.timeout_s is not None and now - self.started > request.timeout_s:
+            text = f"longer than the limit of {request.timeout_s:g} s (--trial-timeout); {self._progress()}"
+            self.end(StopReason(outcome=Outcome.TIMEOUT, message=text))
+            return
+        stall_s = min(request.stall_s, _LAST_RANK_S) if some_done else request.stall_s
+        last_activity = self.last_event if some_done else self._last_activity(now)
+        limit_s = self._stand_still_limit_s()
+        stands_still = not some_done and self._stacks.stand_still(
+            now, silent_since=last_activity, limit_s=limit_s, ranks=self._ranks_to_ask()
+        )
+        if stands_still or now - last_activity > stall_s:
+            option = " (--stall-timeout)" if stall_s == request.stall_s else ""
+            text = f"no sign of life from any rank for {stall_s:g} s{option}"
+            if stands_still:
+                text = f"no rank has moved for {now - last_activity:.0f} s"
+            elif now - self.last_event > MAX_STALL_LIMITS * stall_s:
+                text = f"processes work, but no event came for {MAX_STALL_LIMITS} times --stall-timeout ({stall_s:g} s)"
+            if places := describe_stacks(self._stacks.taken()):
+                text += f": {places}"
+            text += f"; {self._progress()}; {self._log.last_event_in_words(now)}"
+            worked = self._activity.last_work
+            if worked is not None and worked > self.last_event:
+                text += f", processes at work {now - worked:.0f} s ago"
+            self.end(StopReason(outcome=Outcome.STALLED, message=text))
+
+    def _stand_still_limit_s(self) -> float:
+        """Return the silence after which ranks that stand still are stalled; a compiler at work ends a silence."""
+        if self._log.longest_step_s is not None:
+            usual_s = _STALLED_STEPS * self._log.longest_step_s
+        elif self.longest_start_s is not None:
+            usual_s = _STALLED_STARTS * self.longest_start_s
+        else:
+            return self.request.stall_s
+        return min(self.request.stall_s, max(_LEAST_STALL_S, usual_s))
+
+    def _ranks_to_ask(self) -> dict[int, ProcessKey]:
+        """Return the processes of the ranks; empty unless all run on this machine."""
+        if self.processes is not None:
+            return {}
+        keys = {start.rank: key for start in self._log.starts if (key := ProcessKey.of(start.pid)) is not None}
+        return keys if set(keys.values()) <= self._processes.ranks else {}
+
+    def _progress(self) -> str:
+        return self._log.progress_in_words(end_profile_step=self.request.end_profile_step)
+
+    def _last_activity(self, now: float) -> float:
+        """Return the time of the last event or of the last activity of the launch's processes."""
+        if self._activity.is_due(now, last_event=self.last_event):
+            ranks, usage = self._processes.ranks, self._processes.usage()
+            self._activity.update(usage, now, last_event=self.last_event, ranks=ranks, trained=self.has_trained)
+        return self._activity.last_activity(self.last_event)

@@ -1,0 +1,406 @@
+"""The devices of this machine: GPUs reported by NVML, or ranks on the CPU.
+
+Never imports torch and never creates a CUDA context: the tuner must not take memory from what it measures.
+The NVML part has not been run on a machine with a GPU yet.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.machine.nvml import DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, DeviceError, GpuFacts, Nvml, NvmlError
+from optuna_dsat.words import things_in_words
+
+__all__ = [
+    "VARIABLE",
+    "Device",
+    "DeviceError",
+    "Devices",
+    "Nvml",
+    "NvmlError",
+    "Visible",
+    "cpu_devices",
+    "detect_devices",
+    "host_memory_bytes",
+    "is_part",
+    "other_devices",
+    "read_visible",
+    "refuse_other_builds",
+]
+
+# Devices other than NVIDIA's GPUs: none is supported, and the user is told before a search runs on the CPU instead.
+#
+# The platform torch was built for is read from its version (``2.9.0+rocm6.4``, ``2.9.0+xpu``: the wheels of
+# pytorch.org), without importing it.
+
+_BUILDS = {"rocm": "AMD GPUs (ROCm)", "xpu": "Intel GPUs (XPU)"}
+"""Local version tag of torch -> platform it was built for."""
+
+_NODES = {
+    "kfd": "an AMD GPU's driver (/dev/kfd)",
+    "nvhost-gpu": "the GPU of a Jetson (/dev/nvhost-gpu)",
+    "nvgpu": "the GPU of a Jetson (/dev/nvgpu)",
+}
+"""Name of a device file -> the device it belongs to."""
+
+_DEV = Path("/dev")
+_SUPPORTED = "optuna-dsat tunes on NVIDIA GPUs that NVML knows, and on the CPU"
+
+
+def refuse_other_builds(environ: Mapping[str, str]) -> None:
+    """Refuse a build of torch or a setting of DeepSpeed for devices other than NVIDIA's GPUs and the CPU.
+
+    Raises:
+        UsageError: If there is one; names what is supported and how to tune on the CPU.
+    """
+    wanted = environ.get("DS_ACCELERATOR", "")
+    if wanted not in ("", "cuda", "cpu"):
+        raise UsageError(
+            f"DS_ACCELERATOR is {wanted!r}: {_SUPPORTED}. Unset it, or tune on the CPU with --cpu-ranks 2."
+        )
+    version = _torch_version()
+    tag = re.match(r"[a-z]*", version.partition("+")[2])
+    built_for = _BUILDS.get(tag.group() if tag else "")
+    if built_for is not None:
+        raise UsageError(
+            f"torch {version} is a build for {built_for}: {_SUPPORTED}. Tune on the CPU with --cpu-ranks 2, or install "
+            "a build of torch for CUDA."
+        )
+
+
+def other_devices() -> tuple[str, ...]:
+    """Return a line for the user on each unsupported GPU of this machine."""
+    return tuple(
+        f"This machine has {what}, which is not used: {_SUPPORTED}."
+        for name, what in _NODES.items()
+        if (_DEV / name).exists()
+    )
+
+
+def _torch_version() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+# The GPUs that ``CUDA_VISIBLE_DEVICES`` names, parsed as CUDA does, and the entries that CUDA ignores.
+#
+# By the CUDA programming guide (environment variables) entries are indices or UUIDs, which may be shortened to a
+# unique prefix, and parsing ends at the first invalid one. Other rules are those of ``torch/cuda/__init__.py`` of
+# torch 2.13 (``_parse_visible_devices``, ``_transform_uuid_to_ordinals``): the first entry decides whether indices,
+# ``GPU-`` or ``MIG-`` entries are read and an entry of another kind ends the list; a number counts up to its last
+# digit (``1gpu2`` is 1). A GPU that is named twice leaves CUDA with none; here it counts once, since every launch gets
+# a variable of its own.
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+_NUMBER = re.compile(r"\+?(\d+)")
+_GPU, _PART = "GPU-", "MIG-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visible:
+    """The GPUs that the variable makes visible."""
+
+    gpus: tuple[str, ...]
+    """Index of each GPU as text; the UUID of a MIG instance, or of a GPU that does not report its own."""
+    by_uuid: bool = False
+    """Whether the variable names GPUs by UUIDs."""
+    notices: tuple[str, ...] = ()
+    """Lines for the user on ignored entries."""
+
+
+def is_part(gpu: str) -> bool:
+    """Whether this is the UUID of a MIG instance."""
+    return gpu.startswith(_PART)
+
+
+def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
+    """Return the GPUs that ``text`` names, in its order; all for None.
+
+    Args:
+        text: Value of the variable; None if it is not set.
+        uuids: UUID of each GPU of the machine by index; empty if it is not available.
+    """
+    if text is None:
+        return Visible(gpus=tuple(map(str, range(len(uuids)))))
+    entries = [entry.strip() for entry in text.split(",")]
+    found: list[str] = []
+    twice: list[str] = []
+    ended: str | None = None
+    for place, entry in enumerate(entries):
+        gpu, why = _resolve(entry, entries[0], uuids)
+        if gpu is None:
+            if entry not in ("-1", "") or place + 1 < len(entries):
+                rest = ",".join(entries[place:])
+                ended = f"{VARIABLE} is {text!r}: {why}, so CUDA ignores {rest!r}."
+            break
+        (twice if gpu in found else found).append(gpu)
+    notices = [] if ended is None else [ended]
+    if twice:
+        names = ", ".join(dict.fromkeys(twice))
+        notices.append(
+            f"{VARIABLE} is {text!r}: GPU {names} counts once; CUDA itself sees no GPU where one is repeated."
+        )
+    return Visible(gpus=tuple(found), by_uuid=entries[0].startswith(_GPU), notices=tuple(notices))
+
+
+def _resolve(entry: str, first: str, uuids: Sequence[str]) -> tuple[str | None, str]:
+    """Return the GPU that an entry names; None and the reason if it names none or differs in kind from the first."""
+    number = _NUMBER.match(entry)
+    kinds = [next((kind for kind in (_GPU, _PART) if one.startswith(kind)), "") for one in (entry, first)]
+    if kinds[0] != kinds[1]:
+        return None, f"{entry!r} is of another kind than {first!r}, and indices, GPU- and MIG- UUIDs cannot be mixed"
+    if kinds[0] == _PART:
+        return entry, ""
+    if kinds[0] == _GPU:
+        return _by_uuid(entry, uuids)
+    if number is None:
+        return None, f"{entry!r} is no device"
+    index = int(number.group(1))
+    if index >= len(uuids):
+        return None, f"{entry!r} is none of this machine's {things_in_words(len(uuids), 'GPU')}"
+    return str(index), ""
+
+
+def _by_uuid(entry: str, uuids: Sequence[str]) -> tuple[str | None, str]:
+    matching = [index for index, uuid in enumerate(uuids) if uuid and uuid.startswith(entry)]
+    if not matching and not all(uuids):
+        return entry, ""  # possibly that of a GPU which does not report its own
+    if not matching:
+        return None, f"{entry!r} is none of this machine's GPUs"
+    if len(matching) > 1:
+        return None, f"{entry!r} may be GPU {' or '.join(map(str, matching))}"
+    return str(matching[0]), ""
+
+
+DEFAULT_CPU_RANKS = 2
+MOST_CPU_RANKS = 1024
+"""Far more ranks than the cores of any machine train anything on."""
+"""Ranks of a launch on a machine without a GPU: the smallest number at which ZeRO partitions anything."""
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+"""Exists while NVIDIA's kernel driver is loaded, also in containers without a GPU."""
+
+_CONTROL = Path("/dev/nvidiactl")
+"""Exists if a process may use that driver."""
+
+_ON_THE_CPU = f"or set {VARIABLE}= (empty) to tune on the CPU."
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Files with the memory limit of a container: control groups version 2, then 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU, one MIG instance of a GPU, or one rank's share of the CPU."""
+
+    index: int
+    """NVML's index of a GPU (that of ``nvidia-smi``); CPU ranks and MIG instances count from 0."""
+    visible_id: str
+    """Entry of ``CUDA_VISIBLE_DEVICES``; empty on the CPU."""
+    name: str
+    memory_bytes: int
+    """Memory of the GPU, that of the host if the GPU has none of its own; on the CPU an equal share of the host's."""
+    uuid: str = ""
+    """UUID of a GPU; empty if NVML does not report it, and on the CPU."""
+
+    @property
+    def nvml_id(self) -> str:
+        """Identifier for NVML: the UUID of a MIG instance, else the index."""
+        return self.visible_id if is_part(self.visible_id) else str(self.index)
+
+    @property
+    def certain_id(self) -> str:
+        """Entry of ``CUDA_VISIBLE_DEVICES`` that stays valid if a GPU does not answer and indices shift."""
+        return self.uuid or self.visible_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Devices that launches may run on."""
+
+    kind: str
+    """``cuda`` or ``cpu``."""
+    devices: tuple[Device, ...]
+    host_memory_bytes: int
+    notices: tuple[str, ...] = ()
+    """Lines for the user about the detection: a GPU that is left out, an entry that CUDA ignores."""
+    left_out: int = 0
+    """GPUs that do not answer."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Index of each device."""
+        return tuple(device.index for device in self.devices)
+
+    @property
+    def per_launch(self) -> int:
+        """Most devices of one launch: all, 1 if they are MIG instances.
+
+        A process sees one instance only, however many it may use (NVIDIA MIG user guide, "Running CUDA applications").
+        """
+        return 1 if any(is_part(device.visible_id) for device in self.devices) else len(self.devices)
+
+
+def host_memory_bytes() -> int:
+    """Return the memory of this machine, or the limit of its container if that is lower."""
+    total = int(psutil.virtual_memory().total)
+    for path in _CGROUP_LIMITS:
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def cpu_devices(ranks: int) -> Devices:
+    """Return ``ranks`` equal shares of this machine's CPU and memory.
+
+    Raises:
+        UsageError: If ``ranks`` is less than 1.
+    """
+    if ranks < 1:
+        raise UsageError(f"There must be at least one rank; got {ranks}. Give --cpu-ranks 1 or more.")
+    if ranks > MOST_CPU_RANKS:
+        raise UsageError(
+            f"--cpu-ranks is {ranks}; this machine has {things_in_words(os.cpu_count() or 1, 'core')}. "
+            f"Give at most {MOST_CPU_RANKS}."
+        )
+    memory, name = host_memory_bytes(), _cpu_name()
+    return Devices(
+        kind="cpu",
+        devices=tuple(Device(index=i, visible_id="", name=name, memory_bytes=memory // ranks) for i in range(ranks)),
+        host_memory_bytes=memory,
+    )
+
+
+def detect_devices(
+    *, environ: Mapping[str, str] | None = None, nvml: Nvml | None = None, cpu_ranks: int | None = None
+) -> Devices:
+    """Return the GPUs that this process may use, CPU ranks if there is none.
+
+    ``CUDA_VISIBLE_DEVICES`` is honoured. Its numbers are taken in the order of the PCI bus, which is also the order
+    given to launches (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); CUDA's own default differs only between unlike GPUs. A GPU
+    that does not answer is left out, and the others are then named by their UUIDs, which no missing GPU shifts.
+
+    Args:
+        environ: Environment to read, this process's for None.
+        nvml: NVML to ask, the machine's for None.
+        cpu_ranks: CPU ranks if there is no GPU; None for 2.
+
+    Raises:
+        DeviceError: If the NVIDIA driver is loaded but neither it nor any GPU that is named answers.
+        UsageError: If ``cpu_ranks`` is less than 1, or torch is built for GPUs of other makers.
+    """
+    environ = os.environ if environ is None else environ
+    cpu = cpu_devices(DEFAULT_CPU_RANKS if cpu_ranks is None else cpu_ranks)
+    if environ.get(VARIABLE, "0").strip() in ("", "-1") or environ.get("DS_ACCELERATOR") == "cpu":
+        return cpu
+    refuse_other_builds(environ)
+    try:
+        nvml = Nvml() if nvml is None else nvml
+        count = nvml.count()
+    except NvmlError as error:
+        return replace(cpu, notices=_without_nvml(error))
+    if not count:
+        nothing = "NVIDIA's driver answers but shows no GPU: launches run on the CPU."
+        return replace(cpu, notices=(nothing, *other_devices()))
+    visible = read_visible(environ.get(VARIABLE), [nvml.uuid(index) for index in range(count)])
+    if not visible.gpus:
+        return replace(cpu, notices=(*visible.notices, f"{VARIABLE} names no GPU: launches run on the CPU."))
+    return _look_at(visible, nvml, host_memory=cpu.host_memory_bytes)
+
+
+def _without_nvml(error: NvmlError) -> tuple[str, ...]:
+    """Return the notices for a machine whose NVML does not answer, where launches run on the CPU.
+
+    Raises:
+        DeviceError: If there is an NVIDIA driver nevertheless.
+    """
+    loaded = _DRIVER.exists()
+    if error.code == LIBRARY_NOT_FOUND and _CONTROL.exists():
+        raise DeviceError(
+            f"The NVIDIA driver is there but its library NVML (libnvidia-ml.so.1) is not ({error}). Give the container "
+            f"NVIDIA_DRIVER_CAPABILITIES=utility beside compute (docker run --gpus all -e "
+            f"NVIDIA_DRIVER_CAPABILITIES=compute,utility), {_ON_THE_CPU}"
+        ) from error
+    if error.code == LIBRARY_NOT_FOUND:
+        absent = "The kernel has NVIDIA's driver, but no GPU is given to this container (docker run --gpus all)"
+        return (*((f"{absent}: launches run on the CPU.",) if loaded else ()), *other_devices())
+    if loaded or error.code not in (None, DRIVER_NOT_LOADED):
+        raise DeviceError(
+            f"The NVIDIA driver is loaded but does not answer ({error}). Repair it (try nvidia-smi), {_ON_THE_CPU}"
+        ) from error
+    quiet = f"NVML does not answer ({error}): launches run on the CPU."
+    return (*((quiet,) if error.code is not None else ()), *other_devices())
+
+
+def _look_at(visible: Visible, nvml: Nvml, *, host_memory: int) -> Devices:
+    """Return the GPUs that answer; the others are left out with a notice.
+
+    Raises:
+        DeviceError: If none answers.
+    """
+    found: list[Device] = []
+    lost: list[str] = []
+    for place, gpu in enumerate(visible.gpus):
+        try:
+            facts = nvml.facts(gpu)
+        except NvmlError as error:
+            lost.append(f"GPU {gpu} is left out, it does not answer ({error}). nvidia-smi and dmesg may say why.")
+        else:
+            found.append(_device(gpu, facts, place=place, host_memory=host_memory))
+    if not found:
+        raise DeviceError(f"No GPU answers. {' '.join(lost)} Repair them, {_ON_THE_CPU}")
+    if lost or visible.by_uuid:
+        found = [replace(device, visible_id=device.certain_id) for device in found]
+    notices = [*visible.notices, *lost]
+    if len(found) > 1 and is_part(found[0].visible_id):
+        notices.append("These are parts of GPUs (MIG), of which a CUDA process sees one: a launch takes one of them.")
+    return Devices(
+        kind="cuda",
+        devices=tuple(found),
+        host_memory_bytes=host_memory,
+        notices=tuple(notices),
+        left_out=len(lost),
+    )
+
+
+def _device(gpu: str, facts: GpuFacts, *, place: int, host_memory: int) -> Device:
+    if is_part(gpu):
+        index = place
+    elif facts.index is None:
+        index = int(gpu) if gpu.isdigit() else place
+    else:
+        index = facts.index
+    return Device(
+        index=index,
+        visible_id=gpu,
+        name=facts.name,
+        memory_bytes=host_memory if facts.memory_bytes is None else facts.memory_bytes,
+        uuid=facts.uuid or ("" if gpu.isdigit() else gpu),
+    )

@@ -1,0 +1,349 @@
+"""Activity of a launch's processes between events, as while a checkpoint loads or an operator compiles.
+
+Activity is CPU time, or bytes read and written, since the previous reading. Once the ranks train, their own is ignored,
+since a rank that waits in a collective may spin; that of their descendants, such as a compiler, still counts.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.machine.processes import ProcessKey, cpu_seconds
+from optuna_dsat.launch.protocol import Conditions
+from optuna_dsat.runtime.events import EngineReady, Event, StepMeasured
+
+__all__ = [
+    "MAX_STALL_LIMITS",
+    "ActivityMonitor",
+    "BesideWatch",
+    "GpuSight",
+    "ProcessUsage",
+    "available_memory_bytes",
+    "busy_seconds",
+    "own_folder",
+    "read_usage",
+]
+
+MAX_STALL_LIMITS = 3
+"""Silence, in multiples of the stall limit, after which activity no longer keeps a launch alive: ranks may spin in
+their first step for ever.
+"""
+
+_READING_INTERVAL_S = 5.0
+"""Time between two readings; each takes some milliseconds."""
+_READINGS_PER_LIMIT = 4
+"""Fewest readings within a stall limit."""
+_BUSY_CORES = 0.05
+"""Cores above which a process counts as active. A rank that waits on a socket, with its helper threads, takes less than
+a hundredth; one that loads or compiles takes most of a core.
+"""
+_BUSY_BYTES = 2**20
+"""Bytes between two readings above which a process counts as active: logs and heartbeats write kilobytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessUsage:
+    """Resources that one process has used since its start."""
+
+    cpu_s: float = 0.0
+    """CPU time of its own."""
+    ended_cpu_s: float = 0.0
+    """CPU time of its descendants that have ended and were waited for."""
+    io_bytes: int = 0
+    """Bytes read and written, by system calls and from disk; 0 if unknown."""
+
+
+class ActivityMonitor:
+    """Tracks when the processes of a launch were last active, from readings taken between events.
+
+    Args:
+        limit_s: Longest time without an event or activity.
+        started: Start of the launch. All times are monotonic.
+    """
+
+    def __init__(self, *, limit_s: float, started: float) -> None:
+        self._interval_s = min(_READING_INTERVAL_S, limit_s / _READINGS_PER_LIMIT)
+        self._work_counts_s = (MAX_STALL_LIMITS - 1) * limit_s
+        self._read_at = started
+        self._readings: Mapping[ProcessKey, ProcessUsage] | None = None
+        self.last_work: float | None = None
+        """Time of the last activity seen; None if never."""
+
+    def last_activity(self, last_event: float) -> float:
+        """Return the time of the last event or, up to ``MAX_STALL_LIMITS`` stall limits after it, activity."""
+        worked = last_event if self.last_work is None else min(self.last_work, last_event + self._work_counts_s)
+        return max(last_event, worked)
+
+    def is_due(self, now: float, *, last_event: float) -> bool:
+        """Return whether a reading is due: long enough after the last event and the last reading."""
+        return now - max(self._read_at, last_event) >= self._interval_s
+
+    def update(
+        self,
+        readings: Mapping[ProcessKey, ProcessUsage],
+        now: float,
+        *,
+        last_event: float,
+        ranks: Collection[ProcessKey],
+        trained: bool,
+    ) -> None:
+        """Compare with the previous reading, if there was one since the last event.
+
+        Args:
+            readings: Use of the ranks and all their descendants.
+            now: Time of the readings.
+            last_event: Time of the last event.
+            ranks: The ranks among ``readings``.
+            trained: Whether a step was measured, after which the ranks' own activity does not count.
+        """
+        before, read_at = self._readings, self._read_at
+        self._readings, self._read_at = readings, now
+        if before is None or read_at < last_event:
+            return
+        since_s = now - read_at
+        for key, new in readings.items():
+            old = before.get(key, ProcessUsage())
+            ended_s = new.ended_cpu_s - old.ended_cpu_s
+            own_counts = not (trained and key in ranks)
+            busy_s = ended_s + (new.cpu_s - old.cpu_s if own_counts else 0.0)
+            moved_bytes = new.io_bytes - old.io_bytes if own_counts else 0
+            if busy_s >= _BUSY_CORES * since_s or moved_bytes >= _BUSY_BYTES:
+                self.last_work = now
+                return
+
+
+def read_usage(keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessUsage]:
+    """Return the resources used by each process, except those that have ended or cannot be read."""
+    found: dict[ProcessKey, ProcessUsage] = {}
+    for key in keys:
+        with suppress(psutil.Error):
+            process = psutil.Process(key.pid)
+            times = process.cpu_times()
+            reading = ProcessUsage(
+                cpu_s=times.user + times.system,
+                ended_cpu_s=times.children_user + times.children_system,
+                io_bytes=_io_bytes(process),
+            )
+            if key.alive:  # else the number may be that of a later process
+                found[key] = reading
+    return found
+
+
+def _io_bytes(process: psutil.Process) -> int:
+    try:
+        io = process.io_counters()
+    except (psutil.AccessDenied, AttributeError, NotImplementedError):  # another system than Linux, or another user
+        return 0
+    through_calls = io.read_chars + io.write_chars
+    return int(through_calls + io.read_bytes + io.write_bytes)  # memory-mapped files count only in the latter
+
+
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes(*, membership: Path = _MEMBERSHIP, root: Path = _ROOT) -> int:
+    """Return what processes may allocate now without the kernel ending one.
+
+    Args:
+        membership: File that names the control groups of this process.
+        root: Where control groups are mounted.
+    """
+    available = int(psutil.virtual_memory().available)
+    return max(0, min([available, *_rooms(membership, root)]))
+
+
+def _rooms(membership: Path, root: Path) -> Iterator[int]:
+    """Yield the bytes that are left below each limit of the control groups, outermost first (cgroup v2 and v1)."""
+    try:
+        lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers == "":
+            folder, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            folder, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for count in range(len(parts) + 1):
+            room = _room(folder.joinpath(*parts[:count]), *names)
+            if room is not None:
+                yield room
+
+
+def _room(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    """Return the bytes that are left in a control group, read files counted as free; None if it has no limit."""
+    try:
+        limit, usage = (int((folder / name).read_text(encoding="ascii")) for name in (limit_name, usage_name))
+        statistics = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):  # no such group here, or its limit is "max"
+        return None
+    cache = next((int(line.split()[1]) for line in statistics if line.startswith(f"{cache_name} ")), 0)
+    return limit - max(0, usage - cache)
+
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def own_folder(*below: str, parent: Path | None = None) -> Path:
+    """Return a folder that nobody else may read or write; made if it is missing.
+
+    Args:
+        below: Names of folders within it.
+        parent: Where it lies; None for the system's folder for temporary files.
+
+    Raises:
+        UsageError: If another user, or a link, has taken its name.
+    """
+    root = (Path(tempfile.gettempdir()) if parent is None else parent) / f"optuna-dsat-{os.getuid()}"
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+        found = root.lstat()
+    except OSError as error:
+        text = f"{root} cannot be made: {error.strerror}. Set TMPDIR to a folder that can be written."
+        raise UsageError(text) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UsageError(f"{root} is another user's, or no folder. Remove it, or set TMPDIR to a folder of your own.")
+    if found.st_mode & _OTHERS:
+        root.chmod(0o700)
+    folder = root.joinpath(*below)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+# Watches what goes on beside a launch while its steps are measured.
+#
+# CPU time of others is that of the cores that the launch may use, less that of the launch's own processes, between two
+# readings: the first when the warm-up ends, the last at the latest step. Readings are taken by the tuner, which counts
+# as another process, as do the launches of other slots.
+
+_USE_INTERVAL_S = 0.1
+"""Shortest time between two readings of known processes, which take some tenths of a millisecond."""
+_SEARCH_INTERVAL_S = 1.0
+"""Shortest time between two searches for processes and two questions to NVML, which take milliseconds."""
+_SHORTEST_WINDOW_S = 0.5
+"""Windows below this say nothing: the kernel counts in hundredths of a second, for each core and each process."""
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_BUSY_FIELDS = (0, 1, 2, 5, 6)
+"""Fields after the name of a core in ``/proc/stat``: user, nice, system, irq and softirq (proc(5)); the first two
+contain the time of guests.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSight:
+    """The GPUs of a launch at one moment."""
+
+    processes: tuple[str, ...] = ()
+    """Other processes that compute on them, in words."""
+    throttle_reasons: tuple[str, ...] = ()
+    """Reasons for lower clocks, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    time: float
+    busy_s: float
+    own_s: Mapping[ProcessKey, float]
+    """Process of the launch -> its CPU time, for those that have ended the last one known."""
+
+
+@dataclass(kw_only=True)
+class BesideWatch:
+    """Compares the CPU time of the machine with that of one launch, and looks at its GPUs."""
+
+    start_profile_step: int
+    ranks: Callable[[], Collection[ProcessKey]]
+    """Returns the ranks."""
+    find: Callable[[], Collection[ProcessKey]]
+    """Returns all processes of the launch that live now."""
+    look: Callable[[Collection[int]], GpuSight] = lambda _: GpuSight()
+    """Looks at the launch's GPUs, given its processes' numbers."""
+    cores: Collection[int] = field(default_factory=lambda: os.sched_getaffinity(0))
+    """Cores that the launch may use, as it inherits them from this process."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._first: _Reading | None = None
+        self._last: _Reading | None = None
+        self._found: set[ProcessKey] = set()
+        self._searched_at: float | None = None
+        self._gpu_processes: dict[str, None] = {}
+        self._throttle_reasons: dict[str, None] = {}
+
+    def update(self, events: Sequence[Event]) -> None:
+        """Take a reading if new events of the launch hold the end of the warm-up or of a step that counts."""
+        if not any(map(self._is_boundary, events)):
+            return
+        now = self.clock()
+        if self._last is not None and now - self._last.time < _USE_INTERVAL_S:
+            return
+        if self._searched_at is None or now - self._searched_at >= _SEARCH_INTERVAL_S:
+            self._searched_at = now
+            self._search()
+        reading = self._read()
+        if reading is not None:
+            self._first = self._first or reading
+            self._last = reading
+
+    def _is_boundary(self, event: Event) -> bool:
+        """Return whether an event is at the beginning of the first step that counts, or at the end of a later one."""
+        if isinstance(event, StepMeasured):
+            return event.number >= self.start_profile_step - 1 and not event.skipped
+        return isinstance(event, EngineReady) and self.start_profile_step == 1
+
+    def _search(self) -> None:
+        self._found |= set(self.find())
+        sight = self.look({key.pid for key in self._found})
+        self._gpu_processes |= dict.fromkeys(sight.processes)
+        self._throttle_reasons |= dict.fromkeys(sight.throttle_reasons)
+
+    def _read(self) -> _Reading | None:
+        """Return a reading; None if a rank is gone, since its CPU time is not known then, or ``/proc`` is not there."""
+        now, busy_s = self.clock(), busy_seconds(self.cores)
+        times = {key: cpu_seconds(key) for key in self._found}
+        if busy_s is None or any(times.get(key) is None for key in self.ranks()):
+            return None
+        before = {} if self._last is None else self._last.own_s
+        own_s = {key: before.get(key, 0.0) if spent is None else spent for key, spent in times.items()}
+        return _Reading(time=now, busy_s=busy_s, own_s=own_s)
+
+    @property
+    def conditions(self) -> Conditions:
+        """What went on so far; CPU times are None if the steps took too short a time to tell."""
+        on_gpus = Conditions(gpu_processes=tuple(self._gpu_processes), throttle_reasons=tuple(self._throttle_reasons))
+        first, last = self._first, self._last
+        if first is None or last is None or last.time - first.time < _SHORTEST_WINDOW_S:
+            return on_gpus
+        own_s = sum(spent - first.own_s.get(key, 0.0) for key, spent in last.own_s.items())
+        return replace(
+            on_gpus,
+            window_s=last.time - first.time,
+            others_cpu_s=max(0.0, last.busy_s - first.busy_s - own_s),
+            cores=len(self.cores),
+        )
+
+
+def busy_seconds(cores: Collection[int]) -> float | None:
+    """Return the time that processes have used cores since the machine's start; None if unknown."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    names = {f"cpu{core}" for core in cores}
+    rows = [words[1:] for line in lines if (words := line.split()) and words[0] in names]
+    return sum(int(row[index]) for row in rows for index in _BUSY_FIELDS) / _TICKS_PER_S

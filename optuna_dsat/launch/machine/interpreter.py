@@ -1,0 +1,43 @@
+"""Whether Python starts with the variables that launches are to have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from optuna_dsat.runtime.files import shortened
+from optuna_dsat.secrecy.shapes import hidden
+
+__all__ = ["why_python_does_not_start"]
+
+_START_S = 10.0
+"""Seconds that Python may take to start before it is left to a launch to tell."""
+_FATAL = "Fatal Python error: "
+_MOST_CHARS = 300
+
+
+def why_python_does_not_start(variables: Mapping[str, str]) -> str | None:
+    """Return why Python does not start with variables, such as a ``PYTHONHASHSEED`` that is no number; None if it does.
+
+    Args:
+        variables: What is set beside the variables of this process.
+    """
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", ""],
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_START_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # a launch tells of it
+    if ended.returncode == 0:
+        return None
+    said = ended.stderr.decode("utf-8", errors="replace").splitlines()
+    fatal = next((line for line in said if line.startswith(_FATAL)), "".join(said[-1:]))
+    return shortened(hidden(fatal.removeprefix(_FATAL)), _MOST_CHARS) or f"it ends with code {ended.returncode}"

@@ -1,0 +1,427 @@
+"""Removes what launches leave behind, whatever ended them: processes, shared memory, folders, files, build locks.
+
+A launch that ends while its tuner lives is cleaned up by that at once (``remove_noted``). What a killed tuner leaves is
+removed by the next start of any command that launches, and by tuners that run beside it (``remove_leftovers``): its
+processes by their marks (``launch/machine/processes.py``), those without one and all else by its notes
+(``launch/machine/journal.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.machine.host import own_folder
+from optuna_dsat.launch.machine.operators import remove_stale_locks
+from optuna_dsat.launch.machine.processes import LaunchProcess, find_leftovers, kill_leftovers
+from optuna_dsat.launch.machine.shared_memory import MAKERS, noted_path, shared_memory_of
+from optuna_dsat.launch.machine.tree import end_noted
+from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
+from optuna_dsat.runtime.process_identity import process_space
+
+__all__ = [
+    "GoneTuner",
+    "LeftoverWatch",
+    "Removed",
+    "TunerNotes",
+    "any_gone",
+    "gone_tuners",
+    "remove_leftovers",
+    "remove_noted",
+]
+
+# Notes of a tuner on what its launches may leave behind, in a folder of the user's own until it is removed.
+#
+# launches/NAME.lock locked by the tuner while it lives, whatever ends it, and seen so from every namespace
+# launches/NAME/tuner JSON: number of its process, where that counts, folder of its run directories
+# launches/NAME/3.jsonl what one launch may leave: JSON lines, paths of its ranks (``runtime/adapt/journal.py``), files
+# in shared memory (``launch/machine/shared_memory.py``) and processes (``launch/machine/tree.py``)
+
+_FOLDER = "launches"
+_LOCK = ".lock"
+_TUNER = "tuner"
+_OTHERS_S = 86400.0
+"""Age from which the notes of another container are removed here: it is taken to be gone."""
+
+
+class TunerNotes:
+    """Notes of this process; written once the first launch needs them.
+
+    Args:
+        output_dir: Folder of the run directories.
+        folder: Folder of all tuners' notes; None for that of the user.
+    """
+
+    def __init__(self, output_dir: Path, *, folder: Path | None = None) -> None:
+        self._output_dir = output_dir
+        self._parent = folder
+        self._own: Path | None = None
+        self._descriptor: int | None = None  # never closed by a collection of this object: launches may outlive it
+        self._count = 0
+
+    def begin(self) -> Path:
+        """Return the file in which the next launch notes what it may leave.
+
+        Raises:
+            UsageError: If the user's own folder cannot be used.
+        """
+        if self._own is None:
+            self._own, self._descriptor = _claim(self._parent)
+            tuner = {"pid": os.getpid(), "space": process_space(), "output_dir": str(self._output_dir.resolve())}
+            (self._own / _TUNER).write_text(json.dumps(tuner), encoding="utf-8")
+        self._count += 1
+        record = self._own / f"{self._count}.jsonl"
+        record.touch()
+        return record
+
+    def close(self) -> None:
+        """Remove the notes; what they name has been removed."""
+        if self._own is not None and self._descriptor is not None:
+            _remove(self._own)
+            os.close(self._descriptor)
+            if self._parent is None:
+                _leave_no_empty_folder(self._own.parent)
+        self._own = self._descriptor = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoneTuner:
+    """The notes of a tuner that is gone."""
+
+    pid: int | None
+    """Number of its process; None if the notes do not say, or it counts elsewhere."""
+    output_dir: Path | None
+    """Folder of its run directories; None if the notes do not say."""
+    records: tuple[Path, ...]
+    """What each of its launches noted."""
+
+
+def any_gone(folder: Path | None = None) -> bool:
+    """Whether there are notes of tuners that are gone; costs next to nothing.
+
+    Args:
+        folder: As for ``gone_tuners``.
+    """
+    with _gone(folder) as found:
+        return bool(found)
+
+
+@contextlib.contextmanager
+def gone_tuners(folder: Path | None = None) -> Iterator[tuple[GoneTuner, ...]]:
+    """Yield the notes of tuners that are gone, which no other process looks at meanwhile; they are removed at the end.
+
+    Args:
+        folder: Folder of all tuners' notes; None for that of the user.
+
+    Raises:
+        UsageError: If the user's own folder cannot be used.
+    """
+    with _gone(folder) as found:
+        yield tuple(found.values())
+        for own in found:
+            _remove(own)
+        if folder is None and found:
+            _leave_no_empty_folder(own_folder(_FOLDER))
+
+
+@contextlib.contextmanager
+def _gone(folder: Path | None) -> Iterator[dict[Path, GoneTuner]]:
+    """Yield the notes of tuners that are gone, by their folders, and keep other processes from them."""
+    parent = own_folder(_FOLDER) if folder is None else folder
+    held = [(path, lock) for path in sorted(parent.glob(f"*{_LOCK}")) if (lock := _try_lock(path)) is not None]
+    try:
+        owns = (path.with_suffix("") for path, _ in held)
+        yield {own: tuner for own in owns if (tuner := _read(own)) is not None}
+    finally:
+        for _, lock in held:
+            os.close(lock)
+
+
+def _leave_no_empty_folder(parent: Path) -> None:
+    with contextlib.suppress(OSError):  # there are notes of others
+        parent.rmdir()
+
+
+def _claim(parent: Path | None) -> tuple[Path, int]:
+    """Return a new folder for notes and the descriptor of its lock, which is held."""
+    while True:
+        path = (own_folder(_FOLDER) if parent is None else parent) / f"{uuid.uuid4().hex}{_LOCK}"
+        try:
+            path.touch(mode=0o600, exist_ok=False)
+        except FileNotFoundError:  # another tuner has just removed the empty folder
+            continue
+        descriptor = _try_lock(path)
+        if descriptor is not None:  # else somebody took it for one of a tuner that is gone
+            path.with_suffix("").mkdir(mode=0o700)
+            return path.with_suffix(""), descriptor
+
+
+def _try_lock(path: Path) -> int | None:
+    """Lock a file; return its descriptor, None if another process holds it or has removed it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino == path.stat().st_ino:
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _read(own: Path) -> GoneTuner | None:
+    """Return notes; None for those that are left to another container of this machine: its shared memory is its own."""
+    pid = output_dir = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        tuner = json.loads((own / _TUNER).read_text(encoding="utf-8"))
+        space, here = tuner["space"], process_space()
+        if space != here and space.partition(":")[0] == here.partition(":")[0] and _age_s(own) < _OTHERS_S:
+            return None
+        pid = int(tuner["pid"]) if space == here else None
+        output_dir = Path(tuner["output_dir"])
+    return GoneTuner(pid=pid, output_dir=output_dir, records=tuple(sorted(own.glob("*.jsonl"))))
+
+
+def _age_s(own: Path) -> float:
+    return time.time() - own.stat().st_mtime
+
+
+def _remove(own: Path) -> None:
+    shutil.rmtree(own, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the next start tries again
+        own.with_name(f"{own.name}{_LOCK}").unlink(missing_ok=True)
+
+
+_WATCH_S = 5.0
+"""Pause between two looks for tuners beside this one that were killed."""
+
+_CLOCK_S = 1.0
+"""By how much the start of a process, counted in ticks since boot, and the times of files may differ."""
+
+_PARTIAL = re.compile(r"\..+\.(?P<pid>\d+)")
+"""Name of a file that was being written (``runtime/files.py``)."""
+
+_WORDS = {
+    "processes": ("process", "processes"),
+    "shared_memory": ("file in shared memory", "files in shared memory"),
+    "folders": ("temporary folder", "temporary folders"),
+    "files": ("temporary file", "temporary files"),
+    "partial_files": ("partly written file", "partly written files"),
+    "build_locks": ("lock of a build", "locks of builds"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """How much was removed, by kind."""
+
+    processes: int = 0
+    shared_memory: int = 0
+    folders: int = 0
+    files: int = 0
+    partial_files: int = 0
+    build_locks: int = 0
+
+    def __add__(self, other: Removed) -> Removed:
+        return Removed(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, one.name) for one in fields(self))
+
+    def in_words(self) -> str:
+        """Return a line for people; empty if nothing was removed."""
+        counts = [(getattr(self, name), words) for name, words in _WORDS.items()]
+        found = [f"{count} {words[count > 1]}" for count, words in counts if count]
+        return f"Removed what a killed run had left: {', '.join(found)}." if found else ""
+
+
+class LeftoverWatch:
+    """Removes what killed tuners left: at the start of a command that launches, while it runs, and at its end.
+
+    Args:
+        environ: Environment of launches.
+        on_notice: Called with what was removed.
+    """
+
+    def __init__(self, environ: Mapping[str, str], *, on_notice: Callable[[str], None]) -> None:
+        self._environ = environ
+        self._notify = on_notice
+        self._looked = time.monotonic()
+
+    def begin(self) -> None:
+        """Remove everything that is left.
+
+        Raises:
+            UsageError, TimeoutError: As ``remove_leftovers``.
+        """
+        if removed := remove_leftovers(self._environ):
+            self._notify(removed.in_words())
+
+    def check(self) -> None:
+        """Remove what a tuner left that was killed since the last look; looks every few seconds only."""
+        if time.monotonic() - self._looked > _WATCH_S:
+            self.look()
+            self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Remove what a tuner left that was killed; what cannot be removed is left to whoever comes next."""
+        with contextlib.suppress(UsageError, TimeoutError, OSError):  # said at the start of that
+            if any_gone():
+                self.begin()
+
+
+def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -> Removed:
+    """Remove what tuners of this user on this machine left that are gone, and build locks that nobody holds.
+
+    Args:
+        environ: Environment of launches.
+        notes: Folder of all tuners' notes; None for that of the user.
+
+    Raises:
+        UsageError: If the user's own folder cannot be used.
+        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
+    """
+    seen = _made_by(find_leftovers())
+    removed = Removed(processes=len(kill_leftovers())) + Removed(shared_memory=_remove_shared_memory(seen))
+    with gone_tuners(notes) as tuners:
+        for tuner in tuners:
+            for record in tuner.records:
+                removed += remove_noted(record)
+            removed += _remove_partial_files(tuner)
+    return removed + Removed(build_locks=len(remove_stale_locks(environ)))
+
+
+def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
+    """Remove what is noted of a launch, and the notes; call it once all its processes are gone that bear its mark.
+
+    Args:
+        record: Its notes.
+        seen: Files in shared memory that its processes made.
+
+    Raises:
+        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
+    """
+    try:
+        lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    values: list[Any] = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):  # cut off
+            values.append(json.loads(line))
+    processes, noted = end_noted(values), {*seen}
+    for value in values:
+        with contextlib.suppress(ValueError, TypeError, KeyError, OSError):  # no path, or gone
+            if (path := noted_path(value)) is not None:
+                noted.add(path)
+    there = {path for path in noted if _is_there(path)}
+    folders = {path for path in there if path.is_dir()}
+    shared = {path for path in there - folders if path.parent == SHARED_MEMORY}
+    for folder in folders:
+        _remove_folder(folder)
+    record.unlink(missing_ok=True)
+    return Removed(
+        processes=processes,
+        shared_memory=_remove_shared_memory(shared),
+        folders=len(folders),
+        files=sum(map(_remove_file, values)),
+    )
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder, and what a script or an overlay has shut in it."""
+
+    def open_and_retry(remove: Callable[..., Any], path: str, _error: Any) -> None:
+        with contextlib.suppress(OSError):
+            Path(path).parent.chmod(0o700)
+            Path(path).chmod(0o700)
+            (shutil.rmtree if Path(path).is_dir() else remove)(path)
+
+    with contextlib.suppress(OSError):
+        folder.chmod(0o700)
+    shutil.rmtree(folder, onerror=open_and_retry)
+
+
+def _remove_file(value: Any) -> bool:
+    """Remove the temporary file that a line of notes names, if it names one that is there; return whether it did."""
+    path = value.get("file") if isinstance(value, dict) else None
+    if not isinstance(path, str) or not Path(path).is_absolute():
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        if stat.S_ISREG(Path(path).lstat().st_mode):
+            Path(path).unlink()
+            return True
+    return False
+
+
+def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:
+    """Return the files in shared memory that processes of launches made, by name and by time of writing."""
+    found: set[Path] = set()
+    for mark in {one.mark for one in processes}:
+        pids = [one.key.pid for one in processes if one.mark == mark]
+        began: list[float] = []
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):  # gone meanwhile
+                began.append(psutil.Process(pid).create_time())
+        for path in shared_memory_of(pids) if began else ():
+            with contextlib.suppress(OSError):
+                if (
+                    path.parent == SHARED_MEMORY
+                    and MAKERS.match(path.name)
+                    and path.stat().st_mtime >= min(began) - _CLOCK_S
+                ):
+                    found.add(path)
+    return found
+
+
+def _remove_shared_memory(paths: Collection[Path]) -> int:
+    """Remove files in shared memory that no process uses; return how many."""
+    there = {path for path in paths if _is_there(path)}
+    if there:
+        there -= shared_memory_of(_all_processes())  # a launch of today may have the name that one of yesterday had
+    removed = 0
+    for path in there:
+        with contextlib.suppress(OSError):  # another user's by now, or gone
+            path.unlink()
+            removed += 1
+    return removed
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_absolute() and not path.is_symlink() and path.exists()
+    except (OSError, ValueError):  # no path that a file system takes
+        return False
+
+
+def _remove_partial_files(tuner: GoneTuner) -> Removed:
+    """Remove files that a tuner was writing when it was killed, in the folder of its study and of its launches."""
+    if tuner.pid is None or tuner.output_dir is None:
+        return Removed()
+    found = [*tuner.output_dir.glob(".*"), *tuner.output_dir.glob("*/.*")]
+    partial = [path for path in found if (m := _PARTIAL.fullmatch(path.name)) and int(m["pid"]) == tuner.pid]
+    partial = [path for path in partial if path.is_file() and not path.is_symlink()]
+    for path in partial:
+        path.unlink(missing_ok=True)
+    return Removed(partial_files=len(partial))
+
+
+def _all_processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

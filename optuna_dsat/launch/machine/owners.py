@@ -1,0 +1,293 @@
+"""Lock files that keep two tuners of a machine from taking the same GPU; each holds its owner's process number."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from filelock import BaseFileLock, FileLock, Timeout
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.machine.devices import Device
+from optuna_dsat.launch.machine.host import GpuSight
+from optuna_dsat.launch.machine.nvml import GpuUse, Nvml, NvmlError
+from optuna_dsat.launch.machine.processes import ProcessKey
+from optuna_dsat.launch.protocol import Holder
+from optuna_dsat.words import bytes_in_words
+
+__all__ = [
+    "UNNAMED",
+    "GpuMonitor",
+    "LockOwner",
+    "another_tuner",
+    "foreign_holders",
+    "holders_in_words",
+    "label",
+    "lock",
+    "lock_owner",
+    "lock_path",
+    "unlock",
+    "users_in_words",
+]
+
+_TRY_S, _PAUSE_S = 0.012, 0.004
+"""Time for an attempt, and pause within it: ``lock_owner`` of another tuner holds the lock for an instant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockOwner:
+    """Another holder of a lock."""
+
+    pid: int | None
+    """Process number; None if the lock file does not name a living process."""
+    since: float
+    """Unix time of the last write to the lock file."""
+
+
+def lock_path(folder: Path, device_id: str) -> Path:
+    """Return the lock file of a device.
+
+    Args:
+        folder: Folder of the lock files.
+        device_id: Name of the device that all tuners of the machine agree on.
+    """
+    return folder / f"optuna-dsat-gpu-{device_id.replace('/', '_')}.lock"
+
+
+def lock(path: Path) -> BaseFileLock | None:
+    """Return the lock at ``path``, held until it is released or this process ends; None if another holder has it."""
+    held = _try_lock(path)
+    if held is not None:
+        _write(path, f"{os.getpid()}\n")
+    return held
+
+
+def unlock(locks: Collection[BaseFileLock]) -> None:
+    """Release locks."""
+    for held in locks:
+        _write(Path(held.lock_file), "")
+        held.release()
+
+
+def lock_owner(path: Path) -> LockOwner | None:
+    """Return who holds the lock at ``path``, None if nobody does."""
+    if not path.exists():
+        return None
+    free = _try_lock(path)
+    if free is not None:
+        free.release()
+        return None
+    try:
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+        since = path.stat().st_mtime
+    except OSError:
+        text, since = "", 0.0
+    known = text.isdigit() and ProcessKey.of(int(text)) is not None  # else left by a process that has ended
+    return LockOwner(pid=int(text) if known else None, since=since)
+
+
+def _try_lock(path: Path) -> BaseFileLock | None:
+    if path.is_symlink():
+        raise UsageError(f"{path} is a link, which no lock of a GPU is. Remove it.")
+    found = FileLock(path, timeout=_TRY_S, poll_interval=_PAUSE_S, mode=0o600, fallback_to_soft=False)
+    try:
+        found.acquire()
+    except Timeout:
+        return None
+    except PermissionError:
+        if path.exists():
+            return None  # its owner alone may write it
+        raise
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace the content of an existing file if this process may write it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
+
+
+UNNAMED = "a process that NVML does not name"
+
+_FOREIGN_SHARE = 0.2
+"""Share of a GPU's memory in use, without a launch of ours, above which it counts as held by others even if NVML lists
+no compute process (as in containers). A desktop takes less."""
+
+_MPS_SERVER = "nvidia-cuda-mps-server"
+"""Server of NVIDIA's multi-process service: idle on every GPU; its clients are listed separately."""
+
+
+def label(device: Device, *, kind: str) -> str:
+    """Return the name of a slot for the user (``kind``: ``cuda`` or ``cpu``)."""
+    return f"{'GPU' if kind == 'cuda' else 'CPU rank'} {device.index}"
+
+
+def foreign_holders(device: Device, use: GpuUse, nvml: Nvml) -> list[Holder]:
+    """Return who computes on a GPU that no launch of ours holds; empty if it is free.
+
+    If NVML lists no process, a large share of memory in use counts as an unnamed one.
+    """
+    gpu = label(device, kind="cuda")
+    found = []
+    for pid, used in (use.processes or {}).items():
+        name, user = _name_and_user(pid, nvml)
+        if name != _MPS_SERVER:
+            about = ", ".join(filter(None, (name, f"user {user}" if user else "")))
+            who = f"process {pid} ({about})" if about else f"process {pid}"
+            found.append(Holder(device=gpu, who=who, used_bytes=used or None))
+    if not found and use.used_bytes is not None and use.used_bytes > _FOREIGN_SHARE * device.memory_bytes:
+        found.append(Holder(device=gpu, who=UNNAMED, used_bytes=use.used_bytes))
+    return found
+
+
+def another_tuner(device: Device, owner: LockOwner, use: GpuUse | None) -> Holder:
+    """Return the tuner that has locked a GPU."""
+    who = "another optuna-dsat" if owner.pid is None else f"another optuna-dsat (process {owner.pid})"
+    used = None if use is None else use.used_bytes
+    return Holder(device=label(device, kind="cuda"), who=who, used_bytes=used, since=owner.since)
+
+
+def holders_in_words(holders: Sequence[Holder]) -> str:
+    """Return one phrase: each device with who holds it."""
+    devices = dict.fromkeys(holder.device for holder in holders)
+    return "; ".join(f"{name}: {users_in_words([h for h in holders if h.device == name])}" for name in devices)
+
+
+def users_in_words(holders: Sequence[Holder]) -> str:
+    """Return one phrase: who holds a device, and how much of its memory."""
+    return " and ".join(
+        holder.who if holder.used_bytes is None else f"{holder.who}, {bytes_in_words(holder.used_bytes)}"
+        for holder in holders
+    )
+
+
+def _name_and_user(pid: int, nvml: Nvml) -> tuple[str, str]:
+    try:
+        process = psutil.Process(pid)
+        return process.name(), process.username()
+    except (psutil.Error, OSError):
+        return nvml.process_name(pid), ""
+
+
+_TOLERANCE_BYTES = 64 * 2**20
+"""Memory that may stay in use above the baseline: drivers keep a few MiB, a CUDA context takes 200 or more."""
+
+
+class GpuMonitor:
+    """Measures GPUs, and reports when one stops answering or answers again.
+
+    Args:
+        nvml: NVML.
+        on_notice: Called with these reports.
+    """
+
+    def __init__(self, nvml: Nvml, *, on_notice: Callable[[str], None]) -> None:
+        self._nvml = nvml
+        self._on_notice = on_notice
+        self._errors: dict[int, str] = {}
+        """Index of each GPU that does not answer -> NVML's error."""
+        self.indices_shifted = False
+        """Whether a GPU was ever missing, after which CUDA may number the others differently."""
+
+    def _use(self, device: Device) -> GpuUse | None:
+        """Return a GPU's use; None if it does not answer."""
+        name = label(device, kind="cuda")
+        try:
+            use = self._nvml.use(device.nvml_id)
+        except NvmlError as error:
+            if device.index not in self._errors:
+                self._on_notice(f"{name} does not answer any more ({error}): launches leave it out.")
+            self._errors[device.index] = str(error)
+            self.indices_shifted = True
+            return None
+        if self._errors.pop(device.index, None) is not None:
+            self._on_notice(f"{name} answers again.")
+        return use
+
+    def is_unavailable(self, device: Device) -> bool:
+        """Return whether others compute on a GPU that no launch of ours holds, or it does not answer."""
+        use = self._use(device)
+        return use is None or bool(foreign_holders(device, use, self._nvml))
+
+    def holders(self, device: Device, owner: LockOwner | None) -> list[Holder]:
+        """Return the holders of a GPU that no launch of ours holds.
+
+        Args:
+            device: The GPU.
+            owner: Owner of its lock; None if it is not locked.
+        """
+        use = self._use(device)
+        if owner is not None:
+            return [another_tuner(device, owner, use)]
+        if use is None:
+            name = label(device, kind="cuda")
+            return [Holder(device=name, who=f"it does not answer ({self._errors[device.index]})")]
+        return foreign_holders(device, use, self._nvml)
+
+    def baseline_bytes(self, device: Device) -> int:
+        """Return the memory in use that no living process accounts for; 0 if unknown."""
+        return _unattributed_bytes(self._use(device), ())
+
+    def is_free_of(self, device: Device, own: Collection[int], *, baseline_bytes: int) -> bool:
+        """Return whether none of our processes, by number, is listed on a GPU and the memory is back to its baseline.
+
+        A GPU that does not answer counts as free; it is not taken until it answers.
+        """
+        use = self._use(device)
+        if use is None:
+            return True
+        if set(own) & (use.processes or {}).keys():
+            return False
+        return _unattributed_bytes(use, own) - baseline_bytes <= _TOLERANCE_BYTES
+
+    def sight(self, device: Device, own: Collection[int]) -> GpuSight:
+        """Return what goes on beside a launch on one of its GPUs.
+
+        Where NVML lists none of the launch's processes, as in a container with numbers of its own, it is not known
+        which are others'.
+
+        Args:
+            device: The GPU.
+            own: Numbers of the launch's processes.
+        """
+        use, gpu = self._use(device), label(device, kind="cuda")
+        if use is None:
+            return GpuSight()
+        processes = use.processes or {}
+        others = {pid: used for pid, used in processes.items() if pid not in own} if set(own) & set(processes) else {}
+        holders = foreign_holders(device, GpuUse(used_bytes=None, processes=others), self._nvml)
+        try:
+            reasons = self._nvml.throttle_reasons(device.nvml_id)
+        except NvmlError:
+            reasons = ()
+        return GpuSight(
+            processes=tuple(f"{holder.who} on {gpu}" for holder in holders),
+            throttle_reasons=tuple(f"{reason} on {gpu}" for reason in reasons),
+        )
+
+    def use_in_words(self, device: Device, *, baseline_bytes: int) -> str:
+        """Return memory and processes of a GPU, in words."""
+        use, name = self._use(device), label(device, kind="cuda")
+        if use is None:
+            return f"{name} does not answer"
+        used = "memory in use not known" if use.used_bytes is None else f"{use.used_bytes / 2**30:.1f} GiB in use"
+        return (
+            f"{name}: {used}, {baseline_bytes / 2**30:.1f} GiB before the launch, "
+            f"processes {sorted(use.processes or ()) or 'not listed'}"
+        )
+
+
+def _unattributed_bytes(use: GpuUse | None, own: Collection[int]) -> int:
+    """Return the memory in use that no living process of others accounts for; 0 if unknown."""
+    if use is None or use.used_bytes is None:
+        return 0
+    others = sum(
+        used for pid, used in (use.processes or {}).items() if pid not in own and ProcessKey.of(pid) is not None
+    )
+    return max(0, use.used_bytes - others)

@@ -1,0 +1,246 @@
+"""Allocation of slots (GPUs or CPU ranks) to launches; given back once they are measurably free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from filelock import BaseFileLock
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.machine.devices import Device, Devices
+from optuna_dsat.launch.machine.host import GpuSight, own_folder
+from optuna_dsat.launch.machine.nvml import DeviceError, Nvml, NvmlError
+from optuna_dsat.launch.machine.owners import GpuMonitor, holders_in_words, label, lock, lock_owner, lock_path, unlock
+from optuna_dsat.launch.machine.processes import ProcessKey
+from optuna_dsat.launch.protocol import Holder, SlotsBusyError
+from optuna_dsat.words import things_in_words
+
+__all__ = ["SlotLease", "SlotPool", "only_free"]
+
+_SURVEY_S = 1.0
+"""Time for which a survey of the GPUs used by other processes is reused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotLease:
+    """Devices taken for one launch."""
+
+    devices: tuple[Device, ...]
+    baseline_bytes: Mapping[int, int]
+    """GPU index -> memory in use before the launch that no living process of another user of the GPU accounts for."""
+    locks: tuple[BaseFileLock, ...] = ()
+    """The GPUs' locks against other tuners on this machine."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Index of each device."""
+        return tuple(device.index for device in self.devices)
+
+
+class SlotPool:
+    """The devices that launches may take.
+
+    GPUs that other processes use, and GPUs that do not answer, are not taken. A lock file per GPU, in the user's
+    own folder, keeps two tuners of a user from taking the same one; other users' are seen by their processes.
+
+    Args:
+        devices: All devices.
+        max_slots: Most devices in use at a time; None for all.
+        nvml: NVML to ask about GPUs; None for the machine's.
+        lock_dir: Folder of the lock files; None for one in the user's own.
+        clock: Monotonic time in seconds.
+        on_notice: Called when a GPU stops answering or answers again.
+
+    Raises:
+        UsageError: If ``max_slots`` is less than 1.
+        DeviceError: If there are GPUs but NVML does not answer.
+    """
+
+    def __init__(
+        self,
+        devices: Devices,
+        *,
+        max_slots: int | None = None,
+        nvml: Nvml | None = None,
+        lock_dir: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_notice: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        if max_slots is not None and max_slots < 1:
+            raise UsageError(f"--max-slots is at least 1; got {max_slots}.")
+        self._devices = devices
+        self._limit = min(len(devices.devices), max_slots or len(devices.devices))
+        self._leases: list[SlotLease] = []
+        self._lock_dir = own_folder("gpus") if lock_dir is None else lock_dir
+        self._clock = clock
+        self._survey: tuple[float, frozenset[int]] | None = None
+        if devices.kind == "cuda" and nvml is None:
+            try:
+                nvml = Nvml()
+            except NvmlError as error:
+                raise DeviceError(
+                    f"NVML does not answer ({error}); GPUs cannot be shared safely without it."
+                ) from error
+        self._gpus = None if nvml is None else GpuMonitor(nvml, on_notice=on_notice)
+        """None on the CPU."""
+
+    @property
+    def kind(self) -> str:
+        """``cuda`` or ``cpu``."""
+        return self._devices.kind
+
+    @property
+    def total(self) -> int:
+        """Slots that may be in use at once, including GPUs that others use at present."""
+        return self._limit
+
+    @property
+    def free(self) -> int:
+        """Slots that a launch could take now, excluding GPUs that other processes use."""
+        return max(0, min(self._limit - self._taken_count(), len(self._available())))
+
+    def _taken_count(self) -> int:
+        return sum(len(lease.devices) for lease in self._leases)
+
+    def _available(self) -> list[Device]:
+        taken = {index for lease in self._leases for index in lease.indices}
+        rest = [device for device in self._devices.devices if device.index not in taken]
+        if self._gpus is None:
+            return rest
+        now = self._clock()
+        if self._survey is None or now - self._survey[0] > _SURVEY_S:
+            busy = frozenset(device.index for device in rest if self._gpus.is_unavailable(device))
+            self._survey = (now, busy)
+        return [device for device in rest if device.index not in self._survey[1]]
+
+    def holders(self) -> tuple[Holder, ...]:
+        """Return the holders of the slots that are not free, measured now, in the order of the slots."""
+        return tuple(holder for device in self._devices.devices for holder in self._holders_of(device))
+
+    def _holders_of(self, device: Device) -> list[Holder]:
+        name = label(device, kind=self.kind)
+        if any(device.index in lease.indices for lease in self._leases):
+            return [Holder(device=name, who="a launch of this search", own=True)]
+        if self._gpus is None:
+            return []
+        return self._gpus.holders(device, lock_owner(self._lock_path(device)))
+
+    def sight(self, lease: SlotLease, own: Collection[int]) -> GpuSight:
+        """Return what goes on beside a launch on its GPUs; nothing on the CPU.
+
+        Args:
+            lease: The launch's devices.
+            own: Numbers of its processes.
+        """
+        seen = [] if self._gpus is None else [self._gpus.sight(device, own) for device in lease.devices]
+        return GpuSight(
+            processes=tuple(one for sight in seen for one in sight.processes),
+            throttle_reasons=tuple(one for sight in seen for one in sight.throttle_reasons),
+        )
+
+    def _lock_path(self, device: Device) -> Path:
+        return lock_path(self._lock_dir, device.uuid or device.visible_id)
+
+    def take(self, slots: int) -> SlotLease:
+        """Take slots for a launch, the lowest indices first.
+
+        Raises:
+            SlotsBusyError: If fewer are free.
+        """
+        self._survey = None
+        candidates = self._available()
+        if slots < 1 or min(self._limit - self._taken_count(), len(candidates)) < slots:
+            asked = things_in_words(slots, "slot")
+            raise SlotsBusyError(f"A launch asks for {asked}; {self.free} of {self.total} are free.")
+        chosen, locks = self._lock(candidates, slots)
+        self._survey = None
+        if self._gpus is not None and self._gpus.indices_shifted:
+            chosen = [replace(device, visible_id=device.certain_id) for device in chosen]
+        lease = SlotLease(
+            devices=tuple(chosen),
+            baseline_bytes={} if self._gpus is None else {d.index: self._gpus.baseline_bytes(d) for d in chosen},
+            locks=tuple(locks),
+        )
+        self._leases.append(lease)
+        return lease
+
+    def _lock(self, candidates: list[Device], slots: int) -> tuple[list[Device], list[BaseFileLock]]:
+        """Lock ``slots`` of the candidates against other tuners; CPU ranks need no lock."""
+        if self._gpus is None:
+            return candidates[:slots], []
+        chosen: list[Device] = []
+        locks: list[BaseFileLock] = []
+        for device in candidates:
+            if len(chosen) == slots:
+                break
+            held = lock(self._lock_path(device))
+            if held is not None:
+                chosen.append(device)
+                locks.append(held)
+        if len(chosen) < slots:
+            unlock(locks)
+            raise SlotsBusyError(
+                f"A launch asks for {things_in_words(slots, 'slot')}; {len(chosen)} are free, the others are taken by "
+                "another optuna-dsat."
+            )
+        return chosen, locks
+
+    def is_free(self, lease: SlotLease, own: Collection[ProcessKey] = ()) -> bool:
+        """Whether the devices of an ended launch are measured to be free again.
+
+        A GPU is free if NVML lists none of our processes on it and the memory not attributed to living processes of
+        others is within 64 MiB of its value before the launch. Inside some containers NVML lists process numbers of the
+        host; no memory is attributed to those. CPU ranks are free once their processes are gone, which the caller
+        ensures.
+        """
+        if self._gpus is None:
+            return True
+        pids = {key.pid for key in own}
+        return all(
+            self._gpus.is_free_of(device, pids, baseline_bytes=lease.baseline_bytes[device.index])
+            for device in lease.devices
+        )
+
+    def describe_use(self, lease: SlotLease) -> str:
+        """Return what still uses the devices of a launch, in words."""
+        if self._gpus is None:
+            return "nothing"
+        return "; ".join(
+            self._gpus.use_in_words(device, baseline_bytes=lease.baseline_bytes[device.index])
+            for device in lease.devices
+        )
+
+    def give_back(self, lease: SlotLease) -> None:
+        """Return the slots of a launch to the pool. A lease that is not held is ignored."""
+        if lease in self._leases:
+            self._leases.remove(lease)
+            unlock(lease.locks)
+            self._survey = None
+
+
+def only_free(devices: Devices, *, nvml: Nvml | None = None, lock_dir: Path | None = None) -> Devices:
+    """Return the GPUs that nobody uses now, with a notice that names the others; CPU ranks are returned unchanged.
+
+    Args:
+        devices: All devices.
+        nvml: NVML to ask; None for the machine's.
+        lock_dir: As for ``SlotPool``.
+
+    Raises:
+        DeviceError: If none is free; names their holders.
+    """
+    if devices.kind != "cuda":
+        return devices
+    held = SlotPool(devices, nvml=nvml, lock_dir=lock_dir).holders()
+    busy = {holder.device for holder in held}
+    free = tuple(device for device in devices.devices if label(device, kind=devices.kind) not in busy)
+    if not free:
+        raise DeviceError(f"No GPU is free (--only-free-gpus). Not free: {holders_in_words(held)}.")
+    if not held:
+        return devices
+    names = ", ".join(str(device.index) for device in free)
+    notice = f"Tuning on GPU {names} (--only-free-gpus). Not free: {holders_in_words(held)}."
+    return replace(devices, devices=free, notices=(*devices.notices, notice))

@@ -1,0 +1,157 @@
+"""torchrun that ends with the tuner and records its ranks' exit codes.
+
+    python -m optuna_dsat.launch.machine.torchrun RECORD TUNER_PID TORCHRUN_ARGUMENTS...
+
+The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with seven differences. The kernel kills it when
+the thread that started it ends, and so with the tuner, also if that is killed. If ranks fail, it writes their exit
+codes and signals to RECORD as JSON: torchrun itself only logs them, and outcomes are not read from logs. Ended by a
+signal, it leaves with 128 and its number, as shells do. It serves one machine, so it does not wait for others. It never
+calls CUDA (``launch/machine/cuda.py``). It enters the launch's own view of the file system
+(``runtime/isolation/world.py``). It ends after all that a measured launch has started (``launch/machine/tree.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.launch.machine.cuda import cuda_hidden
+from optuna_dsat.launch.machine.tree import adopt_orphans, end_children
+from optuna_dsat.runtime.files import write_text_atomic
+from optuna_dsat.runtime.isolation.world import enter_world
+from optuna_dsat.runtime.process import AGENT_ENV, die_with_parent
+from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
+
+__all__ = ["LOOPBACK", "LOOPBACK_ENVIRONMENT", "main", "store_on_loopback"]
+
+# Ports of a launch: on one machine they are open to this machine alone, else on the address of node 0 alone.
+#
+# torch's store, which the agent makes for the rendezvous and the ranks share, listens on every address of the machine
+# whatever the endpoint says. Gloo and NCCL take the address that the host's name means.
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Variables of a launch that spans no second machine; what the user has set is kept."""
+
+
+@contextlib.contextmanager
+def store_on_loopback() -> Iterator[None]:
+    """Within this context, torchrun makes its stores on sockets that are bound to the address that is asked for.
+
+    Those are the rendezvous' own, and the one that it makes for the ranks: on the loopback address for a launch on one
+    machine, else on that of node 0. A version of torch that makes them elsewhere is left as it is.
+    """
+    from torch.distributed.elastic.rendezvous import (
+        c10d_rendezvous_backend,
+        dynamic_rendezvous,
+        static_tcp_rendezvous,
+    )
+
+    backend: Any = c10d_rendezvous_backend
+    static: Any = static_tcp_rendezvous
+    handler: Any = dynamic_rendezvous.DynamicRendezvousHandler
+    own, for_ranks = getattr(backend, "TCPStore", None), getattr(handler, "_create_tcp_store_server", None)
+    if own is None or for_ranks is None:
+        yield
+        return
+
+    def store(host: str, port: int, *arguments: Any, is_master: bool = False, **options: Any) -> Any:
+        if not is_master or host != LOOPBACK:
+            return own(host, port, *arguments, is_master=is_master, **options)
+        listening = socket.create_server((LOOPBACK, port))
+        chosen = listening.getsockname()[1]
+        return own(host, chosen, *arguments, is_master=True, master_listen_fd=listening.detach(), **options)
+
+    def static_store(host: str, port: int, *arguments: Any, **options: Any) -> Any:
+        is_master = arguments[1] if len(arguments) > 1 else options.get("is_master")
+        if not is_master:
+            return own(host, port, *arguments, **options)
+        listening = socket.create_server((host, port))
+        return own(host, port, *arguments, master_listen_fd=listening.detach(), **options)
+
+    own_static = getattr(static, "TCPStore", None)
+    backend.TCPStore = store
+    static.TCPStore = static_store
+    handler._create_tcp_store_server = lambda _self, host, port: store(host, port, is_master=True, multi_tenant=True)
+    try:
+        yield
+    finally:
+        backend.TCPStore, handler._create_tcp_store_server = own, for_ranks
+        static.TCPStore = own_static
+
+
+def _write_record(path: Path, failures: Mapping[int, Any]) -> None:
+    record = {
+        "failures": [
+            {"rank": rank, "pid": failure.pid, "exit_code": failure.exitcode, "time": failure.timestamp}
+            for rank, failure in sorted(failures.items())
+        ]
+    }
+    write_text_atomic(path, json.dumps(record))
+
+
+def _hasten_rendezvous() -> None:
+    """Remove what one machine does not need from the rendezvous, together some 0.3 s of a launch.
+
+    That is a random delay, which spreads nodes in time, and the search through all modules for the name of the calling
+    function, recorded for events that are not used. Another version of torch may have neither.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    module: Any = dynamic_rendezvous
+    if not (hasattr(module, "get_method_name") and hasattr(module, "_delay")):
+        return
+    wait = module._delay
+
+    def delay(seconds: float | tuple[float, float]) -> None:
+        if not isinstance(seconds, tuple):
+            wait(seconds)
+
+    module._delay = delay
+    module.get_method_name = lambda *_, **__: ""
+
+
+def main(argv: list[str]) -> int:
+    """Run torchrun with the arguments after the first two; return the exit code."""
+    record, parent_pid, arguments = Path(argv[0]), int(argv[1]), argv[2:]
+    die_with_parent(parent_pid)
+    os.environ[AGENT_ENV] = str(os.getpid())
+    plan = LaunchPlan.load(os.environ[LAUNCH_ENV])
+    if not plan.measures:
+        return _run_torchrun(arguments, record)
+    enter_world(plan.world, cwd=os.getcwd(), arguments=arguments, environ=os.environ)  # noqa: PTH109 - a text
+    adopt_orphans()
+    try:
+        return _run_torchrun(arguments, record)
+    finally:
+        end_children()
+
+
+def _run_torchrun(arguments: list[str], record: Path) -> int:
+    """Run torchrun; return the exit code."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    _hasten_rendezvous()
+    try:
+        with cuda_hidden(), store_on_loopback():
+            run.run(run.parse_args(arguments))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        _write_record(record, error.failures)
+        return 1
+    except SignalException as error:  # it has ended its ranks
+        print(error, file=sys.stderr)
+        return 128 + int(error.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

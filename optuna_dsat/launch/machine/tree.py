@@ -1,0 +1,412 @@
+"""The processes of one launch: torchrun, the ranks and their descendants."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from optuna_dsat.launch.machine.host import ProcessUsage, read_usage
+from optuna_dsat.launch.machine.processes import (
+    KILL_LIMIT_S,
+    Ending,
+    ProcessKey,
+    children_of,
+    end_processes,
+    end_with_descendants,
+    find_marked,
+    has_mark,
+    refuse_survivors,
+    stop_processes,
+)
+from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch
+from optuna_dsat.runtime.files import read_regular
+from optuna_dsat.runtime.process_identity import process_space
+
+__all__ = [
+    "AgentHandle",
+    "LaunchProcesses",
+    "OrphanWatch",
+    "ProcessTree",
+    "adopt_orphans",
+    "end_children",
+    "end_launch",
+    "end_noted",
+    "first_failure_code",
+    "own_children",
+    "read_exit_codes",
+]
+
+
+class AgentHandle(Protocol):
+    """A running torchrun; ``subprocess.Popen`` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Process number."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code (negative: signal) at the last ``poll`` or ``wait``; None if it was running."""
+        ...
+
+    def poll(self) -> int | None:
+        """Check whether it has ended; return the exit code, None while it runs."""
+        ...
+
+    def wait(self) -> int:
+        """Wait for its end and return the exit code."""
+        ...
+
+
+def _load_failures(record: Path) -> list[Mapping[str, float]]:
+    try:
+        failures = json.loads(read_regular(record))["failures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [failure for failure in failures if {"rank", "pid", "exit_code", "time"} <= failure.keys()]
+
+
+def read_exit_codes(record: Path, *, without: Sequence[int] = ()) -> dict[int, int]:
+    """Return rank -> exit code as recorded by the agent, except of the processes in ``without``."""
+    return {
+        int(failure["rank"]): int(failure["exit_code"])
+        for failure in _load_failures(record)
+        if failure["pid"] not in without
+    }
+
+
+def first_failure_code(record: Path) -> int | None:
+    """Return the exit code (negative: signal) of the rank that failed first; None if the agent recorded none.
+
+    torchrun counts in whole seconds and also lists the ranks that it ended itself (SIGTERM). Of two that ended in the
+    same second, one that was killed by a signal is the cause: the other lost its connection to it.
+    """
+
+    def order(failure: Mapping[str, float]) -> tuple[bool, float, bool]:
+        code = failure["exit_code"]
+        killed = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
+        return code == -signal.SIGTERM, failure["time"], not killed
+
+    failures = sorted(_load_failures(record), key=order)
+    return int(failures[0]["exit_code"]) if failures else None
+
+
+# Orphans of a launch: torchrun's agent adopts them, so that they are found whatever they do to be forgotten.
+#
+# A daemon forks twice, starts a session of its own and may clear its environment: neither parents nor the launch's
+# mark tell then whose it is. The kernel makes it a child of the nearest ancestor that adopts orphans (prctl(2),
+# ``PR_SET_CHILD_SUBREAPER``): the agent, or where that was killed the process that launches are forked from. What may
+# outlive them all is noted, so that the next start ends it.
+
+_PR_SET_CHILD_SUBREAPER = 36
+"""``linux/prctl.h``."""
+
+_PAUSE_S = 0.5
+"""Pause between two looks at the processes of a launch, each of which takes about a millisecond a rank."""
+
+
+def adopt_orphans() -> None:
+    """Have processes below this one become its children when their parents end. Does nothing outside Linux."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def own_children() -> set[ProcessKey]:
+    """Return the living children of this process."""
+    return {key for pid in _children(os.getpid()) if (key := ProcessKey.of(pid)) is not None}
+
+
+def end_children(*, but: Collection[ProcessKey] = ()) -> None:
+    """End the children of this process and all below them, and wait until they are gone.
+
+    Args:
+        but: Children that are left alone, with all below them.
+    """
+    began, ending = time.monotonic(), Ending()
+    while time.monotonic() - began < KILL_LIMIT_S and (left := own_children() - {*but}):
+        ending.end(left | children_of(left))
+        time.sleep(0.005)
+    for pid in _children(os.getpid()) - {key.pid for key in but}:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)  # an adopted child is a zombie until then
+
+
+def _children(pid: int) -> set[int]:
+    """Return the numbers of a process's children, zombies too; costs little, however many processes there are."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError, ValueError):  # gone, or a kernel that does not say
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found.update(map(int, (thread / "children").read_text(encoding="ascii").split()))
+    return found
+
+
+class OrphanWatch:
+    """Finds the processes of a launch while they live, and notes those that have lost its mark.
+
+    Args:
+        roots: Returns the processes that all others descend from.
+        mark: Mark of the launch.
+        record: File that notes what is found without the mark; None to note nothing.
+    """
+
+    def __init__(self, roots: Callable[[], Iterable[ProcessKey]], *, mark: str, record: Path | None = None) -> None:
+        self._roots = roots
+        self._mark = mark
+        self._record = record
+        self._found: set[ProcessKey] = set()
+        self._look_at = 0.0
+
+    def check(self, now: float) -> Collection[ProcessKey]:
+        """Return what was found so far; ``now`` is monotonic."""
+        if now >= self._look_at:
+            new = self._descendants() - self._found
+            self._look_at = now + _PAUSE_S
+            self._found |= new
+            for key in new:
+                if not has_mark(key.pid, self._mark):
+                    self._note(key)
+        return self._found
+
+    def _descendants(self) -> set[ProcessKey]:
+        found: set[ProcessKey] = set()
+        ahead = [key for key in self._roots() if key.alive]
+        while ahead:
+            keys = {key for pid in _children(ahead.pop().pid) if (key := ProcessKey.of(pid)) is not None}
+            ahead += keys - found
+            found |= keys
+        return found
+
+    def _note(self, key: ProcessKey) -> None:
+        if self._record is not None:
+            line = {"pid": key.pid, "start_ticks": key.start_ticks, "space": process_space()}
+            with contextlib.suppress(OSError), self._record.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line) + "\n")
+
+
+def end_noted(values: Iterable[Any]) -> int:
+    """End what a launch's notes name and all below it, wait until it is gone, and return how many there were.
+
+    Args:
+        values: The JSON of the notes' lines; those that name no process of this machine are passed over.
+
+    Raises:
+        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
+    """
+    return end_with_descendants(key for value in values if (key := _noted(value)) is not None)
+
+
+def _noted(value: Any) -> ProcessKey | None:
+    if not isinstance(value, dict) or value.get("space") != process_space():
+        return None
+    pid, start = value.get("pid"), value.get("start_ticks")
+    return ProcessKey(pid, start) if isinstance(pid, int) and isinstance(start, int) and pid > 1 else None
+
+
+class LaunchProcesses(Protocol):
+    """What a running launch asks of its processes and does to them, on this machine or on nodes of a cluster."""
+
+    @property
+    def known(self) -> frozenset[ProcessKey]:
+        """All processes of the launch ever seen."""
+        ...
+
+    @property
+    def ranks(self) -> set[ProcessKey]:
+        """The ranks seen so far."""
+        ...
+
+    @property
+    def shared_memory(self) -> frozenset[Path]:
+        """Files in shared memory of this machine that its processes made."""
+        ...
+
+    def look(self, now: float) -> None:
+        """Note its processes, and what they have made in shared memory so far; ``now`` is monotonic."""
+        ...
+
+    def add_rank(self, rank: int, pid: int) -> None:
+        """Note the process of a rank, if it lives."""
+        ...
+
+    def dead_ranks(self) -> set[int]:
+        """Return the ranks whose process has ended."""
+        ...
+
+    def living(self) -> Collection[ProcessKey]:
+        """Return torchrun, the ranks, and all their living descendants."""
+        ...
+
+    def usage(self) -> Mapping[ProcessKey, ProcessUsage]:
+        """Return what the ranks and all their descendants have used."""
+        ...
+
+    def exit_codes(self, record: Path) -> dict[int, int]:
+        """Return rank -> exit code of those that torchrun saw fail and that were not killed by the launcher.
+
+        Args:
+            record: File that torchrun's agent leaves in the run directory.
+        """
+        ...
+
+    def has_killed(self, pid: int) -> bool:
+        """Return whether the launcher killed a process."""
+        ...
+
+    def kill_ranks(self) -> None:
+        """Kill everything but torchrun."""
+        ...
+
+    def kill_all(self) -> None:
+        """Kill everything, torchrun last: it adopts what loses its parent."""
+        ...
+
+    def sweep(self) -> bool:
+        """Kill what remains; return whether none was left."""
+        ...
+
+
+def end_launch(processes: LaunchProcesses) -> None:
+    """Kill everything of a launch, and wait until it is gone.
+
+    Raises:
+        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
+    """
+    began = time.monotonic()
+    processes.kill_all()
+    while not processes.sweep():
+        refuse_survivors((key for key in processes.known if key.alive), since=began)
+        time.sleep(0.01)
+
+
+class ProcessTree:
+    """Finds and kills the processes of a launch.
+
+    Args:
+        agent: torchrun.
+        mark: Mark of the launch's processes.
+        leavings: File that notes what they make in shared memory; None to note nothing.
+    """
+
+    def __init__(self, agent: AgentHandle, *, mark: str, leavings: Path | None = None) -> None:
+        self._agent = agent
+        self._mark = mark
+        self._agent_key = ProcessKey.of(agent.pid)
+        self._ranks: dict[int, ProcessKey] = {}
+        self._known: set[ProcessKey] = set() if self._agent_key is None else {self._agent_key}
+        self._killed: set[int] = set()
+        self._shared_memory = SharedMemoryWatch(lambda: {key.pid for key in self.living()}, record=leavings)
+        self._orphans = OrphanWatch(self._roots, mark=mark, record=leavings)
+        self._ending = Ending()
+
+    def _roots(self) -> set[ProcessKey]:
+        return self.ranks if self._agent_key is None else {self._agent_key} | self.ranks
+
+    @property
+    def known(self) -> frozenset[ProcessKey]:
+        """All processes of the launch ever seen."""
+        return frozenset(self._known)
+
+    @property
+    def ranks(self) -> set[ProcessKey]:
+        """The ranks seen so far."""
+        return set(self._ranks.values())
+
+    @property
+    def killed(self) -> tuple[int, ...]:
+        """Numbers of the processes that were killed here."""
+        return tuple(self._killed)
+
+    @property
+    def shared_memory(self) -> frozenset[Path]:
+        """Files in shared memory that its processes made, as far as they were seen to use them."""
+        return self._shared_memory.found
+
+    def look(self, now: float) -> None:
+        """Note its processes, and what they have made in shared memory so far; ``now`` is monotonic."""
+        self._known |= {*self._orphans.check(now)}
+        self._shared_memory.check(now)
+
+    def usage(self) -> dict[ProcessKey, ProcessUsage]:
+        """Return what the ranks and all descendants of torchrun have used."""
+        return read_usage(self.descendants() | self.ranks)
+
+    def exit_codes(self, record: Path) -> dict[int, int]:
+        """Return rank -> exit code of those that torchrun saw fail and that were not killed here."""
+        return read_exit_codes(record, without=self.killed)
+
+    def has_killed(self, pid: int) -> bool:
+        """Return whether a process was killed here."""
+        return pid in self._killed
+
+    def add_rank(self, rank: int, pid: int) -> None:
+        """Note the process of a rank, if it lives and is one of this launch: a script may write what it likes."""
+        key = ProcessKey.of(pid)
+        if key is not None and (has_mark(pid, self._mark) or key in self.descendants()):
+            self._known.add(key)
+            self._ranks[rank] = key
+
+    def dead_ranks(self) -> set[int]:
+        """Return the ranks whose process has ended."""
+        return {rank for rank, key in self._ranks.items() if not key.alive}
+
+    def descendants(self) -> set[ProcessKey]:
+        """Return the living descendants of torchrun, and of ranks that were re-parented."""
+        found: set[ProcessKey] = children_of(() if self._agent_key is None else (self._agent_key,))
+        return found | children_of(self.ranks - found)
+
+    def living(self) -> set[ProcessKey]:
+        """Return torchrun, the ranks, and all their living descendants."""
+        agent = set() if self._agent_key is None else {self._agent_key}
+        return self.descendants() | self.ranks | agent
+
+    def _descendants_and_ranks(self) -> set[ProcessKey]:
+        found = self.descendants() | self.ranks
+        self._known |= found
+        return found
+
+    def kill_ranks(self) -> None:
+        """Kill everything but torchrun."""
+        self._kill(self._descendants_and_ranks())
+
+    def kill_all(self) -> None:
+        """Kill all descendants of torchrun; ``sweep`` kills torchrun itself once there are none left.
+
+        Until then it is stopped, so that it neither starts nor signals ranks and yet adopts what loses its parent.
+        """
+        if self._agent_key is not None:
+            stop_processes({self._agent_key})
+        below = {key for key in self._descendants_and_ranks() if key.alive}
+        self._kill(below)
+        if not below and self._agent_key is not None:
+            self._kill({self._agent_key})
+
+    def sweep(self) -> bool:
+        """Kill the remaining processes, re-parented ones included; return whether none was left and torchrun is reaped.
+
+        Called repeatedly, since a process may start another while it is killed.
+        """
+        self._agent.poll()
+        left = {process.key for process in find_marked(self._mark)}
+        left |= children_of(left) | {key for key in self._known | self.descendants() if key.alive}
+        below = left - {self._agent_key}
+        if left:
+            self._kill(below or left)
+            return False
+        return self._agent.returncode is not None
+
+    def _kill(self, keys: set[ProcessKey]) -> None:
+        alive = {key for key in keys if key.alive}
+        self._known |= alive
+        self._shared_memory.add(key.pid for key in alive)
+        agent = {key for key in alive if key == self._agent_key}
+        end_processes(agent)  # it is stopped, and would not hear that it is asked
+        self._killed |= {key.pid for key in agent | self._ending.end(alive - agent)}

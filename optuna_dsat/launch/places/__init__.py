@@ -1,0 +1,1 @@
+"""Machines of an allocation: SLURM and Ray."""

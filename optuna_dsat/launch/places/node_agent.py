@@ -1,0 +1,104 @@
+"""Run the agent of a node, connected by its standard input and output.
+
+Started as ``python -m optuna_dsat.launch.places.node_agent [NODE NAME]``.
+
+Orders are lines of JSON on standard input, of which those for another node (``to``) are left alone; news goes to
+standard output (``launch/agent/wire.py``). The end of the input ends everything.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from optuna_dsat.launch.agent.agent import NodeAgent
+from optuna_dsat.launch.agent.wire import decode_line, to_lines
+from optuna_dsat.signals import ENDING
+
+__all__ = ["main"]
+
+_PAUSE_S = 0.02
+"""Pause between two looks at the launches."""
+_MOST_UNSENT = 2**22
+"""Bytes that wait for the head to read them, above which nothing more is read of the launches."""
+
+
+def _number_and_name(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return the number of this node in its place and its name, as the command line or SLURM has them."""
+    if argv:
+        return int(argv[0]), argv[1]
+    return int(environ.get("SLURM_PROCID", "0")), environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _serve(agent: NodeAgent, node: int, *, news_to: int, told: Mapping[int, object]) -> None:
+    """Carry orders and news until the agent or its head leaves, or a signal came; never wait for the head to read.
+
+    Args:
+        agent: This node's.
+        node: Its number in the place.
+        news_to: Descriptor for news.
+        told: Signals that came; they are looked at between two orders, so that none interrupts what belongs together.
+
+    Raises:
+        BrokenPipeError: If the head reads no more.
+    """
+    os.set_blocking(news_to, False)
+    partial = unsent = b""
+    while not agent.leaving and not told:
+        if select.select([0], [], [], _PAUSE_S)[0]:
+            data = os.read(0, 1 << 20)
+            if not data:
+                return
+            *lines, partial = (partial + data).split(b"\n")
+            for order in filter(None, map(decode_line, lines)):
+                if order.get("to") in (None, node):
+                    agent.take(order)
+        for message in agent.advance() if len(unsent) < _MOST_UNSENT else ():
+            unsent += b"".join(to_lines(node, message))
+        unsent = _written(news_to, unsent)
+
+
+def _written(descriptor: int, data: bytes) -> bytes:
+    """Write as much as the descriptor takes; return the rest."""
+    with suppress(BlockingIOError):
+        while data:
+            data = data[os.write(descriptor, data) :]
+    return data
+
+
+def _told_to_end() -> Mapping[int, object]:
+    """Take the signals that end this process; return a mapping that is filled with the first of each.
+
+    The handler is implemented in C. A Python function could be interrupted by the next signal before its first
+    instruction: a burst of signals would exceed the recursion limit.
+    """
+    told: dict[int, object] = {}
+    for number in ENDING:
+        signal.signal(number, told.setdefault)
+    return told
+
+
+def main() -> int:
+    """Serve a head; return the exit code."""
+    told = _told_to_end()
+    news_to = os.dup(1)
+    os.dup2(2, 1)  # what an import prints is no news
+    node, name = _number_and_name(sys.argv[1:], os.environ)
+    agent = NodeAgent(node=node, name=name)
+    try:
+        with suppress(BrokenPipeError):
+            _serve(agent, node, news_to=news_to, told=told)
+    finally:
+        for number in ENDING:  # SLURM sends more than one, and Python restores the default while it exits
+            signal.signal(number, signal.SIG_IGN)
+        agent.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""A place of the cluster from the request to its release: who is there, what is missing, where the nodes meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from optuna_dsat.launch.agent.agent import versions
+from optuna_dsat.launch.machine.torchrun import LOOPBACK
+from optuna_dsat.launch.places.engine import ClusterError, Engine, News, Place, PlaceState
+from optuna_dsat.launch.protocol import Preload, Rendezvous
+
+__all__ = ["HeldPlace", "Layout", "Stage"]
+
+_LEAST_OFFSET_S = 0.001
+"""Difference of clocks below which times are left as they are: a round trip tells no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What every place of a study has."""
+
+    nodes: int
+    slots: int
+    """Ranks of a node."""
+    kind: str
+    """``cuda`` or ``cpu``."""
+    gpus: int
+    """GPUs of a node that the cluster is asked for; 0 for none."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a launch."""
+        return self.nodes * self.slots
+
+
+class Stage(Enum):
+    """How far a place has come."""
+
+    QUEUED = "queued"
+    LOOKING = "looking"
+    """Its nodes look for devices and files."""
+    REACHING = "reaching"
+    """Its nodes try to reach node 0."""
+    USABLE = "usable"
+    LOST = "lost"
+
+
+class HeldPlace:
+    """A place and what its nodes have said.
+
+    Args:
+        engine: Holds it.
+        layout: What it has.
+        files: File that every node must have -> digest of its content.
+    """
+
+    def __init__(self, engine: Engine, layout: Layout, *, files: Mapping[str, str]) -> None:
+        self._engine = engine
+        self._layout = layout
+        self._files = files
+        self.place: Place = engine.request(nodes=layout.nodes, slots=layout.gpus)
+        self.stage = Stage.QUEUED
+        self.launch_id: str | None = None
+        """The launch that it runs; None while it is idle."""
+        self.asked_at = time.monotonic()
+        self.idle_since: float | None = None
+        """When it was seen first that nothing is to be launched in it; None while there is."""
+        self.told_reason: str | None = None
+        """Why it is queued, as the user was told last."""
+        self._hellos: dict[int, Mapping[str, Any]] = {}
+        self._seen: dict[int, Mapping[str, Any]] = {}
+        self._reached: dict[int, list[tuple[str, str]]] = {}
+        self._phases: dict[int, str] = {}
+        """Number of a node -> what takes long there; empty for nothing."""
+        self._offsets: dict[int, tuple[float, float]] = {}
+        """Number of a node -> shortest round trip, and by how much its clock is ahead, as seen by that one."""
+        self._address = LOOPBACK
+        self._interfaces: dict[int, str] = {}
+        self._prepared_for: tuple[Preload, tuple[str, ...]] | None = None
+        self._unprepared: set[int] = set()
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """What the cluster calls its nodes, in their order, as far as they have spoken."""
+        return tuple(str(self._hellos[node]["name"]) for node in sorted(self._hellos))
+
+    @property
+    def nodes(self) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+        """Name of each node, its hello, and what it has seen of devices and files."""
+        return [(self.name_of(node), self._hellos[node], self._seen[node]) for node in sorted(self._seen)]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a launch may start there now."""
+        return self.stage is Stage.USABLE and self.launch_id is None and not self._unprepared
+
+    @property
+    def phase(self) -> str:
+        """What takes long there; empty for nothing. Why it is queued is told elsewhere."""
+        if self.stage is Stage.QUEUED:
+            missing = self._layout.nodes - len(self._hellos)
+            return "" if self.place.why else f"waiting for {missing} node{'s' * (missing > 1)}"
+        if self.stage in (Stage.LOOKING, Stage.REACHING):
+            return f"looking at {', '.join(self.node_names)}"
+        words = next(filter(None, self._phases.values()), "")
+        return f"{words}, on the cluster" if words else ""
+
+    def name_of(self, node: int) -> str:
+        """Return what the cluster calls a node."""
+        return str(self._hellos[node]["name"]) if node in self._hellos else f"node {node}"
+
+    def order(self, order: Mapping[str, Any], *, node: int | None = None) -> None:
+        """Send an order to one node, or to all."""
+        self._engine.order(self.place, order, node=node)
+
+    def release(self) -> None:
+        """Give it back."""
+        self._engine.release(self.place)
+
+    def note(self, news: News) -> None:
+        """Take news that is about the place, not about a launch."""
+        message, node = news.message, news.node
+        kind = message["news"]
+        if kind == "hello":
+            self._hellos[node] = message
+        elif kind == "pong" and isinstance(message.get("sent"), float):
+            trip_s = news.time - message["sent"]
+            offset_s = message["time"] - (news.time + message["sent"]) / 2
+            self._offsets[node] = min(self._offsets.get(node, (trip_s, offset_s)), (trip_s, offset_s))
+        elif kind == "seen":
+            self._seen[node] = message
+        elif kind == "reached":
+            self._reached[node] = [(str(address), str(own)) for address, own in message["doors"]]
+        elif kind == "phase":
+            self._phases[node] = str(message["words"])
+        elif kind == "prepared":
+            self._unprepared.discard(node)
+
+    def clock_ahead_s(self, node: int) -> float:
+        """Return by how much a node's clock is ahead of the head's; 0 where a round trip cannot tell."""
+        trip_s, offset_s = self._offsets.get(node, (0.0, 0.0))
+        return offset_s if abs(offset_s) > max(trip_s / 2, _LEAST_OFFSET_S) else 0.0
+
+    def advance(self) -> None:
+        """Bring it nearer to use.
+
+        Raises:
+            ClusterError: If a node lacks what every launch of the study needs; names the node.
+        """
+        if self.place.state is PlaceState.LOST:
+            self.stage = Stage.LOST
+        elif self.stage is Stage.QUEUED and len(self._hellos) == self._layout.nodes:
+            self._check_versions()
+            for node in self._hellos:
+                order = {"do": "look", "kind": self._layout.kind, "slots": self._layout.slots, "files": self._files}
+                self.order({**order, "listen": node == 0 and not self._is_one_machine}, node=node)
+            self.stage = Stage.LOOKING
+        elif self.stage is Stage.LOOKING and len(self._seen) == self._layout.nodes:
+            self._check_seen()
+            if self._is_one_machine:
+                self.stage = Stage.USABLE
+                return
+            for node in range(1, self._layout.nodes):
+                self.order({"do": "reach", "doors": self._seen[0]["doors"]}, node=node)
+            self.stage = Stage.REACHING
+        elif self.stage is Stage.REACHING and len(self._reached) == self._layout.nodes - 1:
+            self._choose_address()
+            self.stage = Stage.USABLE
+
+    @property
+    def _is_one_machine(self) -> bool:
+        """Whether its nodes share one loopback address, as a single node does with itself."""
+        return len({hello["machine"] for hello in self._hellos.values()}) == 1
+
+    def _check_versions(self) -> None:
+        here = versions()
+        for node, hello in self._hellos.items():
+            there = hello["versions"]
+            first = self._hellos[0]["versions"]
+            unlike = [name for name in first if there.get(name) != first[name]]
+            if unlike:
+                raise ClusterError(
+                    f"The nodes differ in {unlike[0]}: {self.name_of(0)} has {first[unlike[0]]}, "
+                    f"{self.name_of(node)} has {there.get(unlike[0], 'none')}. Install the same on all."
+                )
+            if there.get("optuna-dsat") != here.get("optuna-dsat"):
+                raise ClusterError(
+                    f"{self.name_of(node)} has optuna-dsat {there.get('optuna-dsat', 'of no known version')}, this "
+                    f"machine {here.get('optuna-dsat', 'one of no known version')}. Install the same on all."
+                )
+
+    def _check_seen(self) -> None:
+        for node, seen in sorted(self._seen.items()):
+            if seen["why"]:
+                raise ClusterError(
+                    f"{self.name_of(node)} cannot run the study: {seen['why']}. Script, config and working directory "
+                    "must be on every node under the same paths (docs/how-to/clusters.md)."
+                )
+
+    def _choose_address(self) -> None:
+        """Choose the first address of node 0 that all other nodes reached, and note by which interfaces.
+
+        Raises:
+            ClusterError: If there is none; names the node that reached the fewest.
+        """
+        doors = [str(address) for address, _ in self._seen[0]["doors"]]
+        common = [a for a in doors if all(a in dict(found) for found in self._reached.values())]
+        if not common:
+            worst = min(self._reached, key=lambda node: len(self._reached[node]))
+            shown = ", ".join(doors) or "none"
+            raise ClusterError(f"{self.name_of(worst)} reaches no address of {self.name_of(0)} (tried: {shown}).")
+        self._address = common[0]
+        self._interfaces = {node: dict(found)[common[0]] for node, found in self._reached.items()}
+        self._interfaces[0] = next((i for i, a in self._seen[0].get("interfaces", []) if a == common[0]), "")
+
+    @property
+    def address(self) -> str:
+        """Address of node 0 as the others reach it."""
+        return self._address
+
+    def rendezvous(self, node: int, port: int) -> Rendezvous | None:
+        """Return where a node meets the others; None for a place of one node."""
+        if self._layout.nodes == 1:
+            return None
+        return Rendezvous(
+            nodes=self._layout.nodes,
+            node_rank=node,
+            address=self._address,
+            port=port,
+            interface=self._interfaces.get(node, ""),
+        )
+
+    def prepare(self, preload: Preload, operators: Sequence[str]) -> None:
+        """Have all nodes import and compile what launches need, unless they were told so before."""
+        wanted = (preload, tuple(operators))
+        if self.stage is not Stage.USABLE or wanted == self._prepared_for:
+            return
+        compiled = self._prepared_for is not None and self._prepared_for[1] == wanted[1]
+        self._prepared_for = wanted
+        self._unprepared = set(range(self._layout.nodes))
+        own = [] if compiled else list(operators)
+        self.order({"do": "prepare", "preload": preload.to_json(), "operators": own})

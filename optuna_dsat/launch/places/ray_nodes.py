@@ -1,0 +1,131 @@
+"""Nodes of a Ray cluster: which are meant by their names, which could hold a place, and the placement group for one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from optuna_dsat.launch.places.engine import ClusterError
+from optuna_dsat.words import things_in_words
+
+__all__ = ["bundle_of", "fitting_nodes", "group_of", "named_nodes", "refuse_impossible"]
+
+_ID = "ray.io/node-id"
+"""Label that Ray gives each node."""
+
+
+def bundle_of(slots: int) -> dict[str, int]:
+    """Return the resources of one node of a place with so many GPUs."""
+    return {"CPU": 1, "GPU": slots} if slots else {"CPU": 1}
+
+
+def fitting_nodes(resources: Sequence[Mapping[str, float]], *, slots: int) -> int:
+    """Return how many nodes, of which each has these resources in all, could ever hold one bundle of a place."""
+    return sum(one.get("CPU", 0) >= 1 and one.get("GPU", 0) >= slots for one in resources)
+
+
+def named_nodes(alive: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return the nodes that are meant, in the order of their names; all for no names.
+
+    Args:
+        alive: What Ray says of each of its nodes that lives.
+        names: A node's name in Ray, its host name (with or without domain), its address, with or without the port of
+            its raylet, or a name that resolves to its address.
+
+    Raises:
+        ClusterError: If no node has one of the names.
+    """
+    if not names:
+        return list(alive)
+    found = []
+    for name in names:
+        one = next((node for node in alive if name in _names_of(node)), None) or _at(_address(name), alive)
+        if one is None:
+            shown = ", ".join(sorted(str(node["NodeName"]) for node in alive))
+            raise ClusterError(f"No node of the Ray cluster is called {name} (--ray-node); its nodes: {shown}.")
+        found.append(one)
+    return found
+
+
+def _names_of(node: Mapping[str, Any]) -> set[str]:
+    host, address = str(node["NodeManagerHostname"]), str(node["NodeManagerAddress"])
+    return {str(node["NodeName"]), host, host.partition(".")[0], address, f"{address}:{node['NodeManagerPort']}"}
+
+
+def _address(name: str) -> str:
+    with suppress(OSError, UnicodeError):
+        return socket.gethostbyname(name)
+    return ""
+
+
+def _at(address: str, alive: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    return next((node for node in alive if address and node["NodeManagerAddress"] == address), None)
+
+
+def refuse_impossible(*, nodes: int, slots: int, names: Sequence[str] = ()) -> None:
+    """Refuse what the cluster of this driver can never grant.
+
+    Args:
+        nodes: Nodes of a place.
+        slots: GPUs of a node; 0 for none.
+        names: Nodes that may be used; all for none.
+
+    Raises:
+        ClusterError: In one line, with what it has.
+    """
+    chosen = named_nodes(_alive(), names)
+    resources = [node["Resources"] for node in chosen]
+    fitting = fitting_nodes(resources, slots=slots)
+    if fitting >= nodes:
+        return
+    most = max((int(one.get("GPU", 0)) for one in resources), default=0)
+    wanted = f"{nodes} node{'s' * (nodes > 1)} with " + (f"{things_in_words(slots, 'GPU')}" if slots else "a core")
+    among = f"{things_in_words(len(chosen), 'node')}" + (" that --ray-node names" if names else "")
+    raise ClusterError(
+        f"A trial takes {wanted}{' each' * (nodes > 1)}, and the Ray cluster has {fitting} such among its {among}"
+        + (f", of up to {things_in_words(most, 'GPU')}." if slots else ".")
+    )
+
+
+def group_of(*, nodes: int, slots: int, names: Sequence[str] = (), without: Collection[str] = ()) -> Any:
+    """Ask Ray for a placement group with one bundle a node; return it, pending.
+
+    Where as many nodes are named as are taken, each bundle gets its own in their order, so that the first one named
+    has the first ranks.
+
+    Args:
+        nodes: Nodes.
+        slots: GPUs of a node; 0 for none.
+        names: Nodes that may be used; all for none.
+        without: Numbers of nodes that are not to be used if there are enough others. Ray would wait for one that is
+            frozen, and hold up all that is asked for meanwhile.
+
+    Raises:
+        ClusterError: If a node that is named is not there.
+    """
+    from ray.util import placement_group
+
+    labels = _labels(_alive(), nodes=nodes, slots=slots, names=names, without=without)
+    return placement_group([dict(bundle_of(slots))] * nodes, strategy="STRICT_SPREAD", bundle_label_selector=labels)
+
+
+def _labels(
+    alive: Sequence[Mapping[str, Any]], *, nodes: int, slots: int, names: Sequence[str], without: Collection[str]
+) -> list[dict[str, str]] | None:
+    """Return for each bundle which nodes may hold it, as a selector of Ray's; None for all."""
+    named = named_nodes(alive, names)
+    if names and len(named) == nodes:
+        return [{_ID: f"in({node['NodeID']})"} for node in named]
+    rest = [node for node in named if node["NodeID"] not in without]
+    avoids = len(rest) < len(named) and fitting_nodes([node["Resources"] for node in rest], slots=slots) >= nodes
+    if names:
+        return [{_ID: f"in({','.join(str(node['NodeID']) for node in (rest if avoids else named))})"}] * nodes
+    return [{_ID: f"!in({','.join(without)})"}] * nodes if avoids else None
+
+
+def _alive() -> list[Mapping[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]

@@ -1,0 +1,439 @@
+"""Places held through ``srun``: its standard input and output are the connection to the agents.
+
+One thread reads what all places say, writes what they are told, and pings them, so that a head which computes for a
+while loses none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any
+
+from optuna_dsat.launch.agent.command import needs_python_path, package_dir
+from optuna_dsat.launch.agent.wire import Joiner
+from optuna_dsat.launch.places.engine import LOST_S, PING_S, ClusterError, News, Order, Place, PlaceState, ping_order
+from optuna_dsat.words import things_in_words
+
+__all__ = [
+    "SlurmEngine",
+    "SlurmPlace",
+    "agent_environment",
+    "cause_in",
+    "check_request",
+    "job_in",
+    "place_arguments",
+    "reason_command",
+    "srun_command",
+]
+
+_ANSWER_S = 4.0
+"""Longest wait for an answer of SLURM's controller before a search is refused."""
+_JOB = re.compile(r"\bjob (\d+)", re.IGNORECASE)
+_NOISE = re.compile(r"queued and waiting|has been allocated|Job step aborted|Force Terminated|forcing job termination")
+"""Lines of srun that name no cause."""
+_END = re.compile(r"task[s ].*: (Exited|Killed|Terminated|Segmentation|Aborted)")
+_PREFIX = re.compile(r"^(srun: |slurmstepd(-\S+)?: )?((allocation )?(error|failure): )?")
+_INSIDE = "SLURM_JOB_ID"
+
+
+def place_arguments(*, nodes: int, slots: int, arguments: Sequence[str]) -> list[str]:
+    """Return the options of srun for a place, with the user's own last, so that they take precedence."""
+    gpus = [f"--gpus-per-node={slots}"] if slots else []
+    return [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *gpus, *arguments]
+
+
+def srun_command(*, nodes: int, slots: int, arguments: Sequence[str]) -> list[str]:
+    """Return the command that holds a place: one agent a node, tied to this process."""
+    tied = [sys.executable, "-P", "-m", "optuna_dsat.launch.places.tied", str(os.getpid())]
+    agent = [sys.executable, "-P", "-m", "optuna_dsat.launch.places.node_agent"]
+    own = ["--kill-on-bad-exit=1", "--export=ALL"]
+    if not any(word.startswith(("--job-name", "-J")) for word in arguments):
+        own.append("--job-name=optuna-dsat")
+    return [*tied, "srun", *own, *place_arguments(nodes=nodes, slots=slots, arguments=arguments), *agent]
+
+
+def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of srun, which its tasks inherit."""
+    own = dict(environ)
+    if needs_python_path():
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(package_dir().parent), own.get("PYTHONPATH"))))
+    return own
+
+
+def check_request(*, nodes: int, slots: int, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Ask SLURM whether it could ever grant a place.
+
+    Raises:
+        ClusterError: If it could not, or gives no answer.
+    """
+    if environ.get(_INSIDE):
+        _check_allocation(nodes, environ)
+        return
+    asked = place_arguments(nodes=nodes, slots=slots, arguments=arguments)
+    try:
+        answer = subprocess.run(
+            ["srun", "--test-only", *asked, "true"],
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_S,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise ClusterError("srun was not found: --on slurm needs SLURM's commands on this machine.") from None
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"SLURM's controller gave no answer in {_ANSWER_S:g} s (srun --test-only).") from None
+    if answer.returncode:
+        cause = cause_in(answer.stderr.splitlines()) or f"exit code {answer.returncode}"
+        raise ClusterError(f"SLURM cannot grant {' '.join(asked)}: {cause}.")
+
+
+def _check_allocation(nodes: int, environ: Mapping[str, str]) -> None:
+    have = environ.get("SLURM_JOB_NUM_NODES", "")
+    if have.isdigit() and int(have) < nodes:
+        raise ClusterError(
+            f"--nodes-per-trial is {nodes}, but the SLURM job {environ[_INSIDE]} that this runs in has "
+            f"{things_in_words(int(have), 'node')}."
+        )
+
+
+def cause_in(lines: Sequence[str]) -> str:
+    """Return the first line of srun that names a cause, without its prefix; empty if none does.
+
+    That a task ended is the cause only where nothing says why.
+    """
+    told = [line.strip() for line in lines if line.strip() and not _NOISE.search(line)]
+    errors = [line for line in told if "error:" in line or "failure:" in line] or told
+    errors.sort(key=lambda line: _END.search(line) is not None)
+    return _PREFIX.sub("", errors[0]).rstrip(".") if errors else ""
+
+
+def job_in(lines: Sequence[str]) -> str | None:
+    """Return the number of the job that srun's messages name; None if they name none."""
+    return next((found[1] for line in lines if (found := _JOB.search(line))), None)
+
+
+def reason_command(job: str) -> list[str]:
+    """Return the command that prints why a job waits."""
+    return ["squeue", "--noheader", f"--jobs={job}", "--format=%r"]
+
+
+_PAUSE_S = 0.2
+"""Longest wait of the thread for something to read."""
+_REASON_S = 2.0
+"""Time between two questions why a place is queued."""
+_NO_REASON = "None"
+"""What SLURM says of a job that it is about to start."""
+_COMMAND_S = 10.0
+"""Longest time that one of SLURM's commands may take."""
+_LEAVE_S = 3.0
+"""Time for agents to leave by themselves, and again for srun after it was told to end."""
+_HELLO_S = 90.0
+"""Longest time between the first agent's hello and the last one's; a cold file system takes long to import from."""
+
+
+class SlurmPlace:
+    """One ``srun``, started from the thread that asks for it."""
+
+    def __init__(self, *, nodes: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.state = PlaceState.QUEUED
+        self.why = ""
+        self.nodes = nodes
+        self.job: str | None = None
+        self.names: dict[int, str] = {}
+        """Number of a node -> what SLURM calls it, for those that said hello."""
+        self.heard: dict[int, float] = {}
+        """Number of a node -> when it spoke last, monotonic."""
+        self.first_hello: float | None = None
+        self.leaving_since: float | None = None
+        """When it was told to leave; None while it is wanted."""
+        self.stderr_lines: list[str] = []
+        self.joiner = Joiner()
+        self.outgoing = b""
+        self.terminated = False
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environ),
+            start_new_session=True,  # Ctrl-C is for this process alone
+        )
+        for pipe in self.pipes:
+            os.set_blocking(pipe.fileno(), False)
+
+    @property
+    def name(self) -> str:
+        """Its name for the user."""
+        return f"SLURM job {self.job}" if self.job else "a SLURM job"
+
+    @property
+    def pipes(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+        """Standard input, output and error of srun."""
+        process = self.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        return process.stdin, process.stdout, process.stderr
+
+    def lose(self, why: str) -> None:
+        """Note that it is lost; the first reason stays."""
+        if self.state is not PlaceState.LOST:
+            self.state, self.why = PlaceState.LOST, why
+
+    def silent_node(self, now: float) -> str:
+        """Return why it is lost if a node is silent; empty while all speak."""
+        for node, heard in self.heard.items():
+            if now - heard > LOST_S:
+                return f"node {self.names.get(node, node)} gave no sign of life for {LOST_S:g} s"
+        if self.state is PlaceState.QUEUED and self.first_hello is not None and now - self.first_hello > _HELLO_S:
+            nodes = things_in_words(self.nodes, "node")
+            return f"only {len(self.names)} of {nodes} started an agent within {_HELLO_S:g} s"
+        return ""
+
+    def write_out(self) -> None:
+        """Write as much of what it is told as the pipe takes."""
+        stdin = self.pipes[0]
+        if stdin.closed:
+            return
+        with suppress(BlockingIOError, BrokenPipeError):
+            while self.outgoing:
+                self.outgoing = self.outgoing[os.write(stdin.fileno(), self.outgoing) :]
+        if self.leaving_since is not None and not self.outgoing:
+            stdin.close()  # the agents see the end of their input
+
+    def close_pipes(self) -> None:
+        """Close what is open."""
+        for pipe in self.pipes:
+            with suppress(OSError):
+                pipe.close()
+
+
+class SlurmEngine:
+    """Asks SLURM for places (an ``Engine``).
+
+    Args:
+        arguments: The user's options for srun.
+        environ: Environment of srun and of all tasks; None for this process's own.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, environ: Mapping[str, str] | None = None) -> None:
+        self._arguments = tuple(arguments)
+        self._environ = dict(os.environ if environ is None else environ)
+        self._inside = bool(self._environ.get("SLURM_JOB_ID"))
+        self._places: list[SlurmPlace] = []
+        self._news: list[News] = []
+        self._changed = threading.Condition()
+        """Guards all of the above; told when there is news or a place changed its state."""
+        self._commands: list[tuple[subprocess.Popen[str], float, Callable[[str], None]]] = []
+        """Commands of SLURM that run: process, monotonic start, what to do with the output. Of the thread alone."""
+        self._asked: dict[int, float] = {}
+        self._pinged = 0.0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._bell_out, self._bell_in = os.pipe()
+
+    def check(self, *, nodes: int, slots: int) -> None:
+        """Refuse what SLURM can never grant.
+
+        Raises:
+            ClusterError: With its reason.
+        """
+        check_request(nodes=nodes, slots=slots, arguments=self._arguments, environ=self._environ)
+
+    def request(self, *, nodes: int, slots: int) -> Place:
+        """Start an srun for a place; call it from a thread that lives as long as the place."""
+        command = srun_command(nodes=nodes, slots=slots, arguments=self._arguments)
+        place = SlurmPlace(nodes=nodes, command=command, environ=agent_environment(self._environ))
+        place.job = self._environ["SLURM_JOB_ID"] if self._inside else None
+        with self._changed:
+            self._places.append(place)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="slurm", daemon=True)
+            self._thread.start()
+        self._ring()
+        return place
+
+    def order(self, place: Place, order: Order, *, node: int | None = None) -> None:
+        """Send an order to one node or all; does not wait."""
+        assert isinstance(place, SlurmPlace)
+        with self._changed:
+            if place.leaving_since is None and place.state is not PlaceState.LOST:
+                place.outgoing += json.dumps({**order, "to": node}).encode() + b"\n"
+        self._ring()
+
+    def news(self, timeout_s: float) -> Sequence[News]:
+        """Return what agents said; wait up to ``timeout_s`` for some, or for a change of a place's state."""
+        with self._changed:
+            if not self._news and timeout_s > 0:
+                self._changed.wait(timeout_s)
+            news, self._news = self._news, []
+        return news
+
+    def release(self, place: Place) -> None:
+        """Give a place back; does not wait."""
+        assert isinstance(place, SlurmPlace)
+        with self._changed:
+            if place.leaving_since is None:
+                place.leaving_since = time.monotonic()
+                if place.state is PlaceState.QUEUED and place.first_hello is None:
+                    self._end(place)
+        self._ring()
+
+    @property
+    def held(self) -> int:
+        """Places whose srun has not ended, those among them that are given back."""
+        return len(self._places)
+
+    def close(self) -> None:
+        """Give back all places and wait until srun has ended for each, some seconds at most."""
+        for place in list(self._places):
+            self.release(place)
+        self._closing = True
+        self._ring()
+        if self._thread is not None:
+            self._thread.join(4 * _LEAVE_S)
+        for place in self._places:
+            place.process.kill()
+            place.process.wait()
+            place.close_pipes()
+        self._places.clear()
+        for descriptor in (self._bell_in, self._bell_out):
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def _ring(self) -> None:
+        with suppress(OSError):
+            os.write(self._bell_in, b".")
+
+    def _run(self) -> None:
+        while not (self._closing and not self._places and not self._commands):
+            with self._changed:
+                self._look_at_all(time.monotonic())
+                reading = {p.fileno(): (place, p) for place in self._places for p in place.pipes[1:] if not p.closed}
+                writing = [
+                    place.pipes[0].fileno() for place in self._places if place.outgoing and not place.pipes[0].closed
+                ]
+            ready, _, _ = select.select([self._bell_out, *reading], writing, [], _PAUSE_S)
+            with self._changed:
+                for descriptor in ready:
+                    if descriptor == self._bell_out:
+                        os.read(descriptor, 4096)
+                    else:
+                        self._read(*reading[descriptor])
+
+    def _read(self, place: SlurmPlace, pipe: IO[bytes]) -> None:
+        try:
+            data = os.read(pipe.fileno(), 1 << 20)
+        except BlockingIOError:
+            return
+        if not data:
+            pipe.close()
+            return
+        if pipe is place.pipes[2]:
+            place.stderr_lines = [*place.stderr_lines, *data.decode("utf-8", errors="replace").splitlines()][-50:]
+            if place.job is None:
+                place.job = job_in(place.stderr_lines)
+            return
+        now, unix = time.monotonic(), time.time()
+        for node, message in place.joiner.feed(data):
+            place.heard[node] = now
+            if message.get("news") == "hello":
+                place.names[node] = str(message.get("name"))
+                place.first_hello = place.first_hello or now
+                place.job = place.job or message.get("job")  # srun names no job that it need not wait for
+                if len(place.names) == place.nodes and place.state is PlaceState.QUEUED:
+                    place.state, place.why = PlaceState.READY, ""
+            self._news.append(News(place=place, node=node, message=message, time=unix))
+        self._changed.notify_all()
+
+    def _look_at_all(self, now: float) -> None:
+        ping = now - self._pinged >= PING_S
+        if ping:
+            self._pinged = now
+        for place in list(self._places):
+            if ping and place.first_hello is not None and place.leaving_since is None:
+                place.outgoing += json.dumps({**ping_order(), "to": None}).encode() + b"\n"
+            self._look_at(place, now)
+            place.write_out()
+        self._look_at_commands(now)
+
+    def _look_at(self, place: SlurmPlace, now: float) -> None:
+        """Find out whether a place is lost or gone, and bring a leaving one to its end."""
+        output_read = place.pipes[1].closed and place.pipes[2].closed
+        if place.process.poll() is not None and output_read:
+            if place.leaving_since is None:
+                code = place.process.returncode
+                place.lose(cause_in(place.stderr_lines) or cause_in(place.joiner.strays) or f"srun ended with {code}")
+            place.close_pipes()
+            self._places.remove(place)
+            self._changed.notify_all()
+            return
+        if place.leaving_since is None and (why := place.silent_node(now)):
+            place.lose(why)
+            place.leaving_since = now
+            self._end(place)
+            self._changed.notify_all()
+        if place.leaving_since is not None and now - place.leaving_since > _LEAVE_S:
+            if not place.terminated:
+                self._end(place)
+            if now - place.leaving_since > 2 * _LEAVE_S:
+                place.process.kill()
+        if (
+            place.state is PlaceState.QUEUED
+            and place.job is not None
+            and place.first_hello is None
+            and not self._inside
+        ):
+            self._ask_why(place, place.job, now)
+
+    def _end(self, place: SlurmPlace) -> None:
+        """Tell srun to end, and SLURM that the job is not wanted."""
+        place.terminated = True
+        with suppress(ProcessLookupError):
+            place.process.terminate()
+        if place.job is not None and not self._inside:
+            self._start(["scancel", "--quiet", place.job], lambda _: None)
+
+    def _ask_why(self, place: SlurmPlace, job: str, now: float) -> None:
+        if now - self._asked.get(id(place), 0.0) < _REASON_S:
+            return
+        self._asked[id(place)] = now
+
+        def note(output: str) -> None:
+            why = output.strip()
+            if place.state is PlaceState.QUEUED and why not in ("", _NO_REASON, place.why):
+                place.why = why
+                self._changed.notify_all()
+
+        self._start(reason_command(job), note)
+
+    def _start(self, command: Sequence[str], then: Callable[[str], None]) -> None:
+        with suppress(OSError):
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=self._environ
+            )
+            self._commands.append((process, time.monotonic(), then))
+
+    def _look_at_commands(self, now: float) -> None:
+        """Read the answers of commands that have ended, and end those that take too long."""
+        running: list[Any] = []
+        for process, began, then in self._commands:
+            if process.poll() is None:
+                if now - began > _COMMAND_S:
+                    process.kill()
+                running.append((process, began, then))
+                continue
+            with process:
+                then(process.stdout.read() if process.stdout is not None else "")
+        self._commands = running

@@ -1,0 +1,1 @@
+"""Launches forked from a process that has done the script's imports."""

@@ -1,0 +1,223 @@
+"""The modules that the fork server imports, and the detection of those that must not be imported before a fork.
+
+The ranks import a module themselves if its import
+
+- reads a variable that differs between ranks or launches, or that the script changes before the import: every rank
+  would inherit the value that was read;
+- starts threads: a fork does not copy them, and their locks stay locked. OpenBLAS's are an exception: it ends them
+  before a fork and starts them again after it;
+- initialises CUDA, which does not survive a fork;
+- imports a module of which one of these is true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
+
+from optuna_dsat.launch.machine.cuda import driver_is_initialised, restore_cuda, use_named_gpu_count
+from optuna_dsat.launch.protocol import Preload
+from optuna_dsat.runtime.adapt.journal import guard_builds
+from optuna_dsat.runtime.imports import ImportWatch, as_text
+
+__all__ = ["PreloadResult", "load"]
+
+_OWN = "optuna_dsat"
+
+_READ_BY_NATIVE_CODE = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC")
+"""Prefixes of variables that libraries of torch and NumPy read as they are loaded, unseen by an import hook."""
+
+_THREAD_END_S = 0.25
+"""Longest time for a joined thread to leave the kernel's list."""
+
+
+@dataclass(kw_only=True)
+class PreloadResult:
+    """Result of a preload."""
+
+    refused: dict[str, str] = field(default_factory=dict)
+    """Package -> why no rank may inherit it. If not empty, this process must not fork."""
+    read: set[str] = field(default_factory=set)
+    """Environment variables that the imports read."""
+
+
+def load(preload: Preload, *, watched: frozenset[str]) -> PreloadResult:
+    """Import modules into this process and report which of them spoil a fork.
+
+    Args:
+        preload: The modules.
+        watched: Environment variables that differ between launches, which no import may read.
+    """
+    result = PreloadResult()
+    ImportWatch({"torch.utils.file_baton": guard_builds}).install()  # imports may build, and wait for whoever builds
+    threads = _Threads()
+    initialised = False
+    if native := sorted(name for name in preload.environment if name.startswith(_READ_BY_NATIVE_CODE)):
+        result.refused["torch"] = f"the script changes {native[0]}, which libraries of torch read as they are loaded"
+    watched |= frozenset(preload.environment)
+    with _reads_of(watched, result.read) as reads, _without_collections(), _refusing(preload.left_out) as missed:
+        for name in preload.modules:
+            package = name.partition(".")[0]
+            if package in preload.left_out or package in result.refused or name in sys.modules:
+                continue
+            if (torch := sys.modules.get("torch")) is not None:
+                use_named_gpu_count(torch)
+            _import(name)
+            if missed:
+                result.refused[package] = f"it imports {missed[0]}, which every rank imports for itself"
+                missed.clear()
+            for reader, variable in reads:
+                when = "the script changes" if variable in preload.environment else "differs between launches"
+                why = f"its import reads {variable}, which {when}"
+                result.refused |= {reader: why, package: why}
+            reads.clear()
+            if not initialised and (initialised := driver_is_initialised()):
+                result.refused[package] = "its import initialises CUDA, which no fork survives"
+            if threads.started(name):
+                result.refused[package] = "its import starts threads, which a fork does not copy"
+    restore_cuda()
+    _load_operators(preload.operators)
+    gc.collect()
+    gc.freeze()  # a collection in a child would write to shared pages, and so copy them
+    return result
+
+
+def _import(name: str) -> None:
+    with contextlib.suppress(Exception):  # the rank that needs the module meets the same error
+        importlib.import_module(name)
+
+
+class _Refusal(MetaPathFinder, Loader):
+    """Import hook that finds the packages left out, refuses to load them and records the attempts."""
+
+    def __init__(self, packages: Sequence[str], missed: list[str]) -> None:
+        self._packages = frozenset(packages)
+        self._missed = missed
+
+    def find_spec(self, fullname: str, _path: Any, _target: ModuleType | None = None) -> ModuleSpec | None:
+        # Found, so that code that only asks whether the package is installed learns that it is.
+        return ModuleSpec(fullname, self) if fullname.partition(".")[0] in self._packages else None
+
+    def create_module(self, spec: ModuleSpec) -> NoReturn:
+        self._missed.append(spec.name.partition(".")[0])
+        raise ModuleNotFoundError(f"{spec.name} is left to the ranks", name=spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        raise NotImplementedError(module.__name__)  # none is ever created
+
+
+@contextlib.contextmanager
+def _refusing(packages: Sequence[str]) -> Iterator[list[str]]:
+    """Refuse imports of these packages within the context; yield the list of those that were attempted."""
+    missed: list[str] = []
+    finder = _Refusal(packages, missed)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield missed
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Disable garbage collection: it takes a third of the time of heavy imports, and they leave little."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _reads_of(watched: frozenset[str], names: set[str]) -> Iterator[list[tuple[str, str]]]:
+    """Yield the list of reads of watched variables, (package, variable); add every variable read to ``names``."""
+    reads: list[tuple[str, str]] = []
+    environ_class: Any = type(os.environ)
+    original = environ_class.__getitem__
+
+    def __getitem__(environ: Any, name: Any) -> Any:  # noqa: N807 - replaces one
+        text = as_text(name)  # os.environb, and any start of a program, reads bytes
+        if isinstance(text, str):
+            names.add(text)
+            if text in watched:
+                reads.append((_reader(sys._getframe(1)), text))
+        return original(environ, name)
+
+    environ_class.__getitem__ = __getitem__
+    try:
+        yield reads
+    finally:
+        environ_class.__getitem__ = original
+
+
+def _reader(frame: FrameType | None) -> str:
+    """Return the first package outside the standard library on the call stack; empty if there is none."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in sys.stdlib_module_names and package not in ("", "__main__", "importlib", _OWN):
+            return package
+        frame = frame.f_back
+    return ""
+
+
+class _Threads:
+    """Counts threads started by imports; each loaded copy of OpenBLAS may start as many as NumPy's copy."""
+
+    def __init__(self) -> None:
+        self._count = _thread_count()
+        self._copies = _openblas_copies()
+        self._each = 0
+
+    def started(self, imported: str) -> bool:
+        """Whether the last import, of module ``imported``, started threads that a fork would lose."""
+        before, known = self._count, self._copies
+        self._copies = _openblas_copies()
+        if imported == "numpy":
+            self._each = _thread_count() - before
+        allowed = before + self._each * (self._copies - known)
+        deadline = time.monotonic() + _THREAD_END_S
+        while _thread_count() > allowed and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._count = _thread_count()
+        return self._count > allowed
+
+
+def _thread_count() -> int:
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def _openblas_copies() -> int:
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line.lower()}
+    return len(paths)
+
+
+def _load_operators(names: Sequence[str]) -> None:
+    """Load operators as DeepSpeed does, compiled if necessary; does nothing on a GPU.
+
+    There, loading an operator may query CUDA for the device's capability.
+    """
+    if not names or "deepspeed" not in sys.modules:
+        return
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    if get_accelerator().device_name() != "cpu":
+        return
+    for name in names:
+        if name in ALL_OPS:
+            with contextlib.suppress(Exception):  # the rank that needs it meets the same error
+                ALL_OPS[name].load(verbose=False)

@@ -1,0 +1,1 @@
+"""Notes, plots and files for optuna-dashboard, and the live page."""

@@ -1,0 +1,321 @@
+"""The notes of a study and of its trials, in Markdown: pure functions of a ``StudyView``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.escape.markdown import Markdown, code, fenced, literal, table
+from optuna_dsat.escape.shell import folded
+from optuna_dsat.metrics import METRICS, PER_ELEMENT
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.facts import (
+    cli_command,
+    created,
+    fruitless_in_words,
+    outcome_counts,
+    ranks_of_a_launch,
+    script_command_line,
+    versions,
+)
+from optuna_dsat.report.markdown import WHOLE_CHARS, json_block
+from optuna_dsat.report.meanings import MEANING
+from optuna_dsat.report.memory_table import memory_table
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.report.winner import winner_of
+from optuna_dsat.study.confirm import speeds
+from optuna_dsat.study.confirm.rows import configuration_of
+from optuna_dsat.study.confirm.standing import Standing
+from optuna_dsat.study.confirm.words import how_known, verdict_in_words
+from optuna_dsat.study.result import BEST_CONFIG
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH
+from optuna_dsat.words import (
+    bytes_in_words,
+    choices_in_words,
+    combinations_in_words,
+    duration_in_words,
+    flops_in_words,
+    metric_in_words,
+    params_in_words,
+    range_in_words,
+    slot_time_in_words,
+    things_in_words,
+    times_in_words,
+)
+
+__all__ = ["study_note", "trial_note"]
+
+_MAX_CHOICES = 8
+_LINE_CHARS = 80
+"""Most characters of a line of commands."""
+
+
+def study_note(view: StudyView) -> str:
+    """Return the note of a study: best, what was tuned, model, memory, outcomes, how to go on."""
+    parts = [f"# {literal(view.spec.name)}", _progress(view), "## Best", _best(view), "## What was tuned", _tuned(view)]
+    if view.profiled is not None:
+        parts += ["### Search space", _space(view), "## Model and hardware", _profile(view)]
+        parts += ["## Memory", _memory(view)]
+    parts += ["## Outcomes", _outcomes(view), "## How to go on", _commands(view)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _progress(view: StudyView) -> str:
+    running = f", {view.running} running" if view.running else ""
+    seconds = sum(row.report.held_s * len(row.report.devices) for row in view.launches)
+    return (
+        f"{view.launches_used} of {things_in_words(view.spec.max_trials, 'launch')} made{running}; "
+        f"{slot_time_in_words(seconds, view.spec.device)} in all."
+    )
+
+
+def _value(view: StudyView, standing: Standing) -> Markdown:
+    metrics, named = view.metrics_of(standing), {"metric": view.metric, "device": view.spec.device}
+    text = f"**{speeds.value_in_words(metrics, standing.value, **named)}**"
+    if standing.low is not None and standing.high is not None:
+        low, high = (
+            speeds.samples_in_words(metrics, standing.low, **named),
+            speeds.samples_in_words(metrics, standing.high, **named),
+        )
+        text += f" (95% between {range_in_words(low, high, joint=' and ')})"
+    return Markdown(text)
+
+
+def _best(view: StudyView) -> str:
+    best, baseline, verdict = view.best, view.baseline, view.verdict
+    if view.is_fruitless:
+        return f"The search has ended, and {literal(fruitless_in_words(view))}."
+    if best is None or verdict is None:
+        return "Nothing has been measured yet."
+    ratio = view.speed_up(best)
+    rows = [["best", best.trial.number, configuration_of(best.trial), _value(view, best), _times(ratio)]]
+    if baseline is not None:
+        words = configuration_of(baseline.trial)
+        rows.append(["your own config", baseline.trial.number, words, _value(view, baseline), _times(1.0)])
+    lines: list[str] = [table(("", "trial", "configuration", "speed", "speed-up"), rows)]
+    if baseline is None:
+        lines.append("Your own config was not measured, so there is no speed-up to show.")
+    lines += map(literal, verdict_in_words(verdict, metric=view.metric, device=view.spec.device))
+    if view.end_reason is None:
+        lines.append(f"The search has not ended: this is the best so far, {literal(how_known(verdict))}.")
+    first = view.measured[0]
+    if verdict.is_by_rounds:
+        searched = _searched(view, first)
+        lines.append(
+            f"Plots and tables of optuna-dashboard show values of the search, by few steps each; by these trial "
+            f"{first.number} is the best, at {searched}. The result is trial "
+            f"{best.trial.number}, as the rounds measured it; `optuna-dsat dashboard --optuna-dashboard` has it in the "
+            "card of the best trial, with its value of the search; optuna-dashboard started in another way "
+            "has the search's best there."
+        )
+    lines.append(json_block(view.ready_config(best.trial)))
+    winner = winner_of(view)
+    lines += map(literal, () if winner is None else winner.advice)
+    return "\n\n".join(lines)
+
+
+def _searched(view: StudyView, trial: FrozenTrial) -> str:
+    """Return how fast a measured trial was in the search."""
+    metrics = trial.user_attrs.get(attributes.METRICS) or {}
+    return speeds.value_in_words(metrics, trial.values[0], metric=view.metric, device=view.spec.device)
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{times_in_words(ratio)}\u00d7"
+
+
+def _tuned(view: StudyView) -> str:
+    spec = view.spec
+    metric = view.metric
+    if metric != spec.metric:
+        metric += f" (FLOPs could not be counted, so not {spec.metric}; both rank alike)"
+    rows = [
+        ("script", code(script_command_line(view))),
+        ("working directory", code(spec.script.cwd)),
+        ("DeepSpeed config", code(spec.script.config_path)),
+        ("method", spec.method),
+        ("metric", f"{metric}, {'larger' if view.maximize else 'smaller'} is better"),
+        ("steps counted", f"{spec.start_profile_step} to {spec.end_profile_step}"),
+        ("one launch", ranks_of_a_launch(view)),
+        ("files", code(str(spec.study_dir))),
+        ("created", created(view)),
+        ("versions", versions(view)),
+    ]
+    return table(("", ""), rows)
+
+
+def _space(view: StudyView) -> str:
+    space = view.space
+    rows = [
+        (code(row.knob), row.role, row.where, _choices(row.choices))
+        for row in space.describe()
+        if row.choices and row.knob != MICRO_BATCH
+    ]
+    low, high = space.micro_batches
+    rows.append((code(MICRO_BATCH), "searched", "always", choices_in_words((low, high), as_range=True)))
+    count = combinations_in_words(space.classes())
+    return table(("knob", "role", "where it applies", "choices"), rows) + f"\n\n{count}"
+
+
+def _choices(choices: tuple[object, ...]) -> str:
+    shown = choices_in_words(choices[:_MAX_CHOICES])
+    return shown + (f" and {len(choices) - _MAX_CHOICES} more" if len(choices) > _MAX_CHOICES else "")
+
+
+def _profile(view: StudyView) -> str:
+    if view.profiled is None:
+        return ""
+    profile = view.profiled.profile
+    flops = flops_in_words(profile.flops_per_sample) if profile.flops_per_sample > 0 else "could not be counted"
+    rows = [
+        ("parameters", f"{params_in_words(profile.params)}, {params_in_words(profile.trainable_params)} trainable"),
+        ("activations", f"{bytes_in_words(profile.activation_bytes_per_sample)} per sample"),
+        ("FLOPs", flops if profile.flops_per_sample <= 0 else f"{flops} per sample"),
+        ("optimizer", profile.optimizer or "not known"),
+        ("device", profile.device_name or view.profiled.device),
+        ("device memory", f"{bytes_in_words(profile.device_memory_bytes)} per rank"),
+        ("host memory", bytes_in_words(profile.host_memory_bytes)),
+        ("measured with", view.profiled.measured_with),
+    ]
+    return table(("", ""), rows)
+
+
+def _memory(view: StudyView) -> str:
+    if view.profiled is None:
+        return ""
+    rows = [
+        (
+            row.words,
+            bytes_in_words(row.device_bytes),
+            bytes_in_words(row.host_bytes),
+            row.ran,
+            row.too_large,
+        )
+        for row in memory_table(view)
+    ]
+    headings = ("", "per rank at micro-batch 1", "host at micro-batch 1", "largest that ran", "smallest out of memory")
+    text = (
+        "Bytes are predicted by the memory model's formulas, with your other settings and without any correction by "
+        "launches; the micro-batches that ran or ran out of memory come from the trials."
+    )
+    return table(headings, rows) + f"\n\n{text}"
+
+
+def _outcomes(view: StudyView) -> str:
+    rows = [(outcome.value, count, MEANING[outcome][0]) for outcome, count in outcome_counts(view)]
+    if not rows:
+        return "No launch has ended yet."
+    return table(("outcome", "trials", "meaning"), rows)
+
+
+def _commands(view: StudyView) -> str:
+    more = ("--max-trials", 2 * view.spec.max_trials) if view.end_reason is not None or view.is_fruitless else ()
+    lines = [
+        "# search on, with more launches" if more else "# continue",
+        cli_command(view, "resume", *more),
+        "# the best config, ready to train with",
+        cli_command(view, "best", "-o", BEST_CONFIG),
+        "# all trials as a table",
+        cli_command(view, "export", "--format", "csv"),
+    ]
+    winner = winner_of(view)
+    if winner is not None and winner.ended:
+        lines += ["# train", winner.command]
+    # A line that does not fit widens the whole page of optuna-dashboard, paragraphs included.
+    return fenced("\n".join(folded(line, width=_LINE_CHARS) for line in lines), "sh", limit_chars=WHOLE_CHARS)
+
+
+def trial_note(view: StudyView, trial: FrozenTrial) -> str:
+    """Return the note of a trial that was launched: what its outcome means, what to do, its metrics and memory.
+
+    Args:
+        view: The study.
+        trial: One of ``view.launched``.
+    """
+    attrs = trial.user_attrs
+    outcome = Outcome(attrs.get(attributes.OUTCOME, Outcome.LOST))
+    what, advice = MEANING[outcome]
+    title = configuration_of(trial)
+    own = " (your own config)" if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else ""
+    parts = [f"## {literal(title)}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _standing(view, trial)]
+    message = attrs.get(attributes.MESSAGE, "")
+    report = view.last_report(trial)
+    if message:
+        parts.append(f"Message: {code(message)}")
+    if advice:
+        parts.append(f"What to do: {advice}")
+    if report is not None and report.error_excerpt.strip() not in ("", message):
+        parts.append(fenced(report.error_excerpt))
+    parts += [_figures(view, trial), _launches(view, trial)]
+    if attributes.OVERLAY in attrs:
+        parts += [
+            "Laid over the config that the script passes (null removes a key):",
+            json_block(attrs[attributes.OVERLAY]),
+        ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _standing(view: StudyView, trial: FrozenTrial) -> str:
+    if trial.values is None or trial.user_attrs.get(attributes.OUTCOME) != Outcome.MEASURED:
+        return ""
+    standing = view.standing(trial)
+    ratio = view.speed_up(standing)
+    text = f"Speed: {_value(view, standing)}"
+    if ratio is not None and trial.user_attrs.get(attributes.PURPOSE) != attributes.USER_CONFIG:
+        text += f", {times_in_words(ratio)} times as good as your own config"
+    if standing.confirmed:
+        text += f"; in the search {_searched(view, trial)}"
+    else:
+        text += ", in the search"
+    if view.verdict is not None and view.verdict.handed_over == trial.number:
+        text += f". **The best of this study, {literal(how_known(view.verdict))}.**"
+    return text
+
+
+def _figures(view: StudyView, trial: FrozenTrial) -> str:
+    attrs = trial.user_attrs
+    rows = [
+        (name, metric_in_words(name, value, device=view.spec.device))
+        for name, value in attrs.get(attributes.METRICS, {}).items()
+        if name in (*METRICS, *PER_ELEMENT) and value > 0
+    ]
+    if attributes.STEPS_COMPLETED in attrs:
+        rows.append((attributes.STEPS_COMPLETED, str(attrs[attributes.STEPS_COMPLETED])))
+    if attributes.SKIPPED_STEPS in attrs:
+        rows.append(("steps skipped by the loss scaler, not counted", str(attrs[attributes.SKIPPED_STEPS])))
+    if attributes.INPUT_VARIATION in attrs:
+        rows.append(("inputs vary in size from step to step by", f"{attrs[attributes.INPUT_VARIATION]:.0%}"))
+    if attrs.get(attributes.PEAK_BYTES, 0) > 0:
+        rows.append(("peak memory of the worst rank", bytes_in_words(attrs[attributes.PEAK_BYTES])))
+    if attributes.PREDICTED_PEAK_BYTES in attrs:
+        rows.append(("peak memory, predicted at proposal", bytes_in_words(attrs[attributes.PREDICTED_PEAK_BYTES])))
+    if view.profiled is not None:
+        rows.append(("device memory per rank", bytes_in_words(view.profiled.profile.device_memory_bytes)))
+    return table(("in the search", ""), rows) if rows else ""
+
+
+def _launches(view: StudyView, trial: FrozenTrial) -> str:
+    rows = [
+        (
+            code(row.report.launch_id),
+            row.report.outcome.value.replace("_", " "),
+            row.report.host,
+            ", ".join(str(device) for device in row.report.devices),
+            duration_in_words(row.report.startup_s),
+            duration_in_words(row.report.measured_s),
+            _step_range(view.step_times.get(row.report.launch_id, ())),
+        )
+        for row in view.reports.get(trial.number, ())
+    ]
+    if not rows:
+        return ""
+    headings = ("launch", "outcome", "host", "devices", "start-up", "steps", "one step, fastest to slowest")
+    return "### Launches\n\n" + table(headings, rows)
+
+
+def _step_range(times_s: Sequence[float]) -> str:
+    if not times_s:
+        return ""
+    return f"{metric_in_words('latency', min(times_s))} to {metric_in_words('latency', max(times_s))}"

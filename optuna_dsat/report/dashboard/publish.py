@@ -1,0 +1,216 @@
+"""Publishes a study to optuna-dashboard: notes, plots, metric name, artifacts.
+
+All of it is kept in the study's own storage, so any optuna-dashboard shows it, however it was started. Publishing again
+changes nothing unless the study has changed, and keeps what people wrote below a note's last line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.artifacts import FileSystemArtifactStore
+from optuna.exceptions import ExperimentalWarning
+from optuna.trial import Trial
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.html import safe_figure
+from optuna_dsat.escape.paths import OutsideError, held_inside
+from optuna_dsat.report.dashboard.artifacts import FOLDER, artifacts_of, save_artifacts
+from optuna_dsat.report.dashboard.notes import study_note, trial_note
+from optuna_dsat.report.figures import memory_figure, plot_metric
+from optuna_dsat.report.markdown import keep_own_text
+from optuna_dsat.report.view import StudyView, read_view
+from optuna_dsat.store import Store
+from optuna_dsat.store.retry import RetryingStorage
+from optuna_dsat.study.confirm.words import verdict_in_words
+from optuna_dsat.trials import attributes
+
+__all__ = [
+    "MEMORY_PLOT",
+    "METRIC_PLOT",
+    "Published",
+    "artifact_store",
+    "is_installed",
+    "publish",
+    "require_installed",
+]
+
+METRIC_PLOT = "metric-over-micro-batch"
+MEMORY_PLOT = "predicted-and-measured-memory"
+"""Ids under which optuna-dashboard keeps the plots."""
+
+_NOTE_OF_TRIAL = re.compile(r"dashboard:(\d+):note_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What was written."""
+
+    study_id: int
+    """Optuna's id of the study, part of its page's address."""
+    notes: int
+    """Notes that changed."""
+    artifacts: int
+    """Artifacts that are new."""
+    store: FileSystemArtifactStore | None
+    """Where the artifacts are; None if the folder of the study's files is not on this machine."""
+    refused: tuple[str, ...] = ()
+    """Files that were not copied because they lead out of that folder."""
+
+
+class _CachedAttributes(RetryingStorage):
+    """A storage that reads a study's system attributes once, and skips writes that change nothing.
+
+    optuna-dashboard keeps the notes of all trials in them, and searches them all for every note. While a trial is in
+    focus, it reads the attributes of that trial only: the time for all notes is then linear in their number.
+    """
+
+    def __init__(self, store: Store, study_id: int) -> None:
+        super().__init__(store.storage, database=store.url)
+        self._groups: dict[int | None, dict[str, Any]] = {}
+        self._focus: int | None = None
+        for key, value in store.storage.get_study_system_attrs(study_id).items():
+            self._groups.setdefault(_trial_of(key), {})[key] = value
+
+    @contextmanager
+    def focus(self, trial_id: int | None) -> Iterator[None]:
+        """Within the block, read the attributes of one trial only; None for those of the study itself."""
+        self._focus = trial_id
+        try:
+            yield
+        finally:
+            self._focus = None
+
+    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:  # noqa: ARG002 - there is one study
+        """Return the attributes in focus."""
+        return self._groups.setdefault(self._focus, {})
+
+    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
+        """Write an attribute unless it is stored already."""
+        group = self._groups.setdefault(_trial_of(key), {})
+        if key not in group or group[key] != value:
+            super().set_study_system_attr(study_id, key, value)
+            group[key] = value
+
+
+def _trial_of(key: str) -> int | None:
+    """Return Optuna's id of the trial whose note an attribute is part of; None if it is no part of a trial's note."""
+    found = _NOTE_OF_TRIAL.match(key)
+    return None if found is None else int(found.group(1))
+
+
+def is_installed() -> bool:
+    """Return whether optuna-dashboard is installed."""
+    return importlib.util.find_spec("optuna_dashboard") is not None
+
+
+def require_installed() -> None:
+    """Refuse to go on without optuna-dashboard.
+
+    Raises:
+        UsageError: If it is not installed; says how to install it.
+    """
+    if not is_installed():
+        raise UsageError("optuna-dashboard is not installed: pip install 'optuna-dsat[dashboard]'")
+
+
+def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
+    """Return where a study's artifacts are kept; None if the folder of its files is not on this machine.
+
+    Raises:
+        UsageError: If the folder cannot be made.
+    """
+    if view.folder is None:
+        return None
+    folder = view.folder / FOLDER
+    try:
+        held_inside(view.folder, FOLDER)
+        folder.mkdir(exist_ok=True)
+    except OutsideError as error:
+        raise UsageError(f"The folder for the artifacts is not used: {error}.") from None
+    except OSError as error:
+        raise UsageError(f"Cannot make the folder {folder} for the artifacts: {error.strerror}.") from error
+    return FileSystemArtifactStore(str(folder))
+
+
+def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
+    """Write a study's notes, plots and artifacts to where optuna-dashboard finds them.
+
+    Args:
+        store: Where the study lives.
+        name: The study.
+        artifacts: Whether to copy logs and configs as well.
+
+    Raises:
+        UsageError: If there is no such study, or optuna-dashboard is not installed.
+        StorageError: If the database fails for longer than the store's retry limit.
+    """
+    require_installed()
+    view = read_view(store, name)
+    cached = _CachedAttributes(store, store.storage.get_study_id_from_name(name))
+    study = optuna.load_study(study_name=name, storage=cached)
+    notes = _save_notes(study, view, cached)
+    _save_plots(study, view)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        study.set_metric_names([f"{view.metric} in the search"])
+    _save_result(study, view)
+    files = artifact_store(view) if artifacts else None
+    refused: list[str] = []
+    saved = 0
+    if files is not None:
+        saved = save_artifacts(
+            study,
+            view.record.uuid,
+            artifacts_of(view, refused.append),
+            files,
+            read_attributes=lambda: store.storage.get_study_system_attrs(study._study_id),
+        )
+    return Published(
+        study_id=study._study_id, notes=notes, artifacts=saved, store=files, refused=tuple(dict.fromkeys(refused))
+    )
+
+
+def _save_notes(study: optuna.Study, view: StudyView, cached: _CachedAttributes) -> int:
+    """Save the notes that changed; return how many."""
+    changed = int(_save_note(study, study_note(view)))
+    for trial in view.launched:
+        with cached.focus(trial._trial_id):
+            changed += _save_note(Trial(study, trial._trial_id), trial_note(view, trial))
+    return changed
+
+
+def _save_result(study: optuna.Study, view: StudyView) -> None:
+    """Write the result as a user attribute of the study: the dashboard lists these beside the best trial."""
+    verdict = view.verdict
+    told = "" if verdict is None else " ".join(verdict_in_words(verdict, metric=view.metric, device=view.spec.device))
+    if told and study.user_attrs.get(attributes.RESULT) != told:
+        study.set_user_attr(attributes.RESULT, told)
+
+
+def _save_note(target: optuna.Study | Trial, text: str) -> bool:
+    from optuna_dashboard import get_note, save_note
+
+    present: str = get_note(target)
+    wanted = keep_own_text(text, present)
+    if wanted != present:
+        save_note(target, wanted)
+    return wanted != present
+
+
+def _save_plots(study: optuna.Study, view: StudyView) -> None:
+    from optuna_dashboard import save_plotly_graph_object
+
+    figures = {METRIC_PLOT: plot_metric(view)}
+    if view.profiled is not None:
+        figures[MEMORY_PLOT] = memory_figure(view)
+    for name, figure in figures.items():
+        safe = type(figure)(safe_figure(figure.to_plotly_json()), skip_invalid=True)
+        save_plotly_graph_object(study, safe, graph_object_id=name)

@@ -1,0 +1,184 @@
+"""What changing one setting does, by the launches of a study that differ in nothing else.
+
+All measurements are fitted by least squares, on logarithms: each configuration has a level, and each round of the
+confirmation an effect on all of its launches. A ratio of two configurations is a linear function of the measurements,
+so its variance counts each of them once, however many pairs share it. The noise from launch to launch is what the fit
+leaves, with its degrees of freedom (Searle 1971, Linear Models, chapter 5).
+
+The search's measurement of a finalist is left out: it was chosen for it, so its noise is favourable on average.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.metrics import student_t_975
+from optuna_dsat.study.confirm.rounds import Rounds
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import STRUCTURE, Feasibility, feasibility, score, visible_params
+
+__all__ = ["Effect", "Pairs"]
+
+Numbers: TypeAlias = npt.NDArray[Any]
+
+_ELSEWHERE = 0.3
+"""Standard deviation of a setting's effect at other values of the other settings, relative to its effect."""
+_ASSUMED_DEGREES = 2
+"""Degrees of freedom of a noise that was not measured: a factor of 2 either way is likely."""
+_SEARCH = 0
+"""Stands for a round in the measurements of the search."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measurement:
+    key: str
+    """Of its configuration."""
+    round: int
+    log: float
+    """Logarithm of the metric, larger is better."""
+    step_variance: float
+    """Variance of ``log`` by how the steps of the launch differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """The measured effect of a setting on the logarithm of the metric."""
+
+    mean: float
+    half_width: float
+    """Half the width of the 95% interval."""
+    pairs: int
+    """Pairs of configurations that were compared."""
+
+
+class Pairs:
+    """The measurements of a study, and the effects of single settings in them.
+
+    Args:
+        trials: The study's trials.
+        rounds: The confirmation.
+        maximize: Whether a larger metric is better.
+        assumed_noise: Relative standard deviation from launch to launch where none was repeated.
+    """
+
+    def __init__(self, trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, assumed_noise: float) -> None:
+        self._params = {_key(trial): visible_params(trial) for trial in trials}
+        found = list(_measurements(trials, rounds, maximize=maximize))
+        self._keys = list(dict.fromkeys(one.key for one in found))
+        blocks = [one for one in dict.fromkeys(one.round for one in found) if one != _SEARCH]
+        design = np.zeros((len(found), len(self._keys) + len(blocks)))
+        for place, one in enumerate(found):
+            design[place, self._keys.index(one.key)] = 1
+            if one.round != _SEARCH:
+                design[place, len(self._keys) + blocks.index(one.round)] = 1
+        self._logs = np.array([one.log for one in found])
+        self._solution = np.linalg.pinv(design)
+        self._reproduced = self._solution @ design
+        residuals = self._logs - design @ (self._solution @ self._logs)
+        self._degrees = len(found) - int(np.linalg.matrix_rank(design)) if found else 0
+        self.is_noise_measured = self._degrees > 0
+        """Whether launches of one configuration were repeated."""
+        variance = float(residuals @ residuals) / self._degrees if self.is_noise_measured else assumed_noise**2
+        self._variances = np.maximum(variance, [one.step_variance for one in found])
+        self.noise = math.sqrt(variance)
+        """Relative standard deviation from launch to launch."""
+
+    @property
+    def quantile(self) -> float:
+        """Standard errors on either side of a mean that are its 95% interval."""
+        return student_t_975(self._degrees if self.is_noise_measured else _ASSUMED_DEGREES)
+
+    def effect(self, winner: Mapping[str, Any], other: Mapping[str, Any]) -> Effect | None:
+        """Return what the winner's values of some settings do, None if no two configurations differ in just these.
+
+        Configurations of the same structure count, those of which one is the winner most.
+
+        Args:
+            winner: The winner's settings.
+            other: The same with other values of some.
+        """
+        differing = {name for name in winner.keys() | other.keys() if winner.get(name) != other.get(name)}
+        fixed = [name for name in STRUCTURE if name not in differing]
+        sides: dict[str, list[str | None]] = {}
+        for key in self._keys:
+            params = self._params[key]
+            if not params or any(params.get(name) != winner.get(name) for name in fixed):
+                continue
+            rest = _text({name: value for name, value in params.items() if name not in differing})
+            for place, side in enumerate((winner, other)):
+                if all(params.get(name) == side.get(name) for name in differing):
+                    sides.setdefault(rest, [None, None])[place] = key
+        here = _text({name: value for name, value in winner.items() if name not in differing})
+        ratios = {rest: self._ratio(*pair) for rest, pair in sides.items()}
+        known = {rest: ratio for rest, ratio in ratios.items() if ratio is not None}
+        return self._combined(list(known.values()), [rest != here for rest in known]) if known else None
+
+    def _ratio(self, one: str | None, other: str | None) -> Numbers | None:
+        """Return the weights of the measurements in the logarithm of a ratio; None if they do not determine it."""
+        if one is None or other is None:
+            return None
+        wanted = np.zeros(len(self._solution))
+        wanted[self._keys.index(one)], wanted[self._keys.index(other)] = 1, -1
+        return wanted @ self._solution if np.allclose(wanted @ self._reproduced, wanted) else None
+
+    def _combined(self, ratios: Sequence[Numbers], elsewhere: Sequence[bool]) -> Effect:
+        """Return the mean of ratios, weighted by how well each is known to tell of the winner."""
+        rows = np.array(ratios)
+        means, variances = rows @ self._logs, rows**2 @ self._variances
+        spread = np.zeros(len(rows))
+        for _ in range(2):  # the second time with the spread of the first mean
+            weights = 1 / (variances + spread)
+            weights /= weights.sum()
+            mean = float(weights @ means)
+            spread = np.where(elsewhere, (_ELSEWHERE * mean) ** 2, 0.0)
+        variance = float((weights @ rows) ** 2 @ self._variances + weights**2 @ spread)
+        return Effect(mean=mean, half_width=self.quantile * math.sqrt(variance), pairs=len(rows))
+
+
+def _key(trial: FrozenTrial) -> str:
+    """Return the key of a trial's configuration; the user's own may lie outside the space and have no parameters."""
+    params = visible_params(trial)
+    return _text(params) if params else f"trial {trial.number}"
+
+
+def _text(params: Mapping[str, Any]) -> str:
+    return json.dumps(params, sort_keys=True, default=str)
+
+
+def _measurements(trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool) -> Iterator[_Measurement]:
+    sign = 1 if maximize else -1
+    baseline = attributes.user_config_trial(trials)
+    again = rounds.values().keys()
+    chosen = again - {baseline.number} if baseline is not None and baseline.number in again else set()
+    keys = {trial.number: _key(trial) for trial in trials}
+    for trial in trials:
+        value = score(trial)
+        if feasibility(trial) is Feasibility.FITS and value and trial.number not in chosen:
+            spread = _step_variance(trial, is_rate=maximize)
+            yield _Measurement(key=keys[trial.number], round=_SEARCH, log=sign * math.log(value), step_variance=spread)
+    for number, values in rounds.values().items():
+        for one, value in values.items():
+            if value and number in keys:
+                yield _Measurement(key=keys[number], round=one, log=sign * math.log(value), step_variance=0.0)
+
+
+def _step_variance(trial: FrozenTrial, *, is_rate: bool) -> float:
+    """Return the variance of a metric's logarithm by how the counted steps of its launch differ; 0 for fewer than two.
+
+    A trial reports after each of them the metric over all until then: their mean time, or a rate in proportion to its
+    inverse.
+    """
+    reported = np.array([trial.intermediate_values[step] for step in sorted(trial.intermediate_values)])
+    if len(reported) < 2 or reported.min() <= 0:
+        return 0.0
+    means = 1 / reported if is_rate else reported
+    steps = np.diff(means * np.arange(1, len(means) + 1), prepend=0.0)
+    return float(np.var(steps, ddof=1) / len(steps) / means[-1] ** 2)

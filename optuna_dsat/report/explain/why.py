@@ -1,0 +1,151 @@
+"""Why the winner wins, as rows and sentences of the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from optuna_dsat.cost.step_time import PHASES
+from optuna_dsat.report.explain.explanation import REMAINDER, TOGETHER, Contribution, Explanation, explained
+from optuna_dsat.report.explain.prediction_gap import PredictionGap, prediction_gap
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.words import bytes_in_words, metric_in_words, setting_in_words, things_in_words, times_in_words
+
+__all__ = ["FactorRow", "PhaseRow", "Why", "factor_rows", "told_of", "why_of"]
+
+_WORTH_A_ROW = 0.005
+"""Least effect of a setting, relative to 1, that is worth a row of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorRow:
+    """What one setting contributes to the speed-up."""
+
+    setting: str
+    own: str
+    """The user's value; empty if it does not apply there."""
+    best: str
+    factor: str
+    """Empty if there is none."""
+    between: str
+    """Its 95% interval; empty without one."""
+    by: str
+    """How it is known, or why there is no factor."""
+    is_setting: bool = False
+    """Whether ``setting`` is the name of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseRow:
+    """A part of the winner's step."""
+
+    name: str
+    measured: str
+    predicted: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    """Why the winner wins, what bounds it, and what to change or buy next."""
+
+    rows: tuple[FactorRow, ...]
+    """Largest effect first; empty where there is nothing to compare with."""
+    told: tuple[str, ...]
+    """What bounds the winner, and what speaks against the numbers."""
+    proposals: tuple[str, ...]
+    prediction: str = ""
+    """How the winner's step compares with the one that the device's data sheet promises; empty without one."""
+    phases: tuple[PhaseRow, ...] = ()
+    """The parts of both steps."""
+    causes: tuple[str, ...] = ()
+    """Where to look if it is slower, likeliest first."""
+
+
+def why_of(view: StudyView) -> Why | None:
+    """Return why the winner of a study wins; None before a launch was measured."""
+    found = explained(view)
+    if found is None:
+        return None
+    why = Why(rows=tuple(factor_rows(found)), told=(*told_of(found), *_doubt(found)), proposals=found.proposals)
+    gap = prediction_gap(view)
+    if gap is None or not gap.by_data_sheet:
+        return why
+    return replace(why, prediction=gap.verdict, phases=tuple(_phases(gap)), causes=gap.causes)
+
+
+def _phases(gap: PredictionGap) -> Iterator[PhaseRow]:
+    total = {"whole step": (gap.measured_s, gap.predicted_s)}
+    parts = {name: (gap.measured_phases[name], gap.predicted_phases[name]) for name in PHASES}
+    for name, (measured, predicted) in {**parts, **total}.items():
+        yield PhaseRow(
+            name="outside these" if name == "other" else name,
+            measured=metric_in_words("latency", measured),
+            predicted=metric_in_words("latency", predicted),
+        )
+
+
+def factor_rows(found: Explanation) -> list[FactorRow]:
+    """Return the factors of the speed-up, largest effect first; empty where there is nothing to compare with."""
+    if found.remainder is None or found.speed_up is None:
+        return []
+    small = [one for one in found.contributions if one.factor is not None and abs(one.factor - 1) < _WORTH_A_ROW]
+    if len(small) == 1:
+        small = []
+    rows = [_row(one) for one in found.contributions if one not in small]
+    if small:
+        names, product = ", ".join(one.knob for one in small), math.prod(one.factor or 1.0 for one in small)
+        rows.append(_plain(f"{len(small)} more", factor=times_in_words(product), by=f"hardly any effect: {names}"))
+    rows += [_row(one) for one in (found.together, found.remainder) if one is not None]
+    return [*rows, _plain("all together", factor=times_in_words(found.speed_up), by="measured")]
+
+
+def _row(one: Contribution) -> FactorRow:
+    by = things_in_words(one.pairs, "measured pair") if one.source == "measured" else "fitted model"
+    if one.brings and one.factor is not None:
+        apply = "apply" if len(one.brings) > 1 else "applies"
+        by += f"; with {', '.join(one.brings)}, which {apply} to one of them only"
+    return FactorRow(
+        setting=one.knob,
+        own=_shown(one.user),
+        best=_shown(one.winner),
+        factor="" if one.factor is None else times_in_words(one.factor),
+        between=""
+        if one.low is None or one.high is None
+        else f"{times_in_words(one.low)} to {times_in_words(one.high)}",
+        by=one.note or by,
+        is_setting=one.source not in (TOGETHER, REMAINDER),
+    )
+
+
+def _shown(value: object) -> str:
+    """Return a setting's value as ``--fix`` takes it; empty if there is none."""
+    return "" if value is None else setting_in_words(value)
+
+
+def _plain(setting: str, *, factor: str, by: str) -> FactorRow:
+    return FactorRow(setting=setting, own="", best="", factor=factor, between="", by=by)
+
+
+def told_of(found: Explanation) -> list[str]:
+    """Return what bounds the winner, and how full its memory and how busy its GPU is, as sentences."""
+    largest = sorted(found.bounds.items(), key=lambda part: -part[1])
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= _WORTH_A_ROW)
+    told = [f"A step of the winner goes into {shares} (fitted model): it is bound by {found.bound}."] if shares else []
+    if found.peak_bytes is not None and found.device_bytes > 0:
+        device = bytes_in_words(found.device_bytes)
+        told.append(
+            f"The fullest rank takes {bytes_in_words(found.peak_bytes)} of the {device} that it may (measured)."
+        )
+    if found.utilisation is not None:
+        told.append(f"It reaches {found.utilisation:.0%} of the GPU's peak FLOPS (measured).")
+    return told
+
+
+def _doubt(found: Explanation) -> Iterator[str]:
+    """Yield what speaks against the speed-up."""
+    if found.contradicted and found.remainder is not None and found.remainder.factor is not None:
+        yield (
+            f"A factor of {times_in_words(found.remainder.factor)} remains that no setting explains, such as a machine "
+            "that was busier at one of the two: do not rely on the speed-up before both are measured again."
+        )

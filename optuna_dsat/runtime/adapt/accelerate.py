@@ -1,0 +1,210 @@
+"""Gives accelerate the launch's DeepSpeed config where neither the script nor its environment names one.
+
+An ``Accelerator()`` or a Hugging Face Trainer trains with DeepSpeed only if it gets a plugin, a config or the variables
+that ``accelerate launch`` sets. A script with none of them is given these variables, and so is the command that trains
+with the best config.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from optuna_dsat.runtime.events import EnvironmentSet, Event
+from optuna_dsat.runtime.overlay import LaidConfig, flatten, read_config
+from optuna_dsat.runtime.rank import LaunchPlan, Rank
+
+__all__ = ["AccelerateConfig", "how_to_train_with_deepspeed", "join_ranks"]
+
+_USE = "ACCELERATE_USE_DEEPSPEED"
+_CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_ACCUMULATION = "gradient_accumulation_steps"
+_OTHER_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+"""Variables with which ``accelerate launch`` asks for another way to train on several devices."""
+_DECIDED_IN_CODE = ("cpu", "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
+"""Arguments of ``Accelerator`` by which the script decides for or against DeepSpeed itself."""
+_SECTIONS = {"optimizer": ("Optimizer", "DummyOptim"), "scheduler": ("LRScheduler", "DummyScheduler")}
+"""Section of the config -> base class of the script's own object, accelerate's class that leaves it to DeepSpeed."""
+
+
+class AccelerateConfig:
+    """Sets accelerate's variables in this rank, once.
+
+    Args:
+        plan: The launch; without a user's config nothing is set.
+        rank: This rank.
+        write: Records an event.
+    """
+
+    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._write = write
+        self._provided = False
+        self._left_open = _left_open(plan.user_config_path)  # later reads are the launch's
+
+    def patch_accelerator(self, module: Any) -> None:
+        """Provide the config when the script builds its first ``Accelerator``.
+
+        Args:
+            module: ``accelerate.accelerator``.
+        """
+        cls = module.Accelerator
+        init, prepare = cls.__init__, cls.prepare
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def patched_init(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            if not any(given.get(name) for name in _DECIDED_IN_CODE) and not module.AcceleratorState._shared_state:
+                self.provide()
+            init(*args, **kwargs)
+
+        @functools.wraps(prepare)
+        def patched_prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            plugin = accelerator.state.deepspeed_plugin
+            if plugin is not None:
+                self.note_accumulation(plugin.deepspeed_config, accelerator.gradient_accumulation_steps)
+            if plugin is not None and self._provided:
+                for section, (own, dummy) in _SECTIONS.items():
+                    if any(_is_a(arg, own) and not _is_a(arg, dummy) for arg in args):
+                        plugin.deepspeed_config.pop(section, None)
+            return prepare(accelerator, *args, **kwargs)
+
+        cls.__init__, cls.prepare = patched_init, patched_prepare
+
+    def note_accumulation(self, config: Any, steps: int) -> None:
+        """Note accumulation steps that ``DeepSpeedPlugin`` or else ``Accelerator`` has by arguments or the environment.
+
+        They count where the config says ``"auto"``, as the user's file may where the launch's has a number.
+
+        Args:
+            config: The plugin's config.
+            steps: The steps, before the library takes those of the config.
+        """
+        if not isinstance(config, LaidConfig):
+            return
+        own = config.scripts_own().get(_ACCUMULATION)
+        if own == "auto" or (_ACCUMULATION in self._left_open and own == self._plan.overlay.get(_ACCUMULATION)):
+            config.note_own(_ACCUMULATION, steps)
+
+    def note_filled_in(self, config: Any, values: Mapping[str, Any]) -> None:
+        """Note what ``DeepSpeedPlugin`` fills in where a config says ``"auto"``, as the user's file may.
+
+        Args:
+            config: The plugin's config, filled in.
+            values: Dotted key -> its value by the plugin's arguments, else the environment, else accelerate's default.
+        """
+        if not isinstance(config, LaidConfig):
+            return
+        own, launch = flatten(config.scripts_own()), flatten(config)
+        for key, value in values.items():
+            left_open = own.get(key) == "auto" or (key in self._left_open and own.get(key) == launch.get(key))
+            if left_open and key != _ACCUMULATION and value != "auto":
+                config.note_own(key, value)
+
+    def provide_for(self, arguments: Any) -> None:
+        """Provide the config to ``TrainingArguments`` that name none.
+
+        A script may build them again from the first ones, with what its command line says (``dataclasses.replace``, a
+        parser for files and options): where these name a config, the one that was provided is withdrawn.
+        """
+        if not getattr(arguments, "deepspeed", None) and not getattr(arguments, "fsdp", None):
+            self.provide()
+        elif self._provided:
+            self._withdraw()
+
+    def leave_optimizer_to(self, arguments: Any) -> None:
+        """Remove the sections for which ``TrainingArguments`` of a script without a config have settings themselves."""
+        plugin = getattr(arguments, "deepspeed_plugin", None)
+        if self._provided and plugin is not None:
+            for section in _SECTIONS:
+                plugin.hf_ds_config.config.pop(section, None)
+
+    def provide(self) -> None:
+        """Set the variables, unless the environment or the script says how it trains."""
+        if self._provided or not self._plan.user_config_path or _says_how_to_train():
+            return
+        self._provided = True
+        os.environ.update({_USE: "true", _CONFIG_FILE: self._plan.config_path})
+        if self._rank.rank == 0:
+            self._write(
+                EnvironmentSet(
+                    rank=0,
+                    time=time.time(),
+                    variables={_USE: "true", _CONFIG_FILE: self._plan.user_config_path},
+                )
+            )
+            print(
+                f"optuna-dsat: the script does not say that it trains with DeepSpeed: {_USE}=true and {_CONFIG_FILE} "
+                "are set for it.",
+                file=sys.stderr,
+            )
+
+    def _withdraw(self) -> None:
+        """Remove the variables that were set."""
+        self._provided = False
+        for name in (_USE, _CONFIG_FILE):
+            os.environ.pop(name, None)
+        if self._rank.rank == 0:
+            self._write(EnvironmentSet(rank=0, time=time.time(), variables={}))
+            print("optuna-dsat: the script names its DeepSpeed config after all: these are unset.", file=sys.stderr)
+
+
+def join_ranks(module: Any, *, rank: Rank, on_join: Callable[[], None]) -> None:
+    """Use gloo for ranks without a GPU: accelerate selects no backend then and assumes one process.
+
+    Args:
+        module: ``accelerate.state``.
+        rank: This rank.
+        on_join: Called when accelerate selected no backend.
+    """
+    cls = module.PartialState
+    original = cls._prepare_backend
+
+    @functools.wraps(original)
+    def prepare_backend(*args: Any, **kwargs: Any) -> Any:
+        backend, kind = original(*args, **kwargs)
+        if backend is None and rank.world_size > 1:
+            on_join()
+            backend = "gloo"
+        return backend, kind
+
+    cls._prepare_backend = prepare_backend
+
+
+def how_to_train_with_deepspeed() -> str:
+    """Return what to change where the script trains without DeepSpeed."""
+    state: Any = sys.modules.get("accelerate.state")
+    if state is not None and state.AcceleratorState._shared_state.get("_cpu"):
+        return (
+            "accelerate leaves DeepSpeed out where it is told to train on the CPU: by Accelerator(cpu=True), use_cpu, "
+            "`accelerate launch --cpu` or ACCELERATE_USE_CPU. Remove that: DeepSpeed takes the CPU where no GPU is"
+        )
+    return (
+        "Tune the command that trains with DeepSpeed, such as `optuna-dsat guided accelerate launch ...`; a "
+        'Trainer takes the config by its argument deepspeed=, Lightning by strategy="deepspeed"'
+    )
+
+
+def _left_open(path: str) -> frozenset[str]:
+    """Return the dotted keys that a file leaves to accelerate by ``"auto"``; none of a file that cannot be read."""
+    try:
+        settings = flatten(read_config(path)) if path else {}
+    except ValueError:  # the hook has said so
+        return frozenset()
+    return frozenset(key for key, value in settings.items() if value == "auto")
+
+
+def _says_how_to_train() -> bool:
+    chosen = any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in (_USE, *_OTHER_PLUGINS))
+    return chosen or "deepspeed" in vars(sys.modules["__main__"])  # a script that calls DeepSpeed itself
+
+
+def _is_a(candidate: Any, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(candidate).__mro__)

@@ -1,0 +1,235 @@
+"""Default of the script's option for its DeepSpeed config: the launch's own file.
+
+A script that takes its config from an option of its command line, such as those of
+``deepspeed.add_config_arguments``, may be tuned by naming the config to the tuner alone. Then the option gets the file
+as its default; an explicit argument takes precedence. Where the option has a DeepSpeed config of the script's as its
+default, or is given the name of one that lies elsewhere (``--deepspeed zero2``), that stays, and the option is known
+to those who print the command that trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import functools
+import io
+import itertools
+import os
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.runtime.overlay import read_config
+
+__all__ = [
+    "ScriptCommand",
+    "default_config_option",
+    "is_same_file",
+    "parse_command",
+    "reads_redirected",
+    "replace_config_paths",
+]
+
+_CONFIG = re.compile(r"--(deepspeed|deepscale|ds)([-_]?(config|cfg))([-_]?(file|path|json))?$", re.IGNORECASE)
+"""Options that name a DeepSpeed config."""
+_SWITCH = "--deepspeed"
+"""DeepSpeed's switch, or the Hugging Face Trainer's option for the config."""
+_SECTIONS = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "optimizer"})
+"""Keys of which a DeepSpeed config has one at least."""
+
+
+def default_config_option(config_path: str, *, user_config: str = "", on_found: Callable[[str], None]) -> None:
+    """Make ``config_path`` the default of a parser's option for the DeepSpeed config, in every parser of this process.
+
+    A default is replaced if it is empty, names no file or the user's config. DeepSpeed's switch is on by default then.
+
+    Args:
+        config_path: The launch's DeepSpeed config; empty if no default is to be replaced.
+        user_config: The user's, of which it is the launch's; empty for none.
+        on_found: Called with the name of an option whose default was replaced or is a DeepSpeed config, or of the
+            Trainer's where what it is given is no file.
+    """
+    original = argparse.ArgumentParser.parse_known_args
+
+    @functools.wraps(original)
+    def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        found = _config_action(self)
+        if found is not None and config_path and _is_open(found, user_config):
+            found.default, found.required = config_path, False
+            on_found(found.option_strings[0])
+            for action in self._actions:
+                if _SWITCH in action.option_strings and action.nargs == 0:
+                    action.default = True
+        elif found is not None and (_is_config(found.default) or _is_given_a_name(found, args, kwargs)):
+            on_found(found.option_strings[0])
+        return original(self, *args, **kwargs)
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def _config_action(parser: argparse.ArgumentParser) -> argparse.Action | None:
+    """Return a parser's option for the DeepSpeed config; None if it has none."""
+    valued = [action for action in parser._actions if action.option_strings and action.nargs != 0]
+    named = [action for action in valued if any(_CONFIG.match(option) for option in action.option_strings)]
+    of_trainer = [action for action in valued if _SWITCH in action.option_strings]
+    return next(iter((*named, *of_trainer)), None)
+
+
+def _is_open(action: argparse.Action, user_config: str) -> bool:
+    default = action.default
+    if default in (None, "", argparse.SUPPRESS):
+        return True
+    if not isinstance(default, str):
+        return False
+    return not Path(default).is_file() or (bool(user_config) and Path(default).samefile(user_config))
+
+
+def _is_given_a_name(action: argparse.Action, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the Trainer's option is among the arguments of ``parse_known_args``, and what stands there is no file."""
+    if _SWITCH not in action.option_strings:
+        return False
+    given = args[0] if args else kwargs.get("args")
+    words = [str(word) for word in (sys.argv[1:] if given is None else given)]
+    values = [word.partition("=")[2] for word in words if word.startswith(f"{_SWITCH}=")]
+    values += [value for word, value in itertools.pairwise(words) if word == _SWITCH and not value.startswith("-")]
+    return bool(values) and not Path(values[-1]).exists()
+
+
+def _is_config(default: object) -> bool:
+    """Whether an option's default names a file with a DeepSpeed config."""
+    if not isinstance(default, str) or not Path(default).is_file():
+        return False
+    try:
+        return not _SECTIONS.isdisjoint(read_config(default))
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCommand:
+    """The user's script or module with its arguments."""
+
+    name: str
+    """Path of a Python file, or a module's name."""
+    is_module: bool
+    args: tuple[str, ...]
+
+    def run(self, *, safe_path: bool) -> None:
+        """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them.
+
+        Args:
+            safe_path: Whether the script's folder stays out of ``sys.path`` (``python -P``).
+        """
+        sys.argv = [self.name, *self.args]
+        if self.is_module:
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        if not safe_path:
+            # ``python -m`` sets it to the working directory, ``python SCRIPT`` to the script's real directory.
+            sys.path[0] = str(Path(self.name).resolve().parent)
+        runpy.run_path(self.name, run_name="__main__")
+
+
+def parse_command(argv: Sequence[str]) -> ScriptCommand:
+    """Parse ``SCRIPT ARGS...`` or ``--module PKG.MOD ARGS...``.
+
+    Raises:
+        ValueError: If neither a script nor a module is named.
+    """
+    if argv and argv[0] == "--module" and len(argv) > 1:
+        return ScriptCommand(name=argv[1], is_module=True, args=tuple(argv[2:]))
+    if not argv or argv[0].startswith("-"):
+        raise ValueError(
+            f"python -m optuna_dsat.runtime takes SCRIPT ARGS... or --module PKG.MOD ARGS...; got {list(argv)}."
+        )
+    return ScriptCommand(name=argv[0], is_module=False, args=tuple(argv[1:]))
+
+
+def replace_config_paths(args: Sequence[str], *, user_config: str, config: str) -> tuple[str, ...]:
+    """Return the arguments, with paths of the user's config file replaced by the trial's config file.
+
+    An argument matches if it is the same text or refers to the same file, alone or as the value of
+    ``--flag=path``.
+    """
+    return tuple(_replaced(arg, user_config, config) for arg in args)
+
+
+def _replaced(arg: str, user_config: str, config: str) -> str:
+    if is_same_file(arg, user_config):
+        return config
+    flag, equals, value = arg.partition("=")
+    if equals and is_same_file(value, user_config):
+        return f"{flag}={config}"
+    return arg
+
+
+def is_same_file(candidate: str, path: str) -> bool:
+    """Return whether a text is a file's path; also of a file that is gone, such as the config of a stored study."""
+    if not candidate or not path:
+        return False
+    if candidate == path:
+        return True
+    try:
+        return Path(candidate).samefile(path)
+    except FileNotFoundError:
+        return os.path.realpath(candidate) == os.path.realpath(path)
+    except (OSError, ValueError):  # not a path
+        return False
+
+
+# Redirects reads of the user's DeepSpeed config file to the launch's.
+#
+# Many scripts open a config whose path is hard-coded or the default of an option, and take their batch size from it.
+# Replacing arguments does not affect those; therefore opening the user's config for reading opens the launch's
+# instead.
+
+_WRITING = frozenset("wax+")
+
+
+@contextmanager
+def reads_redirected(
+    *, user_config: str, config: str, on_read: Callable[[bool], None] = lambda _: None
+) -> Iterator[None]:
+    """Return a context in which opening the user's config for reading opens ``config``.
+
+    Covers ``open``, ``io.open`` and ``pathlib``. Writing and other files are unaffected, except for two comparisons
+    of file names.
+
+    Args:
+        user_config: The user's DeepSpeed config; empty for none, which redirects nothing.
+        config: The launch's.
+        on_read: Called at each reading of either, with whether it was opened by the launch's name, as an argument of
+            the script gives it, rather than by the user's.
+    """
+    if not user_config:
+        yield
+        return
+    real = builtins.open
+    name, own_name = Path(user_config).name, Path(config).name
+
+    def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, str | os.PathLike) and not _WRITING & set(mode):
+            if _names(file, name, user_config):
+                file = config
+                on_read(False)
+            elif _names(file, own_name, config):
+                on_read(True)
+        return real(file, mode, *args, **kwargs)
+
+    builtins.open = redirected
+    io.open = redirected
+    try:
+        yield
+    finally:
+        builtins.open = real
+        io.open = real
+
+
+def _names(file: str | os.PathLike[str], name: str, user_config: str) -> bool:
+    path = os.fspath(file)
+    return isinstance(path, str) and path.endswith(name) and is_same_file(path, user_config)

@@ -1,0 +1,339 @@
+"""Applies the launch's config to Hugging Face's libraries.
+
+``transformers`` and ``accelerate`` read the DeepSpeed config long before ``deepspeed.initialize``: they build the
+model under ``zero.Init`` at ZeRO 3, fill in ``"auto"`` values, and compare the config with ``TrainingArguments``.
+Therefore the overlay is applied to the config that they hold, and the batch sizes of ``TrainingArguments`` are set to
+the launch's; the script's other settings are unchanged.
+
+A launch that measures does not evaluate, save, resume, push or report to trackers. This module imports neither library.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from optuna_dsat.runtime.adapt.accelerate import AccelerateConfig
+from optuna_dsat.runtime.events import Event, TrainerFound
+from optuna_dsat.runtime.overlay import LaidConfig, effective_config
+from optuna_dsat.runtime.rank import LaunchPlan, Rank
+
+__all__ = [
+    "ACCUMULATION",
+    "MICRO_BATCH",
+    "SCHEDULE_LENGTH_KEYS",
+    "TRAINER_FIELDS",
+    "HuggingFaceHook",
+    "note_own_options",
+]
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", ACCUMULATION: "gradient_accumulation_steps"}
+"""Key of the DeepSpeed config -> field of ``TrainingArguments`` that must have the same value."""
+
+_PLUGIN_FIELDS = {
+    "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+}
+"""Field of accelerate's ``DeepSpeedPlugin`` -> config key that it duplicates."""
+
+_ARGUMENTS_OF_FILL_MATCH = ("mismatches", "must_match")
+"""Arguments of ``DeepSpeedPlugin.fill_match`` beside what it fills in, which are keywords by their dotted keys."""
+
+_MEASURING_ARGUMENTS = {
+    "auto_find_batch_size": False,  # would hide an out-of-memory error and measure another batch size
+    "do_eval": False,
+    "do_predict": False,
+    "eval_on_start": False,
+    "eval_strategy": "no",
+    "evaluation_strategy": "no",  # its name before transformers 4.46
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "report_to": "none",
+    "resume_from_checkpoint": None,
+    "save_strategy": "no",
+}
+"""Fields of ``TrainingArguments`` -> their values in a launch that measures."""
+
+_NEED_EVALUATION = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that ``TrainingArguments`` rejects without evaluation; with them the evaluation strategy is kept, and a
+callback cancels evaluation at every step."""
+
+_DISABLED_METHODS = ("_save_checkpoint", "create_model_card", "init_hf_repo", "push_to_hub", "save_model", "save_state")
+"""Methods of the Trainer that are disabled in a launch that measures."""
+
+SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
+"""Scheduler parameters that the Trainer computes from the training length and compares with the config. They depend on
+the micro-batch, so launches use the computed values."""
+
+
+class _OwnOptions:
+    """Batch sizes of the script's command line before ``get_hf_args_with_overwrites`` replaced them."""
+
+    values: Mapping[str, int | None] | None = None
+    """Field of ``TrainingArguments`` -> its value; None if its option is absent. None if nothing was replaced."""
+
+
+def note_own_options(values: Mapping[str, int | None]) -> None:
+    """Note the batch sizes that the user's own arguments give, before a helper replaces them; the first call counts.
+
+    Args:
+        values: Field of ``TrainingArguments`` -> its value; None if the arguments do not give it.
+    """
+    if _OwnOptions.values is None:
+        _OwnOptions.values = dict(values)
+
+
+class HuggingFaceHook:
+    """Patches ``transformers`` and ``accelerate`` once the script has imported them.
+
+    Args:
+        plan: The launch.
+        rank: This rank.
+        write: Records an event.
+    """
+
+    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._write = write
+        self._parses_command_line = False
+        self._found = False
+        self._own: tuple[int, int, bool] | None = None
+        """Batch sizes as the script set them, before its ``TrainingArguments`` got the launch's for the first time."""
+        self._accelerate = AccelerateConfig(plan=plan, rank=rank, write=write)
+
+    def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
+        """Return module name -> function to call with the module once it is imported."""
+        return {
+            "accelerate.accelerator": self._accelerator_imported,
+            "accelerate.utils.dataclasses": self._plugin_imported,
+            "accelerate.utils.deepspeed": self._config_imported,
+            "transformers.hf_argparser": self._parser_imported,
+            "transformers.trainer": self._trainer_imported,
+            "transformers.training_args": self._arguments_imported,
+        }
+
+    def _config_imported(self, module: Any) -> None:
+        """Apply the overlay to every config that either library holds, before its ZeRO stage is read."""
+        cls = module.HfDeepSpeedConfig
+        original = cls.__init__
+
+        @functools.wraps(original)
+        def init(config: Any, *args: Any, **kwargs: Any) -> None:
+            original(config, *args, **kwargs)
+            laid = effective_config(config.config, self._plan.overlay)
+            laid.setdefault("zero_optimization", {"stage": 0})  # accelerate refuses a config without
+            if hasattr(config, "trainer_config_finalize"):
+                _reset_schedule_length(laid)
+            config.config = LaidConfig(config.config, laid)
+            config.set_stage_and_offload()
+
+        cls.__init__ = init
+
+    def _plugin_imported(self, module: Any) -> None:
+        """Synchronize the fields of accelerate's plugin with its config: parts of accelerate read the fields."""
+        cls = module.DeepSpeedPlugin
+        original = cls.__post_init__
+
+        @functools.wraps(original)
+        def post_init(plugin: Any, *args: Any, **kwargs: Any) -> None:
+            steps, filled_in = plugin.gradient_accumulation_steps, {}
+
+            def fill_match(*args: Any, **values: Any) -> None:
+                filled_in.update({key: value for key, value in values.items() if key not in _ARGUMENTS_OF_FILL_MATCH})
+                cls.fill_match(plugin, *args, **values)
+
+            plugin.fill_match = fill_match
+            original(plugin, *args, **kwargs)
+            del plugin.fill_match
+            config = plugin.hf_ds_config.config
+            if isinstance(steps, int):
+                self._accelerate.note_accumulation(config, steps)
+            self._accelerate.note_filled_in(config, filled_in)
+            for field, key in _PLUGIN_FIELDS.items():
+                value = plugin.hf_ds_config.get_value(key)
+                if value not in (None, "auto"):
+                    setattr(plugin, field, value)
+
+        cls.__post_init__ = post_init
+
+    def _accelerator_imported(self, module: Any) -> None:
+        """Disable saving and loading of states: a checkpoint of another ZeRO stage cannot be loaded."""
+        self._accelerate.patch_accelerator(module)
+        if self._plan.measures:
+            for name in ("load_state", "save_model", "save_state"):
+                _disable_method(module.Accelerator, name)
+
+    def _parser_imported(self, module: Any) -> None:
+        """Record whether ``TrainingArguments`` are parsed from the command line, so that its options can set them."""
+        cls = module.HfArgumentParser
+        original = cls.parse_args_into_dataclasses
+
+        @functools.wraps(original)
+        def parse(*args: Any, **kwargs: Any) -> Any:
+            self._parses_command_line = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._parses_command_line = False
+
+        cls.parse_args_into_dataclasses = parse
+
+    def _arguments_imported(self, module: Any) -> None:
+        cls = module.TrainingArguments
+        original = cls.__post_init__
+
+        @functools.wraps(original)
+        def post_init(arguments: Any, *args: Any, **kwargs: Any) -> None:
+            arguments._dsat_script_values = self._script_values(arguments)
+            self._set_batch_sizes(arguments)
+            if self._plan.measures:
+                self._disable_evaluation_and_saving(arguments)
+            self._accelerate.provide_for(arguments)
+            original(arguments, *args, **kwargs)
+            self._accelerate.leave_optimizer_to(arguments)
+
+        cls.__post_init__ = post_init
+
+    def _trainer_imported(self, module: Any) -> None:
+        cls = module.Trainer
+        if self._plan.measures:
+            for name in _DISABLED_METHODS:
+                _disable_method(cls, name)
+            cls.evaluate = _no_evaluation
+        init, train = cls.__init__, cls.train
+        callback = _no_evaluation_callback(module.TrainerCallback)
+        early_stopping = sys.modules["transformers.trainer_callback"].EarlyStoppingCallback
+
+        @functools.wraps(init)
+        def patched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+            if arguments is not None:  # the script may have changed them since they were built
+                self._set_batch_sizes(arguments)
+            init(trainer, *args, **kwargs)
+
+        @functools.wraps(train)
+        def patched_train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._report(trainer.args)
+            if self._plan.measures:
+                resume_from_checkpoint = None  # of another ZeRO stage, and not part of the measurement
+                trainer.remove_callback(early_stopping)  # requires evaluation
+                trainer.add_callback(callback())  # the last callback overrides the others' decisions
+            return train(trainer, resume_from_checkpoint, *args, **kwargs)
+
+        cls.__init__, cls.train = patched_init, patched_train
+
+    def _script_values(self, arguments: Any) -> tuple[int, int, bool]:
+        """Return micro-batch and accumulation steps as the script sets them, and whether by its command line.
+
+        ``TrainingArguments`` built from others (trl's trainers copy them, parsers merge a file with options) come with
+        the launch's batch sizes: the script's own are those of the first.
+        """
+        found = self._given_values(arguments)
+        if self._own is not None and found[:2] == tuple(
+            self._plan.overlay.get(key, own) for key, own in zip(TRAINER_FIELDS, self._own, strict=False)
+        ):
+            return self._own
+        self._own = found
+        return found
+
+    def _given_values(self, arguments: Any) -> tuple[int, int, bool]:
+        own = (_OwnOptions.values or {}) if self._parses_command_line else {}
+        sizes = []
+        for field in TRAINER_FIELDS.values():
+            value = own.get(field, getattr(arguments, field))
+            sizes.append(int(type(arguments).__dataclass_fields__[field].default if value is None else value))
+        return sizes[0], sizes[1], self._parses_command_line
+
+    def _set_batch_sizes(self, arguments: Any) -> None:
+        """Set the batch sizes of ``TrainingArguments`` to the launch's."""
+        for key, field in TRAINER_FIELDS.items():
+            value = self._plan.overlay.get(key)
+            if isinstance(value, int):
+                setattr(arguments, field, value)
+                if getattr(arguments, "per_gpu_train_batch_size", None) is not None and key == MICRO_BATCH:
+                    arguments.per_gpu_train_batch_size = None  # the deprecated name takes precedence
+
+    def _disable_evaluation_and_saving(self, arguments: Any) -> None:
+        schedule = getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type)
+        for name, value in _MEASURING_ARGUMENTS.items():
+            if hasattr(arguments, name) and (schedule not in _NEED_EVALUATION or not name.startswith("eval")):
+                setattr(arguments, name, value)
+        # Extend the training to the last measured step even if the dataset is small.
+        last = self._plan.most_steps
+        if arguments.max_steps > 0:
+            arguments.max_steps = max(arguments.max_steps, last)
+        else:
+            arguments.num_train_epochs = max(arguments.num_train_epochs, float(last))
+
+    def _report(self, arguments: Any) -> None:
+        if self._found:
+            return
+        self._found = True
+        micro_batch, accumulation, by_option = getattr(arguments, "_dsat_script_values", None) or self._script_values(
+            arguments
+        )
+        self._write(
+            TrainerFound(
+                rank=self._rank.rank,
+                time=time.time(),
+                framework="transformers",
+                micro_batch=micro_batch,
+                gradient_accumulation_steps=accumulation,
+                options={key: f"--{field}" for key, field in TRAINER_FIELDS.items()} if by_option else {},
+            )
+        )
+        if self._rank.rank == 0:
+            print(
+                f"optuna-dsat: per_device_train_batch_size {arguments.per_device_train_batch_size} (the script says "
+                f"{micro_batch}), gradient_accumulation_steps {arguments.gradient_accumulation_steps} (the script says "
+                f"{accumulation})" + ("; nothing is evaluated, saved or sent." if self._plan.measures else "."),
+                file=sys.stderr,
+            )
+
+
+def _reset_schedule_length(config: Mapping[str, Any]) -> None:
+    params = (config.get("scheduler") or {}).get("params")
+    if isinstance(params, dict):
+        params.update({key: "auto" for key in SCHEDULE_LENGTH_KEYS if key in params})
+
+
+def _disable_method(cls: Any, name: str) -> None:
+    original = getattr(cls, name, None)
+    if original is None:  # other versions of the library lack the method
+        return
+
+    @functools.wraps(original)
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    setattr(cls, name, nothing)
+
+
+def _no_evaluation(trainer: Any, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
+    """Replace ``Trainer.evaluate`` in a launch that measures; returns a loss of NaN, since scripts may read it."""
+    del trainer
+    return {f"{metric_key_prefix}_loss": float("nan")}
+
+
+def _no_evaluation_callback(base: Any) -> Any:
+    """Return a ``TrainerCallback`` class that keeps the Trainer from evaluating and saving."""
+
+    class SkipEvaluationAndSaving(base):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            del args, state, kwargs
+            control.should_evaluate = control.should_save = False
+            return control
+
+        on_epoch_end = on_step_end
+
+    return SkipEvaluationAndSaving

@@ -1,0 +1,174 @@
+"""Applies the launch's config to Lightning's DeepSpeed strategy, for its Trainer and for Fabric.
+
+The strategy reads the config before ``deepspeed.initialize`` does: it builds the model under ``zero.Init`` at ZeRO 3.
+The Trainer rejects a config with ``gradient_accumulation_steps``, which is its own argument; that argument is set to
+the launch's value instead. Batches come from the script's own loader.
+
+In a launch that measures, the Trainer does not validate, save, log or resume. This module does not import Lightning.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from optuna_dsat.runtime.events import Event, TrainerFound
+from optuna_dsat.runtime.overlay import LaidConfig, effective_config
+from optuna_dsat.runtime.rank import LaunchPlan, Rank
+
+__all__ = ["LightningHook"]
+
+_ACCUMULATION = "gradient_accumulation_steps"
+_NEEDS_VALIDATION = frozenset({"Checkpoint", "EarlyStopping", "ModelCheckpoint"})
+"""Class names of callbacks that save checkpoints or require metrics of validation."""
+
+
+class LightningHook:
+    """Patches Lightning once the script has imported it.
+
+    Args:
+        plan: The launch.
+        rank: This rank.
+        write: Records an event.
+    """
+
+    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._write = write
+        self._found = False
+
+    def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
+        """Return module name -> function to call with the module once it is imported."""
+        return {
+            "lightning.fabric.strategies.deepspeed": self._strategy_imported,
+            "lightning.pytorch.strategies.deepspeed": self._trainer_strategy_imported,
+            "lightning.pytorch.trainer.trainer": self._trainer_imported,
+            # The same code in the separate packages lightning_fabric and pytorch_lightning.
+            "lightning_fabric.strategies.deepspeed": self._strategy_imported,
+            "pytorch_lightning.strategies.deepspeed": self._trainer_strategy_imported,
+            "pytorch_lightning.trainer.trainer": self._trainer_imported,
+        }
+
+    def _strategy_imported(self, module: Any) -> None:
+        self._patch_strategy(module.DeepSpeedStrategy)
+
+    def _trainer_strategy_imported(self, module: Any) -> None:
+        cls = module.DeepSpeedStrategy
+        self._patch_strategy(cls, without=_ACCUMULATION)
+        format_config = cls._format_config
+
+        @functools.wraps(format_config)
+        def set_accumulation_and_format(strategy: Any) -> None:
+            trainer = getattr(strategy.lightning_module, "trainer", None)
+            if trainer is not None:
+                own = int(trainer.accumulate_grad_batches)
+                if isinstance(self._plan.overlay.get(_ACCUMULATION), int):
+                    trainer.accumulate_grad_batches = self._plan.overlay[_ACCUMULATION]
+                self._report(own)
+            format_config(strategy)
+
+        cls._format_config = set_accumulation_and_format
+
+    def _patch_strategy(self, cls: Any, *, without: str = "") -> None:
+        """Apply the overlay to the config of every strategy, before its ZeRO stage is read."""
+        original = cls.__init__
+
+        @functools.wraps(original)
+        def init(strategy: Any, *args: Any, **kwargs: Any) -> None:
+            original(strategy, *args, **kwargs)
+            if isinstance(strategy.config, Mapping):
+                laid = effective_config(strategy.config, self._plan.overlay)
+                laid.pop(without, None)
+                strategy.config = LaidConfig(strategy.config, laid)
+
+        cls.__init__ = init
+
+    def _trainer_imported(self, module: Any) -> None:
+        if not self._plan.measures:
+            return
+        cls = module.Trainer
+        init, fit = cls.__init__, cls.fit
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def init_as_launched(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            self._check_ranks(given.get("devices", "auto"), given.get("num_nodes", 1))
+            init(*args, **kwargs)
+
+        @functools.wraps(fit)
+        def fit_without_validation(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._disable_evaluation_and_saving(trainer)
+            kwargs.pop("ckpt_path", None)  # of another ZeRO stage, and not part of the measurement
+            return fit(trainer, *args[:4], **kwargs)
+
+        cls.__init__, cls.fit = init_as_launched, fit_without_validation
+
+    def _check_ranks(self, devices: Any, nodes: int) -> None:
+        """Refuse a Trainer that asks for another number of devices than the launch has ranks, as Lightning does later.
+
+        Raises:
+            ValueError: If it does; the message has the options with which it gets its number.
+        """
+        number = _number_of(devices)
+        wanted = None if number is None else nodes * number
+        if wanted not in (None, self._rank.world_size):
+            ranks = "1 rank" if self._rank.world_size == 1 else f"{self._rank.world_size} ranks"
+            on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
+            raise ValueError(
+                f"the script's Trainer asks for devices={devices!r}{on_nodes}, and this launch has {ranks}: tune with "
+                f"--gpus-per-trial {wanted} (--cpu-ranks {wanted} on the CPU) "
+                'or let the script say devices="auto"'
+            )
+
+    def _disable_evaluation_and_saving(self, trainer: Any) -> None:
+        trainer.callbacks = [
+            callback
+            for callback in trainer.callbacks
+            if _NEEDS_VALIDATION.isdisjoint(base.__name__ for base in type(callback).__mro__)
+        ]
+        trainer.loggers = []
+        trainer.limit_val_batches = 0
+        trainer.num_sanity_val_steps = 0
+        # Extend the training to the last measured step even if the dataset is small.
+        loop, last = trainer.fit_loop, self._plan.most_steps
+        if loop.max_epochs is not None and loop.max_epochs >= 0:
+            loop.max_epochs = max(loop.max_epochs, last)
+        if loop.epoch_loop.max_steps >= 0:
+            loop.epoch_loop.max_steps = max(loop.epoch_loop.max_steps, last)
+
+    def _report(self, accumulation: int) -> None:
+        if self._found:
+            return
+        self._found = True
+        self._write(
+            TrainerFound(
+                rank=self._rank.rank,
+                time=time.time(),
+                framework="lightning",
+                micro_batch=None,
+                gradient_accumulation_steps=accumulation,
+                options={},
+            )
+        )
+
+
+def _number_of(devices: Any) -> int | None:
+    """Return how many devices an argument of Lightning's Trainer asks for; None if it leaves that open.
+
+    Args:
+        devices: A number, a list of indices, either of these as text (``"2"``, ``"0,1"``), ``-1`` or ``"auto"``.
+    """
+    if isinstance(devices, str):
+        indices = [word.strip() for word in devices.split(",") if word.strip()]
+        if not all(index.isdigit() for index in indices):
+            return None
+        devices = int(indices[0]) if len(indices) == 1 and "," not in devices else indices
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    return devices if isinstance(devices, int) and devices > 0 else None

@@ -1,0 +1,256 @@
+"""Notes whole numbers that parsers gave a script: argparse and its kin, click, typer, Fire, Hydra, OmegaConf, tyro."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from optuna_dsat.runtime.imports import replace_function
+from optuna_dsat.runtime.user_code import is_size, is_stage
+
+__all__ = [
+    "ParserWatch",
+    "means_batch",
+    "means_elsewhere",
+    "means_length",
+    "means_stage",
+    "names_training_batch",
+    "numbers",
+]
+
+_BATCH = re.compile(r"batch|(^|[-_.])(m?bsz?|mbs|b)(=?$|[-_.=])", re.IGNORECASE)
+"""Names that mean a batch size."""
+_ELSEWHERE = re.compile(r"eval|valid|test|predict|infer|generat", re.IGNORECASE)
+"""Names that mean another one than that of training."""
+_LENGTH = re.compile(r"bptt|seq|len|context|ctx|block|window|token", re.IGNORECASE)
+"""Names that mean the length of what is trained on."""
+_STAGE = re.compile(r"stage(?!s)|zero", re.IGNORECASE)
+"""Names that may mean a ZeRO stage; 'stages' are counted."""
+
+
+def means_batch(name: str) -> bool:
+    """Whether a name means a batch size, of training or another."""
+    return _BATCH.search(name) is not None
+
+
+def means_elsewhere(name: str) -> bool:
+    """Whether a name means something of evaluation and its like."""
+    return _ELSEWHERE.search(name) is not None
+
+
+def means_length(name: str) -> bool:
+    """Whether a name means the length of a sequence, and no batch size."""
+    return _LENGTH.search(name) is not None and not means_batch(name)
+
+
+def means_stage(name: str) -> bool:
+    """Whether a name may mean a ZeRO stage."""
+    return _STAGE.search(name) is not None
+
+
+@cache  # asked of every option of the script at each forward pass
+def names_training_batch(name: str) -> bool:
+    """Whether a name means a batch size of training."""
+    return means_batch(name) and not means_elsewhere(name)
+
+
+_DEPTH = 8
+"""Levels of nested settings that are looked at."""
+
+
+class ParserWatch:
+    """Notes what parsers parse. ``simple_parsing`` and ``HfArgumentParser`` are parsers of argparse.
+
+    Args:
+        outputs: Folder that receives what Hydra writes of a run; None to leave that as the script says.
+    """
+
+    def __init__(self, *, outputs: Path | None = None) -> None:
+        self._outputs = outputs
+        self._dotlist = False
+        """Whether OmegaConf read overrides ``key=value`` from the command line."""
+        self.options: dict[str, int] = {}
+        """Option -> parsed value; one that ends with ``=`` is an override ``key=value``."""
+        self.defaults: dict[str, int] = {}
+        """Option -> its default."""
+        self.choices: dict[str, list[int]] = {}
+        """Option that may mean a ZeRO stage -> the stages that it accepts, where it lists them."""
+
+    def install(self) -> None:
+        """Start noting what argparse parses; other libraries are watched as they are imported (``callbacks``)."""
+        original = argparse.ArgumentParser.parse_known_args
+
+        @functools.wraps(original)
+        def parse_known_args(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+            found = original(parser, *args, **kwargs)
+            values = vars(found[0])
+            for action in parser._actions:
+                value = values.get(action.dest, action.default)
+                self._note(action.option_strings, value)
+                for option in action.option_strings:
+                    if is_size(action.default):
+                        self.defaults.setdefault(option, action.default)
+                    if isinstance(action.choices, Iterable) and means_stage(option):
+                        self.choices.setdefault(option, [choice for choice in action.choices if is_stage(choice)])
+            return found
+
+        argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
+
+    def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
+        """Return what to call when a module has been imported, by its name."""
+        return {
+            "click.core": self._click_imported,
+            "typer._click.core": self._click_imported,
+            "fire.core": self._fire_imported,
+            "hydra.core.utils": self._hydra_imported,
+            "omegaconf.omegaconf": self._omegaconf_imported,
+            "tyro._calling": self._tyro_imported,
+        }
+
+    def _note(self, spellings: Sequence[str], value: Any) -> None:
+        """Note an option's value under the spellings that the command line uses; under all if it uses none."""
+        for option in [one for one in spellings if one in _given()] or spellings:
+            if is_size(value) or (is_stage(value) and means_stage(option)):
+                self.options.setdefault(option, value)
+
+    def _note_overrides(self, config: Any) -> None:
+        for _, _, key, value in numbers(config):
+            if not key.startswith("hydra."):
+                self.options.setdefault(f"{key}=", value)
+
+    def _click_imported(self, core: ModuleType) -> None:
+        original = core.Command.make_context
+
+        @functools.wraps(original)
+        def make_context(command: Any, *args: Any, **kwargs: Any) -> Any:
+            context = original(command, *args, **kwargs)
+            for param in getattr(command, "params", ()):
+                dashed = [option for option in getattr(param, "opts", ()) if option.startswith("-")]
+                self._note(sorted(dashed, key=len, reverse=True), context.params.get(param.name))
+            return context
+
+        core.Command.make_context = make_context
+
+    def _fire_imported(self, core: ModuleType) -> None:
+        """Note the parameters of the functions that Python Fire calls; it has no parser of its own to ask."""
+        original = core._MakeParseFn
+
+        @functools.wraps(original)
+        def make_parse(function: Any, *args: Any, **kwargs: Any) -> Any:
+            parse = original(function, *args, **kwargs)
+
+            def noting(words: Any) -> Any:
+                parsed = parse(words)
+                given, named = parsed[0]
+                self._note_parameters(function, given, named)
+                return parsed
+
+            return noting
+
+        core._MakeParseFn = make_parse  # type: ignore[attr-defined]
+
+    def _note_parameters(self, function: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Note what a call binds to each parameter; one that was given by its place has no option to follow by."""
+        try:
+            signature = inspect.signature(function)
+            bound = signature.bind(*given, **named)
+        except (TypeError, ValueError):
+            return
+        bound.apply_defaults()
+        for name, parameter in signature.parameters.items():
+            options = [f"--{name}", f"--{name.replace('_', '-')}"]
+            value, default = bound.arguments.get(name), parameter.default
+            if value == default or not _given().isdisjoint(options):
+                self._note(options if not _given().isdisjoint(options) else options[:1], value)
+            if isinstance(default, int) and is_size(default):
+                self.defaults.setdefault(options[0], default)
+
+    def _hydra_imported(self, utils: ModuleType) -> None:
+        original = utils.run_job
+
+        @functools.wraps(original)
+        def run_job(*args: Any, **kwargs: Any) -> Any:
+            config = kwargs.get("config") if "config" in kwargs else (args[1] if len(args) > 1 else None)
+            omegaconf = sys.modules.get("omegaconf")
+            if omegaconf is not None and config is not None:
+                self._note_overrides(omegaconf.OmegaConf.to_container(config, resolve=False))
+                if self._outputs is not None:
+                    with omegaconf.open_dict(config):
+                        config.hydra.run.dir = str(self._outputs)
+            return original(*args, **kwargs)
+
+        replace_function(utils, "run_job", run_job)
+
+    def _omegaconf_imported(self, module: ModuleType) -> None:
+        """Note what is merged with overrides of the command line: each number of it can be overridden there."""
+        omegaconf = module.OmegaConf
+        from_cli, merge = omegaconf.from_cli, omegaconf.merge
+
+        @functools.wraps(from_cli)
+        def noting_cli(*args: Any, **kwargs: Any) -> Any:
+            self._dotlist = True
+            return from_cli(*args, **kwargs)
+
+        @functools.wraps(merge)
+        def noting_merge(*args: Any, **kwargs: Any) -> Any:
+            merged = merge(*args, **kwargs)
+            if self._dotlist:
+                self._note_overrides(omegaconf.to_container(merged, resolve=False))
+            return merged
+
+        omegaconf.from_cli, omegaconf.merge = staticmethod(noting_cli), staticmethod(noting_merge)
+
+    def _tyro_imported(self, calling: ModuleType) -> None:
+        original = getattr(calling, "callable_with_args", None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def callable_with_args(f: Any, parser_definition: Any, *args: Any, **kwargs: Any) -> Any:
+            values = next((one for one in (*args, *kwargs.values()) if isinstance(one, Mapping)), {})
+            values = {str(name).replace("_", "-"): value for name, value in values.items()}
+            for arg in getattr(parser_definition, "args", ()):
+                self._note_tyros(arg, values)
+            return original(f, parser_definition, *args, **kwargs)
+
+        calling.callable_with_args = callable_with_args  # type: ignore[attr-defined]
+
+    def _note_tyros(self, arg: Any, values: Mapping[Any, Any]) -> None:
+        """Note one of tyro's arguments: what was given for it as text, else its default; names have dashes."""
+        field = getattr(arg, "field", None)
+        flags = [flag for flag in getattr(getattr(arg, "lowered", None), "name_or_flags", ()) if flag.startswith("-")]
+        name = ".".join(filter(None, (getattr(arg, "intern_prefix", ""), getattr(field, "intern_name", ""))))
+        given, default = values.get(name.replace("_", "-")), getattr(field, "default", None)
+        text = given[0] if isinstance(given, list | tuple) and len(given) == 1 else None
+        value = int(text) if isinstance(text, str) and text.isdigit() else default
+        spelled = [*flags, *(f"--{flag[2:].replace('-', '_')}" for flag in flags if "-" in flag[2:])]
+        self._note(spelled if any(one in _given() for one in spelled) else flags, value)
+        if isinstance(default, int) and is_size(default):
+            for flag in flags:
+                self.defaults.setdefault(flag, default)
+
+
+def _given() -> set[str]:
+    """Return the options that stand on the command line."""
+    return {arg.partition("=")[0] for arg in sys.argv[1:]}
+
+
+def numbers(found: Any, prefix: str = "", depth: int = 0) -> Iterable[tuple[Any, Any, str, int]]:
+    """Yield (holder, name in it, dotted key, value) of every whole number in nested mappings and lists."""
+    if depth > _DEPTH or not isinstance(found, MutableMapping | MutableSequence):
+        return
+    items = found.items() if isinstance(found, Mapping) else enumerate(found)
+    for name, value in list(items):
+        key = f"{prefix}.{name}" if prefix else str(name)
+        if is_size(value):
+            yield found, name, key, value
+        else:
+            yield from numbers(value, key, depth + 1)

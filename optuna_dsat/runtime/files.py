@@ -1,0 +1,212 @@
+"""Atomic writes of text files.
+
+A file is written under another name, ``.NAME.PID``, and locked until it takes its own: whoever writes the same file
+next tells by that what a killed process left, in every namespace and on every machine, and removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import sys
+from io import BufferedReader
+from pathlib import Path
+from typing import TextIO
+
+__all__ = [
+    "MESSAGE_CHARS",
+    "TEXT_CHARS",
+    "open_regular",
+    "read_regular",
+    "set_aside",
+    "shortened",
+    "storable",
+    "stream_of",
+    "write_output",
+    "write_text_atomic",
+]
+
+
+def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int | None = None) -> None:
+    """Write a UTF-8 file atomically: readers see the old content or the new, never a part.
+
+    Args:
+        path: The file.
+        text: Its new content.
+        durable: Whether to fsync the new content before it replaces the old.
+        mode: Permission bits of the file; None for the umask's default.
+
+    Raises:
+        OSError: If the folder cannot be written; the temporary file is removed.
+    """
+    _remove_abandoned(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with _open_locked(temporary) as file:
+            if mode is not None:
+                temporary.chmod(mode)
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a UTF-8 file that the user named, as a shell's redirection would: links, pipes and devices stay.
+
+    A regular file is replaced atomically, with its permissions; it is written in place if it has several names or
+    belongs to another user.
+
+    Args:
+        path: The file, or a link to it, a pipe or a device.
+        text: Its new content.
+
+    Raises:
+        OSError: If it cannot be written, or is a block device.
+    """
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        write_text_atomic(path.resolve(), text)
+        return
+    if stat.S_ISBLK(state.st_mode):
+        raise OSError(0, "it is a block device", str(path))
+    if (stream := stream_of(path)) is not None:
+        stream.write(text)
+        stream.flush()
+        return
+    if stat.S_ISREG(state.st_mode) and state.st_nlink == 1 and state.st_uid == os.geteuid():
+        write_text_atomic(path.resolve(), text, mode=stat.S_IMODE(state.st_mode))
+        return
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def stream_of(path: Path) -> TextIO | None:
+    """Return the standard stream that a path names, such as ``/dev/stdout``; None if it names none."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+                return stream
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or folder to ``NAME.old-N``, with the first N that is free; return the new path.
+
+    Raises:
+        OSError: If it cannot be renamed.
+    """
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.old-{number}")):
+        number += 1
+    return path.rename(aside)
+
+
+def _open_locked(temporary: Path) -> TextIO:
+    """Open a file for writing and lock it, again if it was taken for an abandoned one before that."""
+    while True:
+        file = temporary.open("w", encoding="utf-8")
+        with contextlib.suppress(OSError):  # a file system without locks: nobody removes it there
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what killed processes left of a file that they were writing."""
+    prefix = f".{path.name}."
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        left = [one.path for one in entries if one.name.startswith(prefix) and one.name[len(prefix) :].isdigit()]
+        for name in left:
+            with contextlib.suppress(OSError):
+                _remove_unlocked(Path(name))
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file that nobody has locked.
+
+    Raises:
+        OSError: If it is locked, or cannot be.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.lstat()):
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+_MOST_BYTES = 16 * 2**20
+
+
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file for reading; reading gives None where it has nothing yet.
+
+    A pipe blocks who opens it, and a log of the kernel in ``/proc``, a regular file by its mode, who reads it.
+
+    Raises:
+        OSError: If it cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: str | os.PathLike[str], *, most_bytes: int = _MOST_BYTES) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        path: The file.
+        most_bytes: Largest size that is read.
+
+    Raises:
+        OSError: If it cannot be opened or read, is no regular file, is larger, or has nothing yet.
+    """
+    with open_regular(path) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        content: bytes | None = file.read(most_bytes + 1) if size_bytes <= most_bytes else b""
+    if content is None:
+        raise BlockingIOError(errno.EAGAIN, "it has nothing yet, as a log of the kernel in /proc", os.fspath(path))
+    if max(size_bytes, len(content)) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", os.fspath(path))
+    return content
+
+
+MESSAGE_CHARS = 2_000
+"""Longest message of an error that is kept beside a launch; its log has the whole."""
+TEXT_CHARS = 8_000
+"""Longest text of an event, such as a traceback."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def storable(text: str) -> str:
+    """Return the text without what databases and encodings refuse: NUL characters and halves of surrogate pairs."""
+    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\x00", "\N{SYMBOL FOR NULL}"))
+
+
+def shortened(text: str, limit_chars: int) -> str:
+    """Return the text, of a longer one beginning and end with the number of characters between them.
+
+    Args:
+        text: The text.
+        limit_chars: Characters to which it is returned whole, and of a longer one that are kept.
+    """
+    if len(text) <= limit_chars:
+        return text
+    head = limit_chars // 3
+    left_out = len(text) - limit_chars
+    return f"{text[:head]} [... {left_out} characters left out ...] {text[head + left_out :]}"

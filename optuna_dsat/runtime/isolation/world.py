@@ -1,0 +1,399 @@
+"""A launch's own view of the file system: what its processes change is kept in the launch's folder.
+
+torchrun's agent enters the world before it starts ranks (``enter_world``), so that ranks, their subprocesses and C++
+libraries are all inside. Each covered folder becomes an overlay in a mount namespace. Where that cannot be, a folder is
+``redirected``: ranks redirect writers of Python themselves (``runtime/isolation/redirection.py``). ``passed`` folders
+are shared with the rest of the machine: the launch's folder, caches, and what the user names by ``--writable``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import getpass
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.runtime.files import write_text_atomic
+from optuna_dsat.runtime.imports import replace_function
+from optuna_dsat.runtime.isolation import mounts
+
+__all__ = ["NEW_CACHES", "World", "WorldPlan", "enter_world", "rename_across_layers"]
+
+_SYSTEM = frozenset(
+    {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "lost+found", "nix", "proc", "run", "sbin", "snap"}
+    | {"sys", "usr", "var"}
+)
+"""Folders of ``/`` that belong to the system. What a command uses below ``/usr/local`` and ``/var`` is covered."""
+_SHARED_MEMORY = "/dev/shm"
+_NO_FILES = frozenset(
+    {"autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"}
+    | {"fuse.lxcfs", "fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore", "ramfs", "securityfs", "sysfs"}
+    | {"tracefs"}
+)
+"""Types of file systems without files of users (filesystems(5))."""
+_CACHE_VARIABLES = (
+    "CUDA_CACHE_PATH",
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "HF_DATASETS_CACHE",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "MPLCONFIGDIR",
+    "NLTK_DATA",
+    "NUMBA_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCH_HOME",
+    "TRANSFORMERS_CACHE",
+    "TRITON_CACHE_DIR",
+    "XDG_CACHE_HOME",
+)
+NEW_CACHES = "caches"
+"""Folder next to run directories for caches that did not exist before the search."""
+_CACHES_AT_HOME = (".cache", ".nv", ".triton", "nltk_data")
+_PIPES = ("/tmp/nvidia-mps",)
+"""Folders with named pipes of services (CUDA's MPS), which an overlay does not connect to."""
+_MOST_ENTRIES = 1000
+"""Entries of a folder that are looked at for groups that a user namespace cannot represent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldPlan:
+    """What the launcher decides about a launch's world; part of the launch description."""
+
+    isolation: str = "off"
+    """``auto``, ``python`` (no mounts) or ``off``."""
+    folder: str = ""
+    """Folder for what the launch changes, within its run directory; empty where the launch has no world."""
+    passed: tuple[str, ...] = ()
+    """Paths that stay shared, as the user and the launcher name them."""
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> WorldPlan:
+        """Build from the plan's JSON.
+
+        Raises:
+            TypeError: If it is the record of another thing.
+        """
+        return cls(**{**record, "passed": tuple(record.get("passed", ()))})
+
+    @property
+    def record(self) -> Path:
+        """File that describes the world that was made."""
+        return Path(f"{self.folder}.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The world that was made for a launch on this machine."""
+
+    mode: str = "off"
+    """``mount``, ``python`` or ``off``."""
+    mounted: tuple[str, ...] = ()
+    """Folders under an overlay."""
+    redirected: tuple[str, ...] = ()
+    """Folders in which ranks redirect writers of Python."""
+    passed: tuple[str, ...] = ()
+    """Paths that are shared with the rest of the machine."""
+    reason: str = ""
+    """Why folders that the command uses are redirected; empty if none are."""
+    unprivileged: bool = False
+    """Whether the mounts are in a user namespace."""
+
+    @property
+    def covers_shared_memory(self) -> bool:
+        """Whether ``/dev/shm`` is the launch's own."""
+        return _SHARED_MEMORY in self.mounted
+
+    def save(self, path: Path) -> None:
+        """Write the record of the world."""
+        write_text_atomic(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> World:
+        """Read the record of a world; one that cannot be read is off.
+
+        Args:
+            path: ``WorldPlan.record``.
+        """
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
+            return cls(**fields)
+        except (OSError, ValueError, TypeError, AttributeError):
+            return cls()
+
+
+def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> World:
+    """Enter the world of a launch; call it in a process with one thread, before anything is started from it.
+
+    Args:
+        plan: The plan.
+        cwd: The script's working directory.
+        arguments: Words of the command: paths among them are covered.
+        environ: Environment of the launch: likewise.
+
+    Returns:
+        The world, which is also written to ``plan.record``.
+    """
+    if plan.isolation == "off" or not plan.folder:
+        return World()
+    Path(plan.folder).mkdir(parents=True, exist_ok=True)
+    points = mounts.mount_points()
+    covered = covered_folders(cwd, arguments, environ, points)
+    passed = [*plan.passed, *_caches(environ), *filter(os.path.isdir, _PIPES), *_sockets(covered)]
+    world = World(mode="python", redirected=tuple(covered), passed=_real_paths(passed))
+    if plan.isolation == "auto":
+        try:
+            unprivileged = mounts.enter_namespace()
+        except OSError as error:
+            world = replace(world, reason=f"no mount namespace can be made ({error.strerror})")
+        else:
+            used = [cwd, *named_folders(cwd, arguments, environ)]
+            world = _mount_world(world, plan, points, used=used, unprivileged=unprivileged)
+            os.chdir(cwd)
+    world.save(plan.record)
+    return world
+
+
+def covered_folders(
+    cwd: str, arguments: Sequence[str], environ: Mapping[str, str], points: Mapping[str, str]
+) -> list[str]:
+    """Return the folders in which a launch may change files, none below another of the same file system.
+
+    These are the folders of ``/`` that do not belong to the system, mounts below them, temporary folders, shared
+    memory, and the folders that the command names; those alone that this user may write to.
+
+    Args:
+        cwd: The script's working directory.
+        arguments: Words of the command.
+        environ: Environment of the launch.
+        points: Mount point -> type of file system.
+    """
+    folders = [f"/{name}" for name in os.listdir("/") if name not in _SYSTEM]
+    folders = [folder for folder in folders if os.path.isdir(folder) and not os.path.islink(folder)]
+    temporary = {tempfile.gettempdir(), environ.get("TMPDIR", ""), "/tmp", "/var/tmp", _SHARED_MEMORY}
+    folders += [cwd, environ.get("HOME", ""), *temporary, *named_folders(cwd, arguments, environ)]
+    wanted = {os.path.realpath(folder) for folder in folders if folder and os.path.isdir(folder)} - {"/"}
+    wanted |= {point for point, kind in points.items() if kind not in _NO_FILES and _is_below(point, wanted)}
+    found: list[str] = []
+    for folder in sorted(wanted):
+        above = [other for other in found if _is_below(folder, [other])]
+        if above and _mount_of(folder, points) == _mount_of(above[-1], points):
+            continue
+        if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
+            found.append(folder)
+    return found
+
+
+def named_folders(cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the folders that arguments and variables name, or the nearest folder above that is there."""
+    words = [word for argument in arguments for word in (argument, argument.partition("=")[2])]
+    words = [word for word in words if word and (os.sep in word or os.path.lexists(os.path.join(cwd, word)))]
+    words += [value for value in environ.values() if value.startswith("/") and os.pathsep not in value]
+    found = set()
+    for word in words:
+        with contextlib.suppress(OSError, ValueError):  # no path that a file system takes
+            path = os.path.realpath(os.path.join(cwd, word))
+            while not os.path.isdir(path):
+                path = os.path.dirname(path)
+            if not _is_of_system(path):
+                found.add(path)
+    return sorted(found)
+
+
+def _is_of_system(path: str) -> bool:
+    if _is_below(path, ["/usr/local", "/var", _SHARED_MEMORY]):
+        return path in ("/usr/local", "/var")
+    return path == "/" or path.split("/")[1] in _SYSTEM
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def _mount_of(path: str, points: Collection[str]) -> str:
+    return max((point for point in points if point == "/" or _is_below(path, [point])), key=len, default="/")
+
+
+def _real_paths(paths: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({os.path.realpath(path) for path in paths if path}))
+
+
+def _caches(environ: Mapping[str, str]) -> list[str]:
+    """Return folders for what is downloaded or compiled once for all runs."""
+    found = [environ[name] for name in _CACHE_VARIABLES if environ.get(name, "").startswith("/")]
+    if home := environ.get("HOME"):
+        found += [os.path.join(home, name) for name in _CACHES_AT_HOME]
+    with contextlib.suppress(OSError, KeyError):  # a user without a name
+        found.append(os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
+    return found
+
+
+def _sockets(folders: Collection[str]) -> list[str]:
+    """Return the sockets of servers in covered folders: an overlay does not connect to them (unix(7))."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            path = line.rstrip("\n").partition(" /")[2]
+            if path and _is_below(f"/{path}", folders) and os.path.exists(f"/{path}"):
+                found.append(f"/{path}")
+    return found
+
+
+class _Layers:
+    """Where the upper layers of a launch's overlays are: in its folder, or in memory where that does not serve."""
+
+    def __init__(self, folder: Path, *, unprivileged: bool) -> None:
+        for name in ("layers", "memory"):
+            (folder / name).mkdir(exist_ok=True)
+        self._folder = folder
+        self._unprivileged = unprivileged
+        self._disk = mounts.open_path(str(folder / "layers"))
+        self._memory: int | None = None
+
+    def mount(self, path: str, lower: int, name: str) -> None:
+        """Mount an overlay on a folder.
+
+        Raises:
+            OSError: If it takes none.
+        """
+        if path != _SHARED_MEMORY:
+            with contextlib.suppress(OSError):
+                mounts.mount_overlay(path, lower=lower, layers=self._disk, name=name, unprivileged=self._unprivileged)
+                return
+        if self._memory is None:
+            mounts.mount_tmpfs(str(self._folder / "memory"), like=_SHARED_MEMORY)
+            self._memory = mounts.open_path(str(self._folder / "memory"))
+        mounts.mount_overlay(path, lower=lower, layers=self._memory, name=name, unprivileged=self._unprivileged)
+
+    def close(self) -> None:
+        """Hide the layers: the script must not meet its own changes a second time."""
+        for name in ("layers", "memory"):
+            mounts.mount_tmpfs(str(self._folder / name))
+        for descriptor in filter(None, (self._disk, self._memory)):
+            os.close(descriptor)
+
+
+def _mount_world(
+    world: World, plan: WorldPlan, points: Mapping[str, str], *, used: Sequence[str], unprivileged: bool
+) -> World:
+    """Mount overlays on the covered folders; those that do not take one stay redirected.
+
+    Args:
+        world: The covered folders and the shared paths.
+        plan: The plan of the launch.
+        points: Mount point -> type of file system.
+        used: Folders that the command uses.
+        unprivileged: Whether this process is in a user namespace.
+    """
+    covered = world.redirected
+    shared = [path for path in world.passed if _is_below(path, covered)]
+    below = [point for point in points if _is_below(point, covered) and point not in covered]
+    through = {path: mounts.open_path(path) for path in sorted({*shared, *below}) if os.path.lexists(path)}
+    caches = _new_caches([path for path in shared if path not in through], Path(plan.folder).parent.parent / NEW_CACHES)
+    lowers = {path: mounts.open_path(path) for path in covered}
+    layers = _Layers(Path(plan.folder), unprivileged=unprivileged)
+    mounted: list[str] = []
+    failed: dict[str, str] = {}
+    for number, (path, lower) in enumerate(lowers.items()):
+        try:
+            layers.mount(path, lower, str(number))
+            if unprivileged and (name := _unmappable(path, used)):
+                mounts.unmount(path)
+                raise OSError(errno.EOVERFLOW, f"{name} belongs to another group than this user's first")
+            mounted.append(path)
+        except OSError as error:
+            failed[path] = error.strerror or str(error)
+            if _is_below(path, mounted):
+                mounts.bind(lower, path)
+    for path, descriptor in through.items():
+        if _is_below(path, mounted):
+            with contextlib.suppress(OSError):  # its owner has removed it meanwhile
+                mounts.bind(descriptor, path)
+    for path, descriptor in caches.items():
+        if _is_below(path, mounted):
+            with contextlib.suppress(OSError):  # the launch has a cache of its own then
+                os.makedirs(path, exist_ok=True)
+                mounts.bind(descriptor, path)
+    for descriptor in (*through.values(), *caches.values(), *lowers.values()):
+        os.close(descriptor)
+    layers.close()
+    return replace(
+        world,
+        mode="mount" if mounted else "python",
+        mounted=tuple(mounted),
+        redirected=tuple(failed),
+        reason="; ".join(
+            f"{path}: {why}" for path, why in failed.items() if any(_is_below(each, [path]) for each in used)
+        ),
+        unprivileged=unprivileged,
+    )
+
+
+def _unmappable(path: str, used: Iterable[str]) -> str:
+    """Return a path of this user's in a covered folder whose group a user namespace cannot represent; empty for none.
+
+    Such a file cannot be changed there (EOVERFLOW).
+    """
+    unknown = int(Path("/proc/sys/kernel/overflowgid").read_text(encoding="ascii"))
+    if unknown == os.getegid():
+        return ""
+    for folder in used:
+        if not _is_below(folder, [path]):
+            continue
+        above = [parent for parent in map(str, Path(folder).parents) if parent != path and _is_below(parent, [path])]
+        names = os.listdir(folder)[:_MOST_ENTRIES] if os.access(folder, os.R_OK) else []
+        for each in (folder, *above, *(os.path.join(folder, name) for name in names)):
+            with contextlib.suppress(OSError):  # gone
+                found = os.lstat(each)
+                if found.st_uid == os.geteuid() and found.st_gid == unknown:
+                    return each
+    return ""
+
+
+def _new_caches(paths: Iterable[str], folder: Path) -> dict[str, int]:
+    """Make folders, common to the launches of a study, for caches that do not exist yet.
+
+    Args:
+        paths: Where the script looks for its caches.
+        folder: Where they are kept.
+
+    Returns:
+        Path of the cache -> descriptor of its folder.
+    """
+    found = {}
+    for path in paths:
+        with contextlib.suppress(OSError):  # the launch has a cache of its own then
+            own = folder / path.lstrip("/").replace("/", "_")
+            own.mkdir(parents=True, exist_ok=True)
+            found[path] = mounts.open_path(str(own))
+    return found
+
+
+def rename_across_layers() -> None:
+    """Make ``os.rename`` and ``os.replace`` copy a folder that an overlay in a user namespace cannot rename (EXDEV)."""
+
+    def copying(original: Any) -> Any:
+        def rename(src: Any, dst: Any, **named: Any) -> None:
+            try:
+                original(src, dst, **named)
+            except OSError as error:
+                if error.errno != errno.EXDEV or named or not os.path.isdir(src) or os.path.islink(src):
+                    raise
+                if os.path.isdir(dst):
+                    os.rmdir(dst)
+                shutil.copytree(src, dst, symlinks=True)
+                shutil.rmtree(src)
+
+        return rename
+
+    for name in ("rename", "replace"):
+        replace_function(os, name, copying(getattr(os, name)))

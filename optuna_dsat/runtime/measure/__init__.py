@@ -1,0 +1,1 @@
+"""Measure the steps of an engine: time, inputs, memory, FLOPs."""

@@ -1,0 +1,512 @@
+"""Measures the optimizer steps of one DeepSpeed engine by wrapping its methods on the instance.
+
+A step ends at a gradient-accumulation boundary. Steps are counted here, from 1. One that the loss scaler skipped is
+recorded but does not count: the launch goes on for another, up to ``MOST_SKIPPED_STEPS``. Forward passes in evaluation
+mode or without gradients do not count as training; the time that they take between the phases is recorded apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from optuna_dsat.runtime.events import Event, StepMeasured
+from optuna_dsat.runtime.measure.clock import Clock
+from optuna_dsat.runtime.measure.engine import (
+    MOST_SKIPPED_STEPS,
+    SkipDetector,
+    global_steps,
+    is_pipeline,
+    is_update_step,
+    loss_of,
+    replace_method,
+)
+from optuna_dsat.runtime.measure.inputs import InputSize, size_of
+from optuna_dsat.runtime.measure.memory import MemoryProbe
+from optuna_dsat.runtime.user_code import Place, places_of
+
+__all__ = ["Meter", "RankState", "StepObserver"]
+
+
+@dataclass
+class RankState:
+    """Current state of this rank; updated by hook and meter, read when the rank fails."""
+
+    phase: str = "script"
+    """See ``RankFailed.phase``."""
+    steps: int = 0
+    """Global steps completed, without those that the loss scaler skipped."""
+    skipped: int = 0
+    """Global steps that the loss scaler skipped."""
+    steps_completed: int | None = None
+    """Batches completed as the script counts them around its current step; None if it does not say."""
+    device: str = ""
+    """``cuda`` or ``cpu``; empty before DeepSpeed was imported."""
+    limited: bool = False
+    """Whether this rank's host memory is limited."""
+    takes_local_rank: bool = False
+    """Whether the script has an option ``--local_rank``."""
+    starts_ranks: bool = False
+    """Whether the script starts its ranks by ``torch.multiprocessing``; one of them runs here then."""
+    joins_ranks: bool = False
+    """Whether the runtime gave accelerate the backend without which each rank trains alone."""
+    config_option: str = ""
+    """The script's option for its DeepSpeed config whose default is the launch's; empty if there is none."""
+    config_read: bool | None = None
+    """Whether the launch's config was read by its own name; False by the user's alone, None not at all."""
+    fed: int = 0
+    """Inputs that the engine, or its module, was fed in training."""
+    fed_size: int = 0
+    """Samples of the largest of them."""
+    fed_from: Sequence[Place] = ()
+    """Places of the user's code that led to the first of them, the innermost first."""
+
+    def has_measured(self, last_step: int) -> bool:
+        """Return whether a launch up to ``last_step`` ends here."""
+        return self.steps >= last_step or self.skipped >= MOST_SKIPPED_STEPS
+
+
+class StepObserver(Protocol):
+    """Observes the phases of steps (implemented by the profiler)."""
+
+    def observe(self, phase: str, step: int) -> Any:
+        """Return a context manager around a phase (``forward``, ``backward``, ``step``, ``batch``) of a step."""
+        ...
+
+    def boundary(self, step: int, samples: int) -> None:
+        """Called after a step was measured and recorded."""
+        ...
+
+    def discard(self) -> None:
+        """Called after a step that the loss scaler skipped: the next one has its number."""
+        ...
+
+
+@dataclass
+class _Step:
+    """Measurements of the current step."""
+
+    spans: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """(phase, start mark, end mark)."""
+    fed: InputSize = field(default_factory=lambda: InputSize(samples=0))
+    """All inputs."""
+    micro_batch: int | None = None
+    """Largest leading dimension of an input; None if not observed."""
+    direct: InputSize | None = None
+    """Largest batch that the module itself was fed since the last backward pass; None if it was fed none."""
+    by_script: bool = False
+    """Whether the script stepped the optimizer itself."""
+    loss: Any = None
+    """Loss tensor of the last micro-batch; None if not observed."""
+    forward_end: Any = None
+    """Mark of the last forward's end; None once a backward has followed."""
+    evaluation_s: float = 0.0
+    """Duration of completed intervals of evaluation."""
+
+
+class Meter:
+    """Wraps ``forward``, ``backward`` and ``step`` of an engine, or ``train_batch`` of a pipeline engine.
+
+    Overhead per step: two marks per phase, one device synchronization and one line in the event file. A pipeline
+    engine's schedule interleaves its phases; they are reported as 0.
+
+    A script that drives the engine in another way marks its micro-batches with ``micro_batch``.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        rank: Global rank, for the events.
+        write: Records an event.
+        clock: Times the phases.
+        memory: Tracks memory.
+        state: Updated with phase and steps.
+        last_step: The step after which ``exit_process`` is called; skipped ones do not count.
+        exit_process: Ends the script by an exception; called again if the script catches that and trains on.
+        observer: Observes the phases; None for none.
+        size_of: Tells the size of a forward pass's inputs.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        rank: int,
+        write: Callable[[Event], None],
+        clock: Clock,
+        memory: MemoryProbe,
+        state: RankState,
+        last_step: int,
+        exit_process: Callable[[], None],
+        observer: StepObserver | None = None,
+        size_of: Callable[[Any], InputSize | None] = size_of,
+    ) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._write = write
+        self._clock = clock
+        self._memory = memory
+        self._state = state
+        self._unproven: InputSize | None = None
+        self._fed_in_training = False
+        self._trains_in_eval_mode = False
+        self._last_step = last_step
+        self._exit_process = exit_process
+        self._observer = observer
+        self._size_of = size_of
+        self._skips = SkipDetector(engine)
+        self._step = _Step()
+        self._boundary_s = clock.now()
+        self._in_forward = False
+        self._module_hooked = False
+        self._evaluation: tuple[float, float] | None = None
+        """Times at which the current interval of evaluation began and its last forward ended; None outside of one."""
+        self._end_observation: Callable[[], None] | None = None
+        """Ends the current observation of a whole micro-batch; None if there is none."""
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        """Start measuring; the first step's latency counts from this call."""
+        if is_pipeline(self._engine):
+            hook = self._engine.module.register_forward_pre_hook(self._on_pipeline_input, with_kwargs=True)
+            self._undo.append(hook.remove)
+            self._undo.append(replace_method(self._engine, "train_batch", self._wrap_train_batch))
+            if hasattr(self._engine, "eval_batch"):
+                self._undo.append(replace_method(self._engine, "eval_batch", self._wrap_evaluation))
+        else:
+            self._undo.append(replace_method(self._engine, "forward", self._wrap_forward))
+            self._undo.append(replace_method(self._engine, "backward", self._wrap_backward))
+            self._undo.append(replace_method(self._engine, "step", self._wrap_step))
+            self._wrap_optimizer_step()
+            self._hook_module_input()
+        self._state.phase = "between"
+        self._clock.synchronize()
+        self._boundary_s = self._clock.now()
+
+    def detach(self) -> None:
+        """End measuring: the engine is as it was before ``attach``."""
+        while self._undo:
+            self._undo.pop()()
+        self._state.phase = "between"
+
+    def _wrap_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            self._evaluation_begins()
+            result = original(*args, **kwargs)
+            self._evaluation_continues()
+            return result
+
+        return evaluate
+
+    def _evaluation_begins(self) -> None:
+        """Start an interval of evaluation at a forward outside of training, unless one has started."""
+        if self._state.phase == "between" and self._evaluation is None:
+            self._clock.synchronize()
+            now = self._clock.now()
+            self._evaluation = now, now
+
+    def _evaluation_continues(self) -> None:
+        """Extend the interval of evaluation to the end of a forward."""
+        if self._evaluation is not None:
+            self._clock.synchronize()
+            self._evaluation = self._evaluation[0], self._clock.now()
+
+    def _close_evaluation(self) -> None:
+        """End the interval of evaluation, if there is one, with its last forward: training goes on."""
+        if self._evaluation is not None:
+            start, end = self._evaluation
+            self._step.evaluation_s += end - start
+            self._evaluation = None
+
+    def _wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        evaluate = self._wrap_evaluation(original)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_training():
+                self._note_unproven((args, kwargs))
+                return evaluate(*args, **kwargs)
+            self._count_samples((args, kwargs))
+            self._in_forward = True
+            try:
+                with self._phase("forward"):
+                    output = original(*args, **kwargs)
+            finally:
+                self._in_forward = False
+            self._step.forward_end = self._step.spans[-1][2]
+            self._step.loss = loss_of(output)
+            return output
+
+        return forward
+
+    def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self._prove_training()
+            with self._phase("backward"):
+                result = original(loss, *args, **kwargs)
+            self._close_direct()
+            self._step.forward_end = None
+            self._step.loss = loss_of(loss)
+            return result
+
+        return backward
+
+    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._prove_training()
+            self._close_backward()
+            boundary = is_update_step(self._engine)
+            with self._phase("step"):
+                result = original(*args, **kwargs)
+            if boundary:
+                self._finish_step()
+            return result
+
+        return step
+
+    def _wrap_optimizer_step(self) -> None:
+        """Count the updates of scripts that call the optimizer directly instead of the engine (Lightning Fabric)."""
+        optimizer = getattr(self._engine, "optimizer", None)
+        if optimizer is None or getattr(optimizer, "step", None) is None:
+            return
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+                if self._state.phase != "between":
+                    return original(*args, **kwargs)  # the engine's own call
+                self._prove_training()
+                self._close_backward()
+                with self._phase("step"):
+                    result = original(*args, **kwargs)
+                self._step.by_script = True
+                self._finish_step()
+                return result
+
+            return types.MethodType(step, optimizer)  # torch's schedulers require a bound method
+
+        self._undo.append(replace_method(optimizer, "step", wrap))
+
+    def _close_backward(self) -> None:
+        self._close_direct()
+        if self._step.forward_end is not None:
+            # The script called loss.backward(): the time between forward and step counts as backward.
+            self._step.spans.append(("backward", self._step.forward_end, self._clock.mark()))
+            self._step.forward_end = None
+
+    def _wrap_train_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train_batch(*args: Any, **kwargs: Any) -> Any:
+            with self._phase("batch"):
+                loss = original(*args, **kwargs)
+            self._step.loss = loss_of(loss)
+            self._finish_step()
+            return loss
+
+        return train_batch
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Measure forward, backward and step of one micro-batch, however the script calls them.
+
+        Phases and steps within the context that the wrapped methods observe are recorded by them. Otherwise the
+        context is one ``batch`` phase, as a pipeline's, and the step ends with the context in which the engine's
+        ``global_steps`` increased, or with every context if the engine does not count steps.
+        """
+        self._hook_module_input()
+        state, counted, spans = self._state, global_steps(self._engine), len(self._step.spans)
+        ended = state.steps + state.skipped
+        self._state.phase = "forward"
+        start = self._clock.mark()
+        with ExitStack() as observation:
+            if self._observer is not None:
+                observation.enter_context(self._observer.observe("batch", state.steps + 1))
+                self._end_observation = observation.close
+            yield
+        self._end_observation = None
+        self._state.phase = "between"
+        self._close_direct()
+        if state.steps + state.skipped > ended:
+            return
+        if len(self._step.spans) == spans:
+            self._step.spans.append(("batch", start, self._clock.mark()))
+            self._memory.sample()
+        if counted is None or global_steps(self._engine) != counted:
+            self._finish_step()
+
+    def _hook_module_input(self) -> None:
+        if self._module_hooked or is_pipeline(self._engine):
+            return
+        self._module_hooked = True
+        before = self._engine.module.register_forward_pre_hook(self._on_module_input, with_kwargs=True)
+        after = self._engine.module.register_forward_hook(self._on_module_output)
+        self._undo += [before.remove, after.remove]
+
+    def _on_module_input(self, _module: Any, args: Any, kwargs: Any) -> None:
+        if self._in_forward:
+            return
+        if self._is_training():
+            self._close_evaluation()
+            self._count_direct_samples((args, kwargs))
+        else:
+            self._note_unproven((args, kwargs))
+            self._evaluation_begins()
+
+    def _on_module_output(self, *_: Any) -> None:
+        if not self._in_forward and not self._is_training():
+            self._evaluation_continues()
+
+    def _on_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
+        if module.training:
+            self._count_samples((args, kwargs))
+
+    def _is_training(self) -> bool:
+        import torch
+
+        if not torch.is_grad_enabled():
+            return False
+        if self._engine.module.training:
+            self._trains_in_eval_mode = False
+        return bool(self._engine.module.training) or self._trains_in_eval_mode
+
+    def _note_unproven(self, batch: Any) -> None:
+        """Note an input in eval mode but with gradients: evaluation, unless a backward pass follows."""
+        import torch
+
+        if torch.is_grad_enabled():
+            self._unproven = self._size_of(batch)
+
+    def _prove_training(self) -> None:
+        """Count what was fed in eval mode alone since the last backward pass: the script never left that mode.
+
+        Models of ``from_pretrained`` are in eval mode until the script says ``train()``, and train in it.
+        """
+        size, self._unproven = self._unproven, None
+        if size is not None and not self._fed_in_training:
+            self._trains_in_eval_mode = True
+            self._evaluation = None
+            self._note_feeding(size)
+            self._count(size)
+        self._fed_in_training = False
+
+    def _count_samples(self, batch: Any) -> None:
+        self._fed_in_training = True
+        size = self._size_of(batch)
+        if size is not None:
+            self._note_feeding(size)
+            self._count(size)
+
+    def _note_feeding(self, size: InputSize) -> None:
+        state = self._state
+        state.fed += 1
+        state.fed_size = max(state.fed_size, size.samples)
+        if not state.fed_from:
+            state.fed_from = places_of(sys._getframe(1))
+
+    def _count(self, size: InputSize) -> None:
+        self._step.fed += size
+        self._step.micro_batch = max(size.samples, self._step.micro_batch or 0)
+
+    def _count_direct_samples(self, batch: Any) -> None:
+        """Count a batch that the script fed the module itself, past the engine.
+
+        If it is fed several times before a backward pass, as the discriminator of a GAN is, the largest batch counts.
+        """
+        self._fed_in_training = True
+        size = self._size_of(batch)
+        if size is not None:
+            self._note_feeding(size)
+            largest = self._step.direct
+            if largest is None or (size.samples, size.elements) > (largest.samples, largest.elements):
+                self._step.direct = size
+
+    def _close_direct(self) -> None:
+        """Count what the module itself was fed since the last backward pass."""
+        size, self._step.direct = self._step.direct, None
+        if size is not None and size.samples:
+            self._count(size)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._exit_if_measured()
+        self._close_evaluation()
+        # "batch" contains all three phases and starts with forward, as which a failure is reported.
+        self._state.phase = "forward" if name == "batch" else name
+        if self._end_observation is not None:  # the wrapped methods observe each phase on its own
+            self._end_observation()
+            self._end_observation = None
+        start = self._clock.mark()
+        if self._observer is None:
+            yield
+        else:
+            with self._observer.observe(name, self._state.steps + 1):
+                yield
+        self._step.spans.append((name, start, self._clock.mark()))
+        self._memory.sample()
+        self._state.phase = "between"
+
+    def _finish_step(self) -> None:
+        self._close_direct()
+        self._close_evaluation()
+        self._clock.synchronize()
+        now = self._clock.now()
+        step, self._step = self._step, _Step()
+        latency_s, self._boundary_s = now - self._boundary_s, now
+        state = self._state
+        skipped = self._skips.skipped(by_script=step.by_script)
+        skipped_before = state.skipped
+        if skipped:
+            state.skipped += 1
+        else:
+            state.steps += 1
+        seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0, "batch": 0.0}
+        for name, start, end in step.spans:
+            seconds[name] += self._clock.seconds(start, end)
+        peaks = self._memory.peaks()
+        self._write(
+            StepMeasured(
+                rank=self._rank,
+                time=time.time(),
+                step=state.steps + state.skipped,
+                latency_s=latency_s,
+                forward_s=seconds["forward"],
+                backward_s=seconds["backward"],
+                step_s=seconds["step"],
+                samples=step.fed.samples,
+                observed_micro_batch=step.micro_batch,
+                loss=None if step.loss is None else float(step.loss),
+                peak_allocated_bytes=peaks.allocated,
+                peak_reserved_bytes=peaks.reserved,
+                rss_bytes=peaks.resident,
+                evaluation_s=step.evaluation_s,
+                skipped=skipped,
+                skipped_before=skipped_before,
+                elements=step.fed.elements,
+                elements_are_tokens=step.fed.are_tokens,
+                steps_completed=self._steps_completed(),
+            )
+        )
+        if self._observer is not None:
+            if skipped:
+                self._observer.discard()
+            else:
+                self._observer.boundary(state.steps, step.fed.samples)
+        self._exit_if_measured()
+
+    def _exit_if_measured(self) -> None:
+        if self._state.has_measured(self._last_step):
+            self._exit_process()
+
+    def _steps_completed(self) -> int:
+        """Return the batches that the training has completed: the script's count, else the engine's, else ours."""
+        state = self._state
+        if state.steps_completed is not None:
+            return state.steps_completed
+        return max(global_steps(self._engine) or 0, state.steps + state.skipped)

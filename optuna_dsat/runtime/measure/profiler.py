@@ -1,0 +1,252 @@
+"""Measures parameters, activations and FLOPs of one step in the profile launch.
+
+Only the launch's last step is profiled: by then optimizer states and persistent workspaces of the first step are
+allocated (cuBLAS keeps one per thread, of 32 MiB on an H100). FLOPs are counted by torch's ``FlopCounterMode``: 2 per
+multiply-add, recomputation included; custom kernels unknown to torch count as 0. If counting fails, the result is 0,
+which stands for unknown.
+
+Activations are the tensors that autograd saves (CPU), or the growth of allocated memory during forward (CUDA) without
+the parameters that ZeRO 3 has gathered by its end: from the second step on ZeRO 3 keeps up to
+``stage3_max_live_parameters`` of them until backward. Copies of parameters that autocast saves for backward are
+included although they do not grow with the batch; the memory model corrects for them after the first trials.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+from optuna_dsat.runtime.events import Event, ProfileMeasured
+from optuna_dsat.runtime.measure.memory import MemoryProbe, host_memory_bytes
+from optuna_dsat.runtime.rank import LaunchPlan, Rank
+
+__all__ = ["Profiler", "count_parameters"]
+
+_BLOCK_BYTES = 512
+"""Block size to which torch's CUDA allocator rounds up (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+def count_parameters(module: Any) -> tuple[int, int]:
+    """Return the unpartitioned counts of (all, trainable) parameters of a module.
+
+    A rank of a pipeline engine holds the parameters of its own stage only.
+    """
+    sizes = [(_numel(parameter), parameter.requires_grad) for parameter in module.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
+
+
+def _numel(parameter: Any) -> int:
+    # ZeRO 3 replaces a partitioned parameter by an empty tensor and keeps its size in ds_numel.
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
+
+
+class Profiler:
+    """Profiles one step of an engine and records ``ProfileMeasured`` (a ``StepObserver``).
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        accelerator: DeepSpeed's accelerator.
+        plan: The launch.
+        rank: This rank.
+        memory: Tracks memory.
+        write: Records an event.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        accelerator: Any,
+        plan: LaunchPlan,
+        rank: Rank,
+        memory: MemoryProbe,
+        write: Callable[[Event], None],
+    ) -> None:
+        self._engine = engine
+        self._accelerator = accelerator
+        self._on_cpu = accelerator.device_name() == "cpu"
+        self._plan = plan
+        self._rank = rank
+        self._memory = memory
+        self._write = write
+        self._step = plan.end_profile_step
+        self._flops = 0
+        self._flops_known = True
+        self._activations = 0
+
+    @contextmanager
+    def observe(self, phase: str, step: int) -> Iterator[None]:
+        """Count the FLOPs of forward and backward, and the activations that forward saves."""
+        if step != self._step or phase == "step":
+            yield
+            return
+        with ExitStack() as stack:
+            counter = stack.enter_context(_flop_counter())
+            saved: dict[int, int] = {}
+            before = 0
+            module = self._engine.module
+            if phase != "backward":
+                if self._on_cpu:
+                    stack.enter_context(_saved_tensors(module, saved))
+                else:
+                    before = int(self._accelerator.memory_allocated()) - _parameter_bytes(module)
+            yield
+            if phase == "forward" and not self._on_cpu:
+                after = int(self._accelerator.memory_allocated()) - _parameter_bytes(module)
+                self._activations += max(0, after - before)
+        self._activations += sum(saved.values())
+        self._flops += counter.get_total_flops()
+        self._flops_known &= not counter.failed
+
+    def boundary(self, step: int, samples: int) -> None:
+        """Record the profile after the profiled step."""
+        if step != self._step:
+            return
+        params, trainable = count_parameters(self._engine.module)
+        peaks = self._memory.peaks()
+        divisor = max(1, samples)
+        host = host_memory_bytes()
+        self._write(
+            ProfileMeasured(
+                rank=self._rank.rank,
+                time=time.time(),
+                params=params,
+                trainable_params=trainable,
+                largest_layer_params=_largest_layer(self._engine.module),
+                param_bytes=_element_size(self._engine.module),
+                activation_bytes_per_sample=self._activations // divisor,
+                flops_per_sample=self._flops // divisor if self._flops_known else 0,
+                device_memory_bytes=self._device_memory(host),
+                host_memory_bytes=host,
+                peak_bytes=peaks.allocated,
+                device_name=self._device_name(),
+                optimizer=_optimizer_name(self._engine),
+                optimizer_tested=_is_tested(self._engine),
+            )
+        )
+
+    def discard(self) -> None:
+        """Forget what was observed of the profiled step, which was skipped and is run again."""
+        self._flops = self._activations = 0
+        self._flops_known = True
+
+    def _device_memory(self, host: int) -> int:
+        total = host // self._rank.local_world_size
+        if not self._on_cpu:
+            total = int(self._accelerator.total_memory())
+        limit = self._plan.device_memory_bytes
+        return total if limit is None else min(limit, total)
+
+    def _device_name(self) -> str:
+        if self._on_cpu:
+            return platform.processor() or platform.machine()
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_name()
+        return str(self._accelerator.device_name())
+
+
+def _flop_counter() -> Any:
+    """Return a variant of torch's FLOP counter that is safe for DeepSpeed engines.
+
+    It does not track modules, whose hooks would conflict with DeepSpeed's, and sets ``failed`` instead of raising if
+    an operation's formula fails.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
+
+    cpu_attention = "_scaled_dot_product_flash_attention_for_cpu"  # torch has formulas for the CUDA kernels only
+    formulas = {cpu_attention: forward, f"{cpu_attention}_backward": backward}
+    aten = torch.ops.aten
+    attention = {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
+
+    class NoModuleTracker:
+        parents = frozenset({"Global"})
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    class SafeFlopCounter(FlopCounterMode):
+        failed = False
+
+        def __init__(self) -> None:
+            super().__init__(display=False, custom_mapping=attention)
+            self.mod_tracker: Any = NoModuleTracker()
+
+        def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+            try:
+                super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
+            except Exception:  # noqa: BLE001 - formulas assert shapes, which must not end the script
+                self.failed = True
+            return out
+
+    return SafeFlopCounter()
+
+
+def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:
+    """Return a context that records the tensors autograd saves for backward, without parameters.
+
+    Args:
+        module: Its parameters are excluded.
+        saved: Filled with storage address -> bytes.
+    """
+    import torch
+
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor: Any) -> Any:
+        owner = tensor if tensor._base is None else tensor._base
+        if isinstance(owner, torch.nn.Parameter):
+            return tensor  # ZeRO 3 swaps its data between forward and backward, so the object must stay the same
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # a saved output that references its own graph would never be freed
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _parameter_bytes(module: Any) -> int:
+    """Return the bytes currently held by a module's parameters; with ZeRO 3 its partitions and gathered ones."""
+    held: dict[int, int] = {}
+    for parameter in module.parameters():
+        # With a single rank nothing is gathered: the parameter becomes a view of its partition (ds_tensor), which must
+        # not count as growth.
+        for tensor in (parameter, getattr(parameter, "ds_tensor", parameter)):
+            with suppress(RuntimeError, NotImplementedError):  # a tensor without storage of its own
+                storage = tensor.untyped_storage()
+                held[storage.data_ptr()] = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+    return sum(held.values())
+
+
+def _largest_layer(module: Any) -> int:
+    return max((sum(_numel(p) for p in m.parameters(recurse=False)) for m in module.modules()), default=0)
+
+
+def _element_size(module: Any) -> int:
+    return next((int(parameter.element_size()) for parameter in module.parameters()), 4)
+
+
+def _optimizer_name(engine: Any) -> str:
+    optimizer = getattr(engine, "basic_optimizer", None)
+    return "" if optimizer is None else type(optimizer).__name__
+
+
+def _is_tested(engine: Any) -> bool:
+    """Return whether ``engine._do_optimizer_sanity_check`` would accept the optimizer with ZeRO."""
+    optimizer, zero = getattr(engine, "basic_optimizer", None), sys.modules.get("deepspeed.runtime.zero.utils")
+    return optimizer is None or zero is None or bool(zero.is_zero_supported_optimizer(optimizer))

@@ -1,0 +1,411 @@
+"""Process of a rank: redirects its output, runs the script, and records how the rank ended in every case."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import MutableMapping
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, sleep
+from typing import NoReturn
+
+from optuna_dsat.runtime.adapt.config import (
+    ScriptCommand,
+    default_config_option,
+    reads_redirected,
+    replace_config_paths,
+)
+from optuna_dsat.runtime.adapt.journal import (
+    guard_builds,
+    note_shared_buffer,
+    note_shared_memory,
+    note_temporary_files,
+    note_temporary_folders,
+    share_multiprocessing_folder,
+)
+from optuna_dsat.runtime.adapt.ranks import default_local_rank, with_local_rank
+from optuna_dsat.runtime.events import (
+    STEPS_SKIPPED,
+    Event,
+    ModulesImported,
+    RankFailed,
+    RankFinished,
+    RankStarted,
+    decode_event,
+)
+from optuna_dsat.runtime.failure import diagnose, format_traceback, message_with_cause, without_runtime_frames
+from optuna_dsat.runtime.files import MESSAGE_CHARS, TEXT_CHARS, shortened
+from optuna_dsat.runtime.hook import DeepSpeedHook
+from optuna_dsat.runtime.imports import EnvironmentWatch, ImportWatch, imported_modules, loaded_operators
+from optuna_dsat.runtime.isolation.redirection import redirect_writes
+from optuna_dsat.runtime.isolation.world import World, rename_across_layers
+from optuna_dsat.runtime.measure.memory import out_of_memory_errors, process_limit_lifted, unlink_shared_buffers
+from optuna_dsat.runtime.measure.meter import RankState
+from optuna_dsat.runtime.rank import LaunchPlan, Rank
+from optuna_dsat.runtime.reporting import set_current_trial
+from optuna_dsat.runtime.stacks import register_stacks
+from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
+from optuna_dsat.secrecy.references import PREFIX, hidden_text, keep, names_in, resolved
+
+__all__ = [
+    "AGENT_ENV",
+    "EXIT_EVENTS_LOST",
+    "EXIT_LIMIT_S",
+    "FailedExit",
+    "exit_as_python",
+    "exit_code",
+    "run_rank",
+    "take_secrets",
+    "with_secrets",
+]
+
+EXIT_EVENTS_LOST = 74
+"""Exit code of a rank whose events could not be written (``EX_IOERR`` of ``sysexits.h``)."""
+
+AGENT_ENV = "OPTUNA_DSAT_AGENT_PID"
+"""Environment variable with the process number of torchrun, which starts the ranks; the script does not see it."""
+
+EXIT_LIMIT_S = 5.0
+"""Longest time for exit handlers (``finally``, ``with``, ``atexit``) after the last record of a rank."""
+
+_EXIT_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""Signal that raises ``SystemExit`` in the main thread, also while that waits, when another thread has trained."""
+
+_PR_SET_PDEATHSIG = 1
+"""``linux/prctl.h``."""
+
+_HERE = str(Path(__file__).resolve().parent)
+
+_LOCAL_RANKS_TIMEOUT_S = 2.0
+"""Maximum wait for the other ranks of this host, which may still be communicating with this one."""
+
+
+def run_rank(plan: LaunchPlan, rank: Rank, command: ScriptCommand, *, safe_path: bool, forked: bool = False) -> int:
+    """Run the script as this rank of the launch; return the rank's exit code.
+
+    After the last profile step, ``SystemExit`` ends the script as its own call of ``sys.exit`` would.
+
+    Raises:
+        SystemExit: If the script calls ``sys.exit``; the caller exits with its code.
+    """
+    agent = os.environ.pop(AGENT_ENV, "")
+    die_with_parent(int(agent) if agent.isdigit() else os.getppid())
+    if plan.log_dir:
+        redirect_output(Path(plan.log_dir), rank.rank)
+        register_stacks(Path(plan.log_dir), rank.rank)
+    try:
+        return _RankProcess(plan, rank, forked=forked).run(command, safe_path=safe_path)
+    except EventWriteError as error:
+        with contextlib.suppress(OSError, ValueError):  # what keeps events from being written may keep this, too
+            print(error, file=sys.stderr)
+        end_process(EXIT_EVENTS_LOST)
+
+
+class _RankProcess:
+    def __init__(self, plan: LaunchPlan, rank: Rank, *, forked: bool) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._forked = forked
+        self._environment = EnvironmentWatch()
+        self._state = RankState()
+        self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
+        self._world = World() if plan.world.isolation == "off" else World.load(plan.world.record)
+        self._is_done = False
+        """Whether the last record is written. What the script raises after it is its own."""
+
+    def run(self, command: ScriptCommand, *, safe_path: bool) -> int:
+        rank, plan = self._rank, self._plan
+        self._writer.write(
+            RankStarted(
+                rank=rank.rank,
+                time=time.time(),
+                local_rank=rank.local_rank,
+                world_size=rank.world_size,
+                pid=os.getpid(),
+                host=rank.host,
+                forked=self._forked,
+                isolation=self._world.mode,
+                isolation_note=self._world.reason,
+            )
+        )
+        if plan.leavings and not self._world.covers_shared_memory:
+            note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
+        if plan.leavings and plan.measures and self._world.mode != "mount":  # a training may want its folders
+            note_temporary_folders(Path(plan.leavings))
+            note_temporary_files(Path(plan.leavings))
+            note_shared_memory(Path(plan.leavings))
+            ImportWatch({"multiprocessing.util": share_multiprocessing_folder}).install()
+        if self._world.redirected:
+            upper = Path(plan.world.folder) / "files"
+            redirect_writes(upper, folders=self._world.redirected, passed=self._world.passed)
+        if self._world.unprivileged:
+            rename_across_layers()
+        if self._reports_imports:
+            self._environment.install()
+        ImportWatch({"torch.utils.file_baton": guard_builds}).install()
+        hook = DeepSpeedHook(
+            plan=plan, rank=rank, writer=self._writer, state=self._state, exit_process=self._exit_after_last_step
+        )
+        hook.install()
+        set_current_trial(hook)
+        default_local_rank(rank.local_rank, on_found=self._takes_local_rank)
+        given_config = plan.config_path if plan.user_config_path else ""
+        default_config_option(given_config, user_config=plan.user_config_path, on_found=self._takes_config_option)
+        args = replace_config_paths(command.args, user_config=plan.user_config_path, config=plan.config_path)
+        given = with_local_rank(args, rank.local_rank, script=None if command.is_module else Path(command.name))
+        if given != args:
+            args = given
+            self._takes_local_rank()
+        signal.signal(_EXIT_SIGNAL, _exit_script)
+        try:
+            with reads_redirected(
+                user_config=plan.user_config_path, config=plan.config_path, on_read=self._reads_config
+            ):
+                ScriptCommand(name=command.name, is_module=command.is_module, args=args).run(safe_path=safe_path)
+                threading._shutdown()  # type: ignore[attr-defined]  # a thread of the script may still train
+        except BaseException as error:  # noqa: BLE001 - recorded and printed as Python prints it
+            return self._end(error)
+        if not self._is_done:
+            self._finish("script_end")
+            self._limit_exit(0)
+        return 0
+
+    def _end(self, error: BaseException) -> int:
+        """Record what ended the script, unless the rank's end is recorded already; return the rank's exit code.
+
+        Raises:
+            SystemExit: If the script called ``sys.exit`` before the last profile step.
+            FailedExit: If the script of a full training run failed.
+        """
+        if self._is_done:
+            if not isinstance(error, SystemExit):
+                _show(error)
+            return 0
+        if isinstance(error, (EventWriteError, KeyboardInterrupt)):
+            raise error
+        if isinstance(error, SystemExit):
+            code = exit_code(error)
+            self._finish(f"exit_code_{code}" if code else "script_end")
+            self._limit_exit(code)
+            raise error
+        self._fail(error)
+        if not self._plan.measures:
+            raise FailedExit(1)
+        self._limit_exit(1)
+        return 1
+
+    @property
+    def _reports_imports(self) -> bool:
+        """Whether this rank records the script's imports on behalf of all ranks."""
+        return self._plan.purpose == "profile" and self._rank.rank == 0
+
+    def _takes_config_option(self, option: str) -> None:
+        self._state.config_option = option
+
+    def _reads_config(self, by_its_name: bool) -> None:
+        self._state.config_read = self._state.config_read or by_its_name
+
+    def _takes_local_rank(self) -> None:
+        self._state.takes_local_rank = True
+
+    def _finish(self, reason: str) -> None:
+        state = self._state
+        self._writer.write(
+            RankFinished(
+                rank=self._rank.rank,
+                time=time.time(),
+                reason=reason,
+                steps=state.steps,
+                skipped=state.skipped,
+                allocation_failures=out_of_memory_errors(),
+            )
+        )
+        self._is_done = True
+
+    def _exit_after_last_step(self) -> NoReturn:
+        """End the script as ``sys.exit`` would; at every later step again, if the script has caught that."""
+        if not self._is_done:
+            self._record_measured()
+            self._limit_exit(0)
+            if (main := threading.main_thread()) is not threading.current_thread() and main.ident is not None:
+                signal.pthread_kill(main.ident, _EXIT_SIGNAL)
+        raise SystemExit(0)
+
+    def _record_measured(self) -> None:
+        if self._reports_imports:
+            self._writer.write(
+                ModulesImported(
+                    rank=0,
+                    time=time.time(),
+                    modules=imported_modules(),
+                    operators=loaded_operators(),
+                    environment=self._environment.changed(),
+                )
+            )
+        self._finish("profile_done" if self._state.steps >= self._plan.end_profile_step else STEPS_SKIPPED)
+        self._wait_for_local_ranks()
+
+    def _limit_exit(self, code: int) -> None:
+        """End this process by force, with this exit code, if the script's exit handlers take too long."""
+        if self._plan.measures:
+            timer = threading.Timer(EXIT_LIMIT_S, end_process, args=(code,))
+            timer.daemon = True
+            try:
+                with process_limit_lifted():  # for the thread's stack
+                    timer.start()
+            except RuntimeError:  # no memory for a thread
+                end_process(code)
+
+    def _wait_for_local_ranks(self) -> None:
+        """Wait until the other ranks of this host have completed or failed the last step."""
+        paths = [events_path(self._plan.events_dir, rank) for rank in self._rank.local_ranks]
+        deadline = monotonic() + _LOCAL_RANKS_TIMEOUT_S
+        while monotonic() < deadline and not all(map(_has_ended, paths)):
+            sleep(0.005)
+
+    def _fail(self, error: BaseException) -> None:
+        trace = without_runtime_frames(error.__traceback__, _HERE)
+        diagnosis = diagnose(error, phase=self._state.phase, device=self._state.device, limited=self._state.limited)
+        self._writer.write(
+            RankFailed(
+                rank=self._rank.rank,
+                time=time.time(),
+                outcome=diagnosis.outcome.value,
+                phase=self._state.phase,
+                error_type=type(error).__name__,
+                message=shortened(hidden_text(message_with_cause(error)), MESSAGE_CHARS),
+                traceback=shortened(hidden_text(format_traceback(error, trace)), TEXT_CHARS),
+                missing_bytes=diagnosis.missing_bytes,
+                steps=self._state.steps,
+            )
+        )
+        self._is_done = True
+        _show(error)
+
+
+def _exit_script(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _show(error: BaseException) -> None:
+    """Print an exception as Python does."""
+    trace = without_runtime_frames(error.__traceback__, _HERE)
+    try:
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except BaseException:  # noqa: BLE001 - the script's own hook
+        traceback.print_exc()
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; at once if it has ended. Does nothing outside Linux.
+
+    Args:
+        parent: Process number of the parent, taken by the parent itself: this process's own question for it may come
+            when that has ended, and then names another.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def redirect_output(log_dir: Path, rank: int) -> None:
+    """Send this process's output to ``rank{R}.stdout.log`` and ``rank{R}.stderr.log``; empty its input.
+
+    A script may poll its input, which the kernel refuses for the null device. A pipe at its end reads the same.
+    """
+    reader, writer = os.pipe()
+    os.close(writer)
+    os.dup2(reader, 0)
+    os.close(reader)
+    if sys.stdin is None or sys.stdin.closed:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - of the whole process
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        stream.flush()
+        target = os.open(log_dir / f"rank{rank}.{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, 1 if name == "stdout" else 2)
+        os.close(target)
+
+
+def end_process(code: int) -> NoReturn:
+    """End immediately after flushing output, without the teardown of Python, CUDA and the process group (seconds)."""
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for workers that are killed
+    multiprocessing = sys.modules.get("multiprocessing")
+    for worker in multiprocessing.active_children() if multiprocessing is not None else ():
+        worker.kill()  # data loader workers otherwise outlive this process by seconds
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a full disk, or a stream the script has closed
+            continue
+    ctypes.CDLL(None).fflush(None)
+    unlink_shared_buffers()
+    os._exit(code)
+
+
+def _has_ended(path: Path) -> bool:
+    try:
+        last = path.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2]
+    except OSError:
+        return True  # no such rank on this host
+    event: Event | None = decode_event(last)
+    return isinstance(event, RankFinished | RankFailed)
+
+
+class FailedExit(SystemExit):
+    """Raised after an exception ended the script; the interpreter then shuts down normally.
+
+    The normal shutdown is slow enough for torchrun to notice ranks that were killed first.
+    """
+
+
+def exit_as_python(code: int) -> NoReturn:
+    """Exit as Python does (join threads, run exit functions, flush output) but without tearing down native libraries.
+
+    A gloo thread that still runs during that teardown aborts the process, and a successful training would count as
+    failed.
+    """
+    for part in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        try:
+            part()
+        except BaseException:  # noqa: BLE001 - printed by Python, too, and without effect on its exit code
+            traceback.print_exc()
+    end_process(code)
+
+
+def exit_code(end: SystemExit) -> int:
+    """Return Python's exit code for ``sys.exit(code)``: 0 for None, 1 for anything that is not a number."""
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def take_secrets(environ: MutableMapping[str, str]) -> None:
+    """Take the values of references out of the environment, which the script's processes inherit, and note them."""
+    keep({name: environ.pop(name) for name in [*environ] if name.startswith(PREFIX)})
+
+
+def with_secrets(plan: LaunchPlan) -> LaunchPlan:
+    """Return a launch with the values of its references.
+
+    A config file that has any is given to the script from memory: the path is that of a file of this process that has
+    no name in any folder.
+    """
+    plan = replace(plan, overlay=resolved(plan.overlay), batch_source=resolved(plan.batch_source))
+    try:
+        text = Path(plan.config_path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return plan
+    if not names_in(text):
+        return plan
+    descriptor = os.memfd_create("ds_config.json")
+    os.write(descriptor, resolved(text).encode())
+    return replace(plan, config_path=f"/proc/{os.getpid()}/fd/{descriptor}")

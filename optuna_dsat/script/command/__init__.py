@@ -1,0 +1,1 @@
+"""What a command launches: script, launcher, ranks and environment."""

@@ -1,0 +1,319 @@
+"""The command that people type to train: a launcher with its options, then a script or module with its own.
+
+A word is told to be a launcher by what it runs, not by its name: a Python interpreter, or an executable script that
+imports the main function of ``deepspeed``, ``torchrun`` or ``accelerate``, or one that belongs to an installed package
+(a console script). What is neither that nor Python (a shell script, ``make``, ``uv run``) is asked what it launches.
+Anything else is the script itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.files import open_regular, shortened
+from optuna_dsat.runtime.user_code import parsed_source
+from optuna_dsat.script.command.door import LAUNCHERS
+from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.script.command.wrapped_launch import is_wrapper, launch_behind, starts_launcher
+from optuna_dsat.secrecy.command import without_secrets
+
+__all__ = ["MAINS", "LaunchCommand", "as_json", "launcher_of", "read_command"]
+
+MAINS = {
+    "deepspeed.launcher.runner": "deepspeed",
+    "deepspeed.launcher.launch": "deepspeed.launcher.launch",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torch.distributed.launch",
+    "accelerate.commands.accelerate_cli": "accelerate",
+    "accelerate.commands.launch": "accelerate-launch",
+}
+"""Module whose main function an executable runs -> launcher. ``python -m`` runs the same modules."""
+
+_TRAINS = {
+    ("llamafactory.cli", "train"): "llamafactory.launcher",
+    ("axolotl.cli.main", "train"): "axolotl.cli.train",
+}
+"""(Module of a console script, its first argument) -> the module that trains in each rank.
+
+From the packages' own sources: hiyouga/LLaMA-Factory ``src/llamafactory/launcher.py``, axolotl-ai-cloud/axolotl
+``src/axolotl/cli/train.py``. Others train in the module of the console script, or launch another one (``self_launch``).
+"""
+_LONGEST_SCRIPT = 2**16
+"""Bytes of an executable beyond which it is no console script."""
+_PATIENCE_S = 120.0
+"""Longest wait for a launcher's parser, whose package takes seconds to import."""
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+"""Matches a variable that is set in front of a command."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_SHOWN_CHARS = 300
+"""Most characters of a launch that a notice shows."""
+
+_REFUSED = re.compile(r"^[^:]*: error: ")
+"""What argparse writes before its reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchCommand:
+    """What a command comes to."""
+
+    script: str
+    """Path of a Python file, or a module's name."""
+    is_module: bool = False
+    args: tuple[str, ...] = ()
+    ranks: int | None = None
+    """Ranks that it starts on each node; None if it leaves that to the launcher."""
+    without_launcher: bool = False
+    """Whether it starts the script in one process by itself."""
+    nodes: int = 1
+    """Nodes that it starts ranks on."""
+    hosts: tuple[str, ...] = ()
+    """Names of several nodes; empty if it does not name them."""
+    elsewhere: tuple[str, ...] = ()
+    """Its options, with their values, that say where other nodes are."""
+    rendezvous: tuple[str, ...] = ()
+    """Its options, with their values, that say where ranks meet."""
+    gpus: str | None = None
+    """Indices of the GPUs that it selects, as ``0,2``; None if it selects none."""
+    without_gpus: str | None = None
+    """Indices of the GPUs that it leaves out."""
+    config: str | None = None
+    """DeepSpeed config that the launcher's own options name."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the launcher would set for the script, those of rank and rendezvous aside."""
+    folder: str | None = None
+    """Where it launches; None for where it is run."""
+    is_wrapped: bool = False
+    """Whether the command was run to see what it launches."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what of it has no effect here."""
+
+
+def read_command(
+    words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None] = lambda _: None
+) -> LaunchCommand | None:
+    """Return what a command comes to; None if its first word is no launcher but a script.
+
+    The launchers' own parsers read their options, in a process of its own: importing them takes seconds.
+
+    Args:
+        words: The command. Variables may be set in front of it, as in a shell.
+        cwd: Where it would be run.
+        on_notice: Called with what is run to learn what the command launches.
+
+    Raises:
+        UsageError: If the launcher refuses its options, or starts nothing that can be tuned.
+    """
+    count = next((place for place, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
+    if 0 < count < len(words):
+        rest = words[count:]
+        found = read_command(rest, cwd=cwd, on_notice=on_notice) or LaunchCommand(script=rest[0], args=tuple(rest[1:]))
+        return _with_environment(found, dict(word.split("=", 1) for word in words[:count]))
+    launcher = launcher_of(words[0], cwd=cwd) if words else None
+    if launcher is None:
+        wraps = bool(words) and is_wrapper(words[0], cwd=cwd)
+        return _wrapped(words, cwd=cwd, on_notice=on_notice) if wraps else None
+    if launcher not in {*MAINS.values(), "python"}:
+        return _console_script(launcher, words, cwd=cwd)
+    if launcher == "python":
+        return _python(words, cwd=cwd, on_notice=on_notice)
+    return _launcher(launcher, words[1:], cwd=cwd)
+
+
+def _wrapped(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None]) -> LaunchCommand:
+    """Return what the first launch that a command asks for comes to."""
+    seen = launch_behind(words, cwd=cwd, on_notice=on_notice)
+    shown = shortened(shlex.join(without_secrets(_as_typed(seen.words))), _SHOWN_CHARS)
+    on_notice(f"It launches `{shown}`.")
+    found = _python(seen.words, cwd=seen.folder, is_launch=True)
+    if seen.ranks is not None and found.without_launcher:
+        elsewhere = (f"{seen.nodes} nodes",) if seen.nodes > 1 else ()
+        found = replace(found, ranks=seen.ranks, nodes=seen.nodes, elsewhere=elsewhere, without_launcher=False)
+    folder = None if seen.folder.resolve() == cwd.resolve() else str(seen.folder)
+    return _with_environment(replace(found, folder=folder, is_wrapped=True), seen.environment)
+
+
+def _as_typed(words: Sequence[str]) -> Sequence[str]:
+    """Return a launcher's words without the interpreter that its executable names, as people type them."""
+    is_launcher = len(words) > 1 and Path(words[1]).name in LAUNCHERS
+    return (Path(words[1]).name, *words[2:]) if is_launcher else (Path(words[0]).name, *words[1:])
+
+
+def _with_environment(found: LaunchCommand, variables: Mapping[str, str]) -> LaunchCommand:
+    """Return a command for which variables are set; GPUs that these select are its GPUs."""
+    rest = {name: value for name, value in variables.items() if name != _VISIBLE}
+    gpus = found.gpus if found.gpus is not None or found.without_gpus is not None else variables.get(_VISIBLE)
+    return replace(found, environment={**rest, **found.environment}, gpus=gpus)
+
+
+def launcher_of(word: str, *, cwd: Path) -> str | None:
+    """Return what a command's first word runs: ``python``, a launcher, or a console script's module; else None."""
+    path = cwd / word
+    if "/" in word or path.is_file():
+        file = path if path.is_file() else None
+    else:
+        found = shutil.which(word) or shutil.which(word, path=str(Path(sys.executable).parent))
+        file = None if found is None else Path(found)  # an environment need not be activated
+    if file is None or file.is_dir():
+        return None
+    if _is_interpreter(file):
+        return "python"
+    main = _main_module(file)
+    if main is None or (file.suffix == ".py" and main not in MAINS):
+        return None
+    return MAINS.get(main, main if _is_console_script(file.name, main) else None)
+
+
+def _is_interpreter(file: Path) -> bool:
+    """Whether a file is a Python interpreter: a binary of that name, behind all links."""
+    real = file.resolve()
+    if real == Path(sys.executable).resolve():
+        return True
+    if not real.name.startswith("python"):
+        return False
+    with open_regular(real) as opened:
+        return opened.read(4) == b"\x7fELF"
+
+
+def _main_module(file: Path) -> str | None:
+    """Return the module whose function an executable script imports and calls as its end; None for any other file."""
+    try:
+        if file.stat().st_size > _LONGEST_SCRIPT:
+            return None
+        tree = parsed_source(file)
+    except (OSError, SyntaxError):
+        return None
+    imported = {
+        alias.asname or alias.name: node.module
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    if len(tree.body) > 8:  # more than a console script holds
+        return None
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return next((module for name, module in imported.items() if name in called), None)
+
+
+def _is_console_script(name: str, module: str) -> bool:
+    points = importlib.metadata.entry_points(group="console_scripts", name=name)
+    return any(point.module == module for point in points)
+
+
+def _console_script(module: str, words: Sequence[str], *, cwd: Path) -> LaunchCommand:
+    """Return what a console script trains in, with its arguments: what it launches, else its own module."""
+    first = words[1] if len(words) > 1 else ""
+    trains = _TRAINS.get((module, first))
+    if trains is not None:
+        return LaunchCommand(script=trains, is_module=True, args=tuple(words[2:]))
+    name = Path(words[0]).name
+    points = importlib.metadata.entry_points(group="console_scripts", name=name)
+    function = next((point.attr for point in points if point.module == module), "main")
+    answer = _answer("self_launch", (f"{module}:{function}", name, *words[1:]), name=name, cwd=cwd)
+    if answer:
+        return _as_command(answer)
+    return LaunchCommand(script=module, is_module=True, args=tuple(words[1:]))
+
+
+_VALUED_FLAGS = frozenset({"-W", "-X"})
+"""Options of the interpreter that take the next word."""
+
+
+def _python(
+    words: Sequence[str],
+    *,
+    cwd: Path,
+    on_notice: Callable[[str], None] = lambda _: None,
+    is_launch: bool = False,
+) -> LaunchCommand:
+    """Read ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``.
+
+    Args:
+        words: The command.
+        cwd: Where it would be run.
+        on_notice: Called with what is run.
+        is_launch: Whether a script is known to train in this process.
+    """
+    rest = list(words[1:])
+    ignored = []
+    while rest and rest[0].startswith("-") and not rest[0].startswith("-m"):
+        flag = rest.pop(0)
+        if flag in ("-c", "-"):
+            raise UsageError(f"{words[0]} {flag} runs no file; give a script or a module (-m).")
+        ignored.append(flag)
+        if flag in _VALUED_FLAGS and rest:
+            ignored.append(rest.pop(0))
+    notes = (f"{' '.join(ignored)} of {words[0]} has no effect on the ranks.",) if ignored else ()
+    if not rest:
+        raise UsageError(f"{' '.join(words)} names no script.")
+    if not rest[0].startswith("-m"):
+        found = read_command(rest, cwd=cwd) if launcher_of(rest[0], cwd=cwd) in MAINS.values() else None
+        if found is None and not is_launch and starts_launcher(cwd / rest[0]):
+            return _wrapped([words[0], *rest], cwd=cwd, on_notice=on_notice)
+        return found or LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes)
+    module = rest[0].removeprefix("-m") or (rest[1] if len(rest) > 1 else "")
+    args = rest[1:] if len(rest[0]) > len("-m") else rest[2:]
+    if not module:
+        raise UsageError(f"{' '.join(words)} names no module.")
+    if module in MAINS:
+        return _launcher(MAINS[module], args, cwd=cwd)
+    file = None if is_launch else module_file(module, cwd)
+    if file is not None and starts_launcher(file):
+        return _wrapped([words[0], *rest], cwd=cwd, on_notice=on_notice)
+    return LaunchCommand(script=module, is_module=True, args=tuple(args), without_launcher=True, notes=notes)
+
+
+def _launcher(launcher: str, words: Sequence[str], *, cwd: Path) -> LaunchCommand:
+    """Have a launcher's own parser read its options."""
+    return _as_command(_answer("launcher_options", (launcher, *words), name=launcher, cwd=cwd))
+
+
+def _as_command(answer: Mapping[str, Any]) -> LaunchCommand:
+    lists = {name: tuple(value) for name, value in answer.items() if isinstance(value, list)}
+    return LaunchCommand(**{**answer, **lists})
+
+
+def _answer(module: str, words: Sequence[str], *, name: str, cwd: Path) -> dict[str, Any]:
+    """Return what a module of this folder prints, run in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", f"optuna_dsat.script.command.{module}", *words],  # folders of cwd hide no packages
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_S,
+        check=False,
+    )
+    answer = _last_json(done.stdout)
+    if answer is None:
+        tail = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        reason = _REFUSED.sub("", tail[-1]) if tail else f"its parser ended with {done.returncode}"
+        raise UsageError(f"{name} cannot be read: {reason}.")
+    if "error" in answer:
+        raise UsageError(str(answer["error"]))
+    return answer
+
+
+def _last_json(text: str) -> dict[str, Any] | None:
+    lines = text.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def as_json(command: LaunchCommand) -> str:
+    """Return a command on one line, as ``read_command`` reads it from the parser's process."""
+    return json.dumps(asdict(command))

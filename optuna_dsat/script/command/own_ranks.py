@@ -1,0 +1,146 @@
+"""What the sources of a script show: whether it starts its ranks, or says where they meet, and options it declares."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from optuna_dsat.runtime.user_code import parsed_source
+from optuna_dsat.script.command.module_file import module_file
+
+__all__ = ["declared_options", "imported_packages", "says_where_to_meet", "starts_own_ranks"]
+
+_LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchrunx"})
+"""Packages that start a process for each device by themselves."""
+_SPAWNERS = frozenset({"spawn", "start_processes"})
+"""Functions of ``torch.multiprocessing`` that do."""
+_MOST_FILES = 200
+
+
+def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
+    """Whether a script, or a file of the user's that it imports, uses what starts a process for each device.
+
+    Args:
+        script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
+        is_module: Whether it is a module.
+        cwd: The working directory.
+    """
+    return any(
+        _spawns(nodes, imported) or any(name.partition(".")[0] in _LAUNCHING for name in imported)
+        for nodes, imported in _files(script, is_module=is_module, cwd=cwd)
+    )
+
+
+def imported_packages(script: str, *, is_module: bool, cwd: Path) -> set[str]:
+    """Return the packages that a script, or a file of the user's that it imports, imports; as ``starts_own_ranks``."""
+    files = _files(script, is_module=is_module, cwd=cwd)
+    return {name.partition(".")[0] for _, imported in files for name in imported}
+
+
+def says_where_to_meet(script: str, *, is_module: bool, cwd: Path) -> bool:
+    """Whether a script, or a file of the user's that it imports, sets ``MASTER_PORT``: under torchrun it would wait."""
+    return any(
+        isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.slice, ast.Constant)
+        and node.slice.value == "MASTER_PORT"
+        for nodes, _ in _files(script, is_module=is_module, cwd=cwd)
+        for node in nodes
+    )
+
+
+_DECLARING = frozenset({"add_argument", "add_option", "option", "Option", "Argument"})
+"""Functions of argparse, optparse, click and typer that declare an option by its spelling."""
+_SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_parsing", "jsonargparse", "typer"})
+"""Packages that make options of fields or parameters, such as ``HfArgumentParser`` and ``fire.Fire``."""
+
+
+def declared_options(options: Sequence[str], *, script: str, is_module: bool, cwd: Path) -> set[str]:
+    """Return those of the options that a script, or a file of the user's that it imports, visibly declares.
+
+    An option is declared by its spelling in a call such as ``add_argument`` or in a comparison, as with ``sys.argv``.
+    Where a parser of ``_SIGNATURE_PARSERS`` is imported, fields of classes and parameters of functions declare
+    options, too.
+
+    Args:
+        options: Options, as ``--dry-run``.
+        script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
+        is_module: Whether it is a module.
+        cwd: The working directory.
+    """
+    spellings: set[str] = set()
+    names: set[str] = set()
+    imported: set[str] = set()
+    for nodes, modules in _files(script, is_module=is_module, cwd=cwd):
+        imported |= {module.partition(".")[0] for module in modules}
+        for node in nodes:
+            spellings.update(_spellings(node))
+            names.update(_names(node))
+    if not imported & _SIGNATURE_PARSERS:
+        names = set()
+    return {option for option in options if option in spellings or option.strip("-").replace("-", "_") in names}
+
+
+def _spellings(node: ast.AST) -> Iterator[str]:
+    """Yield the text in a call that declares an option, or in a comparison."""
+    parts: list[ast.expr] = []
+    if isinstance(node, ast.Compare):
+        parts = [node.left, *node.comparators]
+    elif isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        parts = node.args if name in _DECLARING else []
+    for part in parts:
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Yield the annotated fields of a class and the parameters of a function."""
+    if isinstance(node, ast.ClassDef):
+        targets = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+    elif isinstance(node, ast.FunctionDef):
+        yield from (argument.arg for argument in (*node.args.args, *node.args.kwonlyargs))
+
+
+def _spawns(nodes: Sequence[ast.AST], imported: Sequence[str]) -> bool:
+    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+    called = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in functions}
+    return bool(called & _SPAWNERS) and any(name.startswith("torch.multiprocessing") for name in imported)
+
+
+def _files(script: str, *, is_module: bool, cwd: Path) -> Iterator[tuple[list[ast.AST], list[str]]]:
+    """Yield the syntax nodes and the imported modules of a script and of the user's files that it imports."""
+    first = module_file(script, cwd) if is_module else cwd / script
+    waiting: list[Path] = [] if first is None else [first]
+    seen: set[Path] = set()
+    while waiting and len(seen) < _MOST_FILES:
+        file = waiting.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        try:
+            nodes = list(ast.walk(parsed_source(file)))
+        except (OSError, SyntaxError, ValueError):
+            continue
+        imported = list(_imported(nodes))
+        yield nodes, imported
+        waiting += _own_files(imported, folders=(file.parent, first.parent if first else cwd, cwd))
+
+
+def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """Yield the names of imported modules, those relative to a package without their dots."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            yield from filter(None, (base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)))
+
+
+def _own_files(names: Sequence[str], *, folders: Sequence[Path]) -> Iterator[Path]:
+    for name in names:
+        path = name.replace(".", "/")
+        for folder in folders:
+            yield from (file for end in (".py", "/__init__.py") if (file := folder / f"{path}{end}").is_file())

@@ -1,0 +1,258 @@
+"""The launch behind a command that is no launcher: a shell script, ``make``, ``uv run``, a Python file that starts one.
+
+Such a command is run as it stands, up to the first launch of a training, which is written down instead of begun
+(``door``); then all that it started is ended.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.files import open_regular
+from optuna_dsat.runtime.user_code import parsed_source
+from optuna_dsat.script.command import door
+from optuna_dsat.secrecy.command import without_secrets
+
+__all__ = ["SeenLaunch", "is_of_rank", "is_wrapper", "launch_behind", "starts_launcher"]
+
+_POLL_S = 0.05
+_STDERR = 2
+_FIRST_BYTES = 256
+"""Bytes at the beginning of a file that say what runs it."""
+_SHELLS = (".sh", ".bash", ".zsh")
+_PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
+_STARTERS = frozenset(
+    {"Popen", "call", "check_call", "check_output", "execvp", "execvpe", "execv", "popen", "run", "system"}
+)
+"""Functions of ``subprocess`` and ``os`` that start a program."""
+_LAUNCH_LINE = re.compile(
+    r"(?:^|[\s/])(?:deepspeed|torchrun|accelerate\s+launch|torch\.distributed\.(?:run|launch))\s+(?:-|\S+\.py|$)"
+)
+"""Matches a launcher and the beginning of what it is given, in text that a program makes a command of."""
+
+_OF_PROCESSES = frozenset({"_", "SHLVL", "PWD", "OLDPWD", "PATH", door.RECORD})
+"""Variables that differ between any two processes."""
+_OF_LAUNCHES = frozenset(
+    {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+)
+"""Variables that each launch sets for itself."""
+_OF_MPI = ("HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL", "MV2_COMM_", "OMPI_", "ORTE_", "PMIX_", "PMI_", "PRTE_")
+"""Beginnings of the variables that Open MPI, MPICH and MVAPICH set for a rank."""
+_OF_SLURM = frozenset(
+    {"SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_TASK_PID"}
+)
+"""Variables that srun sets for a task."""
+_RANKS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_NTASKS", None),
+)
+"""Variables that hold the number of all ranks, and of those on a node."""
+_STEP = ("SLURM_STEP_ID", "SLURM_JOB_ID")
+_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+_OF_IMPORTS = frozenset({"PYTORCH_NVML_BASED_CUDA_CHECK"})
+"""Variables that DeepSpeed sets as it is imported, which a program that calls its launcher has done."""
+_OF_WRAPPERS = ("BASH_FUNC_", "CONDA_", "MAKE", "MFLAGS", "PIPENV_", "POETRY_", "PDM_", "UV", "VIRTUAL_ENV")
+"""Beginnings of the variables by which wrappers know themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenLaunch:
+    """A launch that a command asks for."""
+
+    words: tuple[str, ...]
+    """The launcher's command, or that of a Python script that trains without one."""
+    folder: Path
+    environment: Mapping[str, str]
+    """Variables that the command sets for it."""
+    ranks: int | None = None
+    """Ranks on each node that mpirun or srun starts; None if neither does."""
+    nodes: int = 1
+
+
+def is_wrapper(word: str, *, cwd: Path) -> bool:
+    """Whether a command's first word, which is no launcher, runs a program or a shell script instead of Python."""
+    path = cwd / word
+    if path.is_file():
+        if path.suffix in _SHELLS:
+            return True
+        with contextlib.suppress(OSError), open_regular(path) as opened:
+            first = (opened.read(_FIRST_BYTES) or b"").partition(b"\n")[0]
+            return first.startswith((b"\x7fELF", b"#!")) and not (first.startswith(b"#!") and b"python" in first)
+        return False
+    return not path.exists() and "/" not in word and not word.endswith(".py") and shutil.which(word) is not None
+
+
+def is_of_rank(name: str) -> bool:
+    """Return whether mpirun or srun sets a variable for a single rank."""
+    return name in _OF_SLURM or name.startswith(_OF_MPI)
+
+
+def starts_launcher(file: Path) -> bool:
+    """Whether a Python file starts a launcher, and does not itself train with DeepSpeed."""
+    try:
+        tree = parsed_source(file)
+    except (OSError, SyntaxError, ValueError):
+        return False
+    nodes = list(ast.walk(tree))
+    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+    called = {one.attr for one in functions if isinstance(one, ast.Attribute)}
+    called |= {one.id for one in functions if isinstance(one, ast.Name)}
+    if "initialize" in called:
+        return False
+    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    if imported & set(door.MODULES):
+        return True
+    return bool(called & _STARTERS) and any(map(_names_launcher, nodes))
+
+
+def _names_launcher(node: ast.AST) -> bool:
+    """Whether a literal is a launcher's command: a list of its words, or a line."""
+    if isinstance(node, ast.List | ast.Tuple):
+        words = [one.value for one in node.elts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        first = node.elts[0].value if node.elts and isinstance(node.elts[0], ast.Constant) else None
+        is_name = isinstance(first, str) and Path(first).name in door.LAUNCHERS and len(node.elts) > 1
+        return is_name or ("-m" in words and bool(set(words) & set(door.MODULES)))
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_LAUNCH_LINE.search(node.value))
+
+
+def launch_behind(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None] = lambda _: None) -> SeenLaunch:
+    """Return the first launch that a command asks for.
+
+    Args:
+        words: The command. It is run, without input; what it prints goes to stderr.
+        cwd: Where it is run.
+        on_notice: Called with what is done, which may take as long as the command does before its launch.
+
+    Raises:
+        UsageError: If it ends without one, or trains with another Python than this one.
+    """
+    line = f"`{shlex.join(without_secrets(words))}`"
+    on_notice(f"Running {line} up to the launch of a training, which is read and not started.")
+    with tempfile.TemporaryDirectory(prefix="optuna-dsat-door-") as made:
+        folder = Path(made)
+        record = folder / "launch.json"
+        _make_door(folder)
+        environ = {
+            **os.environ,
+            door.RECORD: str(record),
+            "PATH": _in_front(folder, os.environ.get("PATH", os.defpath)),
+            "PYTHONPATH": _in_front(folder, os.environ.get("PYTHONPATH", "")),
+        }
+        try:
+            found = _first_record(list(words), record, cwd=cwd, environ=environ)
+        except OSError as error:
+            raise UsageError(f"{words[0]} cannot be run: {error.strerror}.") from None
+    if isinstance(found, int):
+        how = "" if found == 0 else f" with exit code {found}"
+        raise UsageError(
+            f"{line} ended{how} and launched no training: neither by deepspeed, torchrun or accelerate, nor by a "
+            "Python script that begins to train with DeepSpeed. Give the command that does."
+        )
+    if Path(found["prefix"]).resolve() != Path(sys.prefix).resolve():
+        raise UsageError(
+            f"{line} trains with the Python environment {found['prefix']}, and this optuna-dsat belongs to "
+            f"{sys.prefix}. Install optuna-dsat in that environment, and start it from there."
+        )
+    ranks, nodes = _ranks_of_mpi(found["environment"])
+    return SeenLaunch(
+        ranks=ranks,
+        nodes=nodes,
+        words=tuple(found["words"]),
+        folder=Path(found["folder"]),
+        environment=_set_by_command(found["environment"], folder=folder),
+    )
+
+
+def _make_door(folder: Path) -> None:
+    """Fill a folder for the front of both paths: Python begins with ``door``, also where PYTHONPATH is set anew."""
+    shutil.copyfile(door.__file__, folder / "sitecustomize.py")
+    for name in (*door.LAUNCHERS, *_PYTHONS):
+        real = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+        if real is None:
+            continue
+        shim = folder / name
+        text = f'PYTHONPATH={shlex.quote(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}" exec {shlex.quote(real)} "$@"'
+        shim.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        shim.chmod(0o700)
+
+
+def _in_front(folder: Path, path: str) -> str:
+    return os.pathsep.join(filter(None, (str(folder), path)))
+
+
+def _first_record(words: Sequence[str], record: Path, *, cwd: Path, environ: Mapping[str, str]) -> dict[str, Any] | int:
+    """Run a command until it asks for a launch; return that, or its exit code if it ends without."""
+    file = cwd / words[0]
+    if file.is_file():
+        words = [*([] if os.access(file, os.X_OK) else ["bash"]), str(file), *words[1:]]
+    process = subprocess.Popen(
+        words, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, stdout=_STDERR, start_new_session=True
+    )
+    groups = {process.pid}
+    try:
+        while True:
+            code = process.poll()  # first: a record may come with the end
+            if record.is_file():
+                found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+                groups.add(int(found["group"]))
+                return found
+            if code is not None:
+                return code
+            time.sleep(_POLL_S)
+    finally:
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        process.wait()
+
+
+def _ranks_of_mpi(environment: Mapping[str, str]) -> tuple[int | None, int]:
+    """Return the ranks on each node and the nodes of a launch by mpirun or srun: its variables differ from our own."""
+    for everywhere, here in _RANKS:
+        changed = any(environment.get(name) != os.environ.get(name) for name in (everywhere, *_STEP))
+        total = environment.get(everywhere, "")
+        if not changed or not total.isdigit() or not int(total):
+            continue
+        counts = [environment.get(name, "") for name in ((here,) if here else _NODES)]
+        count = next((int(value) for value in counts if value.isdigit() and int(value)), None)
+        ranks = int(total) if count is None else count if here else max(1, int(total) // count)
+        return ranks, max(1, int(total) // ranks)
+    return None, 1
+
+
+def _set_by_command(environment: Mapping[str, str], *, folder: Path) -> dict[str, str]:
+    """Return the variables of a launch that differ from this process's and mean something to it."""
+    found = {**environment, "PYTHONPATH": _without(folder, environment.get("PYTHONPATH", ""))}
+    own = {"PYTHONPATH": "", **os.environ}
+    return {
+        name: value
+        for name, value in found.items()
+        if own.get(name) != value
+        and name not in _OF_PROCESSES | _OF_LAUNCHES | _OF_IMPORTS
+        and not name.startswith((*_OF_WRAPPERS, "SLURM"))
+        and not is_of_rank(name)
+        and name.isidentifier()
+    }
+
+
+def _without(folder: Path, path: str) -> str:
+    return os.pathsep.join(entry for entry in path.split(os.pathsep) if entry and entry != str(folder))

@@ -1,0 +1,378 @@
+"""Heartbeats: a thread records in the database which trials this process is running.
+
+Optuna's own heartbeat works with ``study.optimize`` only, and its thread ends at the first database error, after
+which running trials count as stale. This one works with ask and tell, and continues after any error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from sqlalchemy import ColumnElement, Connection, Float, Select, cast, delete, func, literal_column, select, update
+from sqlalchemy.orm import Session
+
+from optuna_dsat.runtime.process_identity import process_space, start_ticks
+from optuna_dsat.store.database import Database
+from optuna_dsat.store.registry import STUDY_UUID
+from optuna_dsat.store.retry import one_line_reason
+from optuna_dsat.store.tables import KEY_LENGTH, ClaimRow, HeartbeatRow, insert_or_skip, insert_or_update
+
+__all__ = [
+    "HEARTBEAT_INTERVAL_S",
+    "Heartbeat",
+    "Turn",
+    "TurnLostError",
+    "Worker",
+    "claim",
+    "delete_beat",
+    "release_claim",
+    "release_trial",
+    "server_time",
+    "this_worker",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A process on a machine."""
+
+    name: str
+    """Host and process id, for display only."""
+    machine: str
+    """Boot and process namespace; process numbers and starts are comparable only if equal."""
+    pid: int
+    pid_started_at: float
+    """Clock ticks from the machine's boot to the process's start, which no step of the wall clock changes; they tell
+    processes of the same number apart.
+    """
+
+    def is_dead(self) -> bool:
+        """Return whether the process is known to have ended; False if it is alive or on another machine."""
+        if self.machine != process_space():
+            return False
+        start = start_ticks(self.pid)
+        if start is not None:
+            return start != self.pid_started_at
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return Path(f"/proc/{self.pid}").exists()  # a zombie; else this user may not see it, or nobody can here
+
+
+def this_worker() -> Worker:
+    """Return this process as a worker."""
+    pid = os.getpid()
+    start = start_ticks(pid)
+    name = f"{socket.gethostname()}:{pid}"
+    return Worker(name=name, machine=process_space(), pid=pid, pid_started_at=float(start or 0))
+
+
+HEARTBEAT_INTERVAL_S = 5.0
+"""Seconds between two heartbeats."""
+
+_JOIN_S = 5.0
+
+_logger = logging.getLogger(__name__)
+
+
+def server_time(session: Session) -> float:
+    """Return the Unix time in seconds by the database server's clock (for SQLite, this machine's)."""
+    if session.get_bind().dialect.name == "sqlite":
+        # The Unix epoch is Julian day 2440587.5 (https://www.sqlite.org/lang_datefunc.html).
+        now: ColumnElement[Any] = (func.julianday("now") - literal_column("2440587.5")) * literal_column("86400.0")
+    else:
+        now = func.extract("epoch", func.clock_timestamp())
+    return float(session.execute(select(cast(now, Float))).scalar_one())
+
+
+def delete_beat(session: Session, study_uuid: str, trial_number: int, *, worker: Worker | None = None) -> None:
+    """Delete the heartbeat of a trial, if there is one; that of one worker only, or for None whosever it is."""
+    whose = () if worker is None else _belongs_to(worker)
+    session.execute(
+        delete(HeartbeatRow).where(
+            HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == trial_number, *whose
+        )
+    )
+
+
+def _belongs_to(worker: Worker) -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions of a worker's own rows; its name alone may be another's in a container like its own."""
+    return (
+        HeartbeatRow.worker == worker.name,
+        HeartbeatRow.machine == worker.machine,
+        HeartbeatRow.pid_started_at == worker.pid_started_at,
+    )
+
+
+class Heartbeat:
+    """Renews the heartbeats of this process's trials, so that other workers do not reclaim them.
+
+    Args:
+        database: Holds the heartbeats.
+        worker: This process.
+        interval_s: Seconds between two heartbeats.
+
+    Raises:
+        ValueError: If the interval is not positive.
+    """
+
+    def __init__(self, database: Database, *, worker: Worker, interval_s: float = HEARTBEAT_INTERVAL_S) -> None:
+        if interval_s <= 0:
+            raise ValueError(f"The heartbeat interval must be positive, got {interval_s} s.")
+        self._database = database
+        self._worker = worker
+        self._interval_s = interval_s
+        self._trials: set[tuple[str, int]] = set()
+        self._guard = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, trial: optuna.Trial) -> None:
+        """Start the heartbeat of a trial; the first one is stored before this returns.
+
+        Args:
+            trial: A running trial of a study that the store created.
+
+        Raises:
+            StorageError: If the database failed.
+        """
+        self.add_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+
+    def add_number(self, study_uuid: str, number: int) -> None:
+        """Start the heartbeat of a trial, or of another task of a study, which has a negative number.
+
+        Raises:
+            StorageError: If the database failed.
+        """
+        key = (study_uuid, number)
+
+        def work(session: Session) -> None:
+            row = {
+                "study_uuid": key[0],
+                "trial_number": key[1],
+                "beat_at": server_time(session),
+                "worker": self._worker.name,
+                "machine": self._worker.machine,
+                "pid": self._worker.pid,
+                "pid_started_at": self._worker.pid_started_at,
+            }
+            insert_or_update(session, HeartbeatRow, [row])
+
+        self._database.run(work)
+        with self._guard:
+            self._trials.add(key)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="dsat-heartbeat", daemon=True)
+                self._thread.start()
+
+    def remove(self, trial: optuna.Trial) -> None:
+        """Stop and delete the heartbeat of a trial, after the trial was told.
+
+        Raises:
+            StorageError: If the database failed.
+        """
+        self.remove_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+
+    def remove_number(self, study_uuid: str, number: int, *, limit_s: float | None = None) -> None:
+        """Stop and delete a heartbeat that ``add_number`` started; one that is another worker's by now stays.
+
+        Args:
+            study_uuid: The study.
+            number: The trial, or the task, which has a negative number.
+            limit_s: Seconds for which the database is waited for; None for its own limit.
+
+        Raises:
+            StorageError: If the database failed.
+        """
+        key = (study_uuid, number)
+        with self._guard:
+            self._trials.discard(key)
+        self._database.run(lambda session: delete_beat(session, *key, worker=self._worker), limit_s=limit_s)
+
+    def is_lost(self, trial: optuna.Trial) -> bool:
+        """Return whether another worker considered this one dead and requeued the trial.
+
+        This happens if the process was suspended or disconnected from the database for long. The launch's result
+        must be discarded: a copy of the trial runs elsewhere.
+
+        Raises:
+            StorageError: If the database failed.
+        """
+        return not self.is_own(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+
+    def is_own(self, study_uuid: str, number: int) -> bool:
+        """Return whether a trial or another task of a study is still this worker's: the database has its heartbeat.
+
+        Raises:
+            StorageError: If the database failed.
+        """
+        one = self._own(study_uuid, number)
+        return self._database.run(lambda session: session.scalar(one), read_only=True) is not None
+
+    def stays_own(self, connection: Connection, study_uuid: str, number: int) -> bool:
+        """Do the same as ``is_own`` in a transaction; nobody else can take it over before that ends."""
+        return connection.scalar(self._own(study_uuid, number).with_for_update()) is not None
+
+    def _own(self, study_uuid: str, number: int) -> Select[int]:
+        return select(HeartbeatRow.trial_number).where(
+            HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == number, *_belongs_to(self._worker)
+        )
+
+    def close(self) -> None:
+        """Stop the thread; heartbeats of trials that still run stay stored and become stale."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            try:
+                self._beat()
+            except Exception as error:  # noqa: BLE001 - the thread must survive any database error
+                _logger.warning("No sign of life could be stored, trying on: %s.", one_line_reason(error))
+
+    def _beat(self) -> None:
+        with self._guard:
+            watched = set(self._trials)
+        if not watched:
+            return
+        self._database.run(lambda session: self._touch(session, watched))
+
+    def _touch(self, session: Session, watched: Iterable[tuple[str, int]]) -> None:
+        """Renew the heartbeats that still belong to this worker."""
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for study_uuid, number in watched:
+            numbers[study_uuid].append(number)
+        now = server_time(session)
+        for study_uuid, own in numbers.items():
+            session.execute(
+                update(HeartbeatRow)
+                .where(
+                    HeartbeatRow.study_uuid == study_uuid,
+                    HeartbeatRow.trial_number.in_(own),
+                    *_belongs_to(self._worker),
+                )
+                .values(beat_at=now)
+                .execution_options(synchronize_session=False)
+            )
+
+
+def _stored(config_key: str) -> str:
+    """Return the key as stored; long keys are replaced by their digest because index entries are limited in length."""
+    if len(config_key) <= KEY_LENGTH:
+        return config_key
+    return "sha256:" + hashlib.sha256(config_key.encode()).hexdigest()
+
+
+def claim(session: Session, study_uuid: str, config_key: str, trial_number: int, *, worker: str) -> bool:
+    """Claim a configuration for a trial.
+
+    Args:
+        session: A session in a transaction.
+        study_uuid: The study.
+        config_key: Canonical key of the configuration.
+        trial_number: The trial that claims it.
+        worker: Host and process, for display only.
+
+    Returns:
+        Whether the trial holds the claim, also if it held it before (the call is idempotent).
+    """
+    insert_or_skip(
+        session,
+        ClaimRow,
+        [
+            {
+                "study_uuid": study_uuid,
+                "config_key": _stored(config_key),
+                "trial_number": trial_number,
+                "worker": worker,
+                "claimed_at": time.time(),
+            }
+        ],
+    )
+    return _owner(session, study_uuid, config_key) == trial_number
+
+
+def _owner(session: Session, study_uuid: str, config_key: str) -> int | None:
+    """Return the number of the trial that holds the claim; None if none does."""
+    return session.scalar(
+        select(ClaimRow.trial_number).where(
+            ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key)
+        )
+    )
+
+
+def release_claim(session: Session, study_uuid: str, config_key: str) -> None:
+    """Release the claim on a configuration, if there is one."""
+    session.execute(
+        delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key))
+    )
+
+
+def release_trial(session: Session, study_uuid: str, trial_number: int) -> None:
+    """Release all claims of a trial."""
+    session.execute(delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.trial_number == trial_number))
+
+
+# A task of a study that one worker at a time does: its profile, its conclusion.
+#
+# A worker that stands still for a minute (suspended, cut off from the database) loses its turn to another one. So what
+# it writes goes through ``held``: it looks under the lock of the database, by which a turn is taken, whose the turn
+# is, and again in each transaction, as a server that restarts frees the lock.
+
+
+class TurnLostError(Exception):
+    """Another worker has taken the turn over; nothing was written."""
+
+
+class Turn:
+    """The turn of this process.
+
+    Args:
+        database: The database.
+        heartbeat: Of this process.
+        study_uuid: The study.
+        number: The task's number, negative.
+    """
+
+    def __init__(self, database: Database, heartbeat: Heartbeat, *, study_uuid: str, number: int) -> None:
+        self._database = database
+        self._heartbeat = heartbeat
+        self._uuid = study_uuid
+        self._number = number
+
+    @contextmanager
+    def held(self, purpose: str) -> Iterator[None]:
+        """Hold the turn for a block, which nobody can take over meanwhile; keep it brief and never nest it.
+
+        Args:
+            purpose: Purpose as a verb phrase ("store a round"), for the error message on a timeout.
+
+        Raises:
+            TurnLostError: If it is another worker's by now.
+            StorageError: If the database failed.
+        """
+        with self._database.exclusive(purpose):
+            if not self._heartbeat.is_own(self._uuid, self._number):
+                raise TurnLostError
+            with self._database.fenced(self._require):
+                yield
+
+    def _require(self, connection: Connection) -> None:
+        if not self._heartbeat.stays_own(connection, self._uuid, self._number):
+            raise TurnLostError

@@ -1,0 +1,1 @@
+"""Confirmation: finalists and baseline measured again in rounds, and the verdict."""

@@ -1,0 +1,353 @@
+"""Confirmation in rounds: finalists and the user's config are launched again until their ratio is known.
+
+What is launched next, and when it is enough, follows from the stored rounds: whoever resumes the study goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import optuna
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
+from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.runtime.events import Event
+from optuna_dsat.study.confirm.finalists import (
+    choose_finalists,
+    confirmation_request,
+    measure_again,
+    refuted,
+    round_launch,
+    with_next_best,
+    without_failed,
+)
+from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, RoundLaunch, Rounds, is_precise, order_of_round, paired_ratio
+from optuna_dsat.study.confirm.speeds import Speeds
+from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
+from optuna_dsat.study.progress import (
+    FinalistMeasured,
+    FinalistStarted,
+    LaunchEnded,
+    Message,
+    StudyContext,
+    TrialPhase,
+    TrialStepped,
+)
+from optuna_dsat.study.requests import phase_of
+from optuna_dsat.study.search.methods import Method
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+
+__all__ = ["SEARCH_SHARE", "Confirmation", "is_known", "next_in_rounds", "staying"]
+
+SEARCH_SHARE = 0.25
+"""Share of the search's device time that rounds beyond the first few may take unless ``--confirm-time`` says more.
+
+As much as all of it, and at least ``_ROUNDS_TO_TELL`` rounds, where only the small number of rounds leaves open whether
+the best is faster than the user's config.
+"""
+_ROUNDS_TO_TELL = 2 * MIN_ROUNDS
+"""Rounds after which small numbers are no cause any more: the factor on the standard error is 2.6 then, 4.3 after 3."""
+_NEARLY_SURE = 2.0
+"""Standard errors by which it then is faster."""
+_MOST_ROUNDS = 100
+_FEWEST_DEGREES = 3
+"""Degrees of freedom from which on the noise of the rounds says how well a launch's step time has to be known."""
+
+
+class Confirmation:
+    """Measures the finalists of one study again, in rounds, and stores each launch with the study at once.
+
+    Args:
+        context: The running study.
+        study: The Optuna study.
+        metric: The metric that is optimised.
+        profile: What the profile launch measured.
+        method: The method that searched.
+        storing: Returns a context in which something is stored, given what; it raises where another worker goes on.
+    """
+
+    def __init__(
+        self,
+        context: StudyContext,
+        *,
+        study: optuna.Study,
+        metric: str,
+        profile: ModelProfile,
+        method: Method,
+        storing: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        self._context = context
+        self._spec = context.spec
+        self._study = study
+        self._metric = metric
+        self._profile = profile
+        self._speeds = Speeds(profile)
+        self._method = method
+        self._storing = storing
+        self.interrupted = False
+        """Whether Ctrl-C ended it."""
+
+    def run(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
+        """Launch round after round until the speed-up is known, or the time for it is spent.
+
+        One that fails with more steps is replaced by the next best trial, at most ``--confirm`` times; where all prove
+        no better than the user's config, the next best that claims to be is measured, too
+        (``study/confirm/finalists.py``). An interruption ends it with what was measured so far.
+
+        Args:
+            trials: All trials.
+            candidates: The measured trials, best first.
+        """
+        by_number = {trial.number: trial for trial in candidates}
+        rounds = self._begun(trials, candidates)
+        allowed_s = self._allowed_s()
+        try:
+            while True:
+                rounds, turn = self._next(rounds, trials, candidates, allowed_s=allowed_s)
+                if turn is None:
+                    break
+                noise = self._noise(rounds, trials)
+                rounds = self._with_estimate(rounds, trials)
+                launch, record, report = self._launch(
+                    by_number[turn[1]], round_number=turn[0], noise=noise, rounds=rounds
+                )
+                rounds = without_failed(rounds.with_launch(launch), trials, candidates, spec=self._spec)
+                with self._storing("store a launch of the confirmation"):
+                    self._context.record_launch(report, record, purpose="confirm", trial_number=launch.number)
+                    self._study.set_user_attr(attributes.CONFIRMATION, rounds.to_json())
+                self._announce(launch, by_number[launch.number])
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return rounds
+
+    def _begun(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
+        """Return the stored rounds; finalists are chosen anew once more trials were measured."""
+        rounds = Rounds.of(self._study.user_attrs)
+        if (rounds.chosen and rounds.measured == len(candidates)) or not self._spec.confirm:
+            return rounds
+        before = _verdict(rounds, trials, self._spec)
+        noise = None if before is None or before.noise is None else before.noise.relative_sd
+        out = refuted(rounds, trials, spec=self._spec)
+        searched = self._method.estimate(trials, [one.number for one in candidates], maximize=self._spec.maximize)
+        numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, estimate=searched, out=out)
+        estimate = None if searched is None else searched.among(_compared(numbers, rounds))
+        return replace(
+            rounds, chosen=tuple(numbers), measured=len(candidates), since=rounds.last + 1, estimate=estimate
+        )
+
+    def _with_estimate(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> Rounds:
+        """Return the rounds with what the search says of those that are compared, also where one has come since."""
+        if rounds.estimate is not None and set(rounds.chosen) <= set(rounds.estimate.numbers):
+            return rounds
+        numbers = _compared(rounds.chosen, rounds)
+        return replace(rounds, estimate=self._method.estimate(trials, numbers, maximize=self._spec.maximize))
+
+    def _next(
+        self, rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, allowed_s: float
+    ) -> tuple[Rounds, tuple[int, int] | None]:
+        """Return the rounds and what is launched next in them, which may be one more finalist; None if it is enough."""
+        turn = next_in_rounds(rounds, trials, spec=self._spec, allowed_s=allowed_s)
+        if turn is not None:
+            return rounds, turn
+        more = with_next_best(rounds, trials, candidates, spec=self._spec)
+        if more == rounds:
+            return rounds, None
+        words = "None of the finalists is better than your own config; the next best of the search is measured."
+        self._context.observer(Message(text=words))
+        return more, next_in_rounds(more, trials, spec=self._spec, allowed_s=allowed_s)
+
+    def _noise(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> float:
+        """Return the relative standard deviation from launch to launch, by the rounds; 0 before enough tell it."""
+        verdict = _verdict(rounds, trials, self._spec)
+        noise = None if verdict is None else verdict.noise
+        return 0.0 if noise is None or noise.degrees < _FEWEST_DEGREES else noise.relative_sd
+
+    def _allowed_s(self) -> float:
+        """Return the device seconds of rounds beyond the first few: a share of the search's, without an option."""
+        launches = self._context.store.launches(self._context.study_uuid)
+        return SEARCH_SHARE * sum(one.report.held_s for one in launches if one.purpose != "confirm")
+
+    def _launch(
+        self, trial: FrozenTrial, *, round_number: int, noise: float, rounds: Rounds
+    ) -> tuple[RoundLaunch, LaunchRecord, LaunchReport]:
+        request = confirmation_request(self._spec, trial, round_number=round_number)
+        words, done = trial.user_attrs[attributes.CONFIGURATION], len(rounds.launches)
+        least = MIN_ROUNDS * sum(rounds.failure(number) is None for number in rounds.chosen)
+        self._context.observer(
+            FinalistStarted(
+                number=trial.number,
+                words=words,
+                end_profile_step=request.end_profile_step,
+                round=round_number,
+                launches=max(least, done + 1),
+                done=done,
+            )
+        )
+        record, report = measure_again(
+            self._spec,
+            request,
+            launcher=self._context.launcher,
+            on_step=lambda step: self._stepped(trial, step),
+            on_event=lambda event: self._entered(trial, event),
+            noise=noise,
+            wait=self._context.wait,
+        )
+        self._speeds.learn(record)
+        launch = round_launch(
+            record,
+            report,
+            spec=self._spec,
+            number=trial.number,
+            round_number=round_number,
+            metric=self._metric,
+            profile=self._profile,
+            config=request.ds_config,
+        )
+        self._context.observer(
+            LaunchEnded(
+                launch_id=request.launch_id,
+                purpose=request.purpose,
+                number=trial.number,
+                words=words,
+                outcome=report.outcome,
+                value=launch.value,
+                message=report.message,
+            )
+        )
+        return launch, record, report
+
+    def _entered(self, trial: FrozenTrial, event: Event) -> None:
+        if (phase := phase_of(event)) is not None:
+            self._context.observer(TrialPhase(number=trial.number, words=phase))
+
+    def _stepped(self, trial: FrozenTrial, step: GlobalStep) -> None:
+        self._context.observer(
+            TrialStepped(
+                number=trial.number,
+                step=step.step,
+                samples_per_s=step.samples / step.latency_s,
+                peak_bytes=step.peak_allocated_bytes,
+            )
+        )
+
+    def _announce(self, launch: RoundLaunch, trial: FrozenTrial) -> None:
+        self._context.observer(
+            FinalistMeasured(
+                number=launch.number,
+                words=trial.user_attrs[attributes.CONFIGURATION],
+                value=launch.value,
+                low=launch.low,
+                high=launch.high,
+                message=launch.message,
+                round=launch.round,
+                speed=self._speeds.of(launch.metrics, trial.user_attrs[attributes.CONFIG]),
+            )
+        )
+
+
+def _compared(chosen: Sequence[int], rounds: Rounds) -> list[int]:
+    """Return the trials that are compared: those that were chosen, and all that rounds have measured."""
+    return sorted({*chosen, *rounds.values()})
+
+
+def next_in_rounds(
+    rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec, allowed_s: float
+) -> tuple[int, int] | None:
+    """Return the round and the trial that are launched next; None if it is enough.
+
+    Args:
+        rounds: What was launched so far.
+        trials: All trials.
+        spec: The study.
+        allowed_s: Device seconds that rounds beyond the first few may take where ``--confirm-time`` is not given, and
+            the best is not nearly known to be faster than the user's config.
+    """
+    if not rounds.chosen or (spec.confirm_time_s is not None and rounds.spent_s >= spec.confirm_time_s):
+        return None
+    for number in range(max(rounds.since, rounds.last), _MOST_ROUNDS + 1):
+        before = replace(rounds, launches=tuple(one for one in rounds.launches if one.round < number))
+        numbers = staying(before, trials, spec=spec)
+        if number > rounds.last and _is_enough(before, numbers, trials, spec=spec, allowed_s=allowed_s):
+            return None
+        begun = rounds.begun(number)
+        left = [one for one in order_of_round(numbers, round_number=number, seed=spec.random_seed) if one not in begun]
+        left = [one for one in left if rounds.failure(one) is None]
+        if left:
+            return number, left[0]
+    return None
+
+
+def staying(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -> list[int]:
+    """Return the trials that the next round launches: none that failed, or that is clearly worse than the best.
+
+    The user's config stays; of the others one leaves after three rounds if its whole interval lies below what would
+    tie with the best.
+
+    Args:
+        rounds: The rounds before.
+        trials: All trials.
+        spec: The study.
+    """
+    present = [number for number in rounds.chosen if rounds.failure(number) is None]
+    verdict, values = _verdict(rounds, trials, spec), rounds.values()
+    if verdict is None or verdict.rounds < MIN_ROUNDS or verdict.best not in values:
+        return present
+
+    def is_worse(number: int) -> bool:
+        ratio = paired_ratio(values.get(number, {}), values[verdict.best], maximize=spec.maximize)
+        return ratio is not None and ratio.rounds >= MIN_ROUNDS and ratio.surely_below(1 - spec.tie)
+
+    return [number for number in present if number == verdict.baseline or not is_worse(number)]
+
+
+def _is_enough(
+    rounds: Rounds, numbers: Sequence[int], trials: Sequence[FrozenTrial], *, spec: StudySpec, allowed_s: float
+) -> bool:
+    """Whether no further round is needed, or none is allowed."""
+    values = rounds.values()
+    if any(len(values.get(number, {})) < MIN_ROUNDS for number in numbers):
+        return not numbers
+    late = spec.confirm_time_s is None and rounds.spent_s >= allowed_s
+    if late and _is_nearly_sure(_verdict(rounds, trials, spec)):
+        late = rounds.last >= _ROUNDS_TO_TELL and rounds.spent_s >= allowed_s / SEARCH_SHARE
+    return late or is_known(rounds, trials, spec=spec)
+
+
+def _is_nearly_sure(verdict: Verdict | None) -> bool:
+    """Whether a config that is not handed over is faster by two standard errors: a few rounds more will show it."""
+    if verdict is None or verdict.kind is not VerdictKind.NOT_CONFIRMED:
+        return False
+    ratio, noise = verdict.best_ratio, verdict.noise
+    if ratio is None or noise is None:
+        return False
+    return math.log(ratio.value) > _NEARLY_SURE * noise.relative_sd * math.sqrt(2 / ratio.rounds)
+
+
+def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -> bool:
+    """Whether the speed-up is known: of the best finalist, and of the one that would be handed over.
+
+    Few rounds may agree by chance, so the noise pooled over all finalists must allow that precision, too. Rounds that
+    end once an interval is narrow leave it somewhat too narrow: 90 to 94 of 100 cover the truth in simulations.
+
+    Args:
+        rounds: What was measured.
+        trials: All trials.
+        spec: The study.
+    """
+    verdict = _verdict(rounds, trials, spec)
+    if verdict is None or verdict.baseline is None:
+        return True
+    finalists = [one for one in verdict.contenders if one.number != verdict.baseline and not one.left]
+    told = [one.ratio for one in finalists[:1]]
+    told += [one.ratio for one in finalists if one.number == verdict.handed_over]
+    return all(one is None or one.surely_below(1) or is_precise(one, verdict.noise) for one in told)
+
+
+def _verdict(rounds: Rounds, trials: Sequence[FrozenTrial], spec: StudySpec) -> Verdict | None:
+    return verdict_of(trials, rounds, maximize=spec.maximize, tie=spec.tie, slots=spec.slots_per_trial)

@@ -1,0 +1,354 @@
+"""Which configurations are measured again beside the user's own, and one launch of one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.guided.acquisition import expected_improvement, learnt_spread
+from optuna_dsat.launch.follow import SlotWait, follow
+from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
+from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
+from optuna_dsat.metrics import speed_up
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import Event
+from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, JointEstimate, RoundLaunch, Rounds
+from optuna_dsat.study.confirm.speeds import with_utilisation
+from optuna_dsat.study.confirm.verdict import VerdictKind, are_alike, verdict_of
+from optuna_dsat.study.requests import launch_request
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+
+__all__ = [
+    "choose_finalists",
+    "confirmation_end",
+    "confirmation_request",
+    "confirmation_steps",
+    "measure_again",
+    "refuted",
+    "round_launch",
+    "with_next_best",
+    "without_failed",
+]
+
+_STEP_TOLERANCE = 0.005
+"""A finalist ends once the relative error of its step time is below this."""
+
+_SHARE_OF_NOISE = 0.5
+"""Or below this share of the standard deviation between launches of one configuration: as that error is half the width
+of a 95% interval, further steps would narrow what a launch differs by from the next by 3% at most.
+"""
+
+_LONG_S, _FEWEST_LONG_STEPS = 3.0, 5
+"""A finalist with long steps ends after this many seconds of counted steps, and no fewer than this many steps: launches
+differ from one another by more than further steps would tell.
+"""
+
+_USUAL_NOISE = 0.02
+"""Relative standard deviation between launches of one configuration that is assumed before any was repeated: launches
+of this project's examples differ by one or two per cent.
+"""
+
+_SURE_SDS = 2.0
+"""Standard deviations of the search's posterior by which a trial is surely worse than another."""
+
+_LEAST_SD = 1e-9
+"""Of a ratio that the search is sure of: nothing is to be divided by zero."""
+
+
+def confirmation_steps(spec: StudySpec) -> int:
+    """Return the usual limit on the counted steps of a confirmation: five times a trial's, at least ten.
+
+    Long steps end it earlier; ``--adaptive-steps`` allows more while the step time is uncertain.
+    """
+    return max(10, 5 * _trial_steps(spec))
+
+
+def _is_long(steps: Sequence[GlobalStep]) -> bool:
+    """Whether further steps cost more than they improve the estimate.
+
+    Never where inputs vary in size: finalists of one batch size are then compared over the same data.
+    """
+    long = len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
+    return long and not input_variation(steps)
+
+
+def confirmation_end(spec: StudySpec) -> int:
+    """Return the last step of a confirmation."""
+    return spec.start_profile_step + max(confirmation_steps(spec), spec.adaptive_steps or 0) - 1
+
+
+def _trial_steps(spec: StudySpec) -> int:
+    """Return the number of steps that a trial counts."""
+    return spec.end_profile_step - spec.start_profile_step + 1
+
+
+def choose_finalists(
+    trials: Sequence[FrozenTrial],
+    candidates: Sequence[FrozenTrial],
+    *,
+    spec: StudySpec,
+    noise: float | None,
+    estimate: JointEstimate | None = None,
+    out: Collection[int] = (),
+) -> list[int]:
+    """Return the numbers of the trials that are measured again, the user's config among them.
+
+    Of ``--confirm`` places the first is the method's best. The next goes to the smallest global batch among those that
+    the noise, or ``--tie``, cannot tell from the best measurement; then to the best measurement itself, as a model may
+    be wrong, and to the next best. Where the method has a posterior, that says what cannot be told from the best. What
+    is surely worse than a tie with it then takes no place, nor does one from which three rounds are expected to gain
+    less than ``--min-gain`` a launch, a launch being as long as one of that smallest batch. The best at the user's own
+    global batch is added, for a speed-up that compares equal batches.
+
+    Args:
+        trials: All trials.
+        candidates: The measured trials, best first.
+        spec: The study.
+        noise: Relative standard deviation from launch to launch; None if unknown.
+        estimate: What the search says of the candidates; None if its method has no posterior.
+        out: Numbers of trials that earlier rounds have shown to be no better than the user's config, or that failed.
+    """
+    baseline = attributes.user_config_trial(trials)
+    left_out = {*out} if baseline is None else {*out, baseline.number}
+    others = [one for one in candidates if one.number not in left_out]
+    own = [] if baseline is None or not spec.confirm else [baseline.number]
+    if not spec.confirm or not others:
+        return own
+    measured = attributes.best_trials(others, maximize=spec.maximize)
+    batches = {one.number: attributes.train_batch_size(one, slots=spec.slots_per_trial) for one in candidates}
+    best, sd = others[0].number, _USUAL_NOISE if noise is None else noise
+    if estimate is None:
+        margin = max(spec.tie, 2 * sd)
+        value = abs(measured[0].values[0])
+        equal = [one.number for one in measured if abs(abs(one.values[0]) / value - 1) <= margin]
+    else:
+        equal, possible = (
+            [one.number for one in others if not _is_below(one.number, best, estimate, sds=sds, tie=spec.tie)]
+            for sds in (1, _SURE_SDS)
+        )
+        equal = [number for number in equal if number == best or not are_alike(batches[number], batches[best])]
+    rank = {one.number: place for place, one in enumerate(others)}
+    smallest = min(equal, key=lambda number: (batches[number], rank[number]))
+    more = others
+    if estimate is not None:
+        seconds = {one.number: _launch_s(one, spec) for one in others}
+
+        def is_worth_it(number: int) -> bool:
+            launches = MIN_ROUNDS * max(1.0, seconds[number] / seconds[smallest])
+            return _gain_of_rounds(number, best, estimate, noise=sd) >= launches * spec.options.min_gain
+
+        more = [one for one in others if one.number in possible and is_worth_it(one.number)]
+    places = [best, smallest, measured[0].number, *(one.number for one in more)]
+    chosen = list(dict.fromkeys(places))[: spec.confirm]
+    if baseline is not None and spec.confirm > 1:
+        batch = attributes.train_batch_size(baseline, slots=spec.slots_per_trial)
+        same = [one.number for one in measured if batches[one.number] == batch]
+        chosen += [number for number in same[:1] if not set(same) & set(chosen)]
+    return [*chosen, *own]
+
+
+def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, tie: float) -> bool:
+    """Whether a trial is worse than a tie with the best by so many standard deviations."""
+    log_ratio, sd = estimate.log_ratio(number, best)
+    return log_ratio + sds * sd < math.log1p(-tie)
+
+
+def _launch_s(trial: FrozenTrial, spec: StudySpec) -> float:
+    """Return the seconds that a trial's launch takes, as its own told; 1 where it told none."""
+    step_s, overhead_s = attributes.step_and_overhead_s(trial) or (0.0, 1.0)
+    return overhead_s + spec.end_profile_step * step_s
+
+
+def _gain_of_rounds(number: int, best: int, estimate: JointEstimate, *, noise: float) -> float:
+    """Return what comparing a trial with the best one is expected to gain, in the metric's logarithm.
+
+    It is the expected improvement by what ``MIN_ROUNDS`` rounds of both, with this noise, will teach of their ratio.
+    """
+    log_ratio, sd = estimate.log_ratio(number, best)
+    learnt = learnt_spread(np.array(max(sd, _LEAST_SD) ** 2), 2 * noise**2 / MIN_ROUNDS)
+    return float(expected_improvement(np.array(log_ratio), learnt))
+
+
+def confirmation_request(spec: StudySpec, trial: FrozenTrial, *, round_number: int) -> LaunchRequest:
+    """Return the launch of a finalist in a round: alone, with more steps than a trial."""
+    request = launch_request(
+        spec,
+        launch_id=f"confirm-{trial.number:04d}-round-{round_number}",
+        purpose="confirm",
+        overlay=trial.user_attrs[attributes.OVERLAY],
+        config=trial.user_attrs[attributes.CONFIG],
+        end_profile_step=confirmation_end(spec),
+    )
+    return request if request.timeout_s is None else replace(request, timeout_s=5 * request.timeout_s)
+
+
+def measure_again(
+    spec: StudySpec,
+    request: LaunchRequest,
+    *,
+    launcher: Launcher,
+    on_step: Callable[[GlobalStep], None],
+    on_event: Callable[[Event], None] = lambda _: None,
+    noise: float = 0.0,
+    wait: SlotWait | None = None,
+) -> tuple[LaunchRecord, LaunchReport]:
+    """Launch a finalist, until its step time is known; return what its ranks recorded and the report.
+
+    Args:
+        spec: The study.
+        request: Its launch.
+        launcher: Where to launch.
+        on_step: Called with each global step.
+        on_event: Called with each event.
+        noise: Relative standard deviation from launch to launch; 0 if unknown. No step time is measured much better.
+        wait: As for ``follow``.
+
+    Raises:
+        DeviceError: If others hold the slots for longer than ``wait`` allows.
+    """
+    tolerance = max(_STEP_TOLERANCE, _SHARE_OF_NOISE * noise)
+
+    def enough(steps: Sequence[GlobalStep]) -> bool:
+        return is_certain(steps, tolerance=tolerance) or (spec.adaptive_steps is None and _is_long(steps))
+
+    return follow(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
+
+
+def round_launch(
+    record: LaunchRecord,
+    report: LaunchReport,
+    *,
+    spec: StudySpec,
+    number: int,
+    round_number: int,
+    metric: str,
+    profile: ModelProfile,
+    config: Mapping[str, Any],
+) -> RoundLaunch:
+    """Return a finalist's launch as it is stored; if the script's data ended early, a trial's steps suffice.
+
+    Args:
+        record: What its ranks recorded.
+        report: What became of it.
+        spec: The study.
+        number: Number of its trial.
+        round_number: Its round.
+        metric: The metric that is optimised.
+        profile: The study's profile.
+        config: The DeepSpeed config of the launch.
+    """
+    short_of_data = report.outcome is Outcome.OUT_OF_DATA and len(record.counted) >= max(2, _trial_steps(spec))
+    measured = report.outcome is Outcome.MEASURED or short_of_data
+    flops = profile.flops_per_sample
+    interval = (
+        confidence_interval(record.counted, metric, flops_per_sample=flops, world_size=record.world_size)
+        if measured
+        else None
+    )
+    counted = record.metrics(flops_per_sample=flops) if measured else {}
+    return RoundLaunch(
+        round=round_number,
+        number=number,
+        value=None if interval is None else interval.value,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
+        metrics=with_utilisation(counted, profile=profile, config=config),
+        steps=len(record.counted),
+        outcome=report.outcome.value,
+        message=report.message,
+        held_s=report.held_s,
+        conditions=report.conditions,
+    )
+
+
+# Finalists that take the place of others: of one that failed with more steps, or that rounds showed to be no better.
+#
+# The best measurement of a search may be false: the machine was quieter for a while, or the launch too short. Where
+# all finalists prove no better than the user's own config, the next best trials are still to be heard.
+
+
+def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -> frozenset[int]:
+    """Return the trials that failed in the rounds, or that these show to be no better than the user's own config.
+
+    That is: not surely better, and by no more than a tie as far as three rounds tell.
+
+    Args:
+        rounds: What was launched so far.
+        trials: All trials.
+        spec: The study.
+    """
+    out = {one.number for one in rounds.launches if rounds.failure(one.number) is not None}
+    verdict = verdict_of(trials, rounds, maximize=spec.maximize, tie=spec.tie, slots=spec.slots_per_trial)
+    if verdict is None:
+        return frozenset(out)
+    for one in verdict.contenders:
+        ratio = one.ratio
+        if one.number == verdict.baseline or ratio is None or ratio.rounds < MIN_ROUNDS:
+            continue
+        if not ratio.surely_above_1 and ratio.value <= 1 + spec.tie:
+            out.add(one.number)
+    return frozenset(out)
+
+
+def without_failed(
+    rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, spec: StudySpec
+) -> Rounds:
+    """Return the rounds with the next best trial among the chosen if the last launch ended a finalist.
+
+    Args:
+        rounds: What was launched so far.
+        trials: All trials.
+        candidates: The measured trials, best first.
+        spec: The study.
+    """
+    last = rounds.launches[-1].number
+    own = attributes.user_config_trial(trials)
+    failed = [one for one in rounds.chosen if rounds.failure(one) is not None]
+    if last not in failed or (own is not None and last == own.number) or len(failed) > spec.confirm:
+        return rounds
+    out = {*rounds.chosen, *refuted(rounds, trials, spec=spec)}
+    waiting = [one.number for one in candidates if one.number not in out]
+    return replace(rounds, chosen=(*rounds.chosen, *waiting[:1]))
+
+
+def with_next_best(
+    rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, spec: StudySpec
+) -> Rounds:
+    """Return the rounds with one more finalist if all so far proved no better than the user's own config.
+
+    It is the next best of the trials that the search measured better than that config, by more than a tie. There are
+    at most twice ``--confirm`` finalists, and none is added once the time of ``--confirm-time`` is spent.
+
+    Args:
+        rounds: What was launched so far.
+        trials: All trials.
+        candidates: The measured trials, best first.
+        spec: The study.
+    """
+    verdict = verdict_of(trials, rounds, maximize=spec.maximize, tie=spec.tie, slots=spec.slots_per_trial)
+    spent = spec.confirm_time_s is not None and rounds.spent_s >= spec.confirm_time_s
+    if verdict is None or verdict.kind is not VerdictKind.BASELINE_IS_BEST or spent:
+        return rounds
+    own, out = verdict.baseline, refuted(rounds, trials, spec=spec)
+    compared = {one for one in rounds.chosen if one != own}
+    heard = {one.number for one in rounds.launches if one.round >= rounds.since} - {own}
+    if compared - out or len(heard | compared) >= 2 * spec.confirm:
+        return rounds
+    values = {one.number: float(one.values[0]) for one in candidates}
+
+    def claims_more(number: int) -> bool:
+        claimed = speed_up(values[number], values.get(own), maximize=spec.maximize) if own is not None else None
+        return claimed is not None and claimed > 1 + spec.tie
+
+    waiting = [number for number in values if number not in {own, *compared, *heard, *out} and claims_more(number)]
+    if not waiting:
+        return rounds
+    kept = [one for one in rounds.chosen if one == own or rounds.failure(one) is not None]
+    return replace(rounds, chosen=(*kept, waiting[0]))

@@ -1,0 +1,189 @@
+"""Compares the first losses under the best config with those under the user's: a faster config must train alike.
+
+Both are launched with the user's own micro-batch and accumulation, so each step sees the same samples; only ZeRO,
+offload and buckets differ. The user's config is launched twice: the difference between its two runs is the script's own
+randomness, the limit of detection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.launch.follow import SlotWait, follow
+from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import Launcher, LaunchReport
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.requests import launch_request
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.words import outcome_in_words
+
+__all__ = ["TOLERANCES", "LossCheck", "check_loss", "compare", "is_of_losses", "nothing_to_compare"]
+
+STEPS = 5
+"""First global steps whose losses are compared."""
+
+TOLERANCES: Mapping[str, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 2e-2}
+"""Precision -> largest relative difference of two losses that it explains. The unit roundoffs are 6e-8, 4.9e-4 and
+3.9e-3 (IEEE 754; bfloat16 has 8 bits of precision); another order of summation and a few optimizer steps multiply them.
+The factors, about 1,000 in fp32 and 5 to 20 in half precision, are ours.
+"""
+
+
+_LAUNCHES = "loss-"
+"""What the identifiers of the launches begin with."""
+
+
+def is_of_losses(launch_id: str) -> bool:
+    """Whether a launch compares losses: it is stored among those of the confirmation."""
+    return launch_id.startswith(_LAUNCHES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCheck:
+    """Losses of the first steps and their comparison."""
+
+    agrees: bool | None
+    """None if undecided: a launch failed, the script's losses were not observed, or its own runs differ."""
+    message: str
+    """The outcome in one sentence."""
+    precision: str
+    """``fp32``, ``fp16`` or ``bf16``."""
+    tolerance: float
+    """Largest relative difference that passes."""
+    difference: float | None
+    """Largest relative difference between the best config's losses and the user's; None if they cannot be compared."""
+    own_difference: float | None
+    """Largest relative difference between two runs of the user's config; None if they cannot be compared."""
+    losses: Mapping[str, Sequence[float]]
+    """``user``, ``user_again``, ``best`` -> loss of each step, the mean over ranks of its last micro-batch."""
+
+
+def check_loss(
+    spec: StudySpec,
+    best: Mapping[str, Any],
+    *,
+    data_parallel_size: int,
+    launcher: Launcher,
+    on_report: Callable[[LaunchReport, LaunchRecord], None],
+    wait: SlotWait | None = None,
+) -> LossCheck:
+    """Launch the user's config twice and the best one once, at the user's batch; compare their first losses.
+
+    Args:
+        spec: The study.
+        best: The winning DeepSpeed config.
+        data_parallel_size: Ranks that consume different samples.
+        launcher: Where to launch.
+        on_report: Called after each launch.
+        wait: As for ``follow``.
+
+    Raises:
+        DeviceError: If others hold the slots for too long.
+    """
+    user = ds_config.effective(spec.ds_config)
+    triangle = ds_config.batch_triangle(user, world_size=data_parallel_size)
+    batch = ds_config.batch_overlay(triangle.micro_batch, triangle.gradient_accumulation_steps)
+    zero = best.get("zero_optimization", {})
+    removed = user.get("zero_optimization", {}).keys() - zero.keys()
+    added = {key: value for key, value in best.items() if key not in user}
+    best_overlay = {**added, **batch, "zero_optimization": {**dict.fromkeys(removed), **zero}}
+    losses: dict[str, Sequence[float]] = {}
+    for name, overlay in (("user", batch), ("user_again", batch), ("best", best_overlay)):
+        request = launch_request(
+            spec,
+            launch_id=f"{_LAUNCHES}{name.replace('_', '-')}",
+            purpose="confirm",
+            overlay=overlay,
+            start_profile_step=1,
+            end_profile_step=STEPS,
+        )
+        record, report = follow(launcher, request, wait=wait)
+        on_report(report, record)
+        if report.outcome is not Outcome.MEASURED:
+            ended = outcome_in_words(report.outcome)
+            return _undecided(_precision(user), losses, f"the launch {request.launch_id} ended with {ended}")
+        boundaries = record.boundaries[:STEPS]  # skipped steps too: the data of each step are the same
+        losses[name] = [step.loss for step in boundaries if step.loss is not None]
+    return compare(losses, precision=_precision(user))
+
+
+def nothing_to_compare(spec: StudySpec) -> LossCheck:
+    """Return what is to be said where the user's own config is the result: its losses need no launch."""
+    precision = _precision(ds_config.effective(spec.ds_config))
+    return LossCheck(
+        agrees=True,
+        message="Your own config is the result, so there are no other losses to compare its own with.",
+        precision=precision,
+        tolerance=TOLERANCES[precision],
+        difference=None,
+        own_difference=None,
+        losses={},
+    )
+
+
+def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossCheck:
+    """Compare the losses of ``best`` with those of ``user``, given the difference between the user's two runs.
+
+    Args:
+        losses: Loss of each step of the three launches.
+        precision: ``fp32``, ``fp16`` or ``bf16``.
+    """
+    counts = {name: len(found) for name, found in losses.items()}
+    if len(set(counts.values())) != 1 or not counts["user"]:
+        return _undecided(precision, losses, "the script's losses could not be seen at every step")
+    tolerance = TOLERANCES[precision]
+    own = _difference(losses["user"], losses["user_again"])
+    difference = _difference(losses["user"], losses["best"])
+    known: dict[str, Any] = {
+        "precision": precision,
+        "tolerance": tolerance,
+        "difference": difference,
+        "own_difference": own,
+    }
+    if difference <= tolerance:
+        alike = f"agree within {difference:.1e} ({precision} allows {tolerance:g})" if difference else "are the same"
+        message = f"The first {counts['user']} losses {alike}."
+        return LossCheck(agrees=True, message=message, losses=losses, **known)
+    if own > tolerance:
+        message = (
+            f"Whether the losses agree cannot be told: two runs of your own config differ by {own:.1e}. "
+            "Have the script set its seeds."
+        )
+        return LossCheck(agrees=None, message=message, losses=losses, **known)
+    message = (
+        f"The first losses differ by {difference:.1e}, more than {precision} explains ({tolerance:g}): "
+        "look at them before you train with this config."
+    )
+    return LossCheck(agrees=False, message=message, losses=losses, **known)
+
+
+def _difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the largest relative difference of two sequences of losses; infinite if only one of a pair is finite."""
+    return max(_relative_difference(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _relative_difference(a: float, b: float) -> float:
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return 0.0 if repr(a) == repr(b) else math.inf
+    return abs(a - b) / max(abs(a), abs(b), 1e-12)
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    enabled = [key for key in ("fp16", "bf16") if (config.get(key) or {}).get("enabled") in (True, ds_config.AUTO)]
+    return enabled[0] if enabled else "fp32"
+
+
+def _undecided(precision: str, losses: Mapping[str, Sequence[float]], why: str) -> LossCheck:
+    return LossCheck(
+        agrees=None,
+        message=f"Whether the losses agree cannot be told: {why}.",
+        precision=precision,
+        tolerance=TOLERANCES[precision],
+        difference=None,
+        own_difference=None,
+        losses=losses,
+    )

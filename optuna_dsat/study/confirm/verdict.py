@@ -1,0 +1,502 @@
+"""The verdict on a study: what is handed over, how sure that is, and what speaks against relying on it.
+
+A pure function of the stored trials and rounds; the result, the command line, the report and Python all show this one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.metrics import speed_up
+from optuna_dsat.study.confirm.rounds import (
+    MIN_ROUNDS,
+    PRECISION,
+    JointEstimate,
+    Noise,
+    Ratio,
+    Rounds,
+    mean_in_rounds,
+    noise_of_search,
+    paired_ratio,
+    pooled_noise,
+)
+from optuna_dsat.study.confirm.warnings import warnings_of
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import outcome_in_words
+
+__all__ = ["Contender", "SpeedUp", "Undecided", "Verdict", "VerdictKind", "are_alike", "verdict_of"]
+
+_ALIKE_BATCHES = 1.1
+"""Global batches of up to this ratio are as good as the same: nothing faster is given up for one a little smaller."""
+_NEARNESS = 0.25
+"""Share of the tie that settings nearer to the user's own are worth, where a posterior tells what they cost."""
+
+
+class VerdictKind(StrEnum):
+    """What came of a study."""
+
+    WINNER = "winner"
+    """A config is faster than the user's own with 95% certainty; it is handed over."""
+    BASELINE_IS_BEST = "baseline_is_best"
+    """Nothing is faster than the user's own config, or not by more than a tie; that is handed over."""
+    NOT_CONFIRMED = "not_confirmed"
+    """The time of the confirmation ended before it was known; the user's own config is handed over."""
+    NO_BASELINE = "no_baseline"
+    """The user's own config could not be measured, or was not: the best of the rounds is handed over."""
+    UNCONFIRMED = "unconfirmed"
+    """Nothing was measured in two rounds (``--confirm 0``, an interruption): the best of the search is handed over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A configuration that was measured in rounds."""
+
+    number: int
+    """Number of its trial."""
+    train_batch_size: int
+    """Its global batch, in samples."""
+    differing: int
+    """Settings that differ from the user's own, batch sizes included."""
+    rounds: int
+    """Rounds in which it was measured."""
+    value: float
+    """Geometric mean of the metric over its rounds."""
+    low: float | None
+    """Lower end of the 95% interval of ``value``, from launch to launch; None for a single round."""
+    high: float | None
+    """Its upper end."""
+    ratio: Ratio | None
+    """How many times as good as the user's own config it is, paired; None if the two were never measured together."""
+    left: str
+    """Why it is not compared any more; empty while it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedUp:
+    """How many times as good as the user's own config the best configuration at one global batch is."""
+
+    number: int
+    """Number of its trial."""
+    train_batch_size: int
+    """The global batch, in samples."""
+    ratio: Ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undecided:
+    """A configuration that the rounds do not distinguish from the result, and that does not count as equal to it."""
+
+    number: int
+    """Number of its trial."""
+    train_batch_size: int
+    """Its global batch, in samples."""
+    below: float
+    """Share by which its metric is expected to be worse than that of the trial ``best``."""
+    best: int
+    """Number of the best trial of those that may be the result."""
+    allowed: float
+    """Share up to which it would count as equal to ``best``. If ``below`` is not larger, it is not surely better than
+    the user's own config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of a study so far."""
+
+    kind: VerdictKind
+    handed_over: int
+    """Number of the trial whose config is the result."""
+    best: int
+    """Number of the trial that measured best in the rounds, or in the search if there were none: not handed over where
+    that is not certain, or where another is as good with a smaller global batch."""
+    baseline: int | None
+    """Number of the trial of the user's own config; None if it was not measured."""
+    rounds: int
+    """Rounds in which anything was measured."""
+    speed_up: Ratio | None
+    """Of the config that is handed over, over the user's own; None without a baseline. Without rounds that measured
+    both it compares values of the search."""
+    best_ratio: Ratio | None
+    """Of ``best``, over the user's own; None without a baseline."""
+    user_value: float | None
+    """The metric of the user's own config in the rounds of ``speed_up``; None without a baseline."""
+    user_low: float | None
+    """Lower end of the 95% interval of ``user_value``, from launch to launch; None without two rounds."""
+    user_high: float | None
+    """Its upper end."""
+    value: float
+    """The metric of the config that is handed over in the rounds of ``speed_up``."""
+    low: float | None
+    """Lower end of the 95% interval of ``value``, from launch to launch; None if it was not measured in two rounds."""
+    high: float | None
+    """Its upper end."""
+    metrics: Mapping[str, float]
+    """All metrics of the config that is handed over, as the search measured it."""
+    user_metrics: Mapping[str, float]
+    """Those of the user's own config; empty without a baseline."""
+    at_user_batch: SpeedUp | None
+    """The best at the user's own global batch; None without a baseline."""
+    at_own_batch: SpeedUp | None
+    """The config that is handed over, at its own global batch; None without a baseline."""
+    ties: tuple[int, ...]
+    """Trials that count as equal to the result: it was chosen from them by global batch, then by differing settings."""
+    undecided: tuple[Undecided, ...]
+    """Trials that the rounds do not distinguish from the result, and that were not candidates for it."""
+    noise: Noise | None
+    """Of the rounds: what launches of one configuration differ by within a round; None before two rounds."""
+    search_noise: Noise | None
+    """Of the search: what its measurements differ by from the rounds; None before two rounds."""
+    warnings: tuple[str, ...]
+    """What speaks against relying on the numbers, with figures."""
+    contenders: tuple[Contender, ...]
+    """All that was measured in rounds, best first."""
+
+    @property
+    def is_by_rounds(self) -> bool:
+        """Whether rounds decided, rather than the search."""
+        return self.kind is not VerdictKind.UNCONFIRMED
+
+    @property
+    def confirmed_speed_up(self) -> bool:
+        """Whether rounds measured ``speed_up``."""
+        return self.speed_up is not None and self.speed_up.rounds > 0
+
+    def contender(self, number: int) -> Contender | None:
+        """Return how a trial did in the rounds; None if they did not decide, or did not measure it.
+
+        The config that is handed over and the user's own have the metrics of the rounds that compare the two.
+        """
+        found = next((one for one in self.contenders if one.number == number), None) if self.is_by_rounds else None
+        if found is None or self.speed_up is None or self.speed_up.rounds < 2:
+            return found
+        common = replace(found, rounds=self.speed_up.rounds)
+        if number == self.handed_over and self.low is not None:
+            return replace(common, value=self.value, low=self.low, high=self.high)
+        if number == self.baseline and self.user_value is not None:
+            return replace(common, value=self.user_value, low=self.user_low, high=self.user_high)
+        return found
+
+    @property
+    def decisive_rounds(self) -> int:
+        """Rounds that measured what is handed over; 0 if the search decided."""
+        found = self.contender(self.handed_over)
+        return 0 if found is None else found.rounds
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+def are_alike(batch: int, other: int) -> bool:
+    """Whether two global batches count as the same."""
+    return max(batch, other) <= _ALIKE_BATCHES * min(batch, other)
+
+
+def verdict_of(
+    trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, tie: float, slots: int
+) -> Verdict | None:
+    """Return the verdict on a study.
+
+    Args:
+        trials: All trials.
+        rounds: What was measured again.
+        maximize: Whether a larger metric is better.
+        tie: Share of the best metric within which configurations count as equal.
+        slots: Ranks of a launch.
+
+    Returns:
+        The verdict; None if nothing was measured.
+    """
+    found = _Judge(trials, rounds, maximize=maximize, tie=tie, slots=slots)
+    if not found.measured:
+        return None
+    return found.by_rounds() if found.paired else found.by_search()
+
+
+_Mean = tuple[float, float | None, float | None]
+"""A metric with the ends of its 95% interval, which are None if two rounds did not measure it."""
+
+
+class _Judge:
+    """Computes the verdict on one study."""
+
+    def __init__(
+        self, trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, tie: float, slots: int
+    ) -> None:
+        self._rounds = rounds
+        self._maximize = maximize
+        self._tie = tie
+        self._slots = slots
+        self.measured = attributes.best_trials(trials, maximize=maximize)
+        self._trials = {trial.number: trial for trial in self.measured}
+        own = attributes.user_config_trial(trials)
+        self._baseline = None if own is None or own.number not in self._trials else own.number
+        self._values = {number: one for number, one in rounds.values().items() if number in self._trials}
+        eligible = [number for number in self._values if rounds.failure(number) is None]
+        needed = _needed_rounds([len(self._values[number]) for number in eligible])
+        self._eligible = [one for one in eligible if len(self._values[one]) >= needed]
+        self._in_rounds = self._baseline is not None and self._baseline in eligible
+        self._reference = self._baseline if self._in_rounds else _longest(self._values, self._eligible)
+        self.noise = None if self._reference is None else pooled_noise(self._values, reference=self._reference)
+        self._estimate = self._estimated(rounds.estimate)
+
+    def _estimated(self, searched: JointEstimate | None) -> JointEstimate | None:
+        """Return what search and rounds say together; None if the method has no posterior of all that is compared."""
+        if searched is None or self.noise is None or not set(self._eligible) <= set(searched.numbers):
+            return None
+        return searched.given(self._values, noise=self.noise.relative_sd, maximize=self._maximize)
+
+    @property
+    def paired(self) -> bool:
+        """Whether two rounds compare the reference (the user's config, or without it the one of most rounds).
+
+        Not so where the second of them ended with the reference: nothing then speaks against what the search found.
+        """
+        if self._reference is None or len(self._values[self._reference]) < 2:
+            return False
+        launched = {one.number for one in self._rounds.launches}
+        others = {*self._rounds.chosen, *launched} - {self._reference}
+        return not others or any(
+            len(self._values.get(number, {})) >= 2 or self._rounds.failure(number) is not None for number in others
+        )
+
+    def by_rounds(self) -> Verdict:
+        """Return the verdict by the rounds."""
+        best = max(self._eligible, key=lambda number: (self._score(number), -number))
+        tied = [one for one in self._eligible if one == best or self._is_tied(one, best)]
+        sure = [one for one in tied if not self._in_rounds or one == self._baseline or self._is_sure(one)]
+        equals = sure or self._surely_better()
+        pick = self._preferred(equals)
+        ties = tuple(sorted(set(equals) - {pick}))
+        return self._verdict(self._kind(pick, best), pick, best, ties=ties, undecided=self._undecided(pick, equals))
+
+    def _surely_better(self) -> list[int]:
+        """Return the best that is surely better than the user's own config, with its equals; else that config.
+
+        The best of all may be less sure than one that is nearly as good.
+        """
+        sure = [number for number in self._eligible if self._is_sure(number)]
+        if not sure:
+            if self._baseline is None:
+                raise RuntimeError("a reference that was measured in rounds is the baseline or eligible")
+            return [self._baseline]
+        first = max(sure, key=lambda number: (self._score(number), -number))
+        return [number for number in sure if number == first or self._is_tied(number, first)]
+
+    def by_search(self) -> Verdict:
+        """Return the verdict by the search alone: the best measurement, which may be the user's own."""
+        best = self.measured[0].number
+        return self._verdict(VerdictKind.UNCONFIRMED, best, best, ties=(), undecided=())
+
+    def _kind(self, pick: int, best: int) -> VerdictKind:
+        if not self._in_rounds:
+            return VerdictKind.NO_BASELINE
+        if pick != self._baseline:
+            return VerdictKind.WINNER
+        ratio = self._ratio(best)
+        if best == pick or ratio is None or ratio.surely_above_1 or ratio.half_width <= PRECISION:
+            return VerdictKind.BASELINE_IS_BEST
+        return VerdictKind.NOT_CONFIRMED
+
+    def _score(self, number: int) -> float:
+        """Return the logarithm of how many times as good as the reference a trial is, by all that is known."""
+        if self._estimate is not None and self._reference in self._estimate.numbers and number in self._eligible:
+            return self._estimate.log_ratio(number, self._reference)[0]
+        ratio = self._against(number, self._reference)
+        return -math.inf if ratio is None else math.log(ratio.value)
+
+    def _against(self, number: int, other: int | None) -> Ratio | None:
+        if other is None:
+            return None
+        return paired_ratio(self._values[number], self._values[other], maximize=self._maximize)
+
+    def _is_sure(self, number: int) -> bool:
+        ratio = self._against(number, self._baseline)
+        return ratio is not None and ratio.surely_above_1
+
+    def _is_tied(self, number: int, best: int) -> bool:
+        """Whether a trial is within the tie of the best, by what is expected of both.
+
+        Where that is said by the rounds alone also within what their noise leaves open (one standard error): the best
+        of several by chance is flattered by it, which a posterior knows.
+        """
+        ratio = self._against(number, best)
+        return ratio is not None and self._tie > 0 and self._below(number, best, ratio) <= self._allowed(ratio)
+
+    def _below(self, number: int, best: int, ratio: Ratio) -> float:
+        """Return the share by which a trial is expected to be worse than the best, from their ratio in the rounds."""
+        return 1 - (ratio.value if self._estimate is None else math.exp(self._estimate.log_ratio(number, best)[0]))
+
+    def _allowed(self, ratio: Ratio) -> float:
+        """Return the share up to which a trial that is worse than the best counts as equal to it."""
+        if self._estimate is not None or self.noise is None or self._tie <= 0:
+            return self._tie
+        return max(self._tie, self.noise.relative_sd * math.sqrt(2 / ratio.rounds))
+
+    def _undecided(self, pick: int, equals: Sequence[int]) -> tuple[Undecided, ...]:
+        """Return the trials that the rounds do not distinguish from the result, beside its equals."""
+        best = max(equals, key=lambda number: (self._score(number), -number))
+        found = []
+        for number in sorted(set(self._eligible) - {*equals, pick}):
+            with_pick, ratio = self._against(number, pick), self._against(number, best)
+            if with_pick is None or with_pick.low is None or with_pick.high is None or ratio is None:
+                continue
+            if with_pick.low <= 1 <= with_pick.high:
+                found.append(
+                    Undecided(
+                        number=number,
+                        train_batch_size=self._batch(number),
+                        below=self._below(number, best, ratio),
+                        best=best,
+                        allowed=self._allowed(ratio),
+                    )
+                )
+        return tuple(found)
+
+    def _preferred(self, tied: Sequence[int]) -> int:
+        """Return which of equals is taken: by global batch, settings that differ from the user's, then the metric.
+
+        Where a posterior says how good they are, settings that differ less are worth a quarter of the tie at most.
+        """
+        least = min(map(self._batch, tied))
+        smallest = [number for number in tied if are_alike(self._batch(number), least)]
+        if self._estimate is not None and self._baseline not in smallest:
+            best = max(map(self._score, smallest))
+            smallest = [one for one in smallest if self._score(one) >= best - _NEARNESS * self._tie]
+        return min(smallest, key=lambda number: (self._differing(number), -self._score(number)))
+
+    def _batch(self, number: int) -> int:
+        return attributes.train_batch_size(self._trials[number], slots=self._slots)
+
+    def _differing(self, number: int) -> int:
+        """Return how many settings differ from the user's own; 0 without a baseline."""
+        if self._baseline is None:
+            return 0
+        own, other = (_flat(self._trials[one]) for one in (self._baseline, number))
+        return sum(own.get(key) != other.get(key) for key in own.keys() | other.keys())
+
+    def _ratio(self, number: int) -> Ratio | None:
+        """Return how many times as good as the user's own config a trial is: paired, else by the search."""
+        if self._in_rounds and self.paired:
+            return self._against(number, self._baseline) if number in self._values else None
+        if self._baseline is None:
+            return None
+        values = (float(self._trials[one].values[0]) for one in (number, self._baseline))
+        found = speed_up(*values, maximize=self._maximize)
+        return None if found is None else Ratio(value=found, low=None, high=None, rounds=0)
+
+    def _compared_values(self, pick: int) -> tuple[_Mean, _Mean | tuple[None, None, None]]:
+        """Return the metric of a trial, and that of the user's own config in the same rounds, with their intervals."""
+        own = self._baseline
+        searched = (None, None, None) if own is None else (self._searched(own), None, None)
+        if not self.paired:
+            return (self._searched(pick), None, None), searched
+        values = self._values[pick]
+        if own is None or not self._in_rounds:
+            return mean_in_rounds(list(values.values())), searched
+        common = [one for one in values if one in self._values[own]]
+        users = mean_in_rounds([self._values[own][one] for one in common])
+        return mean_in_rounds([values[one] for one in common]), users
+
+    def _all_searched(self) -> Mapping[int, float]:
+        return {number: self._searched(number) for number in self._values}
+
+    def _searched(self, number: int) -> float:
+        return float(self._trials[number].values[0])
+
+    def _metrics(self, number: int) -> Mapping[str, float]:
+        return dict(self._trials[number].user_attrs.get(attributes.METRICS, {}))
+
+    def _at_batch(self, batch: int) -> SpeedUp | None:
+        """Return the best at a global batch, by the rounds if there are any."""
+        numbers = self._eligible if self.paired else list(self._trials)
+        ratios = [(number, self._ratio(number)) for number in numbers if self._batch(number) == batch]
+        known = [SpeedUp(number=n, train_batch_size=batch, ratio=ratio) for n, ratio in ratios if ratio is not None]
+        return max(known, key=lambda one: one.ratio.value, default=None)
+
+    def _verdict(
+        self, kind: VerdictKind, pick: int, best: int, *, ties: tuple[int, ...], undecided: tuple[Undecided, ...]
+    ) -> Verdict:
+        (value, low, high), (user_value, user_low, user_high) = self._compared_values(pick)
+        ratio = self._ratio(pick)
+        batch = self._batch(pick)
+        return Verdict(
+            kind=kind,
+            handed_over=pick,
+            best=best,
+            baseline=self._baseline,
+            rounds=len({one.round for one in self._rounds.launches if one.value is not None}),
+            speed_up=ratio,
+            best_ratio=self._ratio(best),
+            user_value=user_value,
+            user_low=user_low,
+            user_high=user_high,
+            value=value,
+            low=low,
+            high=high,
+            metrics=self._metrics(pick),
+            user_metrics={} if self._baseline is None else self._metrics(self._baseline),
+            at_user_batch=None if self._baseline is None else self._at_batch(self._batch(self._baseline)),
+            at_own_batch=None if ratio is None else SpeedUp(number=pick, train_batch_size=batch, ratio=ratio),
+            ties=ties,
+            undecided=undecided,
+            noise=self.noise,
+            search_noise=None if self.noise is None else noise_of_search(self._values, self._all_searched()),
+            warnings=warnings_of(
+                self._rounds,
+                searched={one: self._searched(one) for one in (pick, self._baseline) if one is not None},
+                baseline=self._baseline,
+                noise=self.noise,
+                tie=self._tie,
+            ),
+            contenders=self._contenders(),
+        )
+
+    def _contenders(self) -> tuple[Contender, ...]:
+        found = [self._contender(number) for number in self._values]
+        return tuple(sorted(found, key=lambda one: (-self._score(one.number), one.number)))
+
+    def _contender(self, number: int) -> Contender:
+        value, low, high = mean_in_rounds(list(self._values[number].values()))
+        failed = self._rounds.failure(number)
+        left = "" if failed is None else f"{outcome_in_words(failed.outcome)}: {failed.message}"
+        ratio = self._against(number, self._baseline) if self._in_rounds else None
+        if not left and self._rounds.chosen and number not in self._rounds.begun(self._rounds.last):
+            better = ratio is None or ratio.surely_above_1 or number in self._rounds.chosen
+            left = "clearly worse than the best" if better else "no better than your own config"
+        return Contender(
+            number=number,
+            train_batch_size=self._batch(number),
+            differing=self._differing(number),
+            rounds=len(self._values[number]),
+            value=value,
+            low=low,
+            high=high,
+            ratio=ratio,
+            left=left,
+        )
+
+
+def _needed_rounds(counts: Sequence[int]) -> int:
+    """Return the rounds that a trial needs to be compared: as many as two trials have, up to ``MIN_ROUNDS``.
+
+    One of them may be ahead by a round that was begun; what has only one round is not compared with what has more.
+    """
+    first, second = (*sorted(counts, reverse=True), 0, 0)[:2]
+    return min(MIN_ROUNDS, max(second, min(first, 2)))
+
+
+def _longest(values: Mapping[int, Mapping[int, float]], eligible: Sequence[int]) -> int | None:
+    """Return the trial of most rounds; the earliest of several."""
+    return max(eligible, key=lambda number: (len(values[number]), -number), default=None)
+
+
+def _flat(trial: FrozenTrial) -> dict[str, Any]:
+    return ds_config.flatten(ds_config.effective(trial.user_attrs[attributes.CONFIG]))

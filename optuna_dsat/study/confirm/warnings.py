@@ -1,0 +1,104 @@
+"""What speaks against relying on a confirmation: drift, other work on the machine, values other than in the search.
+
+Each warning is one sentence with its figures.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from optuna_dsat.study.confirm.rounds import Noise, Rounds
+from optuna_dsat.words import things_in_words
+
+__all__ = ["warnings_of"]
+
+_DRIFT = 3.0
+"""Noise from launch to launch, times this, that the user's config may stray between rounds."""
+_SINCE_SEARCH = 0.05
+"""Relative difference between search and rounds that is always told: the search counts few steps."""
+_OTHERS_SHARE = 0.05
+"""Share of the cores' time that other processes may take."""
+
+
+def warnings_of(
+    rounds: Rounds, *, searched: Mapping[int, float], baseline: int | None, noise: Noise | None, tie: float
+) -> tuple[str, ...]:
+    """Return the warnings on a confirmation.
+
+    Args:
+        rounds: What was measured again.
+        searched: Trial -> metric of the search, of the user's own config and of the one that is handed over.
+        baseline: The trial of the user's own config; None if it was not measured.
+        noise: From launch to launch; None if unknown.
+        tie: Relative difference that is not worth a word.
+    """
+    values = rounds.values()
+    least = max(tie, 0.0 if noise is None else _DRIFT * noise.relative_sd)
+    found = [] if baseline is None else _drift(values.get(baseline, {}), least=least, noise=noise)
+    for number in sorted(searched):
+        name = "Your own config" if number == baseline else f"Trial {number}"
+        found += _since_search(name, values.get(number, {}), searched[number], least=max(least, _SINCE_SEARCH))
+    return (*found, *_others(rounds), *_on_gpus(rounds))
+
+
+def _drift(values: Mapping[int, float], *, least: float, noise: Noise | None) -> list[str]:
+    if noise is None or len(values) < 2:
+        return []
+    mean = statistics.fmean(math.log(value) for value in values.values())
+    strays = {one: math.log(value) - mean for one, value in values.items()}
+    worst = max(strays, key=lambda one: abs(strays[one]))
+    if abs(strays[worst]) <= least:
+        return []
+    return [
+        f"The machine changed while it was measured: in round {worst} your own config was {_percent(strays[worst])} "
+        f"its mean over {things_in_words(len(values), 'round')}, and the noise of the rounds is "
+        f"{noise.relative_sd:.1%}."
+    ]
+
+
+def _since_search(name: str, values: Mapping[int, float], searched: float, *, least: float) -> list[str]:
+    if not values or searched <= 0:
+        return []
+    mean = statistics.fmean(math.log(value) for value in values.values())
+    if abs(mean - math.log(searched)) <= least:
+        return []
+    return [
+        f"{name} measured {_percent(mean - math.log(searched))} its value in the search over "
+        f"{things_in_words(len(values), 'round')}: only the rounds count."
+    ]
+
+
+def _percent(log: float) -> str:
+    return f"{abs(math.expm1(log)):.0%} {'above' if log > 0 else 'below'}"
+
+
+def _others(rounds: Rounds) -> list[str]:
+    shares = [one.conditions.others_share for one in rounds.launches]
+    busy = [share for share in shares if share is not None and share > _OTHERS_SHARE]
+    if not busy:
+        return []
+    cores = max(one.conditions.cores or 0 for one in rounds.launches)
+    return [
+        f"Other processes took up to {max(busy):.0%} of the time of {things_in_words(cores, 'core')} during "
+        f"{len(busy)} of {things_in_words(len(rounds.launches), 'launch')} of the confirmation."
+    ]
+
+
+def _on_gpus(rounds: Rounds) -> list[str]:
+    facts, total = [one.conditions for one in rounds.launches], len(rounds.launches)
+    shared = [one.gpu_processes for one in facts if one.gpu_processes]
+    throttled = [one.throttle_reasons for one in facts if one.throttle_reasons]
+    found = []
+    launches = things_in_words(total, "launch")
+    if shared:
+        found.append(f"Others used the GPUs during {len(shared)} of {launches}: {_listed(shared)}.")
+    if throttled:
+        reasons = _listed(throttled)
+        found.append(f"The GPUs' clocks were held down during {len(throttled)} of {launches}: {reasons}.")
+    return found
+
+
+def _listed(groups: Sequence[Sequence[str]]) -> str:
+    return ", ".join(dict.fromkeys(one for group in groups for one in group))

@@ -1,0 +1,171 @@
+"""A verdict in words: what is handed over, how sure that is, and what to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optuna_dsat.metrics import LARGER_IS_BETTER
+from optuna_dsat.study.confirm import speeds
+from optuna_dsat.study.confirm.rounds import Ratio
+from optuna_dsat.study.confirm.verdict import Contender, Undecided, Verdict, VerdictKind
+from optuna_dsat.words import metric_in_words, range_in_words, things_in_words, times_in_words
+
+__all__ = ["headline", "how_known", "ratio_in_words", "user_value_in_words", "value_in_words", "verdict_in_words"]
+
+
+def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
+    """Return a verdict as lines: the headline, speed-ups by global batch, ties, noise and warnings.
+
+    Args:
+        verdict: What came of a study.
+        metric: The metric that is optimised.
+        device: ``cuda`` or ``cpu``.
+    """
+    lines = [headline(verdict, metric=metric, device=device), _by_batch(verdict), _ties(verdict), _noise(verdict)]
+    return (*filter(None, lines), *(f"Warning: {warning}" for warning in verdict.warnings))
+
+
+def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
+    """Return what is handed over and how it compares with the user's own config, in one or two sentences."""
+    value = speeds.value_in_words(verdict.metrics, verdict.value, metric=metric, device=device)
+    own = user_value_in_words(verdict, metric=metric, device=device)
+    name = "Your own config" if verdict.handed_over == verdict.baseline else f"Trial {verdict.handed_over}"
+    if verdict.kind is VerdictKind.WINNER and verdict.speed_up is not None:
+        return f"{name} is {ratio_in_words(verdict.speed_up)} your own config: {value} against {own}."
+    if verdict.kind is VerdictKind.BASELINE_IS_BEST:
+        other = _runner_up(verdict)
+        if other is not None and other.ratio is not None and other.ratio.surely_above_1:
+            return (
+                f"Your own config is the result: {value}. By the rounds alone trial {other.number} is "
+                f"{ratio_in_words(other.ratio)} it; search and rounds together do not say so."
+            )
+        return f"Your own config is the best found: {value}.{_runner_up_in_words(other)}"
+    if verdict.kind is VerdictKind.NOT_CONFIRMED:
+        return (
+            f"Nothing is surely better than your own config, {value}, which is the result: the time of the "
+            f"confirmation ended first.{_runner_up_in_words(_runner_up(verdict))} `optuna-dsat resume` with a larger "
+            "--confirm-time goes on."
+        )
+    if verdict.kind is VerdictKind.NO_BASELINE:
+        told = f"{name} is the best of what was measured again: {value}."
+        if verdict.speed_up is None:
+            return f"{told} Your own config was not measured."
+        return (
+            f"{told} Your own config could not be measured again. In the search it reached {own}, and this one "
+            f"{times_in_words(verdict.speed_up.value)} times as much as that."
+        )
+    told = f"{name} measured best in the search: {value}. It was not confirmed."
+    if verdict.speed_up is None or verdict.handed_over == verdict.baseline:
+        return told
+    return f"{told} Your own config reached {own}; that is {times_in_words(verdict.speed_up.value)} times as good."
+
+
+def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
+    """Return how fast what is handed over is, with the 95% interval of the metric if it has one.
+
+    Args:
+        verdict: What came of a study.
+        metric: The metric that is optimised.
+        device: ``cuda`` or ``cpu``.
+    """
+    text = speeds.value_in_words(verdict.metrics, verdict.value, metric=metric, device=device)
+    if verdict.low is None or verdict.high is None:
+        return text
+    low, high = (
+        speeds.samples_in_words(verdict.metrics, one, metric=metric, device=device)
+        if metric in LARGER_IS_BETTER
+        else metric_in_words(metric, one, device=device)
+        for one in (verdict.low, verdict.high)
+    )
+    return f"{text} (95% between {range_in_words(low, high, joint=' and ')})"
+
+
+def user_value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
+    """Return how fast the user's own config is, as ``value_in_words`` without an interval; empty if not measured."""
+    if verdict.user_value is None:
+        return ""
+    return speeds.value_in_words(verdict.user_metrics, verdict.user_value, metric=metric, device=device)
+
+
+def how_known(verdict: Verdict) -> str:
+    """Return what the metric of the result comes from: so many rounds, or the search."""
+    if not verdict.is_by_rounds:
+        return "by the few steps of the search, not confirmed"
+    return f"confirmed in {things_in_words(verdict.decisive_rounds, 'round')}"
+
+
+def ratio_in_words(ratio: Ratio) -> str:
+    """Return a speed-up such as ``1.52 times (95% between 1.49 and 1.55, 4 rounds) as good as``."""
+    if ratio.low is None or ratio.high is None:
+        return f"{times_in_words(ratio.value)} times as good as"
+    between = f"95% between {times_in_words(ratio.low)} and {times_in_words(ratio.high)}"
+    return f"{times_in_words(ratio.value)} times ({between}, {things_in_words(ratio.rounds, 'round')}) as good as"
+
+
+def _runner_up(verdict: Verdict) -> Contender | None:
+    """Return the best of the rounds beside the user's own config; None if they compare no other with it."""
+    others = [one for one in verdict.contenders if one.number != verdict.baseline and one.ratio is not None]
+    return next((one for one in others if one.number == verdict.best), others[0] if others else None)
+
+
+def _runner_up_in_words(other: Contender | None) -> str:
+    if other is None or other.ratio is None:
+        return ""
+    return f" The best other, trial {other.number}, is {ratio_in_words(other.ratio)} it."
+
+
+def _by_batch(verdict: Verdict) -> str:
+    """Return the speed-ups at the user's and at the winner's global batch; empty if these are the same."""
+    own, winners = verdict.at_user_batch, verdict.at_own_batch
+    if own is None or winners is None or own.train_batch_size == winners.train_batch_size:
+        return ""
+    if own.number == verdict.baseline:
+        again = " again" if verdict.is_by_rounds else ""
+        told = f"nothing better than your own config was measured{again}"
+    else:
+        told = f"trial {own.number} is {ratio_in_words(own.ratio)} it"
+    batches = [things_in_words(one.train_batch_size, "sample") for one in (own, winners)]
+    return (
+        f"At the global batch of your own config, {batches[0]}, {told}; "
+        f"at {batches[1]} trial {winners.number} is {ratio_in_words(winners.ratio)} it."
+    )
+
+
+def _ties(verdict: Verdict) -> str:
+    told = []
+    if verdict.ties:
+        names = ["your own config" if one == verdict.baseline else f"trial {one}" for one in verdict.ties]
+        told.append(f"Equal to the result: {_listed(names)}.")
+    if verdict.undecided:
+        others = _listed([_why_not(one) for one in verdict.undecided])
+        told.append(f"Not distinguished from the result by the rounds, but not equal to it: {others}.")
+    if told:
+        told.append("Of equals the smallest global batch is taken, then what is nearest to your own config.")
+    return " ".join(told)
+
+
+def _why_not(one: Undecided) -> str:
+    """Return a trial with the reason why it does not count as equal to the result."""
+    if one.below <= one.allowed:
+        return f"trial {one.number} (not surely better than your own config)"
+    return f"trial {one.number} ({one.below:.1%} below trial {one.best}, and up to {one.allowed:.1%} is equal)"
+
+
+def _noise(verdict: Verdict) -> str:
+    noise, search = verdict.noise, verdict.search_noise
+    if noise is None:
+        return ""
+    told = (
+        f"Noise of the rounds: {noise.relative_sd:.1%}, the standard deviation of "
+        f"{things_in_words(noise.launches, 'launch')} within their rounds."
+    )
+    if search is None:
+        return told
+    return (
+        f"{told} Noise of the search: {search.relative_sd:.1%}, by which the search's values of "
+        f"{things_in_words(search.launches, 'configuration')} differ from the rounds."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

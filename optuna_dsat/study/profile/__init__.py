@@ -1,0 +1,1 @@
+"""The profile launch: what the script, its model and its data are."""

@@ -1,0 +1,253 @@
+"""Finds what sets a script's batch size and ZeRO stage: each guess is proven by a launch at another value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.follow import SlotWait, follow
+from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.adapt.parsers import means_stage
+from optuna_dsat.script.arg_mapping import STAGE, with_option
+from optuna_dsat.script.batch_rule import BatchRule, guesses, held, samples_per_rank, varying
+from optuna_dsat.script.trainer import ScriptTrainer, trainer_guesses
+from optuna_dsat.study.profile.script import follow_batch, follow_trainer
+from optuna_dsat.study.requests import launch_request
+from optuna_dsat.study.spec import StudySpec
+
+__all__ = ["find_batch_rule", "find_stage_option", "find_trainer"]
+
+_BATCHES = (ds_config.MICRO_BATCH, ds_config.TRAIN_BATCH)
+"""Keys of the config whose options set the batch size."""
+_STAGES = (0, 1, 2, 3)
+
+
+def find_batch_rule(
+    spec: StudySpec,
+    launcher: Launcher,
+    record: LaunchRecord,
+    *,
+    overlay: Mapping[str, Any],
+    present: int,
+    on_report: Callable[[LaunchReport, LaunchRecord], None],
+    wait: SlotWait | None = None,
+) -> BatchRule | None:
+    """Return what the script's batch size follows by; None if it already follows the DeepSpeed config, row by row.
+
+    Rows per sample (views, pairs, groups) are revealed by two launches: what the engine is fed is in one proportion to
+    the micro-batch of both. An option that the user mapped is not guessed anew; only its rows per sample are found.
+
+    Args:
+        spec: The study.
+        launcher: Where to launch.
+        record: The profile launch, measured.
+        overlay: Its overlay, whose ZeRO settings are known to fit.
+        present: Micro-batch of the user's own config.
+        on_report: Called after each launch.
+        wait: As for ``follow``.
+
+    Raises:
+        UsageError: If an option that the user mapped does not change what the engine is fed.
+    """
+    configured = int(overlay[ds_config.MICRO_BATCH])
+    own, found, engine = record.observed_micro_batch, record.batch_sources, record.engine
+    if engine is None or own == configured or (engine.pipeline and own is None):
+        return None
+    if own is None:  # nothing was seen: what cannot be counted must not change
+        return held(configured if ds_config.MICRO_BATCH in spec.fix else present)
+    samples = None if found is None else samples_per_rank(found, own=own)
+    if sizes := record.differing_micro_batches(samples=samples):
+        return varying(configured if ds_config.MICRO_BATCH in spec.fix else present, sizes=sizes)
+    ranks = engine.data_parallel_size
+    if found is None or not spec.follow_batch:
+        return held(own, found=found, present=present, ranks=ranks)
+    mapped = [spec.script.arg_mappings[key] for key in _BATCHES if key in spec.script.arg_mappings]
+    fed: dict[int, int] = {configured: own}
+    """Micro-batch of a launch -> rows that its engine was fed."""
+
+    def holds(proof: LaunchRecord, size: int, *, guess: BatchRule) -> bool:
+        if proof.observed_micro_batch is not None:
+            fed[size] = proof.observed_micro_batch
+        return proof.observed_micro_batch == Fraction(*guess.rows) * size
+
+    possible = guesses(found, own=own, ranks=ranks, present=present, configured=configured)
+    for index, guess in enumerate(possible):
+        if mapped and guess.kind != "config":
+            continue
+        if guess.kind == "config" and len(fed) > 1:  # a guess that failed has shown it
+            if all(Fraction(*guess.rows) * size == rows for size, rows in fed.items()):
+                return guess
+            continue
+        proven = _is_proven(
+            follow_batch(spec, replace(guess, rows=(1, 1)), ranks=ranks),  # a proof counts rows
+            partial(follow, launcher, wait=wait),
+            name=f"profile-batch-{index}",
+            overlay=overlay,
+            own=configured if guess.kind == "config" else guess.own,
+            holds=partial(holds, guess=guess),
+            on_report=on_report,
+        )
+        if proven:
+            return guess
+    if mapped and len(set(fed.values())) == 1 < len(fed):
+        raise UsageError(
+            f"{' and '.join(mapped)} does not set the script's batch size: the engine was fed {own} rows at a "
+            f"micro-batch of {' and of '.join(str(size) for size in fed)}. Name the option that does with "
+            "--arg-mapping, or name none."
+        )
+    return held(own, found=found, present=present, ranks=ranks)
+
+
+def find_trainer(
+    spec: StudySpec,
+    launcher: Launcher,
+    record: LaunchRecord,
+    *,
+    overlay: Mapping[str, Any],
+    on_report: Callable[[LaunchReport, LaunchRecord], None],
+    wait: SlotWait | None = None,
+) -> ScriptTrainer | None:
+    """Return the script's trainer, with what is proven to set its batch sizes: options or a settings file.
+
+    The trainer itself follows each configuration as it is; these are for the command that trains with the best.
+
+    Args:
+        spec: The study.
+        launcher: Where to launch.
+        record: The profile launch, measured.
+        overlay: Its overlay, whose ZeRO settings are known to fit.
+        on_report: Called after each launch.
+        wait: As for ``follow``.
+    """
+    if record.trainer is None:
+        return None
+    trainer = ScriptTrainer.from_event(record.trainer)
+    found, engine = record.batch_sources, record.engine
+    mapped = ds_config.MICRO_BATCH in spec.script.arg_mappings
+    if found is None or engine is None or trainer.micro_batch is None or mapped or not spec.follow_batch:
+        return trainer
+    for index, guess in enumerate(trainer_guesses(trainer, found, ranks=engine.data_parallel_size)):
+        asked, expected = guess.proof_steps()
+        proven = _is_proven(
+            follow_trainer(spec, guess),
+            partial(follow, launcher, wait=wait),
+            name=f"profile-trainer-{index}",
+            overlay={**overlay, ds_config.GRADIENT_ACCUMULATION: asked},
+            own=trainer.micro_batch,
+            holds=partial(_sets_itself, steps=expected),
+            on_report=on_report,
+        )
+        if proven:
+            return guess
+    return trainer
+
+
+def _sets_itself(proof: LaunchRecord, size: int, *, steps: int | None) -> bool:
+    """Whether a script's trainer was made with a micro-batch and accumulation steps, before it was given any."""
+    own = proof.trainer
+    return own is not None and (own.micro_batch, own.gradient_accumulation_steps) == (size, steps)
+
+
+def find_stage_option(
+    spec: StudySpec,
+    launcher: Launcher,
+    record: LaunchRecord,
+    *,
+    overlay: Mapping[str, Any],
+    differences: Mapping[str, Sequence[Any]],
+    on_report: Callable[[LaunchReport, LaunchRecord], None],
+    wait: SlotWait | None = None,
+) -> str:
+    """Return the script's option that sets its ZeRO stage; empty if none does.
+
+    It is proven by a launch with another value of the option, whose overlay leaves the stage to the script: the config
+    that reaches ``deepspeed.initialize`` has that stage. An option that the user mapped is not searched for.
+
+    Args:
+        spec: The study.
+        launcher: Where to launch.
+        record: The profile launch, measured.
+        overlay: Its overlay.
+        differences: Differences between the script's config and the file, as of ``follow_script``.
+        on_report: Called after each launch.
+        wait: As for ``follow``.
+    """
+    own = _scripts_stage(spec, differences)
+    if record.batch_sources is None or own not in _STAGES or STAGE in spec.script.arg_mappings or not spec.follow_batch:
+        return ""
+    batch = {key: value for key, value in overlay.items() if key != ds_config.ZERO}
+    options = [name for name, value in record.batch_sources.options.items() if value == own and means_stage(name)]
+    for index, option in enumerate(options):
+        # Higher stages first: they need less memory.
+        accepted = record.batch_sources.choices.get(option) or _STAGES
+        for stage in sorted(set(accepted) - {own}, key=lambda other: (other < own, abs(other - own))):
+            script = spec.script.model_copy(update={"args": tuple(with_option(spec.script.args, option, str(stage)))})
+            request = launch_request(
+                spec.model_copy(update={"script": script}),
+                launch_id=f"profile-stage-{index}-{stage}",
+                purpose="profile",
+                overlay=batch,
+                start_profile_step=1,
+                end_profile_step=1,
+            )
+            proof, report = follow(launcher, request, wait=wait)
+            on_report(report, proof)
+            if proof.engine is not None or proof.config_differences:  # it reached deepspeed.initialize
+                if _scripts_stage(spec, proof.config_differences) == stage:
+                    return option
+                break
+    return ""
+
+
+def _scripts_stage(spec: StudySpec, differences: Mapping[str, Sequence[Any]]) -> Any:
+    """Return the ZeRO stage of the config that a script passes, as far as it is known."""
+    passed = ds_config.with_values(spec.ds_config, {key: values[0] for key, values in differences.items()})
+    return ds_config.zero_section(ds_config.effective(passed)).get("stage", 0)
+
+
+def _is_proven(
+    spec: StudySpec,
+    launch: Callable[[LaunchRequest], tuple[LaunchRecord, LaunchReport]],
+    *,
+    name: str,
+    overlay: Mapping[str, Any],
+    own: int,
+    holds: Callable[[LaunchRecord, int], bool],
+    on_report: Callable[[LaunchReport, LaunchRecord], None],
+) -> bool:
+    """Whether a launch at another micro-batch than the script's own shows that it follows.
+
+    Args:
+        spec: The study, with what the batch size may follow by.
+        launch: Runs a launch.
+        name: Name of the launches, to which the micro-batch is added.
+        overlay: ZeRO settings that are known to fit.
+        own: The script's own micro-batch.
+        holds: Whether a measured launch shows a micro-batch.
+        on_report: Called after each launch.
+    """
+    for size in (2 * own, own // 2):  # the half where there is no room for twice as much
+        if size == 0:
+            continue
+        request = launch_request(
+            spec,
+            launch_id=f"{name}-{size}",
+            purpose="profile",
+            overlay={**overlay, ds_config.MICRO_BATCH: size},
+            start_profile_step=1,
+            end_profile_step=1,
+        )
+        proof, report = launch(request)
+        on_report(report, proof)
+        if report.outcome is Outcome.MEASURED and holds(proof, size):
+            return True
+        if not report.outcome.infeasible:
+            return False
+    return False

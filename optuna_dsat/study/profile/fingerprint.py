@@ -1,0 +1,91 @@
+"""The key of a stored profile: a hash of everything that a profile launch depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.runtime.files import read_regular
+from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.script.trial_class import RUNNER, find_trial_class, hparams_of
+from optuna_dsat.study.spec import ScriptSpec, StudySpec
+
+__all__ = ["fingerprint"]
+
+_KNOB_SECTIONS = {
+    ds_config.ZERO, ds_config.TRAIN_BATCH, ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION, "autotuning",
+}  # fmt: skip
+_MAX_FILES = 200
+
+
+def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
+    """Return a hash of everything that a profile depends on.
+
+    That is the content of the script and of the Python files beside it, the script's arguments, the config without its
+    knobs and batch sizes, hardware and versions. A model that is imported from elsewhere or read from data is not
+    included: ``--no-profile-reuse`` is needed after changing it.
+
+    Args:
+        spec: The study.
+        device_names: Name of each device.
+    """
+    outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
+    parts = {
+        "code": _code_hashes(_code_folders(spec)),
+        **_hparams_hash(spec.script),
+        "script": spec.script.script if spec.script.is_module else Path(spec.script.script).name,
+        "args": spec.script.args,
+        "arg_mappings": spec.script.arg_mappings,
+        "environment": spec.script.environment,
+        "follow_batch": spec.follow_batch,
+        "config": outside,
+        "device": spec.device,
+        "devices": device_names,
+        "slots": spec.slots_per_trial,
+        **({} if spec.nodes_per_trial == 1 else {"nodes": spec.nodes_per_trial}),
+        "device_memory_bytes": "free" if spec.free_memory else spec.device_memory_bytes,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _hparams_hash(script: ScriptSpec) -> dict[str, str]:
+    """Return the hash of a ``DeepSpeedTrial``'s hyperparameters, which determine its model; empty for a script."""
+    named = hparams_of(script.args) if script.script == RUNNER else None
+    path = Path(script.cwd, named or "")
+    return {"hparams": _content_hash(path)} if named and path.is_file() else {}
+
+
+def _code_folders(spec: StudySpec) -> list[Path]:
+    """Return the folders with code of a launch: the script's, and for a module the working directory."""
+    script, cwd = spec.script, Path(spec.script.cwd)
+    if not script.is_module:
+        return [Path(script.script).parent]
+    if script.script == RUNNER:
+        found = find_trial_class(script.args[0], cwd)
+        return sorted({cwd, found.file.parent})
+    file = module_file(script.script, cwd)
+    return [cwd] if file is None else sorted({cwd, file.parent})
+
+
+def _code_hashes(folders: Iterable[Path]) -> list[str]:
+    """Return the hashes of the Python files in these folders and one level below, at most ``_MAX_FILES`` of each."""
+    files: dict[Path, None] = {}
+    for folder in folders:
+        files |= dict.fromkeys(
+            itertools.islice(sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")), _MAX_FILES)
+        )
+    return [_content_hash(path) for path in files if path.is_file()]
+
+
+def _content_hash(path: Path) -> str:
+    """Return the hash of a file's content; empty if it cannot be read, by the launch neither."""
+    try:
+        return hashlib.sha256(read_regular(path)).hexdigest()
+    except OSError:
+        return ""

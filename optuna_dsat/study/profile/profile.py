@@ -1,0 +1,331 @@
+"""The profile launch: model and hardware, measured by one launch at the smallest micro-batch that is allowed.
+
+That is 1 unless the user fixes, lists or bounds the micro-batch. If the user's own config does not fit at it,
+structures that need less and less device memory are tried (the order of the DeepSpeed configuration guide) first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.space_builder import SpaceRequest, smallest_micro_batch
+from optuna_dsat.config.structures import GUIDE_ORDER, Structure
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
+from optuna_dsat.launch.follow import SlotWait, follow
+from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest, Preload
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured
+from optuna_dsat.script.arg_mapping import STAGE
+from optuna_dsat.script.batch_rule import BatchRule, loads_all, samples_per_rank
+from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.study.profile.batch_search import find_batch_rule, find_stage_option, find_trainer
+from optuna_dsat.study.profile.failure_hint import failure_hint
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.profile.script import follow_script, user_config
+from optuna_dsat.study.requests import launch_request
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.words import outcome_in_words, things_in_words
+
+__all__ = ["ProfileAttempt", "measure_profile", "own_batch", "profile_attempts"]
+
+_SMALL_BUCKET = 5_000_000
+"""Elements. DeepSpeed's default of 5e8 takes gigabytes for any model."""
+_NEVER_OF_BATCHES = frozenset(
+    {"FileNotFoundError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "SyntaxError"}
+)
+"""Errors that no other batch size mends."""
+_PROFILE_END_STEP = 2
+"""Last step of a profile launch: the first is profiled, the second shows that the optimizer's state fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileAttempt:
+    """One try of the profile launch: a structure, with buckets that any device's memory has room for."""
+
+    structure: Structure | None
+    """None for the user's own ZeRO settings."""
+    micro_batch: int = 1
+    accumulation: int = 1
+    """Accumulation steps; more than 1 for a script that fails at other ones than its own."""
+
+    @property
+    def words(self) -> str:
+        """The ZeRO settings in words."""
+        return "your own ZeRO settings" if self.structure is None else self.structure.words
+
+    def with_least(self, micro_batch: int, accumulation: int) -> ProfileAttempt:
+        """Return the attempt at batch sizes that are no smaller than these."""
+        return replace(
+            self,
+            micro_batch=max(self.micro_batch, micro_batch),
+            accumulation=max(self.accumulation, accumulation),
+        )
+
+    def overlay(self) -> dict[str, Any]:
+        """Return the DeepSpeed settings of this attempt at its micro-batch."""
+        batch = ds_config.batch_overlay(self.micro_batch, self.accumulation)
+        if self.structure is None:
+            return batch
+        zero = {
+            **self.structure.zero_section(),
+            "reduce_bucket_size": _SMALL_BUCKET,
+            "stage3_prefetch_bucket_size": _SMALL_BUCKET if self.structure.stage == 3 else None,
+        }
+        return {**batch, "zero_optimization": zero}
+
+
+def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
+    """Yield the attempts of a study, each with less device memory than the one before, the user's own settings first.
+
+    The structures are those of the guide's order at the stages that are searched; ZeRO 1 only where neither 2 nor 3 is.
+    """
+    smallest = smallest_micro_batch(
+        SpaceRequest(ds_config=spec.ds_config, fix=spec.fix, no_tune=spec.no_tune, divisible_by=spec.divisible_by)
+    )
+    yield ProfileAttempt(structure=None, micro_batch=smallest)
+    least = 2 if any(stage >= 2 for stage in spec.zero_stages) else 1
+    for structure in GUIDE_ORDER:
+        if structure.stage in spec.zero_stages and structure.stage >= least:
+            yield ProfileAttempt(structure=structure, micro_batch=smallest)
+
+
+def measure_profile(
+    spec: StudySpec,
+    launcher: Launcher,
+    *,
+    on_attempt: Callable[[ProfileAttempt], None],
+    on_report: Callable[[LaunchReport, LaunchRecord], None],
+    on_event: Callable[[Event], None] = lambda _: None,
+    wait: SlotWait | None = None,
+) -> Profiled:
+    """Launch the script at the smallest micro-batch, with structures of ever less device memory while it is short.
+
+    Where the script fails in training for another reason that batch sizes may explain, the user's own are tried: some
+    scripts insist on their accumulation steps, others train on no single sample. What fails there, too, is the script's
+    own failure. If it trains, a last launch shows whether its accumulation steps suffice; else its micro-batch is the
+    least.
+
+    A script whose batch size is a mapped option may compute its accumulation steps from a global batch. Its own steps
+    are read from a launch at its own micro-batch.
+
+    Args:
+        spec: The study.
+        launcher: Where to launch.
+        on_attempt: Called before each launch.
+        on_report: Called after each launch.
+        on_event: Called with each event of a launch.
+        wait: As for ``follow``.
+
+    Raises:
+        DeviceError: If others hold the slots for too long.
+        ScriptFailedError: If the script fails for a reason that is not memory.
+        NothingRunnableError: If no attempt fits, which says what was tried and how much memory was missing; or if the
+            data are fewer than the smallest micro-batch.
+    """
+    tried: list[str] = []
+    pipeline = only_zero_3 = False
+    attempts, launches, least, accumulation = deque(profile_attempts(spec)), 0, 1, 1
+    told: Mapping[str, Sequence[Any]] = {}
+
+    def launch(attempt: ProfileAttempt) -> tuple[LaunchRequest, LaunchRecord, LaunchReport]:
+        nonlocal launches
+        on_attempt(attempt)
+        request = _request(spec, attempt, number=launches)
+        launches += 1
+        record, report = follow(launcher, request, on_event, wait=wait)
+        on_report(report, record)
+        return request, record, report
+
+    while attempts:
+        planned = attempts.popleft()
+        attempt = planned.with_least(least, accumulation)
+        stage = None if attempt.structure is None else attempt.structure.stage
+        if stage is not None and ((pipeline and stage > 1) or (only_zero_3 and stage < 3)):
+            continue  # DeepSpeed refuses it
+        request, record, report = launch(attempt)
+        if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
+            if least > planned.micro_batch and accumulation > 1:
+                smaller = planned.with_least(1, accumulation)
+                again, seen, ended = launch(smaller)
+                if ended.outcome is Outcome.MEASURED and seen.profile is not None and seen.engine is not None:
+                    attempt, least, request, record = smaller, 1, again, seen
+            assert record.profile is not None
+            assert record.engine is not None
+            at_own = attempt.with_least(own_batch(spec, record).micro_batch, 1)
+            if _steps_may_follow(spec, record) and at_own != attempt:
+                _, seen, ended = launch(at_own)
+                if ended.outcome is Outcome.MEASURED and seen.engine is not None:
+                    record.engine = replace(record.engine, config_differences=seen.engine.config_differences)
+            _check_data(record, smallest=attempt.micro_batch)
+            batch = find_batch_rule(
+                spec,
+                launcher,
+                record,
+                overlay=request.overlay,
+                present=own_batch(spec, record).micro_batch,
+                on_report=on_report,
+                wait=wait,
+            )
+            trainer = find_trainer(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
+            found = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
+            found = replace(
+                found,
+                option_defaults=_mapped_defaults(spec, record),
+                config_differences={**told, **found.config_differences},
+                stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
+            )
+            stage_option = find_stage_option(
+                spec,
+                launcher,
+                record,
+                overlay=request.overlay,
+                differences=found.config_differences,
+                on_report=on_report,
+                wait=wait,
+            )
+            return replace(found, stage_option=stage_option, only_zero_3=only_zero_3, least_micro_batch=least)
+        # What a later launch sets, whose value the script may have, too, shows as a difference in an earlier one alone.
+        told = {**record.config_differences, **told}
+        only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
+        if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
+            own = own_batch(spec, record)
+            at_own = attempt.with_least(own.micro_batch, own.gradient_accumulation_steps)
+            if at_own == attempt or report.cause.partition(":")[0] in _NEVER_OF_BATCHES:
+                raise _failure(spec, report, record)
+            least, accumulation = at_own.micro_batch, at_own.accumulation
+            attempts.appendleft(planned)
+            continue
+        pipeline = record.engine is not None and record.engine.pipeline
+        tried.append(f"{attempt.words} ({_end_in_words(report)})")
+    raise NothingRunnableError(
+        f"The model does not fit at micro-batch {attempt.micro_batch}. Tried: " + "; ".join(tried) + ". "
+        "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."
+    )
+
+
+def _end_in_words(report: LaunchReport) -> str:
+    missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
+    return f"{outcome_in_words(report.outcome)}{missing}"
+
+
+def _steps_may_follow(spec: StudySpec, record: LaunchRecord) -> bool:
+    """Detect accumulation steps that the script may have computed from the launch's micro-batch and a global batch."""
+    mapped = ds_config.MICRO_BATCH in spec.script.arg_mappings or ds_config.TRAIN_BATCH in spec.script.arg_mappings
+    return mapped and record.engine is not None and ds_config.GRADIENT_ACCUMULATION in record.engine.config_differences
+
+
+def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> LaunchRequest:
+    if attempt.structure is None:  # the script's own stage is the baseline, whatever the file says
+        mappings = {key: option for key, option in spec.script.arg_mappings.items() if key != STAGE}
+        spec = spec.model_copy(update={"script": spec.script.model_copy(update={"arg_mappings": mappings})})
+    return launch_request(
+        spec,
+        launch_id=f"profile-{number}" if number else "profile",
+        purpose="profile",
+        overlay=attempt.overlay(),
+        start_profile_step=1,
+        end_profile_step=_PROFILE_END_STEP,
+    )
+
+
+def own_batch(spec: StudySpec, record: LaunchRecord) -> ds_config.BatchTriangle:
+    """Return the user's own batch sizes where a launch had an engine, else those of single samples.
+
+    Some models do not train on a single sample (batch normalisation of one value per channel, contrastive losses), and
+    some scripts compare the engine's accumulation steps with their own, or look at gradients between updates.
+    """
+    engine = record.engine
+    if engine is None:
+        return ds_config.BatchTriangle(train_batch_size=1, micro_batch=1, gradient_accumulation_steps=1)
+    meant = follow_script(
+        spec,
+        differences=engine.config_differences,
+        trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
+        defaults=_mapped_defaults(spec, record),
+        batch=None,
+        ranks=engine.data_parallel_size,
+    )
+    config, _ = user_config(meant, data_parallel_size=engine.data_parallel_size)
+    return ds_config.batch_triangle(config, world_size=engine.data_parallel_size)
+
+
+def _check_data(record: LaunchRecord, *, smallest: int) -> None:
+    """Refuse data that fill no micro-batch that is allowed.
+
+    Raises:
+        NothingRunnableError: If a rank has fewer samples than the smallest micro-batch, and none of that size was fed.
+    """
+    samples = (
+        None
+        if record.batch_sources is None
+        else samples_per_rank(record.batch_sources, own=record.observed_micro_batch)
+    )
+    fed = record.observed_micro_batch
+    if samples is not None and samples < smallest and fed is not None and fed < smallest:
+        raise NothingRunnableError(
+            f"The training data give a rank {things_in_words(samples, 'sample')}, fewer than the smallest micro-batch "
+            f"that --fix, --no-tune, the config's list or its autotuning section allow, {smallest}. "
+            f"Allow {samples} or fewer."
+        )
+
+
+def _profiled(
+    attempt: ProfileAttempt,
+    record: LaunchRecord,
+    profile: ProfileMeasured,
+    engine: EngineReady,
+    *,
+    batch: BatchRule | None,
+    trainer: ScriptTrainer | None,
+) -> Profiled:
+    return Profiled(
+        profile=_per_sample(ModelProfile.from_event(profile), batch),
+        measured_with=attempt.words,
+        pipeline=engine.pipeline,
+        device=engine.device,
+        data_parallel_size=engine.data_parallel_size,
+        takes_local_rank=engine.takes_local_rank,
+        starts_ranks=engine.starts_ranks,
+        joins_ranks=engine.joins_ranks,
+        trainer=trainer,
+        batch=batch,
+        samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),
+        loads_all=record.batch_sources is not None and loads_all(record.batch_sources),
+        config_differences=engine.config_differences,
+        config_option=engine.config_option,
+        config_in_code=engine.config_in_code,
+        environment=record.environment,
+        preload=Preload() if record.imported is None else Preload.learned(record.imported),
+    )
+
+
+def _per_sample(profile: ModelProfile, batch: BatchRule | None) -> ModelProfile:
+    """Return a profile per sample of the script's; the profile launch counted rows."""
+    if batch is None:
+        return profile
+    return replace(
+        profile,
+        activation_bytes_per_sample=batch.scaled(profile.activation_bytes_per_sample),
+        flops_per_sample=batch.scaled(profile.flops_per_sample),
+    )
+
+
+def _mapped_defaults(spec: StudySpec, record: LaunchRecord) -> dict[str, int]:
+    """Return the defaults of the script's options that the user mapped to batch sizes."""
+    known = {} if record.batch_sources is None else record.batch_sources.defaults
+    return {option: known[option] for option in spec.script.arg_mappings.values() if option in known}
+
+
+def _failure(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> DsatError:
+    return ScriptFailedError(
+        f"The profile launch ended with {outcome_in_words(report.outcome)}: {report.message}"
+        + failure_hint(spec, report, record),
+        traceback_tail=report.error_excerpt,
+        log_path=report.log_path,
+    )

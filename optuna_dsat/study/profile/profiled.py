@@ -1,0 +1,242 @@
+"""What a profile launch learnt of a script and its model, as it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.op_builders import operators_of
+from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.launch.protocol import Preload
+from optuna_dsat.script.arg_mapping import STAGE
+from optuna_dsat.script.batch_rule import BatchRule
+from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.study.profile.script import follow_script
+from optuna_dsat.study.reading import check_profile_names
+from optuna_dsat.study.spec import StudySpec
+
+__all__ = ["Profiled"]
+
+_NAME_THE_BACKEND = (
+    "Name a backend, as accelerate selects none without a GPU and each rank trains alone: by a Trainer's use_cpu=True, "
+    'else by Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]).'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """Result of a profile launch."""
+
+    profile: ModelProfile
+    measured_with: str
+    """The ZeRO settings that fitted, in words."""
+    pipeline: bool
+    """Whether the script trains a pipeline module (ZeRO at most 1)."""
+    device: str
+    only_zero_3: bool = False
+    """Whether the script builds its model within ``deepspeed.zero.Init`` at any stage, which ZeRO 3 alone takes."""
+    least_micro_batch: int = 1
+    """Smallest micro-batch that the script trains with, as far as known: larger than 1 where it failed at less."""
+    data_parallel_size: int | None = None
+    """Ranks that consume different samples; None for all ranks (profiles of older versions)."""
+    takes_local_rank: bool = False
+    """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher passes."""
+    starts_ranks: bool = False
+    """Whether the script starts its ranks by ``torch.multiprocessing``, and so trains without a launcher."""
+    joins_ranks: bool = False
+    """Whether launches give accelerate the backend without which each rank trains alone, as on the CPU."""
+    trainer: ScriptTrainer | None = None
+    """The script's trainer; None if it uses none that sets batch sizes."""
+    batch: BatchRule | None = None
+    """What the script's batch size follows by; None if it follows the DeepSpeed config."""
+    samples_per_rank: int | None = None
+    """Samples of one rank in an epoch of the data loader that feeds the engine; None if unknown."""
+    loads_all: bool = False
+    """Whether these samples are all of the script's data set, which each rank loads as a whole."""
+    config_differences: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Dotted key of the DeepSpeed config -> (the script's value, the file's) where they differ."""
+    option_defaults: Mapping[str, int] = field(default_factory=dict)
+    """Option of the script that the user mapped to a batch size -> its default."""
+    stage_option: str = ""
+    """The script's option that sets its ZeRO stage; empty if none does."""
+    stage_choices: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Option that may mean a ZeRO stage -> the stages that the script accepts, where its parser lists them."""
+    config_option: str = ""
+    """The script's option for its DeepSpeed config, if its arguments do not name one; empty if it has none."""
+    config_in_code: bool = False
+    """Whether the script reads its DeepSpeed config by a name in its code or a settings file, not by an argument."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the environment that the script needs to train with DeepSpeed, besides its own."""
+    preload: Preload = field(default_factory=Preload)
+    """Modules that the script imports, for forked launches."""
+
+    @property
+    def deepspeed_launcher(self) -> bool:
+        """Whether training needs the ``deepspeed`` launcher instead of torchrun; trainers find their rank."""
+        return self.takes_local_rank and self.trainer is None
+
+    def followed_by(self, spec: StudySpec) -> StudySpec:
+        """Return a spec as the script means it: its trainer's and its own batch sizes filled in and followed."""
+        stages = (3,) if self.only_zero_3 else (0,) if self.zero_is_untested(spec) else spec.zero_stages
+        accepted = self.stage_choices.get(spec.script.arg_mappings.get(STAGE, self.stage_option)) or stages
+        stages = tuple(stage for stage in stages if stage in accepted) or stages
+        return follow_script(
+            spec.model_copy(update={"zero_stages": stages}),
+            differences=self.config_differences,
+            trainer=self.trainer,
+            defaults=self.option_defaults,
+            batch=self.batch,
+            ranks=self.data_parallel_size,
+            stage_option=self.stage_option,
+            environment=self.environment,
+        )
+
+    def zero_is_untested(self, spec: StudySpec) -> bool:
+        """Return whether only ZeRO 0 is known to train as the user's config does.
+
+        DeepSpeed refuses ZeRO with optimizers that it does not list as tested: ZeRO flattens and splits parameters, and
+        an optimizer that reads their shapes trains differently then. The user accepts that by the config's
+        ``zero_allow_untested_optimizer`` or by training with ZeRO already, as accelerate and the trainers allow.
+        They set the key for any optimizer, so where they run, only the file's counts.
+        """
+        own = {key: values[0] for key, values in self.config_differences.items()}
+        library = self.trainer is not None or self._has_accelerate
+        config = ds_config.with_values(spec.ds_config, own)
+        accepted = (spec.ds_config if library else config).get("zero_allow_untested_optimizer") is True
+        uses_zero = ds_config.zero_section(ds_config.effective(config)).get("stage", 0) not in (0, ds_config.AUTO)
+        return not (self.profile.optimizer_tested or accepted or uses_zero)
+
+    @property
+    def _has_accelerate(self) -> bool:
+        return any(name.partition(".")[0] == "accelerate" for name in self.preload.modules)
+
+    def operators(self, spec: StudySpec, space: SearchSpace) -> tuple[str, ...]:
+        """Return the names of the operator builders that launches of a search may need.
+
+        accelerate allows DeepSpeed any optimizer where it prepares the script's own, which shows that it does.
+        """
+        config = self.followed_by(spec).ds_config
+        return operators_of(
+            config,
+            space,
+            measured_with=self.profile.optimizer,
+            replaced_on_host=self._has_accelerate and config.get("zero_allow_untested_optimizer") is True,
+        )
+
+    def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
+        """Return what a user may change in the script; empty if nothing is worth it.
+
+        Args:
+            config: The config to train with.
+            settings_written: Whether a copy of the script's settings file has its batch size.
+        """
+        edits = self._edits(config, settings_written=settings_written)
+        return f"Without `optuna-dsat train`, change the script: {edits}" if edits else ""
+
+    def trains_by_command(self, spec: StudySpec, config: Mapping[str, Any], *, settings_written: bool) -> bool:
+        """Whether the script's own command, with a config's file, trains with all of that config.
+
+        It does not if the batch size is set in code, if code overwrites settings that it has read from the file, or if
+        accelerate takes each rank for a job of its own.
+
+        Args:
+            spec: The study, following the script.
+            config: The complete config.
+            settings_written: Whether a copy of the script's settings file has its batch size.
+        """
+        followed = {*spec.script.arg_mappings, *([ds_config.MICRO_BATCH] if self.batch or self.trainer else [])}
+        settings = ds_config.flatten(config)
+        overwritten = [
+            key
+            for key, (value, in_file) in self.config_differences.items()
+            if key not in followed and in_file != ds_config.AUTO and settings.get(key) != value
+        ]
+        return not overwritten and not self._edits(config, settings_written=settings_written)
+
+    def _edits(self, config: Mapping[str, Any], *, settings_written: bool) -> str:
+        """Return what to change in the script so that its own command trains with a config; empty for nothing."""
+        trainer = "" if self.trainer is None else self.trainer.advice(config, settings_written=settings_written)
+        batch = "" if self.batch is None or settings_written else self.batch.advice(config)
+        return " ".join(filter(None, (trainer, batch, _NAME_THE_BACKEND if self.joins_ranks else "")))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the input of ``from_json``."""
+        return {
+            "profile": self.profile.to_json(),
+            "measured_with": self.measured_with,
+            "pipeline": self.pipeline,
+            "device": self.device,
+            "only_zero_3": self.only_zero_3,
+            "least_micro_batch": self.least_micro_batch,
+            "data_parallel_size": self.data_parallel_size,
+            "takes_local_rank": self.takes_local_rank,
+            "starts_ranks": self.starts_ranks,
+            "joins_ranks": self.joins_ranks,
+            "trainer": None if self.trainer is None else self.trainer.to_json(),
+            "batch": None if self.batch is None else self.batch.to_json(),
+            "samples_per_rank": self.samples_per_rank,
+            "loads_all": self.loads_all,
+            "config_differences": {key: list(values) for key, values in self.config_differences.items()},
+            "option_defaults": dict(self.option_defaults),
+            "stage_option": self.stage_option,
+            "stage_choices": {option: list(stages) for option, stages in self.stage_choices.items()},
+            "config_option": self.config_option,
+            "config_in_code": self.config_in_code,
+            "environment": dict(self.environment),
+            "preload": self.preload.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Profiled:
+        """Build from the output of ``to_json`` of this version or an older one, which said ``rung``.
+
+        Raises:
+            ValueError: If it lacks a field, or names what no profile launch learns: a shared database is not trusted to
+                name what to run.
+        """
+        try:
+            result = cls._built(record)
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"no profile: {error}") from error
+        names = (*result.preload.modules, *result.preload.left_out)
+        check_profile_names(names, result.environment)
+        return result
+
+    @classmethod
+    def if_readable(cls, record: Mapping[str, Any]) -> Profiled | None:
+        """Build from a stored profile; None if this version cannot read it, as a newer one wrote it."""
+        try:
+            return cls.from_json(record)
+        except ValueError:
+            return None
+
+    @classmethod
+    def _built(cls, record: Mapping[str, Any]) -> Profiled:
+        trainer = record.get("trainer")
+        return cls(
+            profile=ModelProfile.from_json(record["profile"]),
+            measured_with=record["measured_with"] if "measured_with" in record else record["rung"],
+            pipeline=record["pipeline"],
+            device=record["device"],
+            only_zero_3=record.get("only_zero_3", False),
+            least_micro_batch=record.get("least_micro_batch", 1),
+            data_parallel_size=record.get("data_parallel_size"),
+            takes_local_rank=record.get("takes_local_rank", False),
+            starts_ranks=record.get("starts_ranks", False),
+            joins_ranks=record.get("joins_ranks", False),
+            trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
+            batch=None if record.get("batch") is None else BatchRule.from_json(record["batch"]),
+            samples_per_rank=record.get("samples_per_rank"),
+            loads_all=record.get("loads_all", False),
+            config_differences=record.get("config_differences", {}),
+            option_defaults=record.get("option_defaults", {}),
+            stage_option=record.get("stage_option", ""),
+            stage_choices=record.get("stage_choices", {}),
+            config_option=record.get("config_option", ""),
+            config_in_code=record.get("config_in_code", False),
+            environment=record.get("environment", {}),
+            preload=Preload.from_json(record["preload"]) if "preload" in record else Preload(),
+        )

@@ -1,0 +1,245 @@
+"""The profile of a running study: found in the store, or measured by one worker at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.misspelt import misspelt_in_words
+from optuna_dsat.config.op_builders import operators_at_start
+from optuna_dsat.launch.machine.operators import is_built
+from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import LaunchReport, Preload
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import EngineReady, Event
+from optuna_dsat.store import StoredProfile, Turn, TurnLostError
+from optuna_dsat.study.profile.profile import ProfileAttempt, measure_profile, own_batch
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.profile.script import own_train_batch_size, user_config
+from optuna_dsat.study.progress import LaunchEnded, ProfileFinished, ProfileStarted, StudyContext, TrialPhase
+from optuna_dsat.study.requests import phase_of
+from optuna_dsat.study.space import (
+    dataset_size,
+    largest_global_batch,
+    largest_micro_batches,
+    micro_batch_cap,
+    objective,
+)
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.stored import attributes_of, has_trials
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import count_in_words, differences_in_words, things_in_words
+
+__all__ = ["ProfileTurn"]
+
+_WAIT_S = 1.0
+"""Pause between two looks for a profile that another worker measures, in seconds."""
+
+
+class ProfileTurn:
+    """Finds or measures the profile of one study.
+
+    Args:
+        context: The running study.
+        fingerprint: Key of the profile in the store.
+        reuse: Whether a stored profile replaces the profile launch.
+    """
+
+    def __init__(self, context: StudyContext, *, fingerprint: str, reuse: bool) -> None:
+        self._context = context
+        self._spec = context.spec
+        self._store = context.store
+        self._reuse = reuse
+        self._differences_said = False
+        self._passes_said = False
+        self.fingerprint = fingerprint
+        """Key of the profile that is used: that of an earlier run if the study goes on with its profile."""
+
+    def run(self) -> Profiled:
+        """Return the stored profile of the same script, config and hardware, or measure one; announce it.
+
+        Raises:
+            DsatError: As ``measure_profile``.
+        """
+        profiled, reused = self._find_or_measure()
+        largest = {
+            stage: size
+            for (stage, offloaded), size in largest_micro_batches(profiled.followed_by(self._spec), profiled).items()
+            if not offloaded
+        }
+        self._context.observer(
+            ProfileFinished(
+                profile=profiled.profile,
+                measured_with=profiled.measured_with,
+                reused=reused,
+                largest_micro_batches=largest,
+            )
+        )
+        if profiled.only_zero_3:
+            self._context.say(
+                "The script builds its model within deepspeed.zero.Init, which is for ZeRO 3: only ZeRO 3 is searched. "
+                "Enter zero.Init at ZeRO 3 only (enabled=...) to have the other stages searched, too."
+            )
+        if profiled.followed_by(self._spec).zero_stages == (0,) and profiled.zero_is_untested(self._spec):
+            self._context.say(
+                f"The script's optimizer, {profiled.profile.optimizer}, is not among those that DeepSpeed tests with "
+                "ZeRO, which flattens and splits the parameters: one that reads their shapes trains differently then. "
+                'Only ZeRO 0 is searched. If yours reads no shapes, add "zero_allow_untested_optimizer": true to the '
+                "config to have ZeRO 1 to 3 searched, too."
+            )
+        if told := _data_in_words(profiled.followed_by(self._spec), profiled):
+            self._context.say(told)
+        if objective(self._spec, profiled) != self._spec.metric:
+            self._context.say(
+                "FLOPs could not be counted for this model: throughput is optimised instead, "
+                "which ranks configurations in the same order."
+            )
+        return profiled
+
+    def _find_or_measure(self) -> tuple[Profiled, bool]:
+        """Return the profile and whether it was stored; if another worker measures it, wait for that."""
+        waiting = False
+        while True:
+            with self._store.profile_turn(self._context.study_uuid) as turn:
+                stored = self._stored() if self._reuse or waiting else None
+                profiled = None if stored is None else Profiled.if_readable(stored.profile)
+                if profiled is not None:
+                    return profiled, True
+                if turn is not None:
+                    if stored is not None:
+                        self._context.say("The stored profile cannot be read, and is measured anew.")
+                    try:
+                        return self._measure(turn), False
+                    except TurnLostError:
+                        waiting = True
+                        self._context.say("Another worker took the profile over while this one stood still.")
+            if not waiting:
+                waiting = True
+                self._context.say("Another worker measures the profile; waiting for it.")
+            time.sleep(_WAIT_S)
+
+    def _stored(self) -> StoredProfile | None:
+        """Return the profile that the study's trials were planned with, or that of its fingerprint if it has no trials.
+
+        A study that is resumed keeps its profile, even if a file beside the script has changed.
+        """
+        own = attributes_of(self._store, self._spec.name).get(attributes.FINGERPRINT)
+        if own is not None and own != self.fingerprint and has_trials(self._store, self._spec.name):
+            stored = self._store.find_profile(own)
+            if stored is not None:
+                self._context.say(
+                    "The script, a file beside it or the hardware is not the one this study was profiled "
+                    "with; it goes on with its own profile (--no-profile-reuse measures anew)."
+                )
+                self.fingerprint = own
+                return stored
+        return self._store.find_profile(self.fingerprint)
+
+    def _measure(self, turn: Turn) -> Profiled:
+        spec = self._spec
+        needed = operators_at_start(spec.ds_config, device=spec.device)
+        if missing := [name for name in needed if not is_built(name, os.environ)]:
+            self._context.launcher.prepare(Preload(), operators=missing)
+        profiled = measure_profile(
+            self._spec,
+            self._context.launcher,
+            on_attempt=self._attempt_started,
+            on_report=self._attempt_ended,
+            on_event=self._entered,
+            wait=self._context.wait,
+        )
+        with turn.held("store the profile"):
+            self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
+        return profiled
+
+    def _attempt_started(self, attempt: ProfileAttempt) -> None:
+        self._context.observer(ProfileStarted(words=attempt.words, micro_batch=attempt.micro_batch))
+
+    def _entered(self, event: Event) -> None:
+        if (phase := phase_of(event)) is not None:
+            self._context.observer(TrialPhase(number=None, words=phase))
+
+    def _attempt_ended(self, report: LaunchReport, record: LaunchRecord) -> None:
+        self._context.observer(
+            LaunchEnded(
+                launch_id=report.launch_id,
+                purpose="profile",
+                number=None,
+                words="",
+                outcome=report.outcome,
+                value=None,
+                message=report.message,
+            )
+        )
+        self._context.record_launch(report, record, purpose="profile")
+        if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
+            self._say_differences(record.engine.config_differences)
+        self._differences_said |= report.outcome is Outcome.MEASURED  # later launches change options of the script
+        words = "" if record.engine is None else _passes_in_words(self._spec, record, record.engine)
+        if words and not self._passes_said:
+            self._passes_said = True
+            self._context.say(words)
+
+    def _say_differences(self, differences: Mapping[str, Sequence[Any]]) -> None:
+        """Say once, whatever further launches prove, that the script passes another config than the file."""
+        if self._differences_said:
+            return
+        self._differences_said = True
+        path = self._spec.script.config_path
+        words = "The config that the script passes to deepspeed.initialize is the baseline."
+        if path:
+            words = differences_in_words(differences, file=Path(path).name)
+        if words:
+            self._context.say(words)
+        passed = [key for key, (value, _) in differences.items() if value is not None]
+        for text in misspelt_in_words(passed):
+            self._context.say(text)
+
+
+def _passes_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady) -> str:
+    """Return that a step takes more forward passes than the user's config says; empty if it does not."""
+    passes, told = record.passes_per_micro_batch, engine.gradient_accumulation_steps
+    if passes == 1 or passes * told == own_batch(spec, record).gradient_accumulation_steps:
+        return ""
+    return (
+        f"The script makes {passes * told} forward passes for each step of the optimizer, and "
+        f"gradient_accumulation_steps is {told}: samples/s count them all, global batches do not. If it accumulates by "
+        f"itself, let it call engine.step() after every backward and set gradient_accumulation_steps to "
+        f"{passes * told}."
+    )
+
+
+def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
+    """Return how the amount of training data bounds the search; empty if it does not.
+
+    Args:
+        spec: The study, as the script means it.
+        profiled: Result of the profile launch.
+    """
+    ranks = profiled.data_parallel_size or spec.slots_per_trial
+    cap, samples = micro_batch_cap(spec, profiled), profiled.samples_per_rank
+    own_batch = own_train_batch_size(spec, ranks=ranks)
+    bound = largest_global_batch(spec, profiled, own=own_batch)
+    if (
+        bound is not None
+        and spec.max_train_batch_size is None
+        and spec.train_batch_size is None
+        and bound < cap * ranks
+    ):
+        which = "that of your own config" if bound == own_batch else "a tenth of them"
+        have = f"The training data have {things_in_words(dataset_size(spec, profiled) or 0, 'sample')}"
+        beyond = f"no global batch beyond {count_in_words(bound)}, {which}, is tried"
+        if spec.dataset_size is None and profiled.loads_all and ranks > 1:
+            have += ", all of which each rank loads (if it loads a part, --dataset-size gives their number)"
+        return f"{have}: {beyond}. --max-train-batch-size sets another bound."
+    if samples is None or cap != samples:
+        return ""
+    own = user_config(spec, data_parallel_size=profiled.data_parallel_size)[0][MICRO_BATCH]
+    have = things_in_words(samples, "sample")
+    return f"The training data give a rank {have} in an epoch: no larger micro-batch is tried." + (
+        f" Your own, {own}, is not reached and cannot be compared with." if own > samples else ""
+    )

@@ -1,0 +1,120 @@
+"""Launch requests of a study: its script, limits and profile steps, and the configuration of one launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+from optuna_dsat.runtime.events import EngineReady, Event, RankStarted
+from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training
+from optuna_dsat.study.spec import StudySpec
+
+__all__ = ["full_request", "launch_request", "phase_of", "script_command"]
+
+
+def script_command(spec: StudySpec) -> ScriptCommand:
+    """Return the launch command of the user's script."""
+    script = spec.script
+    return ScriptCommand(
+        script=script.script,
+        args=script.args,
+        is_module=script.is_module,
+        cwd=script.cwd,
+        config_path=script.config_path,
+        arg_mappings=script.arg_mappings,
+        batch_source=script.batch_source,
+    )
+
+
+def launch_request(
+    spec: StudySpec,
+    *,
+    launch_id: str,
+    purpose: str,
+    overlay: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    start_profile_step: int | None = None,
+    end_profile_step: int | None = None,
+) -> LaunchRequest:
+    """Return a measured launch of a study's script under the study's limits.
+
+    Args:
+        spec: The study.
+        launch_id: Unique name of the launch.
+        purpose: ``profile``, ``trial`` or ``confirm``.
+        overlay: Laid over the config that the script passes to DeepSpeed; None removes a key.
+        config: The whole DeepSpeed config; None for the user's present config with the overlay laid over it.
+        start_profile_step: First step that counts; None for the study's.
+        end_profile_step: Last step that counts; None for the study's.
+    """
+    return LaunchRequest(
+        launch_id=launch_id,
+        purpose=purpose,
+        command=script_command(spec),
+        ds_config=ds_config.merge(ds_config.effective(spec.ds_config), overlay) if config is None else config,
+        overlay=overlay,
+        slots=spec.slots_per_trial,
+        start_profile_step=spec.start_profile_step if start_profile_step is None else start_profile_step,
+        end_profile_step=spec.end_profile_step if end_profile_step is None else end_profile_step,
+        device_memory_bytes=spec.device_memory_bytes,
+        env=spec.script.environment,
+        timeout_s=spec.trial_timeout_s,
+        stall_s=spec.stall_timeout_s,
+        isolation=spec.isolation,
+        writable=spec.writable,
+    )
+
+
+def full_request(
+    spec: StudySpec,
+    *,
+    config: Mapping[str, Any],
+    overlay: Mapping[str, Any],
+    args: Sequence[str] = (),
+    host_threads: int | None = None,
+) -> LaunchRequest:
+    """Return a training run to its end under a trial's config; the limits of measured launches do not apply.
+
+    A ``DeepSpeedTrial`` keeps its checkpoints in the study's folder, unless its arguments name another, and goes on
+    from them.
+
+    Args:
+        spec: The study.
+        config: The trial's complete config.
+        overlay: The trial's overlay.
+        args: Arguments appended to the script's.
+        host_threads: Host threads per rank in the measurement; None if unknown.
+    """
+    command = script_command(spec)
+    command = replace(command, args=(*command.args, *args))
+    if command.script == RUNNER:
+        args = complete_training(command.args, spec.study_dir / CHECKPOINTS)
+        command = replace(command, args=(*args, *([] if "--resume" in args else ["--resume"])))
+    return LaunchRequest(
+        launch_id="full",
+        purpose="full",
+        command=command,
+        ds_config=ds_config.merge(config, {ds_config.TRAIN_BATCH: None}),  # implied, as in measured launches
+        overlay=dict(overlay),
+        slots=spec.slots_per_trial,
+        env={**_threads(host_threads), **spec.script.environment},
+    )
+
+
+def _threads(host_threads: int | None) -> dict[str, str]:
+    """Return the variable that sets the host threads of a rank; empty if they are unknown or the user sets them."""
+    known = host_threads is not None and "OMP_NUM_THREADS" not in os.environ
+    return {"OMP_NUM_THREADS": str(host_threads)} if known else {}
+
+
+def phase_of(event: Event) -> str | None:
+    """Return what a launch does from this event on; None if that is what it did before, or if it tells nothing."""
+    if event.rank != 0:
+        return None
+    if isinstance(event, RankStarted):
+        return "loading" if event.forked else "importing"
+    return "first step" if isinstance(event, EngineReady) else None

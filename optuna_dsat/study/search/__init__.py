@@ -1,0 +1,1 @@
+"""The search: propose, launch, record."""

@@ -1,0 +1,158 @@
+"""From the sampler's parameters to a launch: which configurations are launched, and which are refused without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import TrialState
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.space_builder import SearchSpace
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.profile.script import user_config
+from optuna_dsat.study.progress import StudyContext, uninterrupted
+from optuna_dsat.study.requests import launch_request
+from optuna_dsat.study.search.methods import Method
+from optuna_dsat.study.search.recorder import TrialRecorder
+from optuna_dsat.study.search.running import Flight, frozen
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import config_in_words
+
+__all__ = ["Proposals", "Refusal"]
+
+_MAX_REFUSALS = 200
+"""Consecutive refused trials after which the search space counts as exhausted."""
+
+
+class Refusal(Enum):
+    """Why a trial is not launched."""
+
+    DUPLICATE = "duplicate"
+    """Its configuration was launched before, here or by another worker."""
+    VETOED = "vetoed"
+    """The method's pruner rules it out."""
+    LOST = "lost"
+    """It was given to another worker."""
+
+
+class Proposals:
+    """Asks a study for trials and turns them into launches.
+
+    Args:
+        context: The running study.
+        study: The Optuna study, made with ``method``'s sampler and pruner.
+        space: The search space.
+        profiled: Result of the profile launch.
+        method: Sampler and pruner.
+        recorder: Finishes and drops trials.
+    """
+
+    def __init__(
+        self,
+        context: StudyContext,
+        *,
+        study: optuna.Study,
+        space: SearchSpace,
+        profiled: Profiled,
+        method: Method,
+        recorder: TrialRecorder,
+    ) -> None:
+        self._context = context
+        self._spec = context.spec
+        self._store = context.store
+        self._study = study
+        self._space = space
+        self._profiled = profiled
+        self._method = method
+        self._recorder = recorder
+        self._config = ds_config.effective(context.spec.ds_config)
+        self._refused = 0
+        """Consecutive refused trials."""
+        self.in_hand: optuna.Trial | None = None
+        """The trial that was asked for last; it may neither be launched nor refused yet."""
+
+    def exhausted(self) -> bool:
+        """Whether no configuration is left that may win, nor one that is enqueued."""
+        if self._refused >= _MAX_REFUSALS:
+            return True
+        waiting = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        return not waiting and self._method.exhausted(self._study)
+
+    def ask(self) -> optuna.Trial | None:
+        """Ask for a trial; None if the trials under consideration may use up the budget.
+
+        Workers ask one at a time, so that together they do not exceed the budget.
+        """
+        asked: list[optuna.Trial] = []
+
+        def work() -> optuna.Trial | None:
+            if not asked:
+                if not self._within_budget():
+                    return None
+                self.in_hand = self._study.ask()
+                asked.append(self.in_hand)
+            self._store.heartbeat.add(asked[0])  # under the lock: a running trial without a sign of life is nobody's
+            return asked[0]
+
+        with uninterrupted():
+            return self._store.exclusively("ask for a trial", work)
+
+    def _within_budget(self) -> bool:
+        """Whether another launch is within the budget even if all trials under consideration are launched."""
+        trials = self._study.get_trials(deepcopy=False)
+        considered = sum(t.state is TrialState.RUNNING and attributes.LAUNCH_ID not in t.user_attrs for t in trials)
+        return attributes.launches_used(trials) + considered < self._spec.max_trials
+
+    def consider(self, trial: optuna.Trial) -> Flight | Refusal:
+        """Return the launch of a trial, or finish the trial and return why it is not launched."""
+        try:
+            return self._flight_or_refusal(trial)
+        except UpdateFinishedTrialError:
+            self._store.release_trial(self._context.study_uuid, trial.number)
+            self._recorder.drop(trial)
+            return Refusal.LOST
+
+    def _flight_or_refusal(self, trial: optuna.Trial) -> Flight | Refusal:
+        config, overlay = self._configuration(trial)
+        key = ds_config.canonical_key(config, params_count=self._profiled.profile.params)
+        if not self._store.claim(self._context.study_uuid, key, trial.number):
+            self._refuse(trial, Refusal.DUPLICATE.value)
+            return Refusal.DUPLICATE
+        veto = self._method.veto(self._study, frozen(self._study, trial))
+        if veto is not None:
+            self._store.release_claim(self._context.study_uuid, key)
+            self._refuse(trial, veto)
+            return Refusal.VETOED
+        self._refused = 0
+        launch_id = f"trial-{trial.number:04d}"
+        request = launch_request(self._spec, launch_id=launch_id, purpose="trial", overlay=overlay, config=config)
+        trial.set_user_attr(attributes.CONFIG, dict(config))
+        words = config_in_words(config, own=self._config, params_count=self._profiled.profile.params)
+        trial.set_user_attr(attributes.CONFIGURATION, words)
+        trial.set_user_attr(attributes.OVERLAY, dict(overlay))
+        trial.set_user_attr(attributes.CONFIG_KEY, key)
+        peak = self._method.predicted_peak(self._study.get_trials(deepcopy=False), trial.params, config)
+        if peak is not None:
+            trial.set_user_attr(attributes.PREDICTED_PEAK_BYTES, peak)
+        trial.set_user_attr(attributes.LAUNCH_ID, launch_id)
+        return Flight(trial=trial, request=request, words=words)
+
+    def _configuration(self, trial: optuna.Trial) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return the DeepSpeed config of a trial and its overlay over the script's config."""
+        if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG:
+            config, overlay = user_config(self._spec, data_parallel_size=self._profiled.data_parallel_size)
+            if self._space.params_of(config) is not None:
+                self._space.suggest(trial)
+            return config, overlay
+        overlay = self._space.overlay(self._space.suggest(trial))
+        return ds_config.merge(self._config, overlay), overlay
+
+    def _refuse(self, trial: optuna.Trial, reason: str) -> None:
+        self._refused += 1
+        trial.set_user_attr(attributes.VETOED, reason)
+        self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+        self._store.heartbeat.remove(trial)

@@ -1,0 +1,268 @@
+"""Records the trials of a search: results in study and store, progress events to the observer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.errors import ScriptFailedError
+from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.metrics import speed_up
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.confirm.finalists import confirmation_end
+from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, Rounds
+from optuna_dsat.study.confirm.speeds import Speeds, with_utilisation
+from optuna_dsat.study.confirm.standing import finalists_of
+from optuna_dsat.study.confirm.verdict import verdict_of
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.progress import BestSoFar, LaunchEnded, SearchStarted, StudyContext, TrialDropped, TrialFinished
+from optuna_dsat.study.search.running import Flight
+from optuna_dsat.study.space import objective
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+
+__all__ = ["TrialRecorder"]
+
+_STATES = {
+    Outcome.MEASURED: TrialState.COMPLETE,
+    Outcome.OUT_OF_MEMORY: TrialState.PRUNED,
+    Outcome.HOST_OUT_OF_MEMORY: TrialState.PRUNED,
+    Outcome.OUT_OF_DATA: TrialState.PRUNED,
+    Outcome.PRUNED: TrialState.PRUNED,
+}
+"""Outcome -> state of the trial; FAIL for all others."""
+
+
+class TrialRecorder:
+    """Finishes the trials of one study with the results of their launches.
+
+    Args:
+        context: The running study.
+        study: The Optuna study.
+        profiled: Result of the profile launch.
+    """
+
+    def __init__(self, context: StudyContext, *, study: optuna.Study, profiled: Profiled) -> None:
+        self._study = study
+        self._spec = context.spec
+        self._uuid = context.study_uuid
+        self._profiled = profiled
+        self._store = context.store
+        self._observer = context.observer
+        self._maximize = context.spec.maximize
+        self._speeds = Speeds(profiled.profile)
+        self.metric = objective(context.spec, profiled)
+        """The metric that is optimised."""
+
+    def announce_search(self, *, total_slots: int) -> None:
+        """Send ``SearchStarted`` with the state of the study.
+
+        Args:
+            total_slots: Slots of the launcher.
+        """
+        spec, trials = self._spec, self._trials()
+        user = attributes.user_config_trial(trials)
+        self._observer(
+            SearchStarted(
+                study=spec.name,
+                metric=self.metric,
+                maximize=self._maximize,
+                max_trials=spec.max_trials,
+                launched=attributes.launches_used(trials),
+                side_by_side=_concurrent_launches(spec, total_slots),
+                finalists=MIN_ROUNDS * (spec.confirm + spec.enqueue_user_config) if spec.confirm else 0,
+                finalist_steps=confirmation_end(spec) / spec.end_profile_step,
+                timeout_s=spec.timeout_s,
+                best=self._best_so_far(trials),
+                confirmed=self._confirmed(trials),
+                user_value=None if user is None else user.values[0],
+                device=spec.device,
+            )
+        )
+
+    def _confirmed(self, trials: Sequence[FrozenTrial]) -> BestSoFar | None:
+        """Return what earlier runs of the study confirmed; None if no rounds decided."""
+        spec, rounds = self._spec, Rounds.of(self._study.user_attrs)
+        verdict = verdict_of(trials, rounds, maximize=self._maximize, tie=spec.tie, slots=spec.slots_per_trial)
+        if verdict is None or not verdict.is_by_rounds:
+            return None
+        trial = next(one for one in trials if one.number == verdict.handed_over)
+        words = trial.user_attrs.get(attributes.CONFIGURATION, "")
+        again = finalists_of(rounds)[trial.number]
+        speed = self._speeds.of(again.metrics, trial.user_attrs[attributes.CONFIG])
+        return BestSoFar(number=trial.number, words=words, value=verdict.value, speed=speed)
+
+    def metrics(self, flight: Flight) -> dict[str, float]:
+        """Return the metrics of the steps counted so far."""
+        profile = self._profiled.profile
+        counted = flight.record.metrics(flops_per_sample=profile.flops_per_sample)
+        return with_utilisation(counted, profile=profile, config=flight.request.ds_config)
+
+    def announce_end(self, flight: Flight, report: LaunchReport) -> None:
+        """Send ``LaunchEnded`` for a launch that is about to be stored."""
+        self._observer(
+            LaunchEnded(
+                launch_id=flight.request.launch_id,
+                purpose=flight.request.purpose,
+                number=flight.trial.number,
+                words=flight.words,
+                outcome=report.outcome,
+                value=self._value(flight, report),
+                message=report.message,
+            )
+        )
+
+    def _value(self, flight: Flight, report: LaunchReport) -> float | None:
+        """Return the objective value of a launch; None if it was not measured."""
+        measured = report.outcome is Outcome.MEASURED and flight.record.counted
+        return self.metrics(flight)[self.metric] if measured else None
+
+    def record(self, flight: Flight, report: LaunchReport) -> None:
+        """Store the report of a launch; a later call replaces it."""
+        self._store.record_launch(
+            self._uuid,
+            report,
+            trial_number=flight.trial.number,
+            purpose=flight.request.purpose,
+            attempt=flight.attempt,
+        )
+
+    def record_steps(self, flight: Flight) -> None:
+        """Store the measured steps of a launch that is settled."""
+        self._store.record_steps(self._uuid, flight.request.launch_id, flight.record.events)
+
+    def tell(self, flight: Flight, report: LaunchReport) -> None:
+        """Finish the trial of a launch; a trial that was given to another worker is dropped.
+
+        Raises:
+            ScriptFailedError: If the script fails whatever the configuration.
+        """
+        trial, value = flight.trial, self._value(flight, report)
+
+        def finish() -> None:
+            self._set_attributes(flight, report)
+            state = _STATES.get(report.outcome, TrialState.FAIL)
+            self._study.tell(trial, value, state=state, skip_if_finished=True)
+
+        if not self._store.finish(trial, finish):
+            self.drop(trial)
+            return
+        self._store.heartbeat.remove(trial)
+        self._notify(flight, report, value)
+        self._raise_script_failure(flight, report)
+
+    def _set_attributes(self, flight: Flight, report: LaunchReport) -> None:
+        """Store the result with the trial."""
+        trial = flight.trial
+        trial.set_user_attr(attributes.MESSAGE, report.message)
+        trial.set_user_attr(attributes.ATTEMPTS, flight.attempt + 1)
+        trial.set_user_attr(attributes.PEAK_BYTES, flight.record.peak_bytes)
+        if flight.record.engine is not None:
+            trial.set_user_attr(attributes.DATA_PARALLEL_SIZE, flight.record.engine.data_parallel_size)
+            trial.set_user_attr(attributes.HOST_THREADS, flight.record.engine.host_threads)
+        if report.outcome is Outcome.OUT_OF_DATA:
+            trial.set_user_attr(attributes.DATA_LIMIT, _data_limit(flight))
+        if report.outcome is Outcome.SCRIPT_ERROR:
+            trial.set_user_attr(attributes.ERROR, report.cause[:500])
+        if flight.record.steps:
+            steps_s = sum(step.latency_s for step in flight.record.steps)
+            trial.set_user_attr(attributes.OVERHEAD_S, max(0.0, report.held_s - steps_s))
+            trial.set_user_attr(attributes.STEPS_COMPLETED, flight.record.steps_completed)
+        if flight.record.skipped_steps:
+            trial.set_user_attr(attributes.SKIPPED_STEPS, flight.record.skipped_steps)
+        if flight.record.input_variation:
+            trial.set_user_attr(attributes.INPUT_VARIATION, flight.record.input_variation)
+        if flight.record.counted:
+            trial.set_user_attr(attributes.METRICS, self.metrics(flight))
+        trial.set_user_attr(attributes.OUTCOME, report.outcome.value)
+
+    def _raise_script_failure(self, flight: Flight, report: LaunchReport) -> None:
+        """Raise ``ScriptFailedError`` if further launches would fail like this one."""
+        ended = report.outcome is Outcome.OUT_OF_DATA and not self._exceeds_data(flight)
+        if ended and flight.is_user_config:
+            raise ScriptFailedError(
+                f"With your own config {report.message}. Give it more data or more steps, or measure fewer: "
+                "--start-profile-step 1 --end-profile-step 2.",
+                log_path=report.log_path,
+            )
+        error = attributes.repeated_script_error(self._trials())
+        if error is not None:
+            raise ScriptFailedError(
+                f"Launch after launch ends with the same error of the script: {error}",
+                traceback_tail=report.error_excerpt,
+                log_path=report.log_path,
+            )
+
+    def _exceeds_data(self, flight: Flight) -> bool:
+        """Whether a launch asked for a larger micro-batch than a rank has samples, or was fed; smaller ones remedy."""
+        samples, fed = self._profiled.samples_per_rank, flight.record.observed_micro_batch
+        limits = [limit for limit in (samples, fed) if limit is not None]
+        return any(int(flight.request.ds_config[ds_config.MICRO_BATCH]) > limit for limit in limits)
+
+    def _notify(self, flight: Flight, report: LaunchReport, value: float | None) -> None:
+        trials = self._trials()
+        best = attributes.best_trials(trials, maximize=self._maximize)
+        baseline = attributes.user_config_trial(trials)
+        self._speeds.learn(flight.record)
+        counted = self.metrics(flight) if flight.record.counted else {}
+        self._observer(
+            TrialFinished(
+                number=flight.trial.number,
+                words=flight.words,
+                outcome=report.outcome,
+                value=value,
+                speed_up=speed_up(value, None if baseline is None else baseline.values[0], maximize=self._maximize),
+                best=bool(best) and best[0].number == flight.trial.number,
+                message=report.message,
+                launched=attributes.launches_used(trials),
+                running=sum(t.state is TrialState.RUNNING and attributes.LAUNCH_ID in t.user_attrs for t in trials),
+                own=flight.is_user_config,
+                best_so_far=self._best_so_far(trials),
+                user_value=None if baseline is None else baseline.values[0],
+                speed=self._speeds.of(counted, flight.request.ds_config),
+            )
+        )
+
+    def drop(self, trial: optuna.Trial) -> None:
+        """Stop tracking a trial that was given to another worker because this one did not send heartbeats."""
+        self._observer(TrialDropped(number=trial.number))
+        self._store.heartbeat.remove(trial)
+
+    def _best_so_far(self, trials: Sequence[FrozenTrial]) -> BestSoFar | None:
+        """Return the best measured trial; None if nothing was measured."""
+        best = attributes.best_trials(trials, maximize=self._maximize)
+        if not best:
+            return None
+        attrs = best[0].user_attrs
+        return BestSoFar(
+            number=best[0].number,
+            words=attrs.get(attributes.CONFIGURATION, ""),
+            value=best[0].values[0],
+            speed=self._speeds.of(attrs.get(attributes.METRICS, {}), attrs.get(attributes.CONFIG, {})),
+        )
+
+    def _trials(self) -> Sequence[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+
+def _concurrent_launches(spec: StudySpec, total_slots: int) -> int:
+    """Return how many launches may be in flight at once."""
+    slots = total_slots if spec.max_slots is None else min(total_slots, spec.max_slots)
+    return max(1, min(spec.max_concurrent_trials, slots // spec.slots_per_trial))
+
+
+def _data_limit(flight: Flight) -> int:
+    """Return the largest number of samples per rank and global step with which the data last for all profile steps.
+
+    A script that never fed a whole micro-batch feeds no larger one than it did.
+    """
+    config, fed = flight.request.ds_config, flight.record.observed_micro_batch
+    micro_batch, accumulation = int(config[ds_config.MICRO_BATCH]), int(config.get(ds_config.GRADIENT_ACCUMULATION, 1))
+    batch = micro_batch * accumulation
+    if fed is not None and 0 < fed < micro_batch:
+        return fed * accumulation
+    enough = flight.record.data_at_most(batch) // flight.request.end_profile_step
+    return max(1, min(enough, batch - 1))

@@ -1,0 +1,180 @@
+"""The launches of trials that are in flight: running, waiting for slots, or settled while their processes exit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import optuna
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.progress import StudyContext, TrialStarted
+from optuna_dsat.trials import attributes
+
+__all__ = ["Flight", "Flights", "frozen"]
+
+
+@dataclass(kw_only=True)
+class Flight:
+    """One launch of a trial."""
+
+    trial: optuna.Trial
+    request: LaunchRequest
+    words: str
+    """The configuration in words."""
+    attempt: int = 0
+    """Number of the launch among those of the trial, from 0."""
+    reported: set[int] = field(default_factory=set)
+    """Steps that the study was told of, by earlier launches of the trial too: Optuna keeps the first report of each."""
+    record: LaunchRecord = field(init=False)
+    """Events received so far."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
+
+    @property
+    def is_user_config(self) -> bool:
+        """Whether it measures the user's own config."""
+        return bool(self.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG)
+
+    def retry(self) -> Flight:
+        """Return the next attempt at the same configuration, with an empty record."""
+        attempt = self.attempt + 1
+        request = replace(self.request, launch_id=f"trial-{self.trial.number:04d}-retry-{attempt}")
+        return replace(self, request=request, attempt=attempt)
+
+
+class Flights:
+    """Starts, stops and keeps the launches of trials in this process.
+
+    Args:
+        context: The running study.
+        study: The Optuna study.
+    """
+
+    def __init__(self, context: StudyContext, *, study: optuna.Study) -> None:
+        self._context = context
+        self._spec = context.spec
+        self._launcher = context.launcher
+        self._study = study
+        self._running: dict[str, Flight] = {}
+        self._waiting: list[Flight] = []
+        """Those of ``_running`` that wait for slots."""
+        self._exiting: dict[str, Flight] = {}
+        """Launches whose trials are finished and whose processes still exit."""
+
+    @property
+    def running(self) -> bool:
+        """Whether any launch runs or waits for slots."""
+        return bool(self._running)
+
+    @property
+    def exiting(self) -> bool:
+        """Whether processes of settled launches still exit."""
+        return bool(self._exiting)
+
+    def find(self, launch_id: str) -> Flight | None:
+        """Return a launch that runs; None if it is not one of these."""
+        return self._running.get(launch_id)
+
+    def may_start(self) -> bool:
+        """Whether slots and the study's limits allow one more launch."""
+        slots = self._spec.slots_per_trial
+        if self._waiting or len(self._running) >= self._spec.max_concurrent_trials:
+            return False
+        if self._launcher.free_slots < slots:
+            return False
+        return self._spec.max_slots is None or (len(self._running) + 1) * slots <= self._spec.max_slots
+
+    def start(self, flight: Flight) -> None:
+        """Start a launch; if another tuner took its slots, it waits for ``start_waiting``."""
+        self._running[flight.request.launch_id] = flight
+        try:
+            self._launcher.start(flight.request)
+        except SlotsBusyError:
+            self._waiting.append(flight)
+            return
+        self._context.observer(
+            TrialStarted(
+                number=flight.trial.number,
+                words=flight.words,
+                attempt=flight.attempt,
+                end_profile_step=flight.request.end_profile_step,
+            )
+        )
+
+    def start_waiting(self) -> None:
+        """Try again to start the launches that wait for slots."""
+        waiting, self._waiting = self._waiting, []
+        for flight in waiting:
+            self.start(flight)
+
+    def land(self, launch_id: str, *, exiting: bool) -> None:
+        """Take a launch out of those that run.
+
+        Args:
+            launch_id: The launch; nothing happens if it does not run.
+            exiting: Whether its processes still exit.
+        """
+        flight = self._running.pop(launch_id, None)
+        if flight is not None and exiting:
+            self._exiting[launch_id] = flight
+
+    def exited(self, launch_id: str) -> Flight | None:
+        """Return a settled launch whose processes are gone, and forget it; None if it is not one of these."""
+        return self._exiting.pop(launch_id, None)
+
+    def watch_slots(self, *, ending: bool) -> None:
+        """Report and limit the wait for slots while nothing runs for want of them.
+
+        Args:
+            ending: Whether the search starts no more launches.
+
+        Raises:
+            DeviceError: If others hold the slots for too long.
+        """
+        wait = self._context.wait
+        waiting = {flight.request.launch_id for flight in self._waiting} | set(self._launcher.waiting)
+        if self._exiting or self._running.keys() - waiting:
+            wait.reset()
+        elif waiting or (not ending and self._launcher.free_slots < self._spec.slots_per_trial):
+            wait.check()
+        else:
+            wait.reset()
+
+    def stop_all(self, *, reason: str) -> None:
+        """Stop all launches; the trials of those that wait for slots are returned to the study.
+
+        Args:
+            reason: Why, for people.
+        """
+        for flight in self._waiting:
+            del self._running[flight.request.launch_id]
+            self._context.store.return_trial(self._study, flight.trial, reason=reason)
+        self._waiting.clear()
+        for launch_id in self._running:
+            self._launcher.stop(launch_id, message=reason)
+
+    def return_all(self, *, reason: str) -> list[int]:
+        """Stop all launches and return their trials to the study, where another run or worker takes them.
+
+        Args:
+            reason: Why, for people.
+
+        Returns:
+            Numbers of the trials.
+        """
+        flights, self._running = list(self._running.values()), {}
+        for flight in flights:
+            self._launcher.stop(flight.request.launch_id, outcome=Outcome.LOST, message=reason)
+        for flight in flights:
+            self._context.store.return_trial(self._study, flight.trial, reason=reason)
+        return [flight.trial.number for flight in flights]
+
+
+def frozen(study: optuna.Study, trial: optuna.Trial) -> FrozenTrial:
+    """Return a trial as the storage has it now."""
+    return study._storage.get_trial(trial._trial_id)

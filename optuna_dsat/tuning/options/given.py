@@ -1,0 +1,96 @@
+"""Options together with where each comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.config import ds_config, user_file
+from optuna_dsat.tuning.options.tune_options import TuneOptions
+
+__all__ = ["Given", "config_path", "user_config", "with_config_file", "write_config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Options with the origin of each that was given."""
+
+    options: TuneOptions
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Name of an option -> the command line, a variable of the environment, a file; the rest have their defaults."""
+
+    def with_values(self, values: Mapping[str, Any], origin: str) -> Given:
+        """Return the options with some replaced, of the origin named."""
+        return Given(options=replace(self.options, **values), origins={**self.origins, **dict.fromkeys(values, origin)})
+
+    def without(self, name: str) -> Given:
+        """Return the options with one at its default, as if it had not been given."""
+        default = next(one.default for one in fields(self.options) if one.name == name)
+        values: dict[str, Any] = {name: default}
+        origins = {key: origin for key, origin in self.origins.items() if key != name}
+        return Given(options=replace(self.options, **values), origins=origins)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dictionary(os.PathLike[str]):
+    """A config that was given as a dictionary, and the file that the script finds it in."""
+
+    text: str
+    """As JSON."""
+    path: str
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __str__(self) -> str:
+        return "ds_config"
+
+
+def with_config_file(given: Given) -> Given:
+    """Return the options with a dictionary as the config in place of which stands the file that it will be written to.
+
+    The file's name depends on the content, so that giving the same dictionary again continues the study.
+    """
+    options = given.options
+    if not isinstance(options.ds_config, Mapping):
+        return given
+    text = json.dumps(options.ds_config, indent=2, sort_keys=True)
+    name = f"ds_config-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}.json"
+    path = (Path(options.output_dir) / name).absolute()
+    return replace(given, options=replace(options, ds_config=_Dictionary(text=text, path=str(path))))
+
+
+def config_path(options: TuneOptions) -> Path | None:
+    """Return the path of the config; None if there is none."""
+    named = options.ds_config
+    if named is None:
+        return None
+    if isinstance(named, Mapping):
+        raise TypeError("A dictionary has no path before with_config_file().")
+    return Path(named)
+
+
+def user_config(options: TuneOptions) -> user_file.UserConfig:
+    """Return the config as read.
+
+    Raises:
+        ConfigError: If it cannot be read.
+    """
+    if isinstance(options.ds_config, _Dictionary):
+        return user_file.parse(options.ds_config.text, path=str(options.ds_config))
+    return user_file.load(config_path(options))
+
+
+def write_config(options: TuneOptions) -> None:
+    """Write a config that was given as a dictionary where the script finds it; only this user may read it."""
+    if not isinstance(options.ds_config, _Dictionary):
+        return
+    raw: dict[str, Any] = json.loads(options.ds_config.text)
+    path = Path(options.ds_config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ds_config.write_json_atomic(path, raw, private=True)

@@ -1,0 +1,316 @@
+"""From a class of options to a function that takes them as keywords, typed, documented and checked."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import operator
+import os
+import re
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from optuna_dsat.errors import DsatError
+from optuna_dsat.tuning.options.declaration import option_of
+from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.tune_options import TuneOptions, methods_of
+
+__all__ = ["coerced", "plain_data", "with_keywords"]
+
+_NO = object()
+"""Stands for a value that is not of a type."""
+_LONGEST = 60
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "None"}
+_MANY = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def coerced(name: str, value: Any, kind: Any, *, alone: bool = True) -> Any:
+    """Return the value of an argument as its type says: numbers of NumPy as Python's, any iterable as a tuple.
+
+    Args:
+        name: The argument, for messages.
+        value: What was given; None is returned as it is.
+        kind: Type of the argument.
+        alone: Whether one element stands for a sequence of it.
+
+    Raises:
+        TypeError: If the value is of another type; names the argument, what it takes and what was given.
+    """
+    if value is None:
+        return None
+    for one in _alternatives(kind):
+        found = _as(name, value, one, alone=alone)
+        if found is not _NO:
+            return found
+    raise TypeError(f"{name} must be {_expected(kind)}{_example(value, kind)}; got {_shown(value)}.")
+
+
+def _alternatives(kind: Any) -> Sequence[Any]:
+    """Return the types of a union, without None."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return [inner for one in get_args(kind) for inner in _alternatives(one) if inner is not type(None)]
+    return [kind]
+
+
+def _example(value: Any, kind: Any) -> str:
+    """Return the list that a text was probably meant to be, in words; empty if it is none."""
+    many = [get_args(one)[0] for one in _alternatives(kind) if get_origin(one) is Sequence]
+    if not isinstance(value, str) or not many:
+        return ""
+    try:
+        listed = value.split() if many[0] is str else [many[0](word) for word in value.replace(",", " ").split()]
+    except ValueError:
+        return ""
+    return f", such as {listed!r}" if listed else ""
+
+
+def _as(name: str, value: Any, kind: Any, *, alone: bool) -> Any:
+    """Return a value as one of a type; ``_NO`` if it is none."""
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return value if isinstance(value, str) else _NO  # which of them is checked with all other rules
+    if origin is Mapping:
+        return _mapping(name, value, *get_args(kind)) if isinstance(value, Mapping) else _NO
+    if origin is Sequence:
+        return _sequence(name, value, get_args(kind)[0], alone=alone)
+    if origin is os.PathLike:
+        return value if isinstance(value, os.PathLike) and isinstance(os.fspath(value), str) else _NO
+    return value if origin is Any else _scalar(value, origin)
+
+
+def _scalar(value: Any, kind: Any) -> Any:
+    """Return a number, a truth value or a text as Python's own; ``_NO`` if it is not of that type."""
+    if kind is str:
+        return value if isinstance(value, str) else _NO
+    if kind is bool:
+        return bool(value) if _is_truth(value) else _NO
+    if _is_truth(value):
+        return _NO
+    if kind is int and (isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())):
+        return int(value)
+    if kind is float and isinstance(value, Real):
+        return float(value)
+    return _NO
+
+
+def _is_truth(value: Any) -> bool:
+    """Return whether a value is a truth value of Python or NumPy."""
+    return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
+
+
+def _sequence(name: str, value: Any, kind: Any, *, alone: bool) -> Any:
+    """Return the elements as a tuple; ``_NO`` if the value is neither an iterable nor an element."""
+    lone = _element(value, kind)
+    if lone is not _NO:
+        return (lone,) if alone else _NO
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return _NO
+    found = []
+    for index, one in enumerate(value):
+        element = _element(one, kind)
+        if element is _NO:
+            raise TypeError(f"{name}[{index}] must be {_WORDS.get(kind, 'text')}; got {_shown(one)}.")
+        found.append(element)
+    return tuple(found)
+
+
+def _element(value: Any, kind: Any) -> Any:
+    """Return an element of a sequence; a text may be given as a path or a number, as words of a command line are."""
+    if kind is not str:
+        return _scalar(value, kind)
+    if isinstance(value, os.PathLike):
+        return str(os.fspath(value))
+    number = _scalar(value, int if isinstance(value, Integral) else float)
+    return _scalar(value, str) if number is _NO else str(number)
+
+
+def _mapping(name: str, value: Mapping[Any, Any], key_kind: Any, kind: Any) -> dict[str, Any]:
+    """Return a mapping of texts, its values of one type or plain data.
+
+    Raises:
+        TypeError: If a key or a value is of another type; no value is shown, as it may be secret.
+    """
+    del key_kind  # all of ours have texts as keys
+    if kind is Any:
+        return dict(plain_data(value, name))
+    for key, one in value.items():
+        if not isinstance(key, str):
+            raise TypeError(f"The keys of {name} must be text; got {_shown(key)}.")
+        if not isinstance(one, kind):
+            raise TypeError(f"{name}[{key!r}] must be {_WORDS[kind]}; got {type(one).__name__}.")
+    return dict(value)
+
+
+def plain_data(value: Any, name: str) -> Any:
+    """Return data as JSON has them: tuples as lists, NumPy's scalars as Python's, paths as text.
+
+    Raises:
+        TypeError: If there is a value that JSON does not have; names its place.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"The keys of {name} must be text; got {_shown(wrong[0])}.")
+        return {key: plain_data(one, f"{name}[{key!r}]") for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(one, f"{name}[{index}]") for index, one in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if _is_truth(value):
+        return bool(value)
+    if isinstance(value, Integral):
+        return operator.index(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"{name} must be a number, text, True, False, None, a list or a dictionary; got {_type_of(value)}.")
+
+
+def _expected(kind: Any) -> str:
+    """Return what a type takes, in words."""
+    found = _alternatives(kind)
+    words = []
+    for one in found:
+        origin = get_origin(one) or one
+        if origin is Literal:
+            words.append(" or ".join(repr(choice) for choice in get_args(one)))
+        elif origin is Sequence:
+            words.append(f"a list of {_MANY[get_args(one)[0]]}")
+        elif origin is Mapping:
+            words.append("a dictionary")
+        elif origin is os.PathLike:
+            words.append("a path")
+        elif origin is not str or not any(get_origin(other) is os.PathLike for other in found):
+            words.append(_WORDS[origin])
+    return " or ".join(words)
+
+
+def _type_of(value: Any) -> str:
+    return type(value).__name__
+
+
+def _shown(value: Any) -> str:
+    """Return a value that was refused with its type; the type alone of what is not a short scalar."""
+    text = repr(value) if isinstance(value, str | int | float) else ""
+    return f"{text} ({_type_of(value)})" if text and len(text) <= _LONGEST else _type_of(value)
+
+
+_FILL = textwrap.TextWrapper(
+    116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False
+)
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_keywords(
+    options: Callable[P, TuneOptions],
+) -> Callable[[Callable[[Given], R]], Callable[P, R]]:
+    """Return a decorator: from a function of ``Given`` to one of the fields of ``options``, a class of options.
+
+    A type checker sees the parameters of the class; signature and documentation of the function are made of its fields,
+    the latter in place of the line ``given: {options}``. None stands for the default.
+    """
+
+    def decorate(function: Callable[[Given], R]) -> Callable[P, R]:
+        signature = _signature(options)
+
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    raise TypeError(_unknown(function.__name__, name, signature.parameters))
+            given = _coerced(signature.bind(*args, **kwargs).arguments, signature)
+            make: Callable[..., TuneOptions] = options
+            values = {name: value for name, value in given.items() if value is not None}
+            try:
+                return function(Given(options=make(**values), origins=dict.fromkeys(given, "argument")))
+            except DsatError as error:
+                error.args = (_in_keywords(str(error), options), *error.args[1:])
+                raise
+
+        del called.__wrapped__
+        hints = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+        returned = get_type_hints(function)["return"]
+        called.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        called.__annotations__ = {**hints, "return": returned}
+        called.__doc__ = (inspect.getdoc(function) or "").replace("    given: {options}", _documented(options))
+        return called
+
+    return decorate
+
+
+def _fields(options: Callable[..., TuneOptions]) -> Iterator[tuple[Field[Any], Any]]:
+    """Yield the fields of a class of options with their annotations, positional ones first."""
+    hints = get_type_hints(options, include_extras=True)
+    found = fields(options)  # type: ignore[arg-type]  # typed as its constructor
+    for one in sorted(found, key=lambda one: one.kw_only is True):
+        yield one, hints[one.name]
+
+
+def _signature(options: Callable[..., TuneOptions]) -> inspect.Signature:
+    return inspect.Signature([
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY if one.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=get_args(hint)[0] if get_origin(hint) is Annotated else hint,
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+        )
+        for one, hint in _fields(options)
+    ])  # fmt: skip
+
+
+def _documented(options: Callable[..., TuneOptions]) -> str:
+    """Return the entries of the section ``Args``, with the methods that read an option before its meaning."""
+    entries = []
+    for one, hint in _fields(options):
+        option = option_of(hint)
+        if option is None:
+            raise TypeError(f"The field {one.name} says no meaning.")
+        methods = "".join(f"``{method}``, " for method in methods_of(one.name)).removesuffix(", ")
+        text = f"{one.name}: {methods}{': ' if methods else ''}{option.keyword_help}"
+        entries.append("\n".join(_FILL.wrap(text)))
+    return "\n".join(entries)
+
+
+def _unknown(function: str, name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{function}() got an unexpected keyword argument {name!r}.{hint}"
+
+
+def _in_keywords(text: str, options: Callable[..., TuneOptions]) -> str:
+    """Return a message in which options have the names of keywords, but for those of commands, in backticks."""
+    keywords: dict[str, str] = {}
+    for one, hint in _fields(options):
+        option = option_of(hint)
+        spelled = (f"--{one.name.replace('_', '-')}", *(() if option is None else option.flags))
+        flags = [flag.split("/") for flag in spelled]
+        keywords |= {flag[0]: one.name for flag in flags}
+        if isinstance(one.default, bool):
+            keywords |= {off: f"{one.name}=False" for flag in flags for off in (f"--no-{flag[0][2:]}", *flag[1:])}
+    parts = text.split("`")
+    parts[::2] = [_FLAG.sub(lambda found: keywords.get(found[0], found[0]), part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _coerced(given: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Return the arguments as their types say; where a keyword takes several values, one may stand alone.
+
+    Raises:
+        TypeError: If one is of another type.
+    """
+    return {
+        name: coerced(
+            name,
+            value,
+            signature.parameters[name].annotation,
+            alone=signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY,
+        )
+        for name, value in given.items()
+    }
