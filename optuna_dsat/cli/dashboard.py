@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, LatestName, Storage
+from optuna_dsat.escape.paths import page_address
 from optuna_dsat.escape.terminal import say, say_prose
-from optuna_dsat.escape.urls import page_address
 
 if TYPE_CHECKING:
     from optuna_dsat.report.dashboard.publish import Published

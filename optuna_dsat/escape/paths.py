@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
-__all__ = ["OutsideError", "held_inside"]
+__all__ = ["OutsideError", "held_inside", "page_address"]
 
 
 class OutsideError(ValueError):
@@ -29,3 +30,15 @@ def held_inside(folder: Path, *names: str) -> Path:
     if not path.is_relative_to(root) or path == root:
         raise OutsideError(f"{'/'.join(names)} leads out of {folder}")
     return path
+
+
+def page_address(host: str, port: int, *path: object) -> str:
+    """Return the address of a page, such as ``http://[::1]:8080/dashboard/studies/1``.
+
+    Args:
+        host: Name or number of the host.
+        port: Port.
+        path: Parts of the path.
+    """
+    shown = f"[{host}]" if ":" in host else quote(host, safe=".-")
+    return f"http://{shown}:{port}/" + "/".join(quote(str(part), safe="") for part in path)

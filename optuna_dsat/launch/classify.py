@@ -26,9 +26,10 @@ Nothing here reads a log. The rules, in order of precedence:
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from optuna_dsat.launch.facts import LaunchFacts, StopReason
 from optuna_dsat.launch.failure_line import failure_line
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import dropped_in_words
@@ -37,7 +38,6 @@ from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
     BatchSourcesFound,
     EngineReady,
-    Event,
     RankFailed,
     RankFinished,
     RankStarted,
@@ -62,41 +62,6 @@ _FROM_OUTSIDE = " from outside: neither by the search nor, by its count, by the 
 
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 """Signals that are more often the consequence of another rank's failure than a cause."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopReason:
-    """Outcome and message of a launch that the launcher ended itself."""
-
-    outcome: Outcome
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchFacts:
-    """Observations of a launch that is over."""
-
-    slots: int
-    end_profile_step: int
-    start_profile_step: int
-    micro_batch: int | None
-    """Configured ``train_micro_batch_size_per_gpu``; None if the config leaves it open."""
-    events: Mapping[int, Sequence[Event]]
-    """Rank -> events in the order written."""
-    exit_codes: Mapping[int, int] = field(default_factory=dict)
-    """Rank -> exit code (negative: signal) of those that torchrun saw fail and the launcher did not kill."""
-    agent_exit_code: int | None = None
-    """Exit code of torchrun (negative: signal); None if the launcher ended it."""
-    stop: StopReason | None = None
-    """None if the launcher did not end the launch."""
-    oom_kills: int | None = None
-    """Processes that the kernel killed for lack of memory during the launch; None if unknown."""
-    shared_memory_free: int | None = None
-    """Free bytes in shared memory when it had ended; None if unknown."""
-    config_path: str = "ds_config.json"
-    """Path of the user's DeepSpeed config, for the remedy in messages."""
-    dropped_lines: int = 0
-    """Lines in the files of events that held none which this version can read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.launch.classify import LaunchFacts, StopReason
 from optuna_dsat.launch.event_log import EventLog, LogLimit
+from optuna_dsat.launch.facts import LaunchFacts, StopReason
 from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, BesideWatch, GpuSight
 from optuna_dsat.launch.machine.journal import remove_noted
 from optuna_dsat.launch.machine.processes import ProcessKey

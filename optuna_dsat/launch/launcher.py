@@ -10,7 +10,8 @@ from pathlib import Path
 
 from optuna_dsat.launch.agent.command import device_environment, write_run_directory
 from optuna_dsat.launch.agent.run import DeviceReturn, spawn
-from optuna_dsat.launch.classify import StopReason, classify
+from optuna_dsat.launch.classify import classify
+from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.folder_changes import FolderWatch
 from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.launch.launch import FailedFork, RunningLaunch

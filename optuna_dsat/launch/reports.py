@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from optuna_dsat.launch.classify import LaunchFacts, Verdict
+from optuna_dsat.launch.classify import Verdict
+from optuna_dsat.launch.facts import LaunchFacts
 from optuna_dsat.launch.isolation import describe_isolation
 from optuna_dsat.launch.launch import RunningLaunch
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest

@@ -13,9 +13,8 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import Winner
 from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.confirm.loss_check import is_of_losses
-from optuna_dsat.study.confirm.rounds import Ratio
+from optuna_dsat.study.confirm.rounds import Ratio, SpeedUp
 from optuna_dsat.study.confirm.standing import Standing
-from optuna_dsat.study.confirm.verdict import SpeedUp
 from optuna_dsat.words import (
     bytes_in_words,
     count_in_words,

@@ -6,10 +6,8 @@ Imports neither by itself. Modules that the script imports later (transformers, 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import importlib
 import inspect
 import os
 import sys
@@ -37,7 +35,14 @@ from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.imports import ImportWatch
 from optuna_dsat.runtime.measure.clock import Clock, DeviceClock, HostClock
-from optuna_dsat.runtime.measure.engine import OtherEngine, is_pipeline
+from optuna_dsat.runtime.measure.engine import (
+    SHM_OPERATOR,
+    OtherEngine,
+    compile_without_limit,
+    import_dependencies_of_initialize,
+    is_engine,
+    is_pipeline,
+)
 from optuna_dsat.runtime.measure.inputs import sample_counter
 from optuna_dsat.runtime.measure.memory import (
     CpuMemory,
@@ -46,12 +51,12 @@ from optuna_dsat.runtime.measure.memory import (
     count_out_of_memory_errors,
     limit_cuda_memory,
     limit_process_memory,
-    process_limit_lifted,
     support_uuid_visible_devices,
     unlink_shared_buffers,
 )
-from optuna_dsat.runtime.measure.meter import Meter, RankState
+from optuna_dsat.runtime.measure.meter import Meter
 from optuna_dsat.runtime.measure.profiler import Profiler, count_parameters
+from optuna_dsat.runtime.measure.state import RankState
 from optuna_dsat.runtime.overlay import read_config, without_impossible_zero
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
@@ -60,11 +65,9 @@ from optuna_dsat.runtime.writer import EventWriter
 __all__ = ["DeepSpeedHook"]
 
 _Built = TypeVar("_Built")
-_SHM_OPERATOR = "deepspeed_shm_comm"
 _MOST_STEPS_WITHOUT_ENGINE = 3
 """Optimizer steps before ``deepspeed.initialize`` at which a script is taken to train without it."""
-_TRAINERS = (HuggingFaceHook, LightningHook)
-"""Hooks of libraries that read the config before ``deepspeed.initialize`` does."""
+_TRAINERS = (HuggingFaceHook, LightningHook)  # they read the config before ``deepspeed.initialize`` does
 
 
 class DeepSpeedHook:
@@ -218,15 +221,15 @@ class DeepSpeedHook:
     def _prepare_cpu(self) -> None:
         if not self._rank.can_compile:
             # The operator's build would fail and end the rank; without it DeepSpeed communicates through gloo.
-            self._deepspeed.ops.__compatible_ops__[_SHM_OPERATOR] = False
+            self._deepspeed.ops.__compatible_ops__[SHM_OPERATOR] = False
         limit = self._plan.device_memory_bytes
         if self._plan.measures or limit is not None:
-            _import_what_initialize_imports(self._plan.overlay)
+            import_dependencies_of_initialize(self._plan.overlay)
         memory = CpuMemory()
         self._memory = memory
         if limit is not None:
             if self._rank.can_compile:
-                _compile_without_limit()
+                compile_without_limit()
             limit_process_memory(limit, memory.baseline)
             self._state.limited = True
 
@@ -385,14 +388,13 @@ class DeepSpeedHook:
         return reporting if steps_completed is None else self._said(index(steps_completed), reporting)
 
     def _reporting(self, engine: Any) -> AbstractContextManager[None]:
-        given = _is_engine(engine)
         if self._meter is None:
-            if not given:
+            if not is_engine(engine):
                 return self._building_engine()
             self._state.phase = "initialize"  # errors in check_engine are configuration errors
             self._config.check_engine(engine)
             self._measure_engine(engine, 0.0, self._differences)
-        elif given and engine is not self._engine:
+        elif is_engine(engine) and engine is not self._engine:
             return nullcontext()
         return nullcontext() if self._meter is None else self._meter.micro_batch()
 
@@ -496,36 +498,3 @@ class DeepSpeedHook:
             precision="fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
             host_threads=int(torch.get_num_threads()),
         )
-
-
-def _is_engine(candidate: Any) -> bool:
-    needed = ("module", "train_micro_batch_size_per_gpu", "zero_optimization_stage")
-    return all(hasattr(candidate, name) for name in needed)
-
-
-def _compile_without_limit() -> None:
-    """Make DeepSpeed build its operators without the memory limit, which compilers inherit and exceed."""
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    build = OpBuilder.jit_load
-
-    @functools.wraps(build)
-    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with process_limit_lifted():
-            return build(self, *args, **kwargs)
-
-    OpBuilder.jit_load = jit_load
-
-
-def _import_what_initialize_imports(overlay: Mapping[str, Any]) -> None:
-    """Import modules that ``deepspeed.initialize`` would import, so that CPU limit and peak do not count them.
-
-    Measured with DeepSpeed 0.19.8 at ZeRO 3: of the 121 MiB that initialize adds to ``VmData``, 25 remain.
-    """
-    names = ["torch._dynamo"]
-    zero = overlay.get("zero_optimization")
-    if isinstance(zero, Mapping) and zero.get("stage", 0) > 0:
-        names.append("deepspeed.runtime.zero.muon.original_muon")
-    for name in names:
-        with contextlib.suppress(ImportError):  # other versions of DeepSpeed lack the module
-            importlib.import_module(name)

@@ -14,10 +14,9 @@ from markdown_it import MarkdownIt
 from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.html import figure_text, safe_figure
 from optuna_dsat.escape.markdown import Markdown, code, fenced, literal, table
-from optuna_dsat.escape.paths import OutsideError, held_inside
+from optuna_dsat.escape.paths import OutsideError, held_inside, page_address
 from optuna_dsat.escape.shell import folded, shell_line
 from optuna_dsat.escape.terminal import CELL_CHARS, cell, one_line, plain, say, say_prose
-from optuna_dsat.escape.urls import page_address
 
 TEXTS = [
     "plain words, 0.95 x (yes)",

@@ -9,7 +9,8 @@ import torch
 
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.runtime.measure.memory import MemoryPeaks
-from optuna_dsat.runtime.measure.meter import Meter, RankState
+from optuna_dsat.runtime.measure.meter import Meter
+from optuna_dsat.runtime.measure.state import RankState
 
 
 class FakeClock:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.agent.run import DeviceReturn
-from optuna_dsat.launch.classify import StopReason
+from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.launch import RunningLaunch
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark

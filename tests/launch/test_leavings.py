@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.classify import StopReason
+from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.launch import RunningLaunch
 from optuna_dsat.launch.machine.journal import Removed, remove_noted
 from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.classify import LaunchFacts, StopReason, classify, observed_micro_batch
+from optuna_dsat.launch.classify import classify, observed_micro_batch
 from optuna_dsat.launch.event_log import EventLog
+from optuna_dsat.launch.facts import LaunchFacts, StopReason
 from optuna_dsat.launch.measurement import (
     GlobalStep,
     Interval,

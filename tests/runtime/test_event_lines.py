@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.classify import LaunchFacts, classify
+from optuna_dsat.launch.classify import classify
 from optuna_dsat.launch.event_log import EventLog
+from optuna_dsat.launch.facts import LaunchFacts
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (

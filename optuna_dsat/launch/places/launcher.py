@@ -13,7 +13,8 @@ from typing import Any
 from optuna_dsat.launch.agent.command import write_run_directory
 from optuna_dsat.launch.agent.files import TOKEN, append_events, append_log, write_tracker
 from optuna_dsat.launch.agent.wire import request_to_json
-from optuna_dsat.launch.classify import StopReason, classify
+from optuna_dsat.launch.classify import classify
+from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.folder_changes import FolderWatch
 from optuna_dsat.launch.launch import FailedFork, RunningLaunch
 from optuna_dsat.launch.machine.devices import Device

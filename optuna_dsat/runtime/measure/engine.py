@@ -10,16 +10,26 @@ An engine whose optimizer the script steps itself (Lightning Fabric) takes no ot
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from optuna_dsat.runtime.measure.memory import (
+    process_limit_lifted,
+)
 
 __all__ = [
     "MOST_SKIPPED_STEPS",
+    "SHM_OPERATOR",
     "UPDATES_ALONE",
     "OtherEngine",
     "SkipDetector",
+    "compile_without_limit",
     "global_steps",
+    "import_dependencies_of_initialize",
+    "is_engine",
     "is_pipeline",
     "is_update_step",
     "loss_of",
@@ -151,3 +161,40 @@ class SkipDetector:
     def _torch_scale(self) -> float:
         scaler = getattr(self._engine, "torch_autocast_z0_gradscaler", None)
         return 0.0 if scaler is None else float(scaler.get_scale())
+
+
+SHM_OPERATOR = "deepspeed_shm_comm"
+
+
+def is_engine(candidate: Any) -> bool:
+    """Return whether an object has what is used of a DeepSpeed engine."""
+    needed = ("module", "train_micro_batch_size_per_gpu", "zero_optimization_stage")
+    return all(hasattr(candidate, name) for name in needed)
+
+
+def compile_without_limit() -> None:
+    """Make DeepSpeed build its operators without the memory limit, which compilers inherit and exceed."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    build = OpBuilder.jit_load
+
+    @functools.wraps(build)
+    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with process_limit_lifted():
+            return build(self, *args, **kwargs)
+
+    OpBuilder.jit_load = jit_load
+
+
+def import_dependencies_of_initialize(overlay: Mapping[str, Any]) -> None:
+    """Import modules that ``deepspeed.initialize`` would import, so that CPU limit and peak do not count them.
+
+    Measured with DeepSpeed 0.19.8 at ZeRO 3: of the 121 MiB that initialize adds to ``VmData``, 25 remain.
+    """
+    names = ["torch._dynamo"]
+    zero = overlay.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("stage", 0) > 0:
+        names.append("deepspeed.runtime.zero.muon.original_muon")
+    for name in names:
+        with contextlib.suppress(ImportError):  # other versions of DeepSpeed lack the module
+            importlib.import_module(name)

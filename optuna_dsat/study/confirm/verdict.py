@@ -18,10 +18,13 @@ from optuna_dsat.metrics import speed_up
 from optuna_dsat.study.confirm.rounds import (
     MIN_ROUNDS,
     PRECISION,
+    Contender,
     JointEstimate,
     Noise,
     Ratio,
     Rounds,
+    SpeedUp,
+    Undecided,
     mean_in_rounds,
     noise_of_search,
     paired_ratio,
@@ -52,58 +55,6 @@ class VerdictKind(StrEnum):
     """The user's own config could not be measured, or was not: the best of the rounds is handed over."""
     UNCONFIRMED = "unconfirmed"
     """Nothing was measured in two rounds (``--confirm 0``, an interruption): the best of the search is handed over."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """A configuration that was measured in rounds."""
-
-    number: int
-    """Number of its trial."""
-    train_batch_size: int
-    """Its global batch, in samples."""
-    differing: int
-    """Settings that differ from the user's own, batch sizes included."""
-    rounds: int
-    """Rounds in which it was measured."""
-    value: float
-    """Geometric mean of the metric over its rounds."""
-    low: float | None
-    """Lower end of the 95% interval of ``value``, from launch to launch; None for a single round."""
-    high: float | None
-    """Its upper end."""
-    ratio: Ratio | None
-    """How many times as good as the user's own config it is, paired; None if the two were never measured together."""
-    left: str
-    """Why it is not compared any more; empty while it is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedUp:
-    """How many times as good as the user's own config the best configuration at one global batch is."""
-
-    number: int
-    """Number of its trial."""
-    train_batch_size: int
-    """The global batch, in samples."""
-    ratio: Ratio
-
-
-@dataclass(frozen=True, kw_only=True)
-class Undecided:
-    """A configuration that the rounds do not distinguish from the result, and that does not count as equal to it."""
-
-    number: int
-    """Number of its trial."""
-    train_batch_size: int
-    """Its global batch, in samples."""
-    below: float
-    """Share by which its metric is expected to be worse than that of the trial ``best``."""
-    best: int
-    """Number of the best trial of those that may be the result."""
-    allowed: float
-    """Share up to which it would count as equal to ``best``. If ``below`` is not larger, it is not surely better than
-    the user's own config."""
 
 
 @dataclass(frozen=True, kw_only=True)

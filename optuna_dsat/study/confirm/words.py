@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.study.confirm import speeds
-from optuna_dsat.study.confirm.rounds import Ratio
-from optuna_dsat.study.confirm.verdict import Contender, Undecided, Verdict, VerdictKind
+from optuna_dsat.study.confirm.rounds import Contender, Ratio, Undecided
+from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
 from optuna_dsat.words import metric_in_words, range_in_words, things_in_words, times_in_words
 
 __all__ = ["headline", "how_known", "ratio_in_words", "user_value_in_words", "value_in_words", "verdict_in_words"]
