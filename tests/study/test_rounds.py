@@ -185,7 +185,7 @@ def test_where_nothing_beats_the_users_config_that_is_the_result(bench: StudyBen
     assert result.verdict.kind is VerdictKind.BASELINE_IS_BEST
     assert (result.trial, result.speed_up) == (0, 1.0)
     written = json.loads(Path(result.config_path).read_text())
-    assert (written["train_batch_size"], written["zero_optimization"]["stage"]) == (4, 2)
+    assert (result.train_batch_size, written["zero_optimization"]["stage"]) == (4, 2)
     assert result.learning_rate_advice is None
 
 
