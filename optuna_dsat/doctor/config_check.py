@@ -21,6 +21,7 @@ from optuna_dsat.doctor.libraries import run_probe
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.secrecy.names import is_secret
 from optuna_dsat.secrecy.references import hidden_text
+from optuna_dsat.words import things_in_words
 
 __all__ = ["check"]
 
@@ -282,7 +283,7 @@ def _of_trainer(config: Mapping[str, Any], arguments: Mapping[str, Any], ranks: 
     }
     micro, accumulation = (arguments.get(_TRAINER[key]) for key in (MICRO_BATCH, GRADIENT_ACCUMULATION))
     if ranks and isinstance(micro, int) and isinstance(accumulation, int):
-        words = f"{micro} x {accumulation} x {ranks} ranks"
+        words = f"{micro} x {accumulation} x {things_in_words(ranks, 'rank')}"
         expected[TRAIN_BATCH] = (words, micro * accumulation * ranks)
     for key, (words, value) in expected.items():
         if flat.get(key) not in (None, AUTO, value):

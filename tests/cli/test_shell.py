@@ -159,7 +159,7 @@ def test_best_prints_the_config_to_stdout_and_what_it_is_known_by_beside_it(caps
     assert leave("best", STUDY) == 0
     shown = capsys.readouterr()
     assert "zero_optimization" in json.loads(shown.out)
-    assert re.fullmatch(r"(Trial \d+|Your own config|trial \d+).*\n", shown.err)
+    assert re.fullmatch(r"Config of (trial \d+|your own config).*\n", shown.err)
 
 
 def test_a_study_is_deleted_with_its_launches(capsys: pytest.CaptureFixture[str]) -> None:

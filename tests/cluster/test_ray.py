@@ -306,7 +306,7 @@ def relay_above(rank: int) -> psutil.Process:
 
 
 TRAIN = """import sys
-from optuna_dsat.cluster import ray_train
+from optuna_dsat.launch.places import ray_train
 ray_train.LOST_S = 4.0
 sys.exit(ray_train.main(sys.argv[1:]))
 """

@@ -178,7 +178,7 @@ sys.exit(run_full(full, devices=cpu_devices(2)))
 
 
 def tuner(cwd: Path, name: str, body: str) -> list[str]:
-    code = TUNER.format(module="full_run" if name == "run_full" else "torchrun", name=name, body=body)
+    code = TUNER.format(module="full_run" if name == "run_full" else "launcher", name=name, body=body)
     (cwd / "tuner.py").write_text(code, encoding="utf-8")
     return [sys.executable, str(cwd / "tuner.py")]
 

@@ -205,7 +205,7 @@ def _tracker_settings(environ: Mapping[str, str], directory: RunDirectory) -> di
 
 def package_dir() -> Path:
     """Return the folder of the running optuna_dsat package."""
-    return Path(__file__).resolve().parents[1]
+    return Path(__file__).resolve().parents[2]
 
 
 @functools.cache
