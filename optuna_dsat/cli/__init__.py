@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if argv is None:
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         hide_secrets()
-        sys.modules.setdefault(_NOT_NEEDED, None)  # type: ignore[arg-type]  # as Python documents it: not importable
+        sys.modules.setdefault(_NOT_NEEDED, None)  # type: ignore[arg-type]  # documented by Python, but not importable
     try:
         with handling(ENDING, _interrupt):
             _run(sys.argv[1:] if argv is None else argv)

@@ -1,4 +1,4 @@
-"""Kinds of training scripts, and how each one receives a configuration.
+"""Kinds of training scripts, and how each kind receives a configuration.
 
 Imports: config, errors, runtime, secrecy. Called by: launch, study, tuning, integrations.
 """

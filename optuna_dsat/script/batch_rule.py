@@ -287,8 +287,8 @@ def _of_size(found: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> li
 def _matching(numbers: Any, *, own: int, ranks: int) -> list[tuple[Any, str]]:
     """Return (name, DeepSpeed key) of the numbers equal to the micro-batch or global batch, likeliest names first.
 
-    Values whose name suggests a sequence length are skipped: with time-first inputs they would seem to follow the batch
-    size.
+    Values whose name suggests a sequence length are skipped: the first dimension of time-first inputs would follow such
+    a value like a batch size.
     """
     found = []
     for name, value in numbers:

@@ -21,7 +21,7 @@ _LIKELY = frozenset(
         *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
     }
 )
-"""Keys of a DeepSpeed config: one certain key identifies it, or two likely keys."""
+"""Keys of a DeepSpeed config: a single certain key identifies it, or two likely keys."""
 _SETTINGS = (".yaml", ".yml", ".json")
 _LARGEST_BYTES = 2**20
 

@@ -133,7 +133,7 @@ class StudyRun:
     """Outcome of a run of a study."""
 
     request: StudyRequest
-    """The request; its spec follows the script's trainer if the profile launch detected one."""
+    """The request; its spec follows the script's trainer if the profile launch detected a trainer."""
     result: StudyResult | None
     """None if nothing was measured or another worker concludes the study."""
     interrupted: bool
@@ -256,7 +256,7 @@ def fill_dashboard(store: Store, name: str, observer: Observer) -> None:
         return
     try:
         publish(store, name, artifacts=False)
-    except Exception as error:  # noqa: BLE001 - a note is no reason to lose a result that is there
+    except Exception as error:  # noqa: BLE001 - a failing note must not lose the result
         observer(Message(text=f"optuna-dashboard's notes and plots could not be written: {error}"))
 
 

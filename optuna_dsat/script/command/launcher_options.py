@@ -214,7 +214,7 @@ def _options(
                 return given
     except ValueError:  # the options were rejected
         raise
-    except (StandInUsedError, Exception):  # noqa: BLE001 - it may need what a stand-in is not
+    except (StandInUsedError, Exception):  # noqa: BLE001 - a stand-in may be insufficient
         pass
     return parse(importlib.import_module(module), list(words))
 
@@ -449,7 +449,7 @@ def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
 
 
 def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
-    """Return a note on DeepSpeed settings in accelerate's YAML that the config file also sets and overrides."""
+    """Return a note on DeepSpeed settings in accelerate's YAML that are dropped in favour of the config file."""
     dropped = {name: value for name, value in fields.items() if name in _OF_A_CONFIG}
     if not dropped:
         return ()

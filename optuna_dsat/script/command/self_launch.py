@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     if launches(module):
         try:
             found = launch_of(lambda: getattr(importlib.import_module(module), function)(), argv[1:])
-        except Exception:  # noqa: BLE001 - whatever it is, the first launch fails by it as well
+        except Exception:  # noqa: BLE001 - any error recurs in the first launch
             traceback.print_exc()
     print("{}" if found is None else as_json(found))
 

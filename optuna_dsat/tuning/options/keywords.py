@@ -246,7 +246,7 @@ def with_keywords(
 
 
 def _fields(options: Callable[..., TuneOptions]) -> Iterator[tuple[Field[Any], Any]]:
-    """Yield the fields of a class of options with their annotations, positional ones first."""
+    """Yield the fields of a class of options with their annotations, positional fields first."""
     hints = get_type_hints(options, include_extras=True)
     found = fields(options)  # type: ignore[arg-type]  # typed as its constructor
     for one in sorted(found, key=lambda one: one.kw_only is True):

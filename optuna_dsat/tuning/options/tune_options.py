@@ -2,7 +2,7 @@
 
 The commands (``cli/parsing/commands.py``), the keywords of ``optuna_dsat.tune`` (``keywords.py``), the keys of option
 files and ``docs/reference/options.md`` are generated from these classes. Names and defaults follow the dsat guide where
-it has them; defaults in ``StudySpec`` take precedence over it.
+it has them; the defaults of ``StudySpec`` are taken from there.
 """
 
 from __future__ import annotations
