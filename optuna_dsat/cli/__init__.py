@@ -1,7 +1,7 @@
 """The ``optuna-dsat`` command.
 
-Importing it imports neither torch nor Optuna, nor any command: each is imported when it is asked for, and what it runs
-when it runs.
+Importing it imports neither torch nor Optuna, nor any command. Each command is imported when it is called, and its
+dependencies when it runs.
 """
 
 from __future__ import annotations
@@ -37,22 +37,25 @@ from optuna_dsat.version import __version__
 __all__ = ["app", "main"]
 
 LINE_CHARS = 900
-"""Longest text of a message about what was given."""
+"""Maximum length of an error message about the user's input, in characters."""
 _NOT_NEEDED = "mako.ext.pygmentplugin"
-"""What colours Mako's own error pages: Alembic imports Mako, and this all of pygments, a tenth of a command's start."""
+"""Module that colours Mako's error pages.
+
+Alembic imports Mako, and this module imports all of pygments, which takes a tenth of a command's start-up time.
+"""
 _OBJECTS_BETWEEN_COLLECTIONS = 200_000
-"""Threshold of the youngest generation: imports make no garbage, and looking for it takes a tenth of a start."""
+"""Threshold of the youngest generation: imports make no garbage, and collecting takes a tenth of the start-up time."""
 _NO_MEMORY = ("failed to map segment", "cannot allocate memory", "cannot map zero-fill pages")
-"""What glibc's loader says of a library that found no memory (elf/dl-load.c, elf/dl-map-segments.h)."""
+"""Messages of glibc's loader when out of memory (elf/dl-load.c, elf/dl-map-segments.h)."""
 
 EXIT_NO_READER = 1
-"""Exit code if nobody reads stdout any more; typer's own."""
+"""Exit code for a closed stdout; typer's own."""
 
 _SHORT_FILES_BYTES = 2**24
-"""A limit on the size of files below this is named where a command fails: databases and logs may be larger."""
+"""File size limit below which a failing command mentions the limit: databases and logs may be larger."""
 
 EXIT_STORAGE = 5
-"""Exit code if files cannot be read or written, as for a database that fails."""
+"""Exit code if files cannot be read or written; the same as for a failing database."""
 
 app = typer.Typer(
     name="optuna-dsat",
@@ -98,7 +101,7 @@ def _commands() -> TyperGroup:
 
 
 def _tell(text: str) -> None:
-    """Say why the command ends; the exit code says it, too, where nobody reads that."""
+    """Report why the command ends; if stderr is closed, only the exit code reports it."""
     with _unwritable_stderr_ignored():
         say_prose(f"optuna-dsat: {text}", file=sys.stderr)
 
@@ -124,14 +127,14 @@ def _report(error: DsatError) -> None:
 
 
 def _failed_file(error: OSError) -> str:
-    """Return one line on an operation of the system that failed."""
+    """Return one line about a failed system call."""
     what = f"{error.filename}: " if error.filename is not None else ""
     intact = "What was stored before is intact; resume the study once this is repaired."
     return f"{what}{error.strerror or error}.{_short_files()} {intact}"
 
 
 def _short_files() -> str:
-    """Return a sentence on a limit on the size of files that may be why something failed; empty without one."""
+    """Return a sentence about a file size limit that may have caused a failure; empty without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if not 0 <= limit < _SHORT_FILES_BYTES:
         return ""
@@ -139,7 +142,7 @@ def _short_files() -> str:
 
 
 def _open_streams() -> None:
-    """Open the standard streams that are closed: files opened later would take their places."""
+    """Open the standard streams that are closed: files opened later would get their descriptors."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -149,16 +152,16 @@ def _open_streams() -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Lose what was not written to a stream, which would fail again when the interpreter exits."""
+    """Discard the unwritten data of a stream, which would fail again at interpreter exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _check_folder() -> None:
-    """Refuse a working directory that is gone, or that may not be entered.
+    """Raise if the working directory was deleted or may not be entered.
 
     Raises:
-        UsageError: If it is one.
+        UsageError: If so.
     """
     try:
         Path.cwd()
@@ -175,13 +178,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if argv is None:
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         hide_secrets()
-        sys.modules.setdefault(_NOT_NEEDED, None)  # type: ignore[arg-type]  # as Python documents it: not importable
+        sys.modules.setdefault(_NOT_NEEDED, None)  # type: ignore[arg-type]  # documented by Python, but not importable
     try:
         with handling(ENDING, _interrupt):
             _run(sys.argv[1:] if argv is None else argv)
     finally:
         if argv is None:
-            gc.freeze()  # else the interpreter looks for garbage in all modules as it ends, a fifth of a start
+            gc.freeze()  # avoids a garbage collection over all modules at exit, a fifth of the start-up time
 
 
 def _interrupt(number: int, _frame: object) -> NoReturn:
@@ -206,7 +209,7 @@ def _run(arguments: list[str]) -> NoReturn:
         _report(error)
         sys.exit(error.exit_code)
     except TyperException as error:
-        context = getattr(error, "ctx", None)  # only usage errors have one
+        context = getattr(error, "ctx", None)  # only usage errors have this attribute
         remedy = "" if context is None else f" See {context.command_path} --help."
         if error.format_message():  # empty if the help was shown instead
             from optuna_dsat.words import rule_in_words
@@ -224,13 +227,13 @@ def _run(arguments: list[str]) -> NoReturn:
         _tell("The machine, or the limit of this shell (ulimit -v), has no memory left for the command itself.")
         sys.exit(DsatError.exit_code)
     except OSError as error:
-        if error.errno in PATH_ERRORS:  # a search that has begun says so by itself
+        if error.errno in PATH_ERRORS:  # a running search reports this itself
             what = "" if error.filename is None else f"{error.filename}: "
             _tell(one_line(f"{what}{error.strerror}.", limit_chars=LINE_CHARS))
             sys.exit(UsageError.exit_code)
-        if error.errno == errno.EIO and drop_lost_terminal():  # nobody reads there any more, either
+        if error.errno == errno.EIO and drop_lost_terminal():  # the terminal is gone
             sys.exit(EXIT_NO_READER)
-        # else a disk that fails where nobody expects it
+        # otherwise an unexpected disk failure
         _tell(_failed_file(error))
         _drop(sys.stdout)
         sys.exit(EXIT_STORAGE)

@@ -1,4 +1,4 @@
-"""``check``: what is wrong with a DeepSpeed config, without a launch."""
+"""``check``: find errors in a DeepSpeed config, without a launch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from optuna_dsat.escape.terminal import say_prose
 __all__ = ["check"]
 
 _FILLING = frozenset({"transformers", "trl", "accelerate", "lightning", "pytorch_lightning", "json", "yaml", "hjson"})
-"""Packages that fill in "auto", or with which a script itself does."""
+"""Packages that fill in "auto", or that a script uses to fill it in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Use:
-    """What a training command says of its config."""
+    """Information about the config in a training command."""
 
     ranks: int | None = None
-    """None if it is not known."""
+    """None if unknown."""
     fills_auto: bool | None = None
     trainer_arguments: Mapping[str, Any] | None = None
 
@@ -66,10 +66,10 @@ def check(
 
 
 def _use_of(words: Sequence[str], *, config: Path) -> _Use:
-    """Return what a training command says of the use of its config.
+    """Return the information about its config in a training command.
 
     Raises:
-        UsageError: If the launcher refuses its options, or starts nothing.
+        UsageError: If the launcher rejects its options, or starts nothing.
     """
     if not words:
         return _Use()
@@ -88,7 +88,7 @@ def _use_of(words: Sequence[str], *, config: Path) -> _Use:
     packages = imported_packages(found.script, is_module=found.is_module, cwd=folder)
     alone = found.without_launcher and not starts_own_ranks(found.script, is_module=found.is_module, cwd=folder)
     arguments = _arguments(found.args)
-    by_trainer = isinstance(arguments.get("deepspeed"), str)  # DeepSpeed's own option of this name has no value
+    by_trainer = isinstance(arguments.get("deepspeed"), str)  # DeepSpeed's option of this name has no value
     return _Use(
         ranks=1 if alone else None if found.ranks is None else found.ranks * found.nodes,
         fills_auto=True if by_trainer else None if packages & _FILLING or "deepspeed" not in packages else False,

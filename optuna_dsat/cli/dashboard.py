@@ -1,4 +1,4 @@
-"""``dashboard``: show a study in the browser while it is searched."""
+"""``dashboard``: show a study in the browser during the search."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def dashboard(
 
 
 def _publish(store: Store, name: str) -> Published:
-    """Write notes, plots and artifacts for optuna-dashboard, and say what is left out."""
+    """Write notes, plots and artifacts for optuna-dashboard, and report omissions."""
     from optuna_dsat.report.dashboard.publish import publish
 
     published = publish(store, name)

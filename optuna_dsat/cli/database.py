@@ -68,7 +68,7 @@ def _check(storage: Storage = DEFAULT_STORAGE) -> None:
 
 
 def _is_new(storage: str) -> bool:
-    """Return whether a database is there without tables of ours; nothing in it is changed."""
+    """Return whether a database exists without optuna-dsat tables; does not modify it."""
     from optuna_dsat.store import database_exists, has_our_tables
 
     return database_exists(storage) and not has_our_tables(storage)

@@ -1,4 +1,4 @@
-"""``doctor``: what this machine offers, and what is wrong with it."""
+"""``doctor``: the capabilities and problems of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["doctor", "print_findings"]
 
 
 class _Cluster(StrEnum):
-    """Clusters whose nodes can be looked at."""
+    """Clusters whose nodes can be examined."""
 
     SLURM = "slurm"
     RAY = "ray"
@@ -34,7 +34,7 @@ _MARKS = {
     "problem": ("problem", "yellow"),
     "fatal": ("FATAL", "red"),
 }
-"""Status of a finding -> its mark and colour."""
+"""Status of a finding -> its symbol and colour."""
 
 
 def doctor(

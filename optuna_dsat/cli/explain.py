@@ -1,4 +1,4 @@
-"""``explain``: why a study's winner wins, what bounds it, and what to change or buy next."""
+"""``explain``: why the winner of a study is fastest, its bottleneck, and what to change or buy next."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = N
     """Print an explanation.
 
     Args:
-        explanation: Why the winner wins.
-        words: Its configuration.
-        gap: Its step beside the predicted one; None if there is no prediction.
+        explanation: Why the winner is fastest.
+        words: Description of its configuration.
+        gap: Its measured and predicted step time; None without a prediction.
         alone: Whether no other configuration was measured.
     """
     from optuna_dsat.report.explain.why import told_of
@@ -68,7 +68,7 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = N
 
 
 def _against_own(explanation: Explanation) -> str:
-    """Return the sentence on the speed-up; one that its own factors contradict is not claimed."""
+    """Return the sentence on the speed-up; a speed-up that its own factors contradict is not claimed."""
     from optuna_dsat.study.confirm.speeds import value_in_words
     from optuna_dsat.words import times_in_words
 

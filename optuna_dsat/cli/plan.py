@@ -1,4 +1,4 @@
-"""``plan``: what each ZeRO stage and offload would take and reach, with one launch or none."""
+"""``plan``: memory and throughput of each ZeRO stage and offload, predicted with one launch or none."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _LAUNCH = "With a launch"
 _GPUS = 8
 """GPUs of a host if ``--gpus`` is not given and nothing is launched."""
 _HEADINGS = ("", "{} at 1", "micro-batch", "largest", "{}", "host", "step", "samples/s")
-"""Of the columns that every plan has; for ``{}`` stands whose memory it is."""
+"""Headings of the columns in every plan; ``{}`` is replaced by the kind of memory."""
 _SEQ_LENGTH = 2048
 """Tokens of a sample if ``--seq-length`` is not given and nothing is launched."""
 _VOCAB = 50257
-"""Words of the vocabulary if neither an option nor a config says."""
+"""Size of the vocabulary if neither an option nor a config specifies it."""
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What ``plan`` takes."""
+    """Arguments and options of ``plan``."""
 
     script: Annotated[
         Path | None,
@@ -173,10 +173,10 @@ class PlanOptions:
 
 
 def _run(options: PlanOptions) -> None:
-    """Plan as the options say; print the plan.
+    """Print the plan for the given options.
 
     Raises:
-        DsatError: If the options contradict each other, or as the tuning commands do.
+        DsatError: If the options contradict each other, or as the tuning commands.
     """
     if not 0 <= _memory_margin(options) < 1:
         raise UsageError(f"--memory-margin is {options.memory_margin}; it must be at least 0 and below 1 (100%).")
@@ -195,7 +195,7 @@ plan = with_options(
 
 
 def _count(text: str, option: str) -> int:
-    """Return a number such as 7e9, 1.3B or 350M."""
+    """Parse a number such as 7e9, 1.3B or 350M."""
     factor = _SUFFIXES.get(text[-1:].lower(), 1.0)
     try:
         number = float(text[:-1] if factor != 1.0 else text) * factor
@@ -207,13 +207,13 @@ def _count(text: str, option: str) -> int:
 
 
 def _without_launch(options: PlanOptions) -> Plan:
-    """Return the plan of a model that exists as a shape, on a GPU from the table."""
+    """Return the plan of a model described only by its shape, on a GPU from the table."""
     from optuna_dsat.config import user_file
     from optuna_dsat.cost.gpus import GPUS, find_gpu
     from optuna_dsat.plan.from_shape import Machine, plan_shape
     from optuna_dsat.study.spec import parse_bytes
 
-    config_path = options.ds_config or options.script  # with one argument, that is the config
+    config_path = options.ds_config or options.script  # a single argument is the config
     given = "--params" if options.hf_config is None else "--hf-config"
     if config_path is not None and config_path.suffix == ".py":
         raise UsageError(f"With {given} nothing is launched: give no script, a DS_CONFIG at most.")
@@ -235,7 +235,7 @@ def _without_launch(options: PlanOptions) -> Plan:
 
 
 def _given_shape(options: PlanOptions) -> TransformerShape:
-    """Return the shape that the options describe one by one."""
+    """Return the shape given by separate options."""
     from optuna_dsat.plan.transformer import shape_of
 
     return shape_of(
@@ -258,7 +258,7 @@ def _shape_of_config(options: PlanOptions, path: Path) -> TransformerShape:
     """Return the shape of the model that a Hugging Face config describes.
 
     Raises:
-        UsageError: If the config cannot be used, or an option says what it says.
+        UsageError: If the config cannot be used, or an option duplicates one of its values.
     """
     from optuna_dsat.plan.hugging_face import shape_of_config
 
@@ -270,7 +270,7 @@ def _shape_of_config(options: PlanOptions, path: Path) -> TransformerShape:
         seq_length=options.seq_length,
         dropout=options.dropout,
         fused_attention=not options.plain_attention,
-        recompute=cast("Recompute", options.recompute),  # the shape refuses other words
+        recompute=cast("Recompute", options.recompute),  # the shape rejects other values
         trainable_share=_trainable_share(options),
     )
 
@@ -285,7 +285,7 @@ def _memory_margin(options: PlanOptions) -> float:
 
 
 def _with_launch(options: PlanOptions) -> Plan:
-    """Return the plan of a script, by a profile that is stored or measured now."""
+    """Return the plan of a script, from a stored or a new profile."""
     from contextlib import closing
 
     from optuna_dsat.launch.launcher import TorchrunLauncher
@@ -344,7 +344,7 @@ def _search_options(options: PlanOptions) -> TuneOptions:
 
 
 def _scaling(plan: Plan) -> tuple[AtCount, ...]:
-    """Return the fastest plan on 1, 2, 4 and so on devices, up to those of the plan; empty for a single one."""
+    """Return the fastest plan on 1, 2, 4, ... devices, up to the plan's number; empty for a single device."""
     from optuna_dsat.plan.scaling import counts_up_to, scaling
 
     devices = plan.subject.hardware.world_size
@@ -352,7 +352,7 @@ def _scaling(plan: Plan) -> tuple[AtCount, ...]:
 
 
 def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
-    """Print what each number of devices is expected to reach."""
+    """Print the expected throughput at each number of devices."""
     headings = (f"{whose}s", "samples/s", f"samples/s per {whose}", "scaling", "with")
     rows: list[tuple[str, ...]] = []
     for one in found:
@@ -435,12 +435,12 @@ def _print_text(plan: Plan) -> None:
 
 
 def _mfu(row: PlannedRow) -> str:
-    """Return the share of the peak in words; empty if it is not known."""
+    """Format the share of the peak; empty if unknown."""
     return "" if row.predicted is None or row.predicted.mfu is None else f"{row.predicted.mfu:.0%}"
 
 
 def _step(step: StepPrediction) -> str:
-    """Return the duration of a step with its range."""
+    """Format the duration of a step with its range."""
     factor, unit = (1.0, "s") if step.step_s >= 1 else (1000.0, "ms")
     middle, low, high = (count_in_words(one * factor, digits=3) for one in (step.step_s, step.low_s, step.high_s))
     return f"{middle} {unit} ({low} to {high})"
@@ -451,7 +451,7 @@ def _cells(row: PlannedRow, extra: tuple[str, ...]) -> tuple[str, ...]:
 
     Args:
         row: The row.
-        extra: Headings of the columns that not every plan has.
+        extra: Headings of the optional columns.
     """
     least, host = bytes_in_words(row.least_bytes), bytes_in_words(row.host_bytes) if row.host_bytes else ""
     step = row.predicted

@@ -1,4 +1,4 @@
-"""The command that writes the report of a study, or several studies side by side."""
+"""The command that writes the report of a study, or compares several studies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["report"]
 
 _ELSEWHERE = re.compile(r"(?P<name>[^/]+)@(?P<url>[a-z][\w+]*://.*)", re.DOTALL)
-"""A study of another database. No study's name holds a slash."""
+"""A study in another database. Study names contain no slash."""
 
 
 def report(
@@ -94,7 +94,7 @@ def _parts(name: str, storage: str) -> tuple[str, str]:
     """Return a study's name and its database.
 
     Raises:
-        UsageError: If the database's address holds a password, which the process list would show.
+        UsageError: If the database's URL contains a password, which would be visible in the process list.
     """
     from optuna_dsat.store import parse_url
 

@@ -93,16 +93,16 @@ def worker(
 
 
 def _has_terminal() -> bool:
-    """Return whether somebody can be asked."""
+    """Return whether the user can be prompted."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 class Approval:
-    """Shows what a study would run; asks where this user did not run just that on this machine before.
+    """Show what a study would run; prompt unless this user ran exactly that on this machine before.
 
     Args:
-        trust: Whether it may run in any case.
-        quiet: Whether to show nothing of what ran here before.
+        trust: Whether to run without a prompt.
+        quiet: Whether to show nothing for studies that ran here before.
     """
 
     def __init__(self, trust: bool, quiet: bool) -> None:
@@ -110,10 +110,10 @@ class Approval:
         self._quiet = quiet
 
     def __call__(self, lines: Sequence[str], ran_here: bool) -> None:
-        """Show the lines, and ask if need be.
+        """Show the lines, and prompt if necessary.
 
         Raises:
-            UsageError: If nobody may be asked, or the answer is no.
+            UsageError: If a prompt is not possible, or the answer is no.
         """
         if ran_here and self._quiet:
             return
@@ -153,7 +153,7 @@ def _request(
 
 
 def ask_for_secrets(spec: StudySpec) -> None:
-    """Ask on a terminal for what the study needs and nothing stores; elsewhere the run says what is missing."""
+    """Prompt on a terminal for the study's secrets, which are not stored; without a terminal the run reports them."""
     from optuna_dsat.secrecy.references import keep
     from optuna_dsat.study.trust import missing_secrets
 

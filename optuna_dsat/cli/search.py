@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Options of a search that only a command has."""
+    """Options of a search that exist only on the command line."""
 
     dry_run: Annotated[
         bool,
@@ -100,15 +100,15 @@ def run_search(context: typer.Context, options: AutotuningOptions, output: Outpu
 
 
 def run(method: str | None, given: Given, output: OutputOptions) -> None:
-    """Search as the options say; print the result.
+    """Run a search with the given options; print the result.
 
     Args:
-        method: Search method; None for the one that the options or the config name.
-        given: The options, and where they come from.
+        method: Search method; None to take it from the options or the config.
+        given: The options with their origins.
         output: What to print.
 
     Raises:
-        DsatError: With the exit code that the command leaves with.
+        DsatError: With the exit code of the command.
     """
     from optuna_dsat.cli.parsing.origins import options_given, show_options
     from optuna_dsat.cli.show import preview_to_json, show_preview
@@ -138,7 +138,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
 
 
 def _files_of(origins: Mapping[str, str]) -> list[str]:
-    """Return a line for the file that options were read from, with their names; empty without one."""
+    """Return a line with the file from which options were read, and their names; empty without a file."""
     files: dict[str, list[str]] = {}
     for name, origin in origins.items():
         if Path(origin).is_file():
@@ -152,7 +152,7 @@ def _say_each(lines: Sequence[str]) -> None:
 
 
 def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
-    """Search at each number of GPUs, show all results, and train with the best one if asked to."""
+    """Search at each number of GPUs, show all results, and train with the best if requested."""
     from optuna_dsat.cli.show import show_by_gpus
     from optuna_dsat.store import display_url
     from optuna_dsat.tuning.gpu_counts import best_of, search_each
@@ -182,7 +182,7 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
 
 
 def _train(ended: StudyRun, *, as_json: bool) -> None:
-    """Train with the configuration that a run found, if any, and leave with the exit code of the training."""
+    """Train with the result of a run, if any, and exit with the exit code of the training."""
     from optuna_dsat.tuning.run import train_with_best
 
     if ended.result is not None:
@@ -190,17 +190,18 @@ def _train(ended: StudyRun, *, as_json: bool) -> None:
 
 
 def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool = True) -> StudyRun:
-    """Tune, show the result, and return how it ended.
+    """Tune, show the result, and return the outcome.
 
     Args:
-        request: What to tune, where, and how far.
-        quiet: Whether to show the result alone.
+        request: The study with its storage and limits.
+        quiet: Whether to show only the result.
         as_json: Whether to print the result as JSON.
         show: Whether to print the result at all.
 
     Raises:
-        StorageError: If the database failed; the message ends with the command that goes on.
-        KeyboardInterrupt: If the search was interrupted; what was found so far, and how to go on, is shown before.
+        StorageError: If the database failed; the message ends with the command that continues the study.
+        KeyboardInterrupt: If the search was interrupted, after the result so far and the command that continues it are
+            shown.
     """
     from optuna_dsat.cli.show import show_result
     from optuna_dsat.display.live import make_observer
@@ -239,6 +240,6 @@ def _resume_command(request: StudyRequest, shown_url: str) -> str:
 
 
 def _command(*words: str, request: StudyRequest, shown_url: str) -> str:
-    """Return a command on stored studies, with their storage where that is not the default."""
+    """Return a command on stored studies, with their storage unless it is the default."""
     storage = [] if request.storage == DEFAULT_STORAGE else ["--storage", shown_url]
     return shell_line(["optuna-dsat", *words, *storage])

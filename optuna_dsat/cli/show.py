@@ -48,7 +48,7 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         say_prose(line)
     samples_per_s = result.metrics.get("throughput")
     if samples_per_s and speed_at(result.verdict.metrics, result.value, metric=result.metric) is None:
-        say_prose(f"It trains at {metric_in_words('throughput', samples_per_s)}.")  # the duration of a phase tells none
+        say_prose(f"It trains at {metric_in_words('throughput', samples_per_s)}.")  # a phase time has no throughput
     if result.failures:
         say_prose(result.failures)
     if result.measurement:
@@ -71,7 +71,7 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
 
 
 def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = False) -> None:
-    """Print what the searches at several numbers of GPUs found, and the command of the best, or all of it as JSON."""
+    """Print the results of searches at several numbers of GPUs and the best result's command, or everything as JSON."""
     shares = shares_of_linear([one.samples_per_s_per_gpu for one in found])
     if as_json:
         scaling = [
@@ -107,7 +107,7 @@ def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = 
 
 
 def _print_bars(found: Sequence[AtGpus], shares: Sequence[float | None], *, unit: str) -> None:
-    """Print the throughput at each number as a bar; a dot marks what it would be if it grew with the number."""
+    """Print the throughput at each number of GPUs as a bar; a dot marks linear scaling."""
     measured = [(one, share) for one, share in zip(found, shares, strict=True) if one.samples_per_s and share]
     if len(measured) < 2:
         return

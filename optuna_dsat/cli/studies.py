@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["best", "delete", "export", "show", "studies", "trials"]
 
 _MOST_SHOWN = 5
-"""Trials of the search that ``show`` lists."""
+"""Maximum number of search trials in ``show``."""
 
 
 class ExportFormat(StrEnum):
@@ -100,7 +100,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
 
 
 def _standing(study: StoredStudy) -> dict[str, Any]:
-    """Return the result of a study so far, as plain values; None where nothing was measured."""
+    """Return the current result of a study as plain values; None values if nothing was measured."""
     verdict = study.verdict
     ratio = None if verdict is None else verdict.speed_up
     return {
@@ -167,7 +167,7 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
 
 
 def launch_lines(outcomes: Mapping[str, int], *, used: int, most: int) -> Iterator[str]:
-    """Yield how many launches ended how; those that a stop or a crash took are told apart, as they do not count.
+    """Yield the number of launches by outcome; launches lost to a stop or a crash are separate, as they do not count.
 
     Args:
         outcomes: Outcome -> number of trials.
@@ -185,7 +185,7 @@ def launch_lines(outcomes: Mapping[str, int], *, used: int, most: int) -> Iterat
 
 
 def result_lines(study: StoredStudy) -> Iterator[str]:
-    """Yield the lines on what is handed over, on what the rounds measured, and on the best of the search."""
+    """Yield the lines on the result, on the confirmation measurements, and on the best trial of the search."""
     from optuna_dsat.study.confirm import speeds
     from optuna_dsat.study.confirm.rows import configuration_of
     from optuna_dsat.study.confirm.words import how_known, value_in_words, verdict_in_words
@@ -276,7 +276,7 @@ def best(
 
 
 def _is_config_of(study: StoredStudy, text: str) -> bool:
-    """Return whether a text is the config of a trial of a study, as ``best`` writes it."""
+    """Return whether a text is the config of a study's trial, as written by ``best``."""
     from optuna_dsat.trials import attributes
 
     try:
@@ -327,10 +327,10 @@ def delete(
 
 
 def _refuse_live(store: Store, name: str) -> None:
-    """Refuse a study that is being searched.
+    """Raise if a study is being searched.
 
     Raises:
-        UsageError: Names the workers; between launches a search is seen by its lock on the study's folder.
+        UsageError: Names the workers; between launches a search is detected by its lock on the study's folder.
     """
     from optuna_dsat.study.folder import is_held
     from optuna_dsat.study.live_state import read_notes
@@ -341,7 +341,7 @@ def _refuse_live(store: Store, name: str) -> None:
         try:
             folder = read_stored(store, name).stored_spec.study_dir
         except UnreadableStudyError:
-            return  # by a version that cannot be running
+            return  # from a version that cannot be running
         workers = f"a search that holds {folder}" if is_held(folder) else ""
     if workers:
         raise UsageError(f"The study {name!r} is being searched by {workers}: end that search first.")

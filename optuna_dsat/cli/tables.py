@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["UNBOUNDED", "console_of", "print_table"]
 
 UNBOUNDED = 10_000
-"""Width in characters at which no line is folded."""
+"""Width in characters at which lines are never folded."""
 
 _PIPED_WIDTH = 160
-"""Columns of a table if stdout is no terminal."""
+"""Width of a table in characters if stdout is not a terminal."""
 _BETWEEN = 3
 """Characters between two columns."""
 _LONGEST_WORD = 40
-"""Characters of a word, such as a path, beyond which it may be folded."""
+"""Maximum length of a word, such as a path, that is not folded."""
 
 
 def print_table(
@@ -33,15 +33,15 @@ def print_table(
     right: Sequence[str] = (),
     piped_width: int = _PIPED_WIDTH,
 ) -> None:
-    """Print a table as wide as the terminal; long cells are folded between words, and data are no markup.
+    """Print a table as wide as the terminal; long cells are folded between words. Markup in data is not interpreted.
 
-    Where the terminal is too narrow for that, each row is a paragraph with a line for each cell.
+    If the terminal is too narrow, each row becomes a paragraph with one line per cell.
 
     Args:
         headings: Headings of the columns.
         rows: Cells by row; None is an empty cell.
-        right: Headings of the columns that are justified right.
-        piped_width: Width in characters if stdout is no terminal.
+        right: Headings of the right-aligned columns.
+        piped_width: Width in characters if stdout is not a terminal.
     """
     shown = [["" if value is None else one_line(value) for value in row] for row in rows]
     least = [_longest_word([heading, *(row[at] for row in shown)]) for at, heading in enumerate(headings)]
@@ -64,12 +64,12 @@ def console_of(width: int | None = None) -> Console:
     """Return a console for stdout.
 
     Args:
-        width: Columns; None for those of the terminal.
+        width: Width in characters; None for the width of the terminal.
     """
     from rich.console import Console
 
     size = shutil.get_terminal_size()
-    # Without a height, too, rich takes 80 columns where TERM is dumb.
+    # Without a height, too, rich uses 80 columns if TERM is dumb.
     return Console(highlight=False, width=width or size.columns, height=size.lines)
 
 

@@ -1,4 +1,4 @@
-"""``train``: train to the end, a stored study's script with its best config or a ``DeepSpeedTrial`` with any."""
+"""``train``: full training of a study's script with its best config, or of a ``DeepSpeedTrial`` with any config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_CLASS = (
     *("hparams", "max_length", "validation_period", "checkpoint_period", "report_period", "checkpoint_dir", "resume"),
     *("seed", "gpus", "cpu_ranks"),
 )
-"""Options for a model definition alone."""
+"""Options that apply to a model definition only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def train(context: typer.Context, options: TrainOptions) -> None:
 
 
 def _refuse_given(context: typer.Context, names: Iterable[str], what: str) -> None:
-    """Refuse options that do not apply.
+    """Raise for options that do not apply.
 
     Raises:
         UsageError: Names the first.
@@ -123,7 +123,7 @@ def _refuse_given(context: typer.Context, names: Iterable[str], what: str) -> No
 
 
 def _train_class(options: TrainOptions) -> NoReturn:
-    """Train a ``DeepSpeedTrial`` and leave with its exit code."""
+    """Train a ``DeepSpeedTrial`` and exit with its exit code."""
     from optuna_dsat.config import ds_config, user_file
     from optuna_dsat.launch.full_run import run_full
     from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
@@ -164,7 +164,7 @@ def _runner_arguments(options: TrainOptions) -> tuple[str, ...]:
     """Return the runner's arguments after the model definition and its config.
 
     Raises:
-        UsageError: If a length cannot be read, or the folder of checkpoints not be used.
+        UsageError: If a length is invalid, or the folder of checkpoints cannot be used.
     """
     arguments = _lengths(options)
     _check_folder(options.checkpoint_dir, resume=options.resume)
@@ -174,10 +174,10 @@ def _runner_arguments(options: TrainOptions) -> tuple[str, ...]:
 
 
 def _lengths(options: TrainOptions) -> list[str]:
-    """Return the arguments that say how long to train and how often to validate, save and report.
+    """Return the arguments for the length of the training and the periods of validation, checkpoints and reports.
 
     Raises:
-        UsageError: If one is not a length; names the option.
+        UsageError: If a value is not a length; names the option.
     """
     given = {
         "--max-length": options.max_length,

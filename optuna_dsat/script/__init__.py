@@ -1,4 +1,4 @@
-"""What kind of script is tuned, and how a configuration reaches it.
+"""Kinds of training scripts, and how each kind receives a configuration.
 
 Imports: config, errors, runtime, secrecy. Called by: launch, study, tuning, integrations.
 """

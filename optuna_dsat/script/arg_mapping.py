@@ -16,7 +16,7 @@ MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH, STAGE)
 
 
 def parse_mappings(pairs: Mapping[str, str]) -> dict[str, str]:
-    """Return the mappings with options as written on a command line.
+    """Return the mappings with options in command-line form.
 
     DeepSpeed's ``autotuning.arg_mappings`` names options without dashes; two are prepended.
 
@@ -25,7 +25,7 @@ def parse_mappings(pairs: Mapping[str, str]) -> dict[str, str]:
     """
     mappings = {}
     for written, name in pairs.items():
-        key, option = written.strip(), name.strip()  # DeepSpeed's tutorial has a blank behind a key
+        key, option = written.strip(), name.strip()  # DeepSpeed's tutorial has a space after a key
         if key not in MAPPABLE:
             raise UsageError(f"An argument cannot be mapped to {key!r}; {', '.join(MAPPABLE)} can.")
         if not option.strip("-"):
@@ -39,8 +39,8 @@ def map_arguments(
 ) -> tuple[str, ...]:
     """Return a script's arguments with the mapped options set to the values of ``config``.
 
-    A present option (``--flag value`` or ``--flag=value``) is replaced, a missing one appended. A stage that the config
-    does not set leaves its option unchanged.
+    A present option (``--flag value`` or ``--flag=value``) is replaced, a missing option appended. A stage that the
+    config does not set leaves its option unchanged.
 
     Args:
         args: The script's arguments.
@@ -66,11 +66,11 @@ def map_arguments(
 
 
 def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
-    """Return arguments with an option set: replaced where it is there (by any of its forms), else appended.
+    """Set an option in a list of arguments: replace it if present (in any of its forms), else append it.
 
     Args:
         args: The arguments.
-        option: The option; an override of Hydra's ends with ``=``.
+        option: The option; a Hydra override ends with ``=``.
         value: Its value.
     """
     if option.endswith("="):

@@ -1,4 +1,4 @@
-"""How a script's batch size follows each configuration: pure guesses from what a profile launch noted."""
+"""Infer from the profile launch how a script's batch size can follow each configuration. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from optuna_dsat.runtime.events import BatchSourcesFound
 __all__ = ["BatchRule", "guesses", "held", "loads_all", "samples_per_rank", "varying"]
 
 _MOST_GUESSES = 6
-"""Guesses that are worth a launch each."""
+"""Maximum number of guesses; each costs a launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRule:
-    """What sets a script's batch size, and so how it follows a configuration."""
+    """The source of a script's batch size, which determines how it follows a configuration."""
 
     kind: Literal["config", "option", "setting", "loader", "attribute", "held"]
-    """The DeepSpeed config, an option of its command line, a number in a settings file, what makes its batches (data
-    loaders and their like), an attribute of a data set that batches by itself, or nothing that can follow.
+    """Kind of the source.
+
+    The DeepSpeed config, a command-line option, a number in a settings file, the object that makes the batches (a data
+    loader or similar), an attribute of a data set that does its own batching, or nothing that can follow.
     """
     own: int
-    """Samples per rank and forward pass as the script says by itself."""
+    """Samples per rank and forward pass that the script itself sets."""
     option: str = ""
-    """``option``: its name, such as ``--batch-size``; one that ends with ``=`` is an override ``key=value``."""
+    """``option``: its name, such as ``--batch-size``; a name that ends with ``=`` is an override ``key=value``."""
     counts: str = MICRO_BATCH
-    """``option``, ``setting``: key of the DeepSpeed config that it counts: the micro-batch or the global batch."""
+    """``option``, ``setting``: the DeepSpeed key with the same meaning: the micro-batch or the global batch."""
     file: str = ""
-    """``setting``: the settings file; else the source that makes the data loader, uses the data set or, for ``held``,
-    feeds the engine.
+    """Path of the source.
+
+    ``setting``: the settings file; ``held``: the source file that feeds the engine; otherwise the source file that
+    makes the data loader or uses the data set.
     """
     key: str = ""
     """``setting``: its dotted key; ``attribute``: class and name."""
     line: int = 0
-    """Line of the source; 0 if there is none."""
+    """Line in the source file; 0 if unknown."""
     rows: tuple[int, int] = (1, 1)
-    """Rows that the engine is fed for a number of samples: (2, 1) where each sample is fed as two views, or as a pair.
-    """
+    """(rows, samples) as fed to the engine: (2, 1) if each sample is fed as two views or as a pair."""
     sizes: tuple[int, int] | None = None
-    """``held``: least and most samples of the script's batches, where they differ from step to step; None if they do
-    not.
-    """
+    """``held``: smallest and largest batch in samples, if the size varies between steps; otherwise None."""
 
     def __post_init__(self) -> None:
         if self.counts not in (MICRO_BATCH, TRAIN_BATCH):
@@ -54,18 +55,18 @@ class BatchRule:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> BatchRule:
-        """Build from what ``to_json`` of this or an older version returned."""
+        """Build from a record that this or an older version wrote with ``to_json``."""
         known = {key: value for key, value in record.items() if key in {one.name for one in fields(cls)}}
         pairs = {key: tuple(known[key]) for key in ("rows", "sizes") if known.get(key) is not None}
         return cls(**{**known, **pairs})
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` reads back."""
+        """Return a record for ``from_json``."""
         return asdict(self)
 
     @property
     def is_likely(self) -> bool:
-        """Whether its name means a batch size, or it makes the batches."""
+        """Whether the name suggests a batch size, or the rule is a data loader."""
         return self.kind == "loader" or means_batch(self.option or self.key)
 
     @property
@@ -74,9 +75,9 @@ class BatchRule:
         return {self.counts: self.option} if self.kind == "option" else {}
 
     def source(self, *, ranks: int) -> dict[str, Any]:
-        """Return what a launch needs to know (``runtime/adapt/batch_sources.py``); of an option, its rows alone.
+        """Return the source record for a launch (``runtime/adapt/batch_sources.py``); for an option, only its rows.
 
-        One whose batches are held is told so: what its script feeds the engine is not compared with the config.
+        With a ``held`` record, the launch does not compare the script's batches with the config.
 
         Args:
             ranks: Data-parallel ranks, for a setting that counts the global batch.
@@ -92,7 +93,7 @@ class BatchRule:
         return {"kind": "held", **rows} if self.kind == "held" else rows
 
     def announcement(self) -> str:
-        """Return one line for the user: what was found, and whether the batch size follows."""
+        """Return one line for the user: the source of the batch size, and whether it follows each configuration."""
         if self.sizes is not None:
             least, most = self.sizes
             return (
@@ -117,11 +118,11 @@ class BatchRule:
 
     @property
     def multiple(self) -> int:
-        """Micro-batches are multiples of this number: others would be fed as no whole number of rows."""
+        """Micro-batches must be multiples of this number to be fed as a whole number of rows."""
         return self.rows[1] if self.kind != "held" else 1
 
     def scaled(self, per_row: int) -> int:
-        """Return a quantity per sample from one per row."""
+        """Convert a quantity per row to a quantity per sample."""
         return per_row * self.rows[0] // self.rows[1]
 
     def _place(self) -> str:
@@ -141,7 +142,7 @@ class BatchRule:
         return f"What sets the script's batch size ({self.own}) was not found{fed}"
 
     def advice(self, config: Mapping[str, Any]) -> str:
-        """Return what to change in the script before its command trains with ``config``; empty for nothing."""
+        """Return what to change in the script before its command trains with ``config``; empty if nothing."""
         if self.kind in ("config", "option", "held") or config.get(MICRO_BATCH) == self.own:
             return ""
         size = config[self.counts if self.kind == "setting" else MICRO_BATCH]
@@ -153,16 +154,16 @@ class BatchRule:
 
 
 def held(own: int, *, found: BatchSourcesFound | None = None, present: int | None = None, ranks: int = 1) -> BatchRule:
-    """Return the rule of a script whose batch size stays as it is, with the place that feeds the engine.
+    """Return the rule of a script with a fixed batch size, with the source line that feeds the engine.
 
-    The size is that of the user's config where a number of the script's confirms it, or where none confirms what the
-    engine was fed: the engine is fed in other units then, such as views, pairs or packed sequences. Else it is what the
-    engine was fed.
+    The size is the micro-batch of the user's config if a number in the script confirms it, or if no number confirms the
+    fed rows: the engine is then fed in other units, such as views, pairs or packed sequences. Otherwise it is the
+    number of fed rows.
 
     Args:
         own: Rows per rank and forward pass that the engine was fed.
-        found: What the profile launch noted; None for nothing.
-        present: Micro-batch of the user's config; None if it is not to be kept.
+        found: Batch sources noted by the profile launch; None for none.
+        present: Micro-batch of the user's config; None to ignore it.
         ranks: Data-parallel ranks.
     """
     if found is None:
@@ -178,11 +179,11 @@ def held(own: int, *, found: BatchSourcesFound | None = None, present: int | Non
 
 
 def varying(own: int, *, sizes: Sequence[int]) -> BatchRule:
-    """Return the rule of a script whose batches differ in size: bucketed or packed by their tokens, say.
+    """Return the rule of a script whose batches vary in size, for example bucketed or packed by tokens.
 
     Args:
         own: Micro-batch of the user's config.
-        sizes: Samples of the batches that were seen.
+        sizes: Observed batch sizes in samples.
     """
     return BatchRule(kind="held", own=own, sizes=(min(sizes), max(sizes)))
 
@@ -190,17 +191,17 @@ def varying(own: int, *, sizes: Sequence[int]) -> BatchRule:
 def guesses(
     found: BatchSourcesFound, *, own: int, ranks: int, present: int | None = None, configured: int | None = None
 ) -> list[BatchRule]:
-    """Return what may set the batch size, likeliest first: options, settings files, data loaders.
+    """Return candidate sources of the batch size, likeliest first: options, settings files, data loaders.
 
-    Where the engine was fed more rows than the micro-batch of the user's config, a number of that micro-batch comes
+    If the engine was fed more rows than the micro-batch of the user's config, numbers equal to that micro-batch come
     first: each sample may be several rows (views, pairs, groups).
 
     Args:
-        found: What the profile launch noted.
+        found: Batch sources noted by the profile launch.
         own: Rows per rank and forward pass that its engine was fed.
         ranks: Data-parallel ranks.
-        present: Micro-batch of the user's config; None if it is not known.
-        configured: Micro-batch of the profile launch, which the rows may be a multiple of; None if they cannot.
+        present: Micro-batch of the user's config; None if unknown.
+        configured: Micro-batch of the profile launch, if the rows may be a multiple of it; None if they cannot.
     """
     as_config = [] if present is None or present == own else _of_size(found, present, fed=own, ranks=ranks)
     named = [rule for rule in as_config if _names_it(rule)]
@@ -222,28 +223,28 @@ def guesses(
         follows = [BatchRule(kind="config", own=present or configured, rows=(own // configured, 1))]
     likely = [rule for rule in alike if rule.is_likely]
     unlikely = [rule for rule in alike if not rule.is_likely]
-    if present is not None and own < present:  # no number of the script's was used whole
+    if present is not None and own < present:  # no number in the script was used whole
         return [*likely, *follows, *unlikely][:_MOST_GUESSES]
     return [*[*named, *likely, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
 
 
 def _names_it(rule: BatchRule) -> bool:
-    """Whether a rule's name means a batch size of training, or it makes the batches."""
+    """Whether a rule's name is a training batch size, or the rule is a data loader."""
     return rule.kind == "loader" or names_training_batch(rule.option or rule.key)
 
 
 def _batch_sizes(found: BatchSourcesFound) -> set[int]:
-    """Return the numbers whose names mean a batch size of training, and those of the loaders that feed the engine."""
+    """Return the numbers named as training batch sizes, and the batch sizes of loaders that feed the engine."""
     named = [*found.options.items(), *((str(one["key"]), int(one["value"])) for one in found.settings)]
     loaded = {one["batch_size"] for one in found.loaders if one["trains"] and one["batch_size"] is not None}
     return {value for name, value in named if names_training_batch(name)} | loaded
 
 
 def _of_size(found: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> list[BatchRule]:
-    """Return what may set a batch of a size, likeliest first.
+    """Return candidate sources of a batch of ``size`` samples, likeliest first.
 
     Args:
-        found: What the profile launch noted.
+        found: Batch sources noted by the profile launch.
         size: Samples per rank and forward pass.
         fed: Rows that the engine was fed.
         ranks: Data-parallel ranks.
@@ -284,9 +285,10 @@ def _of_size(found: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> li
 
 
 def _matching(numbers: Any, *, own: int, ranks: int) -> list[tuple[Any, str]]:
-    """Return (name, what it counts) of the numbers that are the batch of a rank or of all, likeliest names first.
+    """Return (name, DeepSpeed key) of the numbers equal to the micro-batch or global batch, likeliest names first.
 
-    A number that is a length by its name is none: inputs that have time first would follow it as if it were one.
+    Values whose name suggests a sequence length are skipped: the first dimension of time-first inputs would follow such
+    a value like a batch size.
     """
     found = []
     for name, value in numbers:
@@ -304,11 +306,11 @@ def _last(name: str | Sequence[str]) -> str:
 
 
 def samples_per_rank(found: BatchSourcesFound, *, own: int | None = None) -> int | None:
-    """Return the samples of one rank in an epoch of the loader that feeds the engine, None if none tells.
+    """Return a rank's samples per epoch of the loader that feeds the engine; None if unknown.
 
     Args:
-        found: What a launch noted.
-        own: Samples per rank and forward pass that its engine was fed; loaders of that batch size count before others.
+        found: Batch sources noted by a launch.
+        own: Samples per rank and forward pass fed to the engine; loaders with this batch size take precedence.
     """
     loader = _counted_loader(found, own=own)
     return None if loader is None else int(loader["samples"])

@@ -1,4 +1,4 @@
-"""The best config as YAML, for the command of a script that reads its DeepSpeed config from such a file by itself."""
+"""Write the best config as YAML, for a script that reads its DeepSpeed config from such a file itself."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def config_copy(
     cwd: str,
     folder: Path,
 ) -> SettingsCopy | None:
-    """Return the best config as YAML; None unless the script passes what such a file of its arguments holds.
+    """Return the best config as YAML; None unless the script passes the config that one of its YAML arguments contains.
 
-    A copy that differs in the micro-batch alone would contradict the file's other batch sizes, and lack the stage. The
-    script may add to what it reads, such as a scheduler's steps; what it adds is left to it.
+    A copy that differs only in the micro-batch would contradict the file's other batch sizes and lack the ZeRO stage.
+    Settings that the script adds to the file's config, such as scheduler steps, are left to the script.
 
     Args:
-        source: What the script's batch size follows by, as of ``BatchRule.source``; empty if it is the config.
+        source: Source of the script's batch size, from ``BatchRule.source``; empty if it is the config.
         config: The best config, with all batch sizes.
-        own: The config that the script passes by itself; its batch sizes are not compared.
+        own: The config that the script itself passes; its batch sizes are not compared.
         args: The script's arguments.
         cwd: Its working directory.
-        folder: Where the copy is to lie.
+        folder: Folder of the copy.
     """
     if source and (source.get("kind") != "setting" or source["key"] not in (MICRO_BATCH, TRAIN_BATCH)):
         return None
@@ -52,23 +52,23 @@ def config_copy(
 
 
 def passes(found: Mapping[str, Any], *, own: Mapping[str, Any]) -> bool:
-    """Whether a script passes the config that it found, apart from batch sizes and what it adds."""
+    """Whether a script passes the config in a file, apart from batch sizes and settings that the script adds."""
     return _told(found).items() <= _told(own).items()
 
 
 def best_of_file(found: Mapping[str, Any], config: Mapping[str, Any], *, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is to stand in the place of a config: the best one, and what of it is told to nobody.
+    """Return the best config plus the settings of a file that it lacks but the script may read.
 
     Args:
-        found: The config as it stands in its file.
+        found: The config in the file.
         config: The best config, with all batch sizes.
-        own: The config that the script passes by itself.
+        own: The config that the script itself passes.
     """
     return merge(_untold(found), _without_added(config, own=own, found=found))
 
 
 def paths_among(args: Sequence[str], *, cwd: str) -> list[Path]:
-    """Return the paths that arguments, or what stands behind their ``=``, may be."""
+    """Return arguments (or the part after ``=``) that could be file paths."""
     return [Path(cwd) / arg.rpartition("=")[2] for arg in args]
 
 
@@ -80,7 +80,7 @@ def _yaml(config: Mapping[str, Any]) -> str:
 
 
 def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what the script adds to its file by itself and the search left as it was."""
+    """Drop from a config the settings that the script adds to its file and the search left unchanged."""
     kept = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and isinstance(own.get(key), Mapping) and isinstance(found.get(key), Mapping):
@@ -91,12 +91,12 @@ def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], found: 
 
 
 def _told(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what can be known of a config that a script passes, without batch sizes: dotted key -> value."""
+    """Return the comparable settings of a config that a script passes, without batch sizes: dotted key -> value."""
     return settings_told({key: value for key, value in config.items() if key not in _BATCH_KEYS})
 
 
 def _untold(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file holds beside that, which the best config may lack and the script may read."""
+    """Return the other settings of a file, which the best config may lack and the script may read."""
     told = settings_told(found)
     beside = {key: value for key, value in flatten(found).items() if key not in told}
     return {key: value for key, value in nest(beside).items() if key not in (*_BATCH_KEYS, "autotuning")}

@@ -1,4 +1,4 @@
-"""Where a training command names its DeepSpeed config: an option, an argument, or a key of a settings file."""
+"""Find the DeepSpeed config of a training command: in an option, an argument, or a key of a settings file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from optuna_dsat.runtime.files import read_regular
 __all__ = ["find_config", "find_config_key", "holds_config", "looks_like_config", "read_settings"]
 
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config", "--deepspeed")
-"""Options that name it by convention: DeepSpeed's own, and the Hugging Face Trainer's."""
+"""Options that name the config by convention: DeepSpeed's and the Hugging Face Trainer's."""
 _KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
-"""Keys that name it in settings files, at any level."""
+"""Keys that name the config in settings files, at any level."""
 _SURE = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu"})
 _LIKELY = frozenset(
     {
@@ -21,16 +21,16 @@ _LIKELY = frozenset(
         *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
     }
 )
-"""Keys of a DeepSpeed config: one that is sure tells it, or two that are likely."""
+"""Keys of a DeepSpeed config: a single certain key identifies it, or two likely keys."""
 _SETTINGS = (".yaml", ".yml", ".json")
 _LARGEST_BYTES = 2**20
 
 
 def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
-    """Return the DeepSpeed config that a script's arguments lead to; None if they name none.
+    """Return the DeepSpeed config that a script's arguments refer to; None if they name none.
 
-    The options that name it by convention come first, then any argument that is such a file, then the settings files
-    among the arguments, whose paths are taken relative to the working directory and to the file itself.
+    Conventional options come first, then any argument that is a DeepSpeed config, then settings files among the
+    arguments. Paths in a settings file are relative to the working directory or to the file.
 
     Args:
         args: The script's arguments.
@@ -51,7 +51,7 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
 
 
 def find_config_key(args: Sequence[str], *, cwd: Path, config: Path) -> str | None:
-    """Return the key by which a settings file among a script's arguments names a DeepSpeed config, its parts dotted.
+    """Return the dotted key under which a settings file among a script's arguments names a DeepSpeed config.
 
     Args:
         args: The script's arguments.
@@ -68,17 +68,17 @@ def find_config_key(args: Sequence[str], *, cwd: Path, config: Path) -> str | No
 
 
 def looks_like_config(path: Path) -> bool:
-    """Whether a file holds a DeepSpeed config: JSON or HJSON with its keys."""
+    """Whether a file contains a DeepSpeed config: JSON or HJSON with its keys."""
     return path.suffix in (".json", ".hjson", "") and holds_config(read_settings(path))
 
 
 def holds_config(found: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether what was read from a file is a DeepSpeed config by its keys."""
+    """Whether the content of a file is a DeepSpeed config, judged by its keys."""
     return isinstance(found, Mapping) and (bool(_SURE & found.keys()) or len(_LIKELY & found.keys()) > 1)
 
 
 def _pairs(args: Sequence[str]) -> Iterable[tuple[str, str]]:
-    """Yield (option, value) of ``--option value`` and ``--option=value``, and ("", argument) of what stands alone."""
+    """Yield (option, value) of ``--option value`` and ``--option=value``, and ("", argument) of other arguments."""
     option = ""
     for arg in args:
         name, equals, value = arg.partition("=")
@@ -90,7 +90,7 @@ def _pairs(args: Sequence[str]) -> Iterable[tuple[str, str]]:
 
 
 def read_settings(path: Path) -> Any:
-    """Return what a YAML, JSON or HJSON file holds; None for any other file."""
+    """Return the content of a YAML, JSON or HJSON file; None for any other file."""
     try:
         text = read_regular(path, most_bytes=_LARGEST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError, ValueError):
@@ -111,7 +111,7 @@ def read_settings(path: Path) -> Any:
 
 
 def _named_in(found: Any, *, folders: Sequence[Path], depth: int = 6, within: str = "") -> Iterator[tuple[str, Path]]:
-    """Yield (key, path) of the DeepSpeed configs that a settings file names; the parts of a key are dotted."""
+    """Yield (dotted key, path) of the DeepSpeed configs that a settings file names."""
     if depth == 0 or not isinstance(found, Mapping):
         return
     for key, value in found.items():

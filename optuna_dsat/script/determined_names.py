@@ -1,4 +1,4 @@
-"""Names of Determined's API: which of them model definitions get here, and what to write instead of the others."""
+"""Names in Determined's API: the supported ones, and replacements for the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROVIDED = frozenset(
         "make_data_parallel_mpu", "make_deepspeed_mpu", "overwrite_deepspeed_config",
     }
 )  # fmt: skip
-"""Names of ``determined.pytorch``, ``.pytorch.deepspeed`` and ``.pytorch.dsat`` that the package has, too."""
+"""Names of ``determined.pytorch``, ``.pytorch.deepspeed`` and ``.pytorch.dsat`` that this package also provides."""
 
 _OWN_LOOP = "a training loop of one's own is tuned as a script: optuna-dsat asha train.py ds_config.json"
 REFUSED = {
@@ -37,7 +37,7 @@ REFUSED = {
     "init": f"`optuna-dsat train` trains a DeepSpeedTrial; {_OWN_LOOP}",
     "samplers": "use torch.utils.data's samplers; DataLoader shares their order among the ranks",
 }
-"""Names of Determined that the package has not -> what to write instead."""
+"""Names of Determined that this package does not provide -> replacement."""
 
 ATTRIBUTES = {
     "env": "use get_hparams(), get_experiment_config() and get_trial_seed()",
@@ -49,20 +49,20 @@ ATTRIBUTES = {
     "set_enable_tensorboard_logging": "only what the definition writes itself goes to TensorBoard",
     "set_profiler": "use torch.profiler.profile around the training step",
 }
-"""Attributes of Determined's ``DeepSpeedTrialContext`` that this one has not -> what to write instead."""
+"""Attributes of Determined's ``DeepSpeedTrialContext`` that this package's context lacks -> replacement."""
 
 
 def check_imports(tree: ast.Module, file: Path) -> None:
-    """Refuse a model definition that imports Determined, or uses what its context has only there.
+    """Raise if a model definition imports Determined, or uses context attributes that only Determined has.
 
-    Imports within ``try`` or functions are left alone.
+    Imports within ``try`` or functions are ignored.
 
     Args:
         tree: The module.
         file: Its file, for messages.
 
     Raises:
-        UsageError: Names each line with what to write instead.
+        UsageError: Lists each line with its replacement.
     """
     found = [*_imports(tree), *_context_attributes(tree)]
     if found:
@@ -71,7 +71,7 @@ def check_imports(tree: ast.Module, file: Path) -> None:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and remedy of each import of Determined at the top of a module."""
+    """Yield line and remedy of each top-level import of Determined in a module."""
     installed = importlib.util.find_spec("determined") is not None
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "determined":
@@ -86,7 +86,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _remedy(name: str) -> str:
-    """Return what to write instead of an imported name of Determined; empty if it is unknown."""
+    """Return the replacement of a name imported from Determined; empty if unknown."""
     if name in PROVIDED:
         return f"from {_PACKAGE} import {name}"
     if name in REFUSED:
@@ -97,7 +97,7 @@ def _remedy(name: str) -> str:
 
 
 def _context_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and remedy of each ``context.NAME`` or ``self.context.NAME`` that is not here."""
+    """Yield line and remedy of each ``context.NAME`` or ``self.context.NAME`` that is not supported."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
             owner = node.value

@@ -1,4 +1,4 @@
-"""An experiment configuration of Determined (YAML): what of it a search and a training here take over."""
+"""Read the supported part of a Determined experiment configuration (YAML), for searches and trainings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LENGTHS = {
     "--validation-period": ("min_validation_period",),
     "--checkpoint-period": ("min_checkpoint_period",),
 }
-"""Option of ``optuna-dsat train`` -> where the configuration has the length."""
+"""Option of ``optuna-dsat train`` -> location of the length in the configuration."""
 _UNITS = ("batches", "epochs", "records")
 
 _OPTIONS = {
@@ -31,7 +31,7 @@ _OPTIONS = {
     ("resources", "max_slots"): "--max-slots",
     ("reproducibility", "experiment_seed"): "--random-seed",
 }
-"""Key of the configuration -> option of a search that has its meaning."""
+"""Key of the configuration -> equivalent option of a search."""
 
 _READ = {
     "name": (),
@@ -47,24 +47,24 @@ _READ = {
     "resources": ("slots_per_trial",),
     "environment": ("environment_variables",),
 }
-"""Keys that are read, beside those of ``_OPTIONS``, or that only describe -> keys below them; empty for all."""
+"""Other keys that are read or only descriptive -> subkeys; empty for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What a search takes over from an experiment configuration."""
+    """The part of an experiment configuration that a search uses."""
 
     entry: tuple[str, ...]
     """``NAME:CLASS``, or the command of a script without Determined's launch layer."""
     config: str
     """Path of the DeepSpeed config, relative to the model directory; empty if the hyperparameters name none."""
     options: Mapping[str, str]
-    """Option of a search -> value; not every search has each."""
+    """Option of a search -> value; not every search has every option."""
     slots: int | None
     """Ranks of a trial; None if not given."""
     environment: Mapping[str, str]
     without_meaning: tuple[str, ...]
-    """Keys that have no meaning here, such as ``resources.priority``."""
+    """Keys without an equivalent here, such as ``resources.priority``."""
 
     @property
     def is_trial(self) -> bool:
@@ -76,7 +76,8 @@ def read_experiment(path: Path) -> Experiment:
     """Read an experiment configuration.
 
     Raises:
-        UsageError: If it cannot be read, is none, or has its DeepSpeed config in the hyperparameters.
+        UsageError: If the file is unreadable, is not an experiment configuration, or contains its DeepSpeed config in
+            the hyperparameters.
     """
     record = read_settings(path, what="The experiment configuration")
     if not isinstance(record, dict) or "entrypoint" not in record:
@@ -101,7 +102,7 @@ def training_options(experiment: Mapping[str, Any]) -> dict[str, str]:
     """Return the options of ``optuna-dsat train`` for the lengths and the seed of an experiment configuration.
 
     Raises:
-        UsageError: If a length is none.
+        UsageError: If a length is invalid.
     """
     options = {}
     for option, key in _LENGTHS.items():
@@ -118,7 +119,7 @@ def training_options(experiment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _at(record: Mapping[str, Any], key: Sequence[str]) -> Any:
-    """Return the value at a path of keys; None if there is none."""
+    """Return the value at a path of keys; None if absent."""
     found: Any = record
     for part in key:
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -126,7 +127,7 @@ def _at(record: Mapping[str, Any], key: Sequence[str]) -> Any:
 
 
 def _length(value: Any, name: str) -> str | None:
-    """Return a length such as ``100batches``; None if it is absent or 0, which is Determined's word for never.
+    """Return a length such as ``100batches``; None if it is absent or 0, which means never in Determined.
 
     Raises:
         UsageError: If it is neither a number of batches nor a mapping of one unit to a number.
@@ -143,7 +144,7 @@ def _length(value: Any, name: str) -> str | None:
 
 
 def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
-    """Return ``NAME:CLASS`` or the words of a script's command.
+    """Return ``NAME:CLASS``, or a script's command as a list of words.
 
     Raises:
         UsageError: If the entry point is neither.
@@ -168,10 +169,10 @@ def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
 
 
 def _texts(value: Any, name: str, path: Path) -> list[str]:
-    """Return the entries of a list as texts; none where there is no list.
+    """Return the entries of a list as strings; empty if there is no list.
 
     Raises:
-        UsageError: If it is something else.
+        UsageError: If the value is not a list.
     """
     if value is None:
         return []
@@ -181,7 +182,7 @@ def _texts(value: Any, name: str, path: Path) -> list[str]:
 
 
 def _without_launch_options(words: Sequence[str]) -> list[str]:
-    """Return what a launch layer runs: the words from the first that is a program or a Python file."""
+    """Strip a launch layer and its options: return the words from the first program or Python file on."""
     if "--" in words:
         return list(words[list(words).index("--") + 1 :])
     for index, word in enumerate(words):
@@ -211,7 +212,7 @@ def _environment(variables: Any, path: Path) -> dict[str, str]:
     """Return environment variables from a list of ``NAME=VALUE``, or a mapping of devices to such lists.
 
     Raises:
-        UsageError: If one has no ``=``.
+        UsageError: If an entry has no ``=``.
     """
     where = "environment.environment_variables"
     parts = variables.values() if isinstance(variables, Mapping) else [variables]
@@ -225,7 +226,7 @@ def _environment(variables: Any, path: Path) -> dict[str, str]:
 
 
 def _without_meaning(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys that are not taken over, with one level of keys below."""
+    """Yield the keys that are ignored, with one level of subkeys."""
     for key, value in record.items():
         inner = _READ.get(key)
         read = {path[1] for path in _OPTIONS if path[0] == key} | set(inner or ())

@@ -1,4 +1,4 @@
-"""A copy of a script's settings file in which its DeepSpeed section is the best config."""
+"""Copy the script's settings file and replace its DeepSpeed section with the best config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optuna_dsat.script.settings_file import Document, SettingsCopy, names_file
 __all__ = ["section_copy"]
 
 _DEPTH = 6
-"""Mappings within mappings in which a section is looked for."""
+"""Maximum nesting depth at which a section is searched for."""
 
 
 def section_copy(
@@ -27,18 +27,18 @@ def section_copy(
     cwd: str,
     folder: Path,
 ) -> SettingsCopy | None:
-    """Return the copy of the file that holds the script's config as one of its sections; None if there is none.
+    """Return a copy of the settings file that contains the script's config as a section; None if there is none.
 
-    That is a JSON or YAML file that an argument names, of which just one section is what the script passes. The rest
-    of it stays as it is written, but for the batch size that the script reads elsewhere in it.
+    The file is a JSON or YAML file that an argument names, with exactly one section equal to the config that the script
+    passes. The rest of the file is unchanged, except for a batch size that the script reads elsewhere in it.
 
     Args:
-        source: What the script's batch size follows by, as of ``BatchRule.source``; empty if it is the config.
+        source: Source of the script's batch size, from ``BatchRule.source``; empty if it is the config.
         config: The best config, with all batch sizes.
-        own: The config that the script passes by itself; its batch sizes are not compared.
+        own: The config that the script itself passes; its batch sizes are not compared.
         args: The script's arguments.
         cwd: Its working directory.
-        folder: Where the copy is to lie.
+        folder: Folder of the copy.
     """
     if source and source.get("kind") != "setting":
         return None
@@ -71,7 +71,7 @@ def _sections(found: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 def _number(
     source: Mapping[str, Any], config: Mapping[str, Any], *, section: tuple[str, ...]
 ) -> tuple[Sequence[str], int, int] | None:
-    """Return (key, what stands there, what is to) of the batch size; None if it stands in the section, or stays."""
+    """Return (key, old value, new value) of the batch size; None if it is in the section or unchanged."""
     key, own = source["key"].split("."), source["own"]
     if tuple(key[: len(section)]) == section or config[MICRO_BATCH] == own:
         return None
@@ -87,7 +87,7 @@ def _text(
     settings: Any,
     cwd: str,
 ) -> str | None:
-    """Return the file's text with another section and number; None if it would not be read as just that."""
+    """Return the file's text with the new section and number; None if it would not parse to exactly this change."""
     import yaml
 
     try:

@@ -1,4 +1,4 @@
-"""A copy of a script's settings file with the best batch size and config, for the command that trains with it."""
+"""Copy a script's settings file with the best batch size and config, for the command that trains with it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Document", "SettingsCopy", "names_file", "settings_copy"]
 
 _FORMATS = (".json", ".yaml", ".yml")
 _STANDARD = "tag:yaml.org,2002:"
-"""Prefix of the tags that every loader knows; others may read files beside the original."""
+"""Prefix of the tags that every loader supports; other tags may read files next to the original."""
 _ONE_LINE = 2**30
-"""Width in which YAML has any mapping in one line."""
+"""Line width at which YAML writes any mapping on one line."""
 _WRITTEN = re.compile(r"(^|_)(out|output|outputs|log|logs|logging|save|run)(_|$)", re.IGNORECASE)
-"""Keys of paths that a script writes to; an earlier run may have left them."""
+"""Keys of paths that a script writes to; they may exist from an earlier run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsCopy:
-    """A copy that differs from the user's file in its batch size and the DeepSpeed config that it names."""
+    """A copy of the user's settings file with another batch size and another DeepSpeed config path."""
 
     original: Path
     path: Path
@@ -33,10 +33,10 @@ class SettingsCopy:
     sets_batch: bool = True
     """Whether it sets the batch size of the best config."""
     names_config: bool = False
-    """Whether it names the best config, or is it."""
+    """Whether it names the best config, or is the best config."""
 
     def pointed(self, args: Sequence[str], *, cwd: str) -> list[str]:
-        """Return a script's arguments with the copy in the place of the original."""
+        """Return a script's arguments with the original file replaced by the copy."""
         return [
             f"{arg.rpartition('=')[0]}{arg.rpartition('=')[1]}{self.path}"
             if names_file(arg, self.original, cwd=cwd)
@@ -46,10 +46,10 @@ class SettingsCopy:
 
 
 def names_file(arg: str, file: str | Path, *, cwd: str) -> bool:
-    """Whether an argument, or what stands behind its ``=``, is the path of a file."""
+    """Whether an argument, or its part after ``=``, is the path of a file."""
     try:
         return (Path(cwd) / arg.rpartition("=")[2]).resolve() == Path(file).resolve()
-    except (ValueError, OSError):  # an argument that can be no path: a NUL character, half a surrogate pair
+    except (ValueError, OSError):  # not a valid path: a NUL character or an unpaired surrogate
         return False
 
 
@@ -63,19 +63,19 @@ def settings_copy(
     user_config: str = "",
     best_config: str = "",
 ) -> SettingsCopy | None:
-    """Return the copy that sets the batch size of a config and names that; None where its user has to write it.
+    """Return a copy that sets a config's batch size and names the config; None if the user has to edit the file.
 
-    That is so where no argument names the file, its format is not JSON or YAML, or a path in it (or a tag of its own)
-    may mean a file beside it, which the copy would miss.
+    None is returned if no argument names the file, if its format is not JSON or YAML, or if a path or custom tag in it
+    may refer to a neighbouring file, which the copy would miss.
 
     Args:
-        source: What the script's batch size follows by, as of ``BatchRule.source``.
+        source: Source of the script's batch size, from ``BatchRule.source``.
         config: The best config, with all batch sizes.
         args: The script's arguments.
         cwd: Its working directory.
-        folder: Where the copy is to lie.
-        user_config: Path of the user's DeepSpeed config, which such a file may name; empty if it has none.
-        best_config: Path of the best config, which the copy names in its place.
+        folder: Folder of the copy.
+        user_config: Path of the user's DeepSpeed config, which such a file may name; empty if there is none.
+        best_config: Path of the best config, which replaces ``user_config`` in the copy.
     """
     sets_batch = source.get("kind") == "setting" and config[MICRO_BATCH] != source["own"]
     sets_batch = sets_batch and any(names_file(arg, source["file"], cwd=cwd) for arg in args)
@@ -105,7 +105,7 @@ def settings_copy(
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A settings file as text and as nodes of YAML, of which JSON is a part."""
+    """A settings file as text and as YAML nodes; JSON is parsed as YAML, too."""
 
     text: str
     root: Any
@@ -116,17 +116,17 @@ class Document:
 
     @classmethod
     def read(cls, file: Path, *, cwd: str, user_config: str) -> Document | None:
-        """Read a file; None if it is no YAML.
+        """Read a file; None if it is not YAML.
 
         Raises:
             OSError: If it cannot be read.
-            ValueError: If it is too large or no text.
+            ValueError: If it is too large or not text.
         """
         import yaml
 
         text = read_regular(file).decode("utf-8")
         try:
-            root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)  # JSON may be indented by tabs
+            root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)  # JSON may be indented with tabs
         except yaml.YAMLError:
             return None
         named = [
@@ -146,12 +146,12 @@ class Document:
         best_config: str = "",
         section: tuple[Sequence[str], Mapping[str, Any]] | None = None,
     ) -> str | None:
-        """Return the text with another number at a key and the best config named; None if it cannot be made.
+        """Return the text with a new number, a new section and the best config's path; None if not possible.
 
         Args:
-            number: The key, what stands there, and what is to; None if no number changes.
+            number: Key, old value and new value; None if no number changes.
             best_config: Path of the best config.
-            section: The key of a mapping and what is to stand there; None if none changes.
+            section: Key and new content of a mapping; None if no mapping changes.
         """
         nodes = list(_nodes(self.root))
         if any(node not in self.named and _may_need(name, node, self.beside) for name, node in nodes):
@@ -166,7 +166,7 @@ class Document:
         if section is not None:
             node = self._node_at(section[0])
             edits.append((node, self._written(section[1], node)))
-        if any(sum(one is node for _, one in nodes) != 1 for node, _ in edits):  # by aliases
+        if any(sum(one is node for _, one in nodes) != 1 for node, _ in edits):  # because of aliases
             return None
         text = self.text
         for node, words in sorted(edits, key=lambda edit: edit[0].start_mark.index, reverse=True):
@@ -174,14 +174,14 @@ class Document:
         return text if edits else None
 
     def _node_at(self, key: Sequence[str]) -> Any:
-        """Return the node at a key; None if there is none."""
+        """Return the node at a key; None if absent."""
         node = self.root
         for name in key:
             node = dict(_children(node)).get(name)
         return node
 
     def _written(self, values: Mapping[str, Any], node: Any) -> str:
-        """Return a mapping as it is to stand in the place of one: in lines where that has lines."""
+        """Format a mapping as replacement of a node, in block style if the node has block style."""
         import yaml
 
         first = self.text.rfind("\n", 0, node.start_mark.index) + 1
@@ -189,7 +189,7 @@ class Document:
         if not node.flow_style:
             lines: str = yaml.safe_dump(dict(values), sort_keys=False)
             return lines.rstrip("\n").replace("\n", "\n" + " " * len(line))
-        if not self.is_json:  # which reads other numbers than JSON has
+        if not self.is_json:  # YAML reads some numbers that JSON does not have
             flowing: str = yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=True, width=_ONE_LINE)
             return flowing.rstrip("\n")
         if "\n" not in self.text[node.start_mark.index : _end(node)]:
@@ -201,7 +201,7 @@ class Document:
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key or index, node) of what a node holds."""
+    """Yield (key or index, child node) of a node."""
     import yaml
 
     if isinstance(node, yaml.MappingNode):
@@ -211,26 +211,26 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _end(node: Any) -> int:
-    """Return where the text of a node ends; that of a mapping in lines reaches to what follows it."""
+    """Return the end position of a node's text; the end mark of a block mapping is only at the next token."""
     children = [child for _, child in _children(node)]
     index: int = node.end_mark.index
     return max(map(_end, children), default=index) if children and not node.flow_style else index
 
 
 def _nodes(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a node and all below it with their keys; one that aliases name comes once for each."""
+    """Yield a YAML node and its descendants with their keys. Aliased nodes are yielded once per alias."""
     yield name, node
     for key, child in _children(node):
         yield from _nodes(child, key)
 
 
 def _may_need(name: str, node: Any, beside: Path) -> bool:
-    """Whether a node may mean a file in the folder of its document, to read it."""
+    """Whether a node may be the path of a file next to the document, to be read by the script."""
     if node is None or not node.tag.startswith(_STANDARD):
         return True
     if node.tag != f"{_STANDARD}str" or not node.value.strip("./") or _WRITTEN.search(name):
         return False
     try:
         return not Path(node.value).is_absolute() and (beside / node.value).exists()
-    except (OSError, ValueError):  # no path: too long, or with a character that none has
+    except (OSError, ValueError):  # not a path: too long, or with an invalid character
         return False

@@ -1,8 +1,8 @@
-"""A trainer with batch sizes of its own, found in the user's script: they follow each configuration.
+"""Trainers that set batch sizes themselves, as detected in the user's script: they follow each configuration.
 
-The Hugging Face Trainer takes its batch sizes from ``TrainingArguments`` and refuses a DeepSpeed config with others.
+The Hugging Face Trainer takes its batch sizes from ``TrainingArguments`` and rejects a DeepSpeed config with others.
 The runtime sets them in every launch. This module serves the tuner: the values of ``"auto"`` in the user's config, and
-the options of the command that trains with the best one.
+the options of the command that trains with the best config.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FIELDS = {
     },
     "lightning": {ds_config.GRADIENT_ACCUMULATION: "accumulate_grad_batches"},
 }
-"""Framework -> key of the DeepSpeed config -> the trainer's own name for it."""
+"""Framework -> key of the DeepSpeed config -> name of the trainer's argument."""
 
 _NAMES = {
     "transformers": ("the Hugging Face Trainer", "TrainingArguments"),
     "lightning": ("Lightning's Trainer", "Trainer"),
 }
-"""Framework -> its trainer in words, and the class that takes its arguments."""
+"""Framework -> display name of its trainer, and the class that takes its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class ScriptTrainer:
     gradient_accumulation_steps: int | None
     """The number that the script itself sets; None if not observed."""
     options: Mapping[str, str]
-    """Key of the DeepSpeed config -> option of the script that sets the same; without keys that the code sets."""
+    """Key of the DeepSpeed config -> equivalent option of the script; without keys that the code sets."""
     source: Mapping[str, Any] = field(default_factory=dict)
-    """The number in a settings file that sets the micro-batch, as of ``BatchRule.source``; empty if there is none."""
+    """Number in a settings file that sets the micro-batch, as in ``BatchRule.source``; empty if there is none."""
 
     @classmethod
     def from_event(cls, event: TrainerFound) -> ScriptTrainer:
-        """Build from what a rank reported."""
+        """Build from a rank's event."""
         return cls(
             framework=event.framework,
             micro_batch=event.micro_batch,
@@ -63,15 +63,15 @@ class ScriptTrainer:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> ScriptTrainer:
-        """Build from what ``to_json`` returned."""
+        """Build from a record that ``to_json`` returned."""
         return cls(**record)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` reads back."""
+        """Return a record for ``from_json``."""
         return asdict(self)
 
     def announcement(self) -> str:
-        """Return one line for the user: which settings follow each configuration, and their present values."""
+        """Return one line for the user: which settings follow each configuration, and their current values."""
         trainer, _ = _NAMES[self.framework]
         parts = []
         for key, its_name in _FIELDS[self.framework].items():
@@ -83,11 +83,11 @@ class ScriptTrainer:
         return f"The script trains with {trainer}: {' and '.join(parts)} {follow} each configuration."
 
     def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
-        """Return what to change in the script before it trains with a config; empty if its options set all of it.
+        """Return what to change in the script before it trains with a config; empty if its options set everything.
 
         Args:
             config: The config.
-            settings_written: Whether a copy of the script's settings file says its micro-batch.
+            settings_written: Whether a copy of the script's settings file sets its micro-batch.
         """
         fields = {
             key: field
@@ -107,8 +107,8 @@ class ScriptTrainer:
     def trainable(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``config`` as the trainer accepts it.
 
-        Lightning's refuses one with gradient accumulation steps. Hugging Face's compares the lengths of the schedule
-        with those that it computes from its batch sizes: at other ones than the script's they become ``"auto"``.
+        Lightning rejects a config with gradient accumulation steps. Hugging Face compares the schedule lengths with the
+        lengths that it computes from its batch sizes: if these differ from the script's, the lengths become ``"auto"``.
         """
         refused = ds_config.GRADIENT_ACCUMULATION if self.framework == "lightning" else None
         result = {key: value for key, value in config.items() if key != refused}
@@ -128,7 +128,7 @@ class ScriptTrainer:
         return self.micro_batch if key == ds_config.MICRO_BATCH else self.gradient_accumulation_steps
 
     def proof_steps(self) -> tuple[int, int | None]:
-        """Return the accumulation steps of a launch that proves ``options``, and what the script itself sets then."""
+        """Return the accumulation steps of a launch that verifies ``options``, and the script's own value there."""
         own = self.gradient_accumulation_steps
         asked = 2 if own == 1 and ds_config.GRADIENT_ACCUMULATION in self.options else 1
         follows = not {ds_config.GRADIENT_ACCUMULATION, ds_config.TRAIN_BATCH}.isdisjoint(self.options)
@@ -136,15 +136,15 @@ class ScriptTrainer:
 
 
 def trainer_guesses(trainer: ScriptTrainer, found: BatchSourcesFound, *, ranks: int) -> list[ScriptTrainer]:
-    """Return a trainer with what may set its batch sizes, likeliest first.
+    """Return variants of a trainer with candidate sources of its batch sizes, likeliest first.
 
-    They are options of the script's own parser, by whatever name, of the trainer's value: for the micro-batch, and with
-    it for the accumulation steps or for the global batch from which the script computes them. After these come numbers
-    in settings files that the script read, for the micro-batch alone.
+    Candidates are options of the script's own parser, under any name, whose value equals the trainer's: for the
+    micro-batch, optionally combined with the accumulation steps or with the global batch from which the script computes
+    them. Numbers in settings files that the script read come last, for the micro-batch only.
 
     Args:
-        trainer: The trainer; where its own options are parsed from the command line, nothing is guessed.
-        found: What the profile launch noted.
+        trainer: The trainer; if its own options are parsed from the command line, there are no guesses.
+        found: Batch sources noted by the profile launch.
         ranks: Data-parallel ranks.
     """
     own, steps = trainer.micro_batch, trainer.gradient_accumulation_steps

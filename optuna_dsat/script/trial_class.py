@@ -1,7 +1,7 @@
 """A model definition as a class, ``NAME:CLASS``: found without importing it, with its hyperparameters and lengths.
 
-The class itself runs in the ranks (``integrations/deepspeed_trial``); this module also serves the command line, and
-imports neither torch nor DeepSpeed.
+The class runs in the ranks (``integrations/deepspeed_trial``). This module also serves the command line, and imports
+neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ RUNNER = "optuna_dsat.integrations.deepspeed_trial"
 CONFIG_OPTION = "--deepspeed_config"
 LENGTH_OPTION, CHECKPOINT_OPTION = "--max-length", "--checkpoint-dir"
 DEFAULT_LENGTH = "1epochs"
-"""Length of a training for which none is given."""
+"""Default length of a training."""
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints of a training with the best config, in the study's folder."""
 CONFIG, OVERWRITES = "deepspeed_config", "overwrite_deepspeed_args"
 _BATCH_SIZES = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
 _SEARCHED = frozenset({"int", "double", "log", "categorical"})
-"""Types of a hyperparameter whose value Determined's search would choose."""
+"""Hyperparameter types whose value Determined's search would choose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,10 @@ class Length:
 
     @classmethod
     def parse(cls, text: str) -> Length:
-        """Read ``100batches``, ``3epochs`` or ``5000records``; a bare number counts batches.
+        """Parse ``100batches``, ``3epochs`` or ``5000records``; a bare number counts batches.
 
         Raises:
-            ValueError: If the text is none of these, or the number is 0.
+            ValueError: If the text has another form, or the number is 0.
         """
         match = re.fullmatch(r"\s*(\d+)\s*(batch|batches|epochs?|records?)?\s*", text)
         if match is None or int(match.group(1)) == 0:
@@ -101,14 +101,14 @@ class Hparams:
 
     hyperparameters: Mapping[str, Any]
     experiment: Mapping[str, Any] | None = None
-    """The experiment configuration that has them as a section; None for a file of hyperparameters only."""
+    """The experiment configuration that contains them as a section; None for a file of hyperparameters only."""
 
     @classmethod
     def load(cls, path: str | Path) -> Hparams:
         """Read a YAML or JSON file: hyperparameters, or an experiment configuration with a section of them.
 
         Raises:
-            UsageError: If the file is missing or holds no mapping, or a hyperparameter has a range instead of a value.
+            UsageError: If the file is missing or not a mapping, or a hyperparameter has a range instead of a value.
         """
         record = read_settings(path, what="The hyperparameters")
         section = record.get("hyperparameters", record) if isinstance(record, dict) else None
@@ -128,7 +128,7 @@ class Hparams:
 
         Args:
             config: Path of the config file.
-            keep_overwrites: Whether to keep ``overwrite_deepspeed_args``, which are laid over the config.
+            keep_overwrites: Whether to keep ``overwrite_deepspeed_args``, which override the config.
         """
         result = dict(self.hyperparameters)
         named = result.get(CONFIG)
@@ -144,12 +144,12 @@ class Hparams:
 
 
 def overwrites_of(hparams: Hparams, config: str | Path, cwd: Path) -> Mapping[str, Any]:
-    """Return the settings that the hyperparameters lay over ``config``; empty if they name another file.
+    """Return the settings with which the hyperparameters override ``config``; empty if they name another file.
 
-    ``best_ds_config.json`` contains the overwrites already, below the settings of the search.
+    ``best_ds_config.json`` already contains the overwrites; settings of the search take precedence there.
 
     Raises:
-        UsageError: If the overwrites are no mapping.
+        UsageError: If the overwrites are not a mapping.
     """
     overwrites = hparams.hyperparameters.get(OVERWRITES) or {}
     if not isinstance(overwrites, Mapping):
@@ -194,7 +194,7 @@ def runner_arguments(entry: str, *, config: str, hparams: str | None, rest: Sequ
 
 
 def hparams_of(arguments: Sequence[str]) -> str | None:
-    """Return the path of the hyperparameters among arguments of ``RUNNER``; None if there is none."""
+    """Return the path of the hyperparameters among arguments of ``RUNNER``; None if absent."""
     for index, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
         if option == "--hparams":
@@ -203,7 +203,7 @@ def hparams_of(arguments: Sequence[str]) -> str | None:
 
 
 def complete_training(arguments: Sequence[str], folder: str | Path) -> list[str]:
-    """Return arguments of ``RUNNER`` with the length of the training and the folder of its checkpoints.
+    """Complete arguments of ``RUNNER`` with the length of the training and the folder of its checkpoints.
 
     Args:
         arguments: From ``runner_arguments``.
@@ -218,7 +218,7 @@ def complete_training(arguments: Sequence[str], folder: str | Path) -> list[str]
 
 
 def train_command(arguments: Sequence[str], *, config: str, device: str, slots: int) -> list[str]:
-    """Return the command that trains with ``config`` what these arguments of ``RUNNER`` train.
+    """Return the command for a training with ``config``, from arguments of ``RUNNER``.
 
     Args:
         arguments: From ``runner_arguments``.
@@ -236,7 +236,7 @@ def read_settings(path: str | Path, *, what: str) -> Any:
 
     Args:
         path: The file.
-        what: What it holds, as the subject of a message.
+        what: Description of its content, as the subject of a message.
 
     Raises:
         UsageError: If it cannot be read.
@@ -274,7 +274,7 @@ def _read_yaml(text: str) -> Any:
 
 
 def _replaced(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``own`` updated by ``config``; if ``config`` sets any batch size, those of ``own`` are dropped."""
+    """Return ``own`` updated by ``config``; a batch size in ``config`` drops all batch sizes of ``own``."""
     sizes = any(key in config for key in _BATCH_SIZES)
     kept = {key: value for key, value in own.items() if not (sizes and key in _BATCH_SIZES)}
     return {**kept, **config}

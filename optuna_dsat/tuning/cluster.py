@@ -1,4 +1,4 @@
-"""Searches whose launches run on a cluster: what of it is checked before, and the launcher that holds its nodes."""
+"""Searches whose launches run on a cluster: checks before the start, and the launcher that holds the nodes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["check_cluster", "cluster_devices", "cluster_launcher", "devices_of",
 
 
 def cluster_devices(options: TuneOptions) -> Devices:
-    """Return the slots of one launch on a cluster; what they really are shows once a node is there.
+    """Return the slots of one launch on a cluster; the actual devices are known once a node is allocated.
 
     Raises:
-        UsageError: If the options do not say how many, or name devices of this machine.
+        UsageError: If the options do not specify the number, or name devices of this machine.
     """
     if options.gpus_per_trial is not None:
         raise UsageError(f"--gpus-per-trial is for this machine: with --on {options.on} give --gpus-per-node.")
@@ -45,16 +45,16 @@ def devices_of(spec: StudySpec) -> Devices:
 
 
 def _devices(kind: str, count: int, name: str) -> Devices:
-    """Return devices that are known by where the cluster is asked for them."""
+    """Return devices described by the cluster from which they are requested."""
     slots = tuple(Device(index=index, visible_id="", name=name, memory_bytes=0) for index in range(count))
     return Devices(kind=kind, devices=slots, host_memory_bytes=0)
 
 
 def check_cluster(spec: StudySpec) -> None:
-    """Refuse what the cluster can never grant.
+    """Raise if the cluster can never satisfy the request.
 
     Raises:
-        ClusterError: With its own reason.
+        ClusterError: With the cluster's reason.
     """
     engine = _engine(spec)
     try:
@@ -89,7 +89,7 @@ def _most_places(spec: StudySpec) -> int:
 
 
 def _needed_files(spec: StudySpec) -> dict[str, str]:
-    """Return file that every node must have -> digest of its content."""
+    """Return a mapping from each file that every node must have to the digest of its content."""
     script = spec.script
     paths = [script.cwd, *([] if script.is_module else [script.script]), *filter(None, [script.config_path])]
     found = {path: digest_of(Path(path)) for path in paths}
@@ -110,13 +110,13 @@ def engine_of(
     ray_node: Sequence[str] = (),
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> Engine:
-    """Return what holds places in a cluster.
+    """Return the engine that allocates nodes in a cluster.
 
     Args:
         on: ``slurm`` or ``ray``.
         slurm_arg: Options for srun.
-        ray_address: Address of the Ray cluster; None for the one that this machine belongs to.
-        ray_node: Nodes of the Ray cluster that may be used; all for none.
+        ray_address: Address of the Ray cluster; None for the cluster of this machine.
+        ray_node: Nodes of the Ray cluster that may be used; empty for all.
         on_notice: Called with lines for the user.
     """
     if on == "slurm":

@@ -1,4 +1,4 @@
-"""Which devices a search or a training runs on, as its options ask."""
+"""Select the devices of a search or a training from its options."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def search_devices(options: TuneOptions) -> Devices:
     """Return the devices to tune on.
 
     Raises:
-        UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks.
-        DeviceError: If GPUs do not answer, or only free ones were asked for and none is.
+        UsageError: If more GPUs are requested than exist, or both GPUs and CPU ranks.
+        DeviceError: If GPUs do not respond, or only free GPUs were requested and all are in use.
     """
     if options.on != "here":
         from optuna_dsat.tuning.cluster import cluster_devices
@@ -36,12 +36,12 @@ def choose_devices(wanted: int | None, cpu_ranks: int | None, *, option: str, fr
     Args:
         wanted: GPUs of a launch; None for all.
         cpu_ranks: Ranks of a launch on the CPU; None for GPUs.
-        option: What the user calls ``wanted``.
-        free_only: Whether to leave out GPUs that are in use now.
+        option: Name of the option for ``wanted``, for messages.
+        free_only: Whether to exclude GPUs that are currently in use.
 
     Raises:
-        UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks.
-        DeviceError: If GPUs do not answer, or only free ones were asked for and none is.
+        UsageError: If more GPUs are requested than exist, or both GPUs and CPU ranks.
+        DeviceError: If GPUs do not respond, or only free GPUs were requested and all are in use.
     """
     if cpu_ranks is not None:
         if wanted is not None:

@@ -1,4 +1,4 @@
-"""Searches at several numbers of GPUs, one after another, and their results side by side."""
+"""Searches at several numbers of GPUs, run one after another, and a comparison of their results."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["AtGpus", "best_of", "search_each"]
 
 @dataclass(frozen=True, kw_only=True)
 class AtGpus:
-    """What the search at one number of GPUs found."""
+    """Outcome of the search at one number of GPUs."""
 
     gpus: int
     """GPUs, or CPU ranks, of a launch."""
     study: str
     run: StudyRun | None
-    """None if no configuration could be run with so many GPUs."""
+    """None if no configuration could run on this number of GPUs."""
 
     @property
     def result(self) -> StudyResult | None:
-        """What was found; None if nothing was measured."""
+        """Result of the search; None if nothing was measured."""
         return None if self.run is None else self.run.result
 
     @property
@@ -35,22 +35,22 @@ class AtGpus:
 
     @property
     def samples_per_s_per_gpu(self) -> float | None:
-        """The share of one GPU in it."""
+        """Throughput per GPU; None if nothing was measured."""
         return None if self.samples_per_s is None else self.samples_per_s / self.gpus
 
 
 def search_each(
     studies: Sequence[Prepared], search: Callable[[Prepared], StudyRun], *, on_notice: Callable[[str], None]
 ) -> Iterator[AtGpus]:
-    """Run searches one after another and yield what each found; one in which nothing fits does not end the others.
+    """Run searches one after another and yield each outcome; a search without a runnable config does not stop the rest.
 
     Args:
         studies: Searches at different numbers of GPUs.
-        search: Runs one.
-        on_notice: Called with a line for each search that found nothing.
+        search: Runs a single search.
+        on_notice: Called with a line for each search without a result.
 
     Raises:
-        DsatError: As ``search``, but for ``NothingRunnableError``.
+        DsatError: As ``search``, except for ``NothingRunnableError``.
     """
     for prepared in studies:
         spec = prepared.request.spec
@@ -67,12 +67,12 @@ def search_each(
 
 
 def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, StudyResult]:
-    """Return the search with the most samples per second in all, and its result, which holds those of the others.
+    """Return the search with the highest total samples per second, and its result including the other results.
 
-    Of equal ones that with the fewest GPUs.
+    Ties go to the fewest GPUs.
 
     Raises:
-        NothingRunnableError: If none measured anything.
+        NothingRunnableError: If no search measured anything.
     """
     results = {one.gpus: one.result for one in found if one.result is not None}
     if not results:

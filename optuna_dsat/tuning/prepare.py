@@ -1,4 +1,4 @@
-"""From what was given to a study that may start: one path for the commands and for ``optuna_dsat.tune``."""
+"""Build a study from options: one code path for the commands and for ``optuna_dsat.tune``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Prepared", "check_storage", "prepare", "prepare_each"]
 
 _DEVICES = ("gpus_per_trial", "cpu_ranks")
 _OF_THIS_SEARCH = ("command line", "argument")
-"""Origins of options given for this search; files and the environment hold for all searches."""
+"""Origins of options given for this search only; files and the environment apply to all searches."""
 _PLACES = {
     "slurm_arg": ("slurm",),
     "ray_address": ("ray",),
@@ -28,34 +28,37 @@ _PLACES = {
     "queue_timeout": ("slurm", "ray"),
     "idle_release": ("slurm", "ray"),
 }
-"""Option -> the places of launches that it is for."""
+"""Option -> values of ``--on`` with which it has an effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A study that may start: all options are checked, and nothing is launched or written yet."""
+    """A study that is ready to start: all options are checked, and nothing has been launched or written."""
 
     request: StudyRequest
     given: Given
-    """The options, with those of the config's ``autotuning`` section for which no other origin has a value."""
+    """The options; unset ones are filled from the config's ``autotuning`` section."""
     notes: Sequence[str]
-    """Lines for the user: what of the ``autotuning`` section is not honoured, misspelt keys of the config, and what is
-    odd about the devices.
+    """Lines for the user.
+
+    They report unsupported keys of the ``autotuning`` section, misspelt keys of the config, and oddities of the
+    devices.
     """
 
 
 def prepare_each(method: str | None, given: Given) -> list[Prepared]:
-    """Check the options and return the studies that they ask for, in the order in which they run.
+    """Check the options and return the requested studies in the order in which they run.
 
-    That is one, or one at each number of GPUs or CPU ranks that an option or the config's ``autotuning.num_gpus``
-    lists, named ``NAME-8gpu`` or ``NAME-2rank``; on a cluster ``NAME-2x8gpu`` or ``NAME-2node``.
+    There is one study, or one for each number of GPUs or CPU ranks that an option or the config's
+    ``autotuning.num_gpus`` lists, named ``NAME-8gpu`` or ``NAME-2rank``; on a cluster ``NAME-2x8gpu`` or
+    ``NAME-2node``.
 
     Args:
-        method: Search method; None for the one that the options or the config name.
-        given: The options, and where they come from.
+        method: Search method; None to take it from the options or the config.
+        given: The options with their origins.
 
     Raises:
-        UsageError: On the first thing that cannot be used.
+        UsageError: At the first invalid option.
     """
     _check_texts(given)
     try:
@@ -77,7 +80,7 @@ def _prepare_each(method: str | None, given: Given) -> list[Prepared]:
 
 
 def _at_count(method: str | None, given: Given, sweep: Sweep, *, count: int) -> Prepared:
-    """Return the study at one number of devices, checked."""
+    """Check and return the study at one number of devices."""
     sized = given.with_values({sweep.option: count}, sweep.origin)
     spec = prepare(method, sized).request.spec
     nodes = f"{spec.nodes_per_trial}x" if spec.nodes_per_trial > 1 and sweep.unit != "node" else ""
@@ -85,14 +88,14 @@ def _at_count(method: str | None, given: Given, sweep: Sweep, *, count: int) -> 
 
 
 def prepare(method: str | None, given: Given) -> Prepared:
-    """Check the options and return the study that they ask for.
+    """Check the options and return the requested study.
 
     Args:
-        method: Search method; None for the one that the options or the config name.
-        given: The options, and where they come from.
+        method: Search method; None to take it from the options or the config.
+        given: The options with their origins.
 
     Raises:
-        UsageError: On the first thing that cannot be used.
+        UsageError: At the first invalid option.
     """
     given, notes = with_autotuning(_one_kind_of_device(given), keep_values=method is None)
     _check_places(given)
@@ -103,7 +106,7 @@ def prepare(method: str | None, given: Given) -> Prepared:
     if options.on != "here" and "max_concurrent_trials" not in given.origins:
         options = replace(
             options, max_concurrent_trials=1
-        )  # more nodes of a cluster than one launch takes are asked for
+        )  # otherwise more cluster nodes would be requested than one launch uses
     devices = search_devices(options)
     spec = build_spec(method, options, devices)
     if spec.on != "here":
@@ -121,7 +124,7 @@ def prepare(method: str | None, given: Given) -> Prepared:
 
 
 def _one_kind_of_device(given: Given) -> Given:
-    """Return the options without the kind of device that a file names, if this search was given the other kind."""
+    """Drop the kind of device from an options file if this search was given the other kind."""
     named = [name for name in _DEVICES if given.origins.get(name) in _OF_THIS_SEARCH]
     if len(named) != 1:
         return given
@@ -130,10 +133,10 @@ def _one_kind_of_device(given: Given) -> Given:
 
 
 def _check_places(given: Given) -> None:
-    """Refuse an option of this search that says nothing where its launches run.
+    """Raise if an option given for this search has no effect where its launches run.
 
     Raises:
-        UsageError: Names it, and where it does.
+        UsageError: Names the option, and where it has an effect.
     """
     for name, places in _PLACES.items():
         if given.options.on not in places and given.origins.get(name) in _OF_THIS_SEARCH:
@@ -143,15 +146,15 @@ def _check_places(given: Given) -> None:
 
 
 def _check_texts(given: Given) -> None:
-    """Refuse texts that can be no path, argument or variable.
+    """Raise for strings that cannot be a path, argument or variable.
 
     Raises:
-        UsageError: Names the option; the text itself may be secret.
+        UsageError: Names the option only; the string may be secret.
     """
     for one in fields(given.options):
         value = getattr(given.options, one.name)
         if one.name == "ds_config" and isinstance(value, Mapping):
-            continue  # data, which are checked as a file's are
+            continue  # data, checked like the content of a file
         for text in _texts(value):
             try:
                 wrong = "a NUL character" if b"\x00" in os.fsencode(text) else ""
@@ -162,7 +165,7 @@ def _check_texts(given: Given) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts and paths of a value."""
+    """Yield the strings and paths in a value."""
     if isinstance(value, str | os.PathLike):
         yield str(os.fspath(value))
     elif isinstance(value, Mapping):
@@ -175,7 +178,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_storage(request: StudyRequest) -> None:
-    """Refuse a request whose study or storage a real run would refuse; creates nothing.
+    """Raise if a real run would reject the study or the storage; creates nothing.
 
     Raises:
         StorageUrlError: If the storage cannot be opened.
@@ -185,8 +188,8 @@ def check_storage(request: StudyRequest) -> None:
     from optuna_dsat.study.stored import check_study
 
     if not database_exists(request.storage):
-        return  # created by the run
-    if not has_our_tables(request.storage):  # the run makes them
+        return  # the run creates it
+    if not has_our_tables(request.storage):  # the run creates them
         refuse_others_database(request.storage, request.spec.name)
         return
     with Store.open(request.storage, create=False) as store:

@@ -1,4 +1,4 @@
-"""What a search would do, without a launch: its space, its profile launch and configurations such as it would try."""
+"""Preview of a search without a launch: its space, its profile launch and sample configurations."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _SAMPLES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """A search that is not started."""
+    """Preview of a search that is not started."""
 
     space: SearchSpace
-    """Bucket sizes are not capped by the model's size yet."""
+    """Search space; bucket sizes are not capped by the model's size yet."""
     profile_micro_batch: int
     profile_attempts: Sequence[str]
-    """ZeRO structures of the profile launch, in words: the first, then those tried while memory is short."""
+    """Descriptions of the profile launch's ZeRO structures: the first, then the fallbacks when out of memory."""
     user_config: str
-    """What is known of the user's DeepSpeed config before the script runs, in words."""
+    """Description of the known part of the user's DeepSpeed config before the script runs."""
     samples: Sequence[Mapping[str, Any]]
     """DeepSpeed configs drawn at random from the space, without a micro-batch."""
 
 
 def preview(spec: StudySpec) -> Preview:
-    """Return what the search of a spec would do."""
+    """Return a preview of the search of a spec."""
     space = space_of(spec, None)
     with quiet_optuna():
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=spec.random_seed))

@@ -1,4 +1,4 @@
-"""From the name of a stored study to the request that continues it on this machine."""
+"""Turn the name of a stored study into the request that continues it on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resume_request(
     on_notice: Callable[[str], None],
     approve: Callable[[Sequence[str], bool], None],
 ) -> StudyRequest:
-    """Return the request that continues a stored study with the settings it was started with.
+    """Return the request that continues a stored study with its original settings.
 
     Args:
         name: The study.
@@ -42,13 +42,13 @@ def resume_request(
         limits: Field of ``StudySpec`` or ``MethodOptions`` -> its new value, which is stored.
         workdir: Working directory on this machine; None for the stored one.
         conclude: As in ``StudyRequest``.
-        on_notice: Called with each line that the user should read about the devices.
-        approve: Called with what the study would run, line by line, and whether this user ran just that on this machine
-            before; raises ``UsageError`` if it is not to run.
+        on_notice: Called with each line for the user about the devices.
+        approve: Called with the lines that describe what the study would run, and whether this user already ran exactly
+            that on this machine; raises ``UsageError`` to refuse.
 
     Raises:
-        UsageError: If there is no such study, or script or devices are not what it needs.
-        UnreadableStudyError: If what is stored of it is not what this version reads.
+        UsageError: If the study does not exist, or script or devices do not meet its requirements.
+        UnreadableStudyError: If this version cannot read the stored study.
     """
     with Store.open(storage, create=False) as store:
         study = read_stored(store, name)
@@ -72,11 +72,11 @@ def _edited_keys(spec: StudySpec) -> list[str]:
     """Return each key of the config file that differs from the study's config, with both values."""
     script = spec.script
     if not script.config_path or script.script == RUNNER or is_pipe(script.config_path):
-        return []  # a trial class lays its hyperparameters over its config
+        return []  # a trial class merges its hyperparameters over its config
     try:
         now = user_file.load(script.config_path).raw
     except ConfigError:
-        return []  # the file is not needed: the study has its config
+        return []  # the file is not needed: the study contains its config
     return [
         f"{change.key} {change.own or 'unset'} (file: {change.best or 'unset'})"
         for change in config_changes(hidden_data(resolved(spec.ds_config)), hidden_data(now))
@@ -89,10 +89,10 @@ def spec_here(study: StoredStudy, *, workdir: Path | None, approve: Callable[[Se
     Args:
         study: The study.
         workdir: Working directory on this machine; None for the stored one.
-        approve: As of ``resume_request``.
+        approve: As in ``resume_request``.
 
     Raises:
-        UsageError: If the script is not on this machine, or is not to run.
+        UsageError: If the script is not on this machine, or is not approved.
     """
     return _spec_here(study, study.stored_spec, workdir=workdir, approve=approve)
 
@@ -113,14 +113,14 @@ def _spec_here(
 
 
 def _with_limits(values: dict[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return a spec's values with other limits, those of its method included."""
+    """Return a spec's values with new limits, including the method's limits."""
     own = {name: value for name, value in limits.items() if name in values["options"]}
     others = {name: value for name, value in limits.items() if name not in own}
     return {**values, **others, "options": {**values["options"], **own}}
 
 
 def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:
-    """Return the spec with its paths, those among the script's arguments included, moved to ``workdir``."""
+    """Return the spec with its paths, including paths among the script's arguments, moved to ``workdir``."""
     script, old = spec.script, spec.script.cwd
     if not workdir.is_dir():
         raise UsageError(f"--workdir is {workdir}, which is not a directory.")

@@ -1,4 +1,4 @@
-"""Runs a study request on this machine: opens the store, starts the launcher, and closes both.
+"""Run a study request on this machine: open the store, start the launcher, and close both.
 
 Shared by the commands and ``optuna_dsat.tune``, which differ only in how they show the result.
 """
@@ -46,11 +46,11 @@ from optuna_dsat.tuning.train import train_trial
 __all__ = ["KEPT", "KeptResults", "StudyRun", "fill_dashboard", "quiet_optuna", "run_study", "train_with_best"]
 
 KEPT = "kept_results.json"
-"""File in the study's folder with what a run had measured when its database failed."""
+"""File in the study's folder with the measurements of a run whose database failed."""
 
 
 class KeptResults:
-    """Passes progress events on and keeps what they say was measured.
+    """Forward progress events and keep the measurements in them.
 
     Args:
         observer: Called with each event.
@@ -60,10 +60,10 @@ class KeptResults:
         self._observer = observer
         self._measured: list[dict[str, Any]] = []
         self._ended: dict[str, LaunchEnded] = {}
-        """Launches that are over and not known to be stored, by id."""
+        """Finished launches that are not known to be stored, by id."""
 
     def __call__(self, event: ProgressEvent) -> None:
-        """Keep the result of a launch, then pass the event on."""
+        """Keep the result of a launch, then forward the event."""
         if isinstance(event, LaunchEnded):
             self._ended[event.launch_id] = event
         elif isinstance(event, ProfileFinished):
@@ -93,7 +93,7 @@ class KeptResults:
         self._observer(event)
 
     def _forget(self, purpose: str, number: int | None) -> None:
-        """Take out launches that are stored by now."""
+        """Drop launches that are now stored."""
         self._ended = {
             launch_id: event
             for launch_id, event in self._ended.items()
@@ -101,7 +101,7 @@ class KeptResults:
         }
 
     def write(self, folder: Path) -> Path | None:
-        """Write what was measured to ``KEPT`` in a folder; return the file, None if there is nothing or it fails."""
+        """Write the kept results to ``KEPT`` in a folder; return the file, None if there are none or writing fails."""
         measured = [*self._measured, *map(_not_stored, self._ended.values())]
         if not measured:
             return None
@@ -116,7 +116,7 @@ class KeptResults:
 
 
 def _not_stored(event: LaunchEnded) -> dict[str, Any]:
-    """Return what is kept of a launch that ended when the database did not take it any more."""
+    """Return the record of a launch that ended after the database failed."""
     return {
         "trial": event.number,
         "launch": event.launch_id,
@@ -130,23 +130,23 @@ def _not_stored(event: LaunchEnded) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """How a run of a study ended."""
+    """Outcome of a run of a study."""
 
     request: StudyRequest
-    """What was run; its spec follows the script's trainer if the profile launch found one."""
+    """The request; its spec follows the script's trainer if the profile launch detected a trainer."""
     result: StudyResult | None
     """None if nothing was measured or another worker concludes the study."""
     interrupted: bool
-    """Whether Ctrl-C ended it."""
+    """Whether it was interrupted with Ctrl-C."""
     storage: str
     """The storage's URL without a password; empty if the run was interrupted before the study was opened."""
 
 
 def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
-    """Start or continue a search and return how it ended.
+    """Start or continue a search and return its outcome.
 
     Args:
-        request: What to tune, where, and how far.
+        request: The study with its storage and limits.
         observer: Called with each progress event.
 
     Raises:
@@ -182,7 +182,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
             request, interrupted = replace(request, spec=session.spec), session.interrupted
     except KeyboardInterrupt:
         interrupted = True
-    except PermissionError as error:  # of files that could be used when it began
+    except PermissionError as error:  # permissions that changed during the run
         intact = "What was stored before is intact; resume the study once this is repaired."
         raise StorageError(f"{error.filename}: {error.strerror}. {intact}") from error
     except StorageError as error:
@@ -198,7 +198,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
 
 
 def _require_python(spec: StudySpec) -> None:
-    """Refuse a study whose variables keep Python from starting here.
+    """Raise for a study whose environment variables prevent Python from starting here.
 
     Raises:
         UsageError: With the reason.
@@ -229,12 +229,12 @@ def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
 
 
 def train_with_best(run: StudyRun, result: StudyResult, *, stdout: TextIO | None = None) -> int:
-    """Train with the configuration that a run found, in the foreground; return the exit code of the training.
+    """Train in the foreground with the result of a run; return the exit code of the training.
 
     Args:
         run: The run.
-        result: What it found.
-        stdout: Where the training's output goes; None for this process's own.
+        result: Its result.
+        stdout: Stream for the output of the training; None for this process's stdout.
     """
     with Store.open(run.request.storage, create=False) as store:
         study = read_stored(store, run.request.spec.name)
@@ -249,14 +249,14 @@ def train_with_best(run: StudyRun, result: StudyResult, *, stdout: TextIO | None
 
 
 def fill_dashboard(store: Store, name: str, observer: Observer) -> None:
-    """Leave notes and plots for optuna-dashboard if it is installed; logs are copied when it is started."""
+    """Write notes and plots for optuna-dashboard if it is installed; logs are copied when the dashboard starts."""
     from optuna_dsat.report.dashboard.publish import is_installed, publish
 
     if not is_installed():
         return
     try:
         publish(store, name, artifacts=False)
-    except Exception as error:  # noqa: BLE001 - a note is no reason to lose a result that is there
+    except Exception as error:  # noqa: BLE001 - a failing note must not lose the result
         observer(Message(text=f"optuna-dashboard's notes and plots could not be written: {error}"))
 
 

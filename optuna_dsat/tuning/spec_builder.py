@@ -1,4 +1,4 @@
-"""From checked options to the ``StudySpec`` of the study that they ask for."""
+"""Build a study's ``StudySpec`` from checked options."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["build_spec"]
 def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
     """Check all options and return the spec; nothing is launched or written.
 
-    Secrets among arguments, variables and config stand in it as references; this process keeps their values.
+    The spec contains references to secrets among arguments, variables and config; this process keeps their values.
 
     Raises:
-        UsageError: On the first thing that cannot be used.
+        UsageError: At the first invalid option.
     """
     target = find_target(options)
     path = config_path(options)
@@ -70,17 +70,17 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     keep(secrets.values)
     from optuna_dsat.study.space import space_of
 
-    space_of(spec, None)  # refuses a knob or value that the space cannot take
+    space_of(spec, None)  # rejects knobs and values outside the space
     return spec
 
 
 def _default_name(stem: str, method: str) -> str:
-    """Return a study's name, which is also a folder's: a script's may have a line break in it."""
+    """Return a study's default name. It is also a folder name, but a script's name may contain line breaks."""
     return f"{''.join(one if one.isprintable() else '_' for one in stem)}-{method}"
 
 
 def _settings(options: TuneOptions) -> dict[str, Any]:
-    """Return the spec's fields that options fill as they are; those left at None keep the spec's default."""
+    """Return the spec's fields that are copied from options; options that are None keep the spec's default."""
     settings: dict[str, Any] = {}
     for one in fields(options):
         name, value = spec_field(one.name), getattr(options, one.name)
@@ -99,10 +99,10 @@ def _settings(options: TuneOptions) -> dict[str, Any]:
 
 
 def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
-    """Return variables of the environment as they were given.
+    """Return the environment variables as given.
 
     Raises:
-        UsageError: If the name of one can be none.
+        UsageError: If a variable's name is invalid.
     """
     if wrong := [name for name in given if not name or "=" in name]:
         raise UsageError(f"--env has a variable named {wrong[0]!r}; write NAME=VALUE, the name without '='.")
@@ -110,10 +110,10 @@ def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _check_modules(spec: StudySpec) -> None:
-    """Refuse what names no module, and a module that launches on this machine would not find.
+    """Raise for invalid module names, and for modules that a launch on this machine would not find.
 
     Raises:
-        UsageError: Names it.
+        UsageError: Names the module.
     """
     for option, names in (("--preload", spec.preload), ("--no-preload", spec.no_preload)):
         for name in names:
@@ -124,7 +124,7 @@ def _check_modules(spec: StudySpec) -> None:
         if name != top:
             raise UsageError(f"--no-preload takes whole packages: write {top} instead of {name}.")
     if spec.on != "here":
-        return  # its nodes may have others
+        return  # cluster nodes may have other modules
     script = spec.script
     beside = Path(script.cwd) if script.is_module else Path(script.script).parent
     paths = [Path(path) for path in script.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -137,7 +137,7 @@ def _existing_folder(path: str) -> str:
     """Return the path of the folder for NVMe offload.
 
     Raises:
-        UsageError: If it is not there, or cannot be written to.
+        UsageError: If it does not exist or is not writable.
     """
     if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
         raise UsageError(f"--nvme-path is {path}, which is no folder that can be written to.")
@@ -145,18 +145,18 @@ def _existing_folder(path: str) -> str:
 
 
 def _device_memory(options: TuneOptions, devices: Devices) -> int | None:
-    """Return the bytes that one rank may allocate; None for all there is.
+    """Return the bytes that one rank may allocate; None for no limit.
 
     The default on a GPU is None: an allocation that does not fit fails on its own. The default on the CPU is three
-    quarters of a rank's share of the host's memory that is available now: beyond that the kernel ends some process of
-    the machine, which may be another's.
+    quarters of a rank's share of the host memory available now. Beyond that, the kernel may kill any process on the
+    machine, including other users'.
     """
     if options.device_memory is not None:
         try:
             return parse_bytes(str(options.device_memory))
         except UsageError as error:
             raise UsageError(f"--device-memory: {error}") from None
-    if devices.kind != "cpu" or options.on != "here":  # a node of a cluster finds its own limit
+    if devices.kind != "cpu" or options.on != "here":  # a cluster node determines its own limit
         return None
     share = min(devices.host_memory_bytes, available_memory_bytes()) // len(devices.devices)
     return max(1, share * 3 // 4)

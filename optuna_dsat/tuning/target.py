@@ -1,4 +1,4 @@
-"""What the ranks run: reads the user's script, module or model definition, without importing it."""
+"""Find what the ranks run: a script, module or model definition of the user, without importing it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from optuna_dsat.tuning.options.tune_options import TuneOptions
 __all__ = ["Target", "find_target", "trial_target", "writable"]
 
 _OF_CONFIGS = (".hjson", ".json", ".jsonc", ".toml", ".yaml", ".yml")
-"""Ends of names of files that hold settings."""
+"""Suffixes of settings files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Target:
 
 
 def find_target(options: TuneOptions) -> Target:
-    """Return what the ranks are to run.
+    """Return the target that the ranks run.
 
     Raises:
         UsageError: If it does not exist, or is not Python.
@@ -67,7 +67,7 @@ def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str
     """Return the runner of a ``DeepSpeedTrial`` with its arguments.
 
     Raises:
-        UsageError: If there is no such class, or the hyperparameters cannot be used.
+        UsageError: If the class does not exist, or the hyperparameters are invalid.
     """
     found = find_trial_class(entry, Path.cwd())
     overwrites = {} if hparams is None else overwrites_of(Hparams.load(hparams), config, Path.cwd())
@@ -82,7 +82,7 @@ def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str
 
 
 def _with_experiment(rest: tuple[str, ...], hparams: Path | None) -> tuple[str, ...]:
-    """Return the runner's arguments with the lengths and the seed of an experiment configuration that are not given.
+    """Add the lengths and the seed of an experiment configuration to the runner's arguments, unless they are given.
 
     Raises:
         UsageError: If the configuration cannot be read.
@@ -106,12 +106,12 @@ def _script(path: Path) -> tuple[str, str]:
 
 
 def _is_json(tree: ast.Module) -> bool:
-    """Whether a file holds a single object, which JSON and Python write alike."""
+    """Whether a file contains a single object literal, valid as both JSON and Python."""
     return len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Dict)
 
 
 def _module(name: str) -> tuple[str, str]:
-    """Return the name of a module that can be run, and its last part."""
+    """Return the name of a runnable module, and its last part."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"-m takes a module's name, such as package.module; got {name!r}.")
     file = module_file(name, Path.cwd())
@@ -129,7 +129,7 @@ def writable(path: Path) -> Path:
     """Return the absolute path of an output directory that exists or can be created; creates nothing.
 
     Raises:
-        UsageError: If it cannot be written to.
+        UsageError: If it is not writable.
     """
     absolute = path.absolute()
     parent = absolute

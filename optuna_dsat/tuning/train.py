@@ -1,4 +1,4 @@
-"""Training to the end with a configuration of a stored study."""
+"""Full training with a configuration of a stored study."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def train_study(
         args: Arguments appended to the script's.
         workdir: Working directory on this machine; None for the stored one.
         on_notice: Called with each line for the user.
-        approve: As of ``resume_request``.
+        approve: As in ``resume_request``.
         ask_for_secrets: Called before the secrets of the study are required.
 
     Raises:
-        UsageError: If there is no such study or trial, or script or devices are not what the study needs.
+        UsageError: If the study or trial does not exist, or script or devices do not meet its requirements.
         NothingRunnableError: If nothing was measured yet.
         UnreadableStudyError: If the study cannot be read.
-        DeviceError: If others hold the devices for too long.
+        DeviceError: If other processes use the devices for too long.
         OutputError: If the run directory cannot be written.
     """
     with Store.open(storage, create=False) as store:
@@ -89,11 +89,11 @@ def train_trial(
         spec: The study's spec with this machine's paths, following its script.
         devices: The devices to use.
         args: Arguments appended to the script's.
-        stdout: Stream for the output of the training; None for that of this process.
+        stdout: Stream for the output of the training; None for this process's stdout.
         on_notice: Called with each line for the user.
 
     Raises:
-        DeviceError: If others hold the devices for too long.
+        DeviceError: If other processes use the devices for too long.
         OutputError: If the run directory cannot be written.
     """
     request = full_request(

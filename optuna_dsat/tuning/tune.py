@@ -30,16 +30,16 @@ __all__ = ["SearchInterrupted", "TuneResult", "tune"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(StudyResult):
-    """Result of a study. Metrics are in samples/s, FLOP/s per GPU, or seconds, by their name."""
+    """Result of a study. Metrics are in samples/s, FLOP/s per GPU, or seconds, depending on their name."""
 
     @classmethod
     def of(cls, found: StudyResult) -> TuneResult:
-        """Return the result of a study as this class, those by number of GPUs as well."""
+        """Convert the result of a study to this class, including the results by number of GPUs."""
         made = cls(**{one.name: getattr(found, one.name) for one in fields(found)})
         return replace(made, by_gpus={count: cls.of(one) for count, one in found.by_gpus.items()})
 
     def __repr__(self) -> str:
-        """Return one line: study, configuration, metric and speed-up, where the config lies."""
+        """Return one line: study, configuration, metric, speed-up and the path of the config."""
         value = value_in_words(self.verdict, metric=self.metric, device=self.device)
         ratio = "" if self.speed_up is None else f", {times_in_words(self.speed_up)} times your own config"
         if self.verdict.handed_over == self.verdict.baseline:
@@ -50,7 +50,7 @@ class TuneResult(StudyResult):
         )
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: what came of the study, and where its result lies."""
+        """Return HTML for a notebook: the outcome of the study and the path of its result."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
             f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
@@ -62,7 +62,7 @@ class TuneResult(StudyResult):
         return f"<div><p><b>{title}</b></p><table>{rows}</table>{notes}</div>"
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        """Yield names and texts of the table in a notebook."""
+        """Yield the rows (name, text) of the notebook table."""
         yield "Study", self.study
         yield "Configuration", config_in_words(self.config)
         for count, one in self.by_gpus.items():
@@ -84,13 +84,13 @@ class TuneResult(StudyResult):
             yield "Your own config", user_value_in_words(self.verdict, metric=self.metric, device=self.device)
 
     def to_dataframe(self, storage: str | None = None) -> pandas.DataFrame:
-        """Return all trials as a table of pandas: a row per trial, as ``trials`` has them.
+        """Return all trials as a pandas DataFrame: one row per trial, with the columns of ``trials``.
 
-        Parameters and metrics have columns of their own, ``param:NAME`` and ``metric:NAME``, as ``optuna-dsat export
-        --format csv`` names them. The configs are left out.
+        Parameters and metrics have separate columns, ``param:NAME`` and ``metric:NAME``, as in ``optuna-dsat export
+        --format csv``. The configs are left out.
 
         Args:
-            storage: As of ``optuna_study``.
+            storage: As in ``optuna_study``.
 
         Raises:
             ImportError: If pandas is not installed.
@@ -105,15 +105,15 @@ class TuneResult(StudyResult):
         return pandas.DataFrame(rows, columns=list(columns_of(rows)))
 
     def plot(self, kind: str = "metric", storage: str | None = None) -> go.Figure:
-        """Return a figure of the study by plotly, which a notebook shows.
+        """Return a plotly figure of the study, for display in a notebook.
 
         Args:
             kind: A figure of ``optuna_dsat.report.figures``, without ``plot_``: ``metric`` (over the micro-batch),
                 ``progress``, ``memory``, ``finalists``, ``timeline``.
-            storage: As of ``optuna_study``.
+            storage: As in ``optuna_study``.
 
         Raises:
-            ValueError: If there is no such figure.
+            ValueError: If the figure does not exist.
             StorageUrlError: As ``optuna_study``.
             StorageError: As ``optuna_study``.
         """
@@ -128,10 +128,10 @@ class TuneResult(StudyResult):
 
 
 class SearchInterrupted(KeyboardInterrupt):
-    """Ctrl-C ended ``optuna_dsat.tune``. The study is stored: calling again with the same arguments continues it.
+    """Ctrl-C interrupted ``optuna_dsat.tune``. The study is stored: the same call continues it.
 
     Attributes:
-        result: What was found until then, not confirmed; None if nothing was measured.
+        result: The unconfirmed result so far; None if nothing was measured.
         study: Name of the study.
     """
 
@@ -145,23 +145,23 @@ class SearchInterrupted(KeyboardInterrupt):
 def tune(given: Given) -> TuneResult:
     """Find the DeepSpeed configuration that trains a script fastest; the command ``optuna-dsat tune`` as a function.
 
-    The script runs in processes of its own, some steps at a time, and is not imported. An existing study of the same
-    name is continued. The environment and option files are not read; the config's ``autotuning`` section is, for
-    arguments that are not given. None stands for an argument's default.
+    The script is not imported; it runs in separate processes, a few steps at a time. An existing study of the same name
+    is continued. The environment and option files are not read. Arguments that are not given are taken from the
+    config's ``autotuning`` section. None means an argument's default.
 
     Args:
         given: {options}
 
     Returns:
-        The best configuration with its metrics, and where all of it lies.
+        The best configuration with its metrics, and the paths of all files.
 
     Raises:
-        TypeError: If an argument is of a type that it does not take, or unknown; nothing was launched or written.
-        UsageError: If something given cannot be used; nothing was launched or written.
+        TypeError: If an argument is unknown or has the wrong type; nothing was launched or written.
+        UsageError: If an argument is invalid; nothing was launched or written.
         NothingRunnableError: If no configuration could be measured on this hardware.
-        ScriptFailedError: If the script fails whatever the configuration, or the training at the end does.
-        StorageError: If the database failed while the study ran; calling again continues it.
-        SearchInterrupted: A ``KeyboardInterrupt`` that carries what was found until then; calling again continues.
+        ScriptFailedError: If the script fails with every configuration, or the training at the end fails.
+        StorageError: If the database failed while the study ran; the same call continues it.
+        SearchInterrupted: A ``KeyboardInterrupt`` with the result so far; the same call continues the study.
     """
     given = with_config_file(given)
     studies = prepare_each(None, given)
@@ -191,7 +191,7 @@ def tune(given: Given) -> TuneResult:
 
 
 def _search(prepared: Prepared) -> StudyRun:
-    """Run one study and return how it ended, which is with a result.
+    """Run one study and return its outcome, which has a result.
 
     Raises:
         DsatError: As ``tune``.

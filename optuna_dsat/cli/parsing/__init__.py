@@ -1,1 +1,1 @@
-"""From words on the command line to the options of a command."""
+"""From command-line arguments to the options of a command."""

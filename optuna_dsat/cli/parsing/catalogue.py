@@ -1,6 +1,6 @@
-"""The commands by name: where each is defined, and its place in the help.
+"""The commands by name: their modules, and their order in the help.
 
-A command's module is imported when the command is asked for, so that none waits for what others need.
+A command's module is imported when the command is called, so commands do not wait for each other's dependencies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MANAGE = "Manage studies"
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """Where a command is defined."""
+    """Location of a command's definition."""
 
     module: str
     """Module of ``optuna_dsat.cli``."""
@@ -66,31 +66,31 @@ COMMANDS: dict[str, _Entry] = {
     }.items()
     for name, module, attribute in entries
 }
-"""Name of a command -> where it is defined, in the order of the help."""
+"""Name of a command -> its definition, in the order of the help."""
 
 SEARCHES = frozenset(name for name, entry in COMMANDS.items() if entry.module == "search")
 """Commands that take a training command."""
 
 
 _TAKE_COMMAND = ("check",)
-"""Commands whose own options precede their arguments: these end with a training command."""
+"""Commands whose options precede their arguments, which end with a training command."""
 
 
 class Catalogue(HelpGroup):
-    """The group of all commands, each built when it is asked for."""
+    """The group of all commands; each is built on first access."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = _Commands(dict(self.commands))
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands, none of which is built for that."""
+        """Return the names of the commands without building them."""
         del ctx
         return list(self.commands)
 
 
 class _Commands(MutableMapping[str, Any]):
-    """Name -> command; built when it is looked up."""
+    """Name -> command; built on lookup."""
 
     def __init__(self, built: dict[str, Any]) -> None:
         self._built = built
@@ -120,7 +120,7 @@ class _Commands(MutableMapping[str, Any]):
 
 
 def _build(name: str, entry: _Entry) -> Any:
-    """Import a command and return it as typer has it."""
+    """Import a command and return typer's command object."""
     found = getattr(importlib.import_module(f"optuna_dsat.cli.{entry.module}"), entry.attribute)
     if isinstance(found, typer.Typer):
         command = typer.main.get_command(found)

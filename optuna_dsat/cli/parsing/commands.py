@@ -1,4 +1,4 @@
-"""Commands made from classes of options."""
+"""Commands generated from classes of options."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def takes_options(run: Callable[..., None]) -> bool:
 
 
 def first_options(run: Callable[..., None]) -> frozenset[str]:
-    """Return the names of the options that the help of a command shows first; empty for all.
+    """Return the options that a command's help shows first; empty for all.
 
     Args:
-        run: As of ``with_options``, or any other function.
+        run: As in ``with_options``, or any other function.
     """
     declared = (options_in(kind) for kind in _classes(run).values())
     return frozenset(name for options in declared for name, option in options.items() if option.first)
 
 
 def _classes(run: Callable[..., None]) -> dict[str, Any]:
-    """Return the classes of options that a function takes, by the name of the parameter."""
+    """Return the classes of options that a function takes, by parameter name."""
     hints = get_type_hints(run).items()
     return {name: kind for name, kind in hints if name != "return" and is_dataclass(kind)}
 
 
 def with_options(run: Callable[..., None], doc: str | None = None) -> Callable[..., None]:
-    """Return a command function whose parameters are the fields of the classes of options that ``run`` takes.
+    """Return a command function whose parameters are the fields of the option classes that ``run`` takes.
 
     Args:
         run: Function whose parameters are annotated with dataclasses, their fields with ``Option`` or typer's own
@@ -78,7 +78,7 @@ def _parameters(options: Any) -> list[inspect.Parameter]:
 
 
 def _place(parameter: inspect.Parameter) -> int:
-    """Return the place of a parameter's panel in the help; arguments come first."""
+    """Return the position of a parameter's panel in the help; arguments come first."""
     option = option_of(parameter.annotation)
     return -1 if option is None or option.panel is None else PANELS.index(option.panel)
 
@@ -89,7 +89,7 @@ def _parser(annotation: Any) -> Callable[[Any], Any]:
 
 
 def _for_typer(parameter: inspect.Parameter) -> Any:
-    """Return the annotation of a field as typer reads it."""
+    """Return the annotation of a field in typer's form."""
     option = option_of(parameter.annotation)
     if option is None:
         return parameter.annotation
@@ -98,7 +98,7 @@ def _for_typer(parameter: inspect.Parameter) -> Any:
         return Annotated[kind, typer.Argument(help=option.command_help, metavar=option.metavar, show_default=False)]
     flags = option.flags
     if not flags and parameter.default is False:
-        flags = ("--" + parameter.name.replace("_", "-"),)  # no --no-... to switch off what is off
+        flags = ("--" + parameter.name.replace("_", "-"),)  # no --no-... for a flag that is off by default
     return Annotated[
         kind,
         typer.Option(
@@ -124,7 +124,7 @@ def _completion(option: Option) -> Callable[[str], list[str]] | None:
 
 
 def origins_of(context: typer.Context, names: Iterable[str]) -> dict[str, str]:
-    """Return the origin of each of ``names`` that was given: ``command line``, a variable's name or a file's."""
+    """Return the origin of each given option in ``names``: ``command line``, a variable's name or a file's."""
     variables = {param.name: param.envvar for param in context.command.params}
     origins = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Determined's own form of a search, ``optuna-dsat asha experiment.yaml model_dir/``, in terms of arguments."""
+"""Convert Determined's form of a search, ``optuna-dsat asha experiment.yaml model_dir/``, to arguments."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
 
 
 def is_experiment(words: Sequence[str], *, cwd: Path) -> bool:
-    """Return whether arguments begin with an experiment configuration and a model directory that exist."""
+    """Return whether arguments start with an experiment configuration and a model directory that exist."""
     if len(words) < 2 or not words[0].endswith(_SUFFIXES) or words[1] == NO_CONFIG:
         return False
     return (cwd / words[0]).is_file() and (cwd / words[1]).is_dir()
 
 
 def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozenset[str], cwd: Path) -> list[str]:
-    """Return the arguments of a search that an experiment configuration asks for; what it gives is overridden.
+    """Convert an experiment configuration to the arguments of a search; given options override its settings.
 
-    The search runs in the model directory, which becomes the working directory of this process. What has no meaning
-    here is told on stderr.
+    The search runs in the model directory, which becomes the working directory of this process. Unsupported keys are
+    reported on stderr.
 
     Args:
         words: The configuration, the directory, further options and, after ``--``, arguments.
-        own: Options that stand before them.
+        own: Options in front of them.
         known: The search's options.
         cwd: The working directory.
 
@@ -70,9 +70,9 @@ def _settings(experiment: Experiment, *, given: Sequence[str], known: frozenset[
 
 
 def kept_places(cwd: Path, folder: Path, *, given: Sequence[str]) -> list[str]:
-    """Return options that keep output and database where ``cwd`` says, if a search runs in another folder.
+    """Return options that keep output and database relative to ``cwd`` if a search runs in another folder.
 
-    They are to stand behind those that are given, which name them relative to ``cwd``.
+    They must follow the given options, whose paths are relative to ``cwd``.
     """
     if folder == cwd.resolve():
         return []
@@ -93,7 +93,7 @@ def kept_places(cwd: Path, folder: Path, *, given: Sequence[str]) -> list[str]:
 
 
 def value_given(words: Sequence[str], option: str) -> str | None:
-    """Return the value that options of a command line give one; None if they do not."""
+    """Return the value of an option on a command line; None if it is not given."""
     found = None
     for word, following in zip(words, (*words[1:], ""), strict=False):
         name, equals, value = word.partition("=")
@@ -103,7 +103,7 @@ def value_given(words: Sequence[str], option: str) -> str | None:
 
 
 def _notes(experiment: Experiment, *, known: frozenset[str]) -> list[str]:
-    """Return what is told about an experiment: keys without meaning, and where a script gets its hyperparameters."""
+    """Return notes on an experiment: unsupported keys, and how a script receives its hyperparameters."""
     unknown = [name.removeprefix("--") for name in experiment.options if name not in known]
     notes = []
     if experiment.without_meaning:
@@ -121,10 +121,10 @@ def _target(experiment: Experiment, named: str, *, rest: Sequence[str]) -> list[
     Args:
         experiment: The experiment.
         named: Path of its configuration, relative to the model directory.
-        rest: Further arguments of what is run.
+        rest: Further arguments of the script or model definition.
 
     Raises:
-        UsageError: If the entry point is no script, or a definition has no config.
+        UsageError: If the entry point is not a script, or a model definition has no config.
     """
     if experiment.is_trial:
         if not experiment.config:

@@ -1,6 +1,6 @@
-"""The help of commands: plain text of words, the options that matter first, and commands in groups.
+"""Help of the commands: plain text, the most important options first, and commands in groups.
 
-``--help`` shows the options that a command declares as the first ones, ``--help-all`` shows all.
+``--help`` shows the options that a command declares as its first options, ``--help-all`` shows all.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["HELP_NAMES", "HelpCommand", "HelpGroup", "placeholder", "shown_defau
 
 _ALL = "--help-all"
 HELP_NAMES = ("--help", "-h", _ALL)
-"""Spellings of the option for help, of every command."""
+"""Spellings of the help option, for every command."""
 _WANTS_ALL = "optuna_dsat.help_all"
 _WIDEST = 100
-"""Columns that help takes at most."""
+"""Maximum width of the help in characters."""
 _NARROWEST = 40
 _LEFT = 28
-"""Columns of names and placeholders at most; longer ones have a line of their own."""
+"""Maximum width of the left column (names and placeholders); longer entries get a separate line."""
 _OTHERS = "Options"
 _COMMANDS = "Commands"
 _PLACEHOLDERS = {"int": "N", "float": "X", "Path": "PATH"}
-"""Type of a value -> word that stands for it."""
+"""Type of a value -> placeholder."""
 
 
 def placeholder(param: TyperOption) -> str:
-    """Return the word that stands for an option's value; empty for a flag."""
+    """Return the placeholder of an option's value; empty for a flag."""
     if param.is_flag or param.count:
         return ""
     if param.metavar:
@@ -49,7 +49,7 @@ def placeholder(param: TyperOption) -> str:
 
 
 def shown_default(param: TyperOption) -> str:
-    """Return an option's default in words; empty where there is none, or the text of the help says it."""
+    """Format an option's default; empty if there is none, or the help text already contains it."""
     if param.is_flag:
         return ("on" if param.default else "off") if param.secondary_opts else ""
     default = param.default.value if isinstance(param.default, Enum) else param.default
@@ -59,7 +59,7 @@ def shown_default(param: TyperOption) -> str:
 
 
 class _Page:
-    """Lines of help for a terminal of some width, coloured or not."""
+    """Lines of help for a terminal of some width, with or without colours."""
 
     def __init__(self, *, columns: int, coloured: bool) -> None:
         self._columns = columns
@@ -78,7 +78,7 @@ class _Page:
         )
 
     def section(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Add a titled table of two columns; the second one is wrapped."""
+        """Add a titled table of two columns; the second column is wrapped."""
         if not rows:
             return
         self.lines += ["", self._style(f"{title}:", bold=True)]
@@ -103,7 +103,7 @@ class _Page:
 
 
 def _begin(context: typer.Context) -> _Page:
-    """Return an empty page for stdout as it is; the context lets colours through if there are any."""
+    """Return an empty page for stdout; the context enables colours if stdout supports them."""
     forced, shown = os.environ.get("FORCE_COLOR"), sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     coloured = bool(forced or shown) and not os.environ.get("NO_COLOR")
     context.color = coloured
@@ -112,18 +112,18 @@ def _begin(context: typer.Context) -> _Page:
 
 
 def _note_wish(context: typer.Context, args: Sequence[str]) -> None:
-    """Note whether the arguments ask for all options."""
+    """Record whether the arguments request all options."""
     own = args[: args.index("--")] if "--" in args else args
     context.meta[_WANTS_ALL] = _ALL in own
 
 
 def _text(text: str | None) -> str:
-    """Return the text of a help without the escapes of markup."""
+    """Return a help text without markup escapes."""
     return (text or "").partition("\f")[0].replace("\\[", "[")
 
 
 def _names(option: TyperOption) -> str:
-    """Return the spellings of an option with the placeholder of its value, the short one first."""
+    """Return the spellings of an option with its placeholder, the short spelling first."""
     spellings = [*sorted(option.opts, key=len), *option.secondary_opts]
     value = placeholder(option)
     return ", ".join(spellings) + (f" {value}" if value else "")
@@ -155,23 +155,23 @@ def _arguments(params: Iterable[object]) -> list[tuple[str, str]]:
 
 
 def _argument(argument: TyperArgument) -> str:
-    """Return an argument as the usage shows it, in brackets where it may be left out."""
+    """Format an argument for the usage line, in brackets if it is optional."""
     name = argument.metavar or str(argument.name).upper()
     return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 def _options(params: Iterable[object]) -> list[TyperOption]:
-    """Return the options that help shows, without that for help itself."""
+    """Return the options that help shows, without the help option."""
     found = [one for one in params if isinstance(one, TyperOption) and not one.hidden]
     return [one for one in found if _ALL not in one.opts]
 
 
 _EXAMPLE = "deepspeed --num_gpus 8 train.py --deepspeed_config ds_config.json"
-"""A training command as users type it."""
+"""A typical training command."""
 
 
 class HelpCommand(TyperCommand):
-    """A command with help of two lengths.
+    """A command with a short and a long help.
 
     Attributes:
         first: Names of the parameters that ``--help`` shows; empty for all.
@@ -182,7 +182,7 @@ class HelpCommand(TyperCommand):
     takes_launcher: bool = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse, with a note on which help is asked for."""
+        """Parse, and record which help is requested."""
         _note_wish(ctx, args)
         return super().parse_args(ctx, args)
 
@@ -216,7 +216,7 @@ class HelpCommand(TyperCommand):
 
 
 def _by_panel(options: Sequence[TyperOption]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield the rows of each panel, in the order in which the panels come first."""
+    """Yield the rows of each panel, with panels in order of first appearance."""
     panels: dict[str, list[tuple[str, str]]] = {}
     for option in options:
         panel = option.rich_help_panel if isinstance(option.rich_help_panel, str) else _OTHERS
@@ -228,7 +228,7 @@ class HelpGroup(TyperGroup):
     """A group of commands whose help shows them in panels."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; show the help where nothing is asked for."""
+        """Parse; show the help if there are no arguments."""
         if not args and self.no_args_is_help and not ctx.resilient_parsing:
             typer.echo(ctx.get_help(), color=ctx.color)
             ctx.exit(2)

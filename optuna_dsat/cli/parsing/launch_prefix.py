@@ -1,7 +1,7 @@
-"""A search put in front of the command that people type to train: ``optuna-dsat guided deepspeed train.py ...``.
+"""A search in front of the usual training command: ``optuna-dsat guided deepspeed train.py ...``.
 
-What stands after the search's own options is the command as it is typed; it is taken apart here into the arguments that
-the search has, before typer parses them.
+The training command follows the search's own options. This module converts it to arguments of the search before typer
+parses them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
 
 
 def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[str]:
-    """Return the arguments with a training command taken apart into script, config, ranks and the script's arguments.
+    """Convert a training command in the arguments to script, config, ranks and the script's arguments.
 
-    Arguments that name a script and its config directly, and those of other commands, are returned as they are. GPUs
-    that the launcher selects become ``CUDA_VISIBLE_DEVICES`` of this process. What has no effect is told on stderr.
+    Arguments with an explicit script and config, and arguments of other commands, are returned unchanged. GPUs that the
+    launcher selects become ``CUDA_VISIBLE_DEVICES`` of this process. Parts without effect are reported on stderr.
 
     Args:
         argv: Arguments of ``optuna-dsat``.
@@ -43,7 +43,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
         cwd: The working directory.
 
     Raises:
-        UsageError: If the launcher refuses its options, or those of the search are lost.
+        UsageError: If the launcher rejects its options, or options of the search would be lost.
     """
     start, name = _first_positional(argv, root.params)
     if name not in SEARCHES:
@@ -89,10 +89,10 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
 
 
 def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
-    """Refuse a command whose program is not there: its options would be taken for those of the search.
+    """Raise if the command's program does not exist: its options would be parsed as the search's.
 
     Raises:
-        UsageError: If its first word names neither a file nor a program, and an option follows.
+        UsageError: If its first word is neither a file nor a program, and an option follows.
     """
     name = words[0]
     if any(word.startswith("-") and word != "--" for word in words[1:2]) and not Path(cwd, name).exists():
@@ -104,7 +104,7 @@ def _names_module(own: Sequence[str]) -> bool:
 
 
 def _in_file(command: str, options: str | None, *, cwd: Path) -> list[str]:
-    """Return the options on where launches run that the file of options holds for a search."""
+    """Return the options in the options file that specify where a search runs its launches."""
     named = options or os.environ.get(OPTIONS_ENV)
     file = file_of(Path(named) if named else None, cwd=cwd)
     values = {} if file is None else {name: file.value_of(command, name) for name in ("on", "cpu-ranks")}
@@ -112,7 +112,7 @@ def _in_file(command: str, options: str | None, *, cwd: Path) -> list[str]:
 
 
 def _note_on_nodes(found: LaunchCommand, *, engine: str) -> Iterator[str]:
-    """Yield a sentence on what of a command names other nodes or a rendezvous, where that has no effect."""
+    """Yield a sentence on parts of a command that name other nodes or a rendezvous, if they have no effect."""
     if engine != "here":
         given, where = found.rendezvous, ""
     else:
@@ -123,10 +123,10 @@ def _note_on_nodes(found: LaunchCommand, *, engine: str) -> Iterator[str]:
 
 
 def _options_behind(found: LaunchCommand, words: Sequence[str], search: TyperCommand, *, cwd: Path) -> list[str]:
-    """Return a note on options that the search has, too, and that stand behind a script whose source declares them.
+    """Return a note on options of the search after a script whose source declares options of the same name.
 
     Raises:
-        UsageError: If others stand behind the script, or behind a program that launches it.
+        UsageError: If other options of the search follow the script, or a program that launches it.
     """
     options = {
         spelling
@@ -135,7 +135,7 @@ def _options_behind(found: LaunchCommand, words: Sequence[str], search: TyperCom
         for spelling in (*option.opts, *option.secondary_opts)
     }
     passed = {word.partition("=")[0] for word in found.args}
-    of_script = len(words) - len(found.args) - 1  # "--" here or behind is followed by arguments of the script alone
+    of_script = len(words) - len(found.args) - 1  # only script arguments follow a "--" at or after this index
     end = next((index for index, word in enumerate(words) if word == "--" and index >= of_script), len(words))
     typed = [word for word in dict.fromkeys(word.partition("=")[0] for word in words[1:end]) if word in options]
     behind = [word for word in typed if word in passed or found.is_wrapped]
@@ -158,7 +158,7 @@ def _options_behind(found: LaunchCommand, words: Sequence[str], search: TyperCom
 
 
 def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:
-    """Return ``SCRIPT [options] -- ARGS`` with a word for a config that is not named: typer would take one of ARGS."""
+    """Insert a placeholder for a missing config in ``SCRIPT [options] -- ARGS``: typer would use one of ARGS."""
     if "--" not in words:
         return list(words)
     end = list(words).index("--")
@@ -167,7 +167,7 @@ def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:
 
 
 def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[int, str | None]:
-    """Return place and word of the first argument that is no option, nor the value of one; None if there is none."""
+    """Return index and word of the first argument that is neither an option nor its value; None if there is none."""
     options = {
         spelling: one for one in params if isinstance(one, TyperOption) for spelling in (*one.opts, *one.secondary_opts)
     }
@@ -187,8 +187,8 @@ def _arguments(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str],
     Args:
         found: The command.
         own: The search's own options.
-        told: These, and before them what the file of options holds.
-        engine: Where trials run: ``here``, or the engine that holds nodes.
+        told: Options of the options file, followed by ``own``.
+        engine: Where trials run: ``here``, or the engine that allocates nodes.
         cwd: The working directory.
     """
     from optuna_dsat.script.config_location import find_config
@@ -207,7 +207,7 @@ def _arguments(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str],
 
 
 def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str) -> list[str]:
-    """Return the options for the nodes that a launcher uses, and for its ranks on each."""
+    """Return the options for the nodes that a launcher uses, and for the ranks on each node."""
     wanted = {
         "--nodes-per-trial": found.nodes if found.nodes > 1 else None,
         "--gpus-per-node": None if value_given(told, "--cpu-ranks") else found.ranks,
@@ -227,7 +227,7 @@ def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], eng
 
 
 def _is_alone(found: LaunchCommand, *, cwd: Path) -> bool:
-    """Whether a command trains in the one process that it starts."""
+    """Whether a command trains in the single process that it starts."""
     from optuna_dsat.script.command.own_ranks import starts_own_ranks
 
     own = found.without_launcher and starts_own_ranks(found.script, is_module=found.is_module, cwd=cwd)
@@ -235,7 +235,7 @@ def _is_alone(found: LaunchCommand, *, cwd: Path) -> bool:
 
 
 def _one_rank(found: LaunchCommand) -> list[str]:
-    """Return the option for a launch of one rank, as a command without a launcher trains; selects its GPUs."""
+    """Return the option for one rank, as with a command without a launcher; selects its GPUs."""
     from optuna_dsat.launch.machine.devices import detect_devices
 
     devices = _selected(found, detect_devices())
@@ -252,7 +252,7 @@ def _one_rank(found: LaunchCommand) -> list[str]:
 
 
 def _selected(found: LaunchCommand, devices: Devices) -> Devices:
-    """Return the devices of a command, whose GPUs are selected for this process."""
+    """Select a command's GPUs for this process and return the command's devices."""
     from optuna_dsat.launch.machine.devices import detect_devices
 
     if devices.kind != "cuda" or (found.gpus is None and found.without_gpus is None):
@@ -280,7 +280,7 @@ def _ranks(found: LaunchCommand) -> list[str]:
 
 
 def _cpu_ranks(ranks: int | None) -> list[str]:
-    """Return the option for the ranks of a launch on the CPU: as many as the launcher starts, where cores suffice."""
+    """Return the option for the ranks of a CPU launch: the launcher's number, if there are enough cores."""
     cores = len(os.sched_getaffinity(0))
     if ranks is None or ranks > cores:
         beside = "" if ranks is None else f", with fewer ranks than {ranks}, as it has {cores} cores"

@@ -1,7 +1,7 @@
-"""Files of options: the ``[tool.optuna-dsat]`` table of ``pyproject.toml``, or a TOML file named by ``--options``.
+"""Option files: the ``[tool.optuna-dsat]`` table of ``pyproject.toml``, or a TOML file named by ``--options``.
 
-Keys are the long names of options. A key at the top holds for every command that has the option, except the budget of
-``resume``; a table named after a command holds for that command only::
+Keys are the long names of options. A top-level key applies to every command with that option, except the budget of
+``resume``; a table named after a command applies to that command only::
 
     [tool.optuna-dsat]
     storage = "postgresql://me@db/studies"
@@ -36,15 +36,15 @@ from optuna_dsat.words import rule_in_words
 __all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "read_options"]
 
 OPTIONS_ENV = "OPTUNA_DSAT_OPTIONS"
-"""Environment variable with the path of a file of options."""
+"""Environment variable with the path of an options file."""
 _TABLE = "optuna-dsat"
 _NOT_SHARED = frozenset({("resume", "max_trials")})
-"""(command, option) that a key for all commands does not set: ``resume`` keeps the study's own value."""
+"""(command, option) that a top-level key does not set: ``resume`` keeps the study's own value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionsFile:
-    """The options of one file, not checked yet."""
+    """The unchecked options of one file."""
 
     path: Path
     table: Mapping[str, Any]
@@ -57,7 +57,7 @@ class OptionsFile:
             context: The group's context.
 
         Raises:
-            UsageError: If a key is not an option, or a value is not valid for it; names the file and the key.
+            UsageError: If a key is not an option, or a value is invalid; names the file and the key.
         """
         every, by_command = self._split_tables(self.table, root.commands)
         commands = dict(_walk(root))
@@ -84,11 +84,11 @@ class OptionsFile:
         return defaults
 
     def value_of(self, command: str, name: str) -> Any:
-        """Return what stands for an option of a command, as it stands; None for nothing.
+        """Return the unchecked value of a command's option; None if it is not set.
 
         Args:
-            command: Name of a command that is in no group.
-            name: Long name of the option, without dashes in front.
+            command: Name of a command that is not in a group.
+            name: Long name of the option, without leading dashes.
         """
         own = self.table.get(command)
         for table in (own if isinstance(own, dict) else {}, self.table):
@@ -123,10 +123,10 @@ class OptionsFile:
         return UsageError(f"{self.path}: {name!r} is {what}.{hint}")
 
     def _checked(self, name: str, value: Any, option: TyperOption, context: typer.Context) -> Any:
-        """Return a value in the form that the option's parser takes.
+        """Convert a value to the form that the option's parser takes.
 
         Raises:
-            UsageError: If the value is not valid; names the file and the key.
+            UsageError: If the value is invalid; names the file and the key.
         """
         if isinstance(value, dict) and option.multiple:
             value = [f"{key}={one if isinstance(one, str) else _as_json(one)}" for key, one in value.items()]
@@ -144,19 +144,19 @@ class OptionsFile:
 
 
 def _as_json(value: Any) -> str:
-    """Return a value of a file as JSON; dates as text."""
+    """Serialize a value of a file to JSON; dates as strings."""
     return json.dumps(value, default=str)
 
 
 def file_of(
     options: Path | None, *, cwd: Path, on_ignored: Callable[[str], None] = lambda _: None
 ) -> OptionsFile | None:
-    """Return the file that ``--options`` names, else the one that holds in a folder; None if there is none.
+    """Return the file given by ``--options``, else the options file of a folder; None if there is none.
 
     Args:
-        options: The file that is named.
+        options: The file given by ``--options``.
         cwd: The folder.
-        on_ignored: As of ``find_options``.
+        on_ignored: As in ``find_options``.
 
     Raises:
         UsageError: If it cannot be read, or is not a table of options.
@@ -165,24 +165,24 @@ def file_of(
 
 
 def find_options(folder: Path, *, on_ignored: Callable[[str], None] = lambda _: None) -> OptionsFile | None:
-    """Return the ``[tool.optuna-dsat]`` table of the nearest ``pyproject.toml`` that has one, upwards from a folder.
+    """Return the ``[tool.optuna-dsat]`` table of the nearest ``pyproject.toml`` with that table, searching upwards.
 
     Args:
-        folder: Where to begin.
+        folder: Folder where the search starts.
         on_ignored: Called with a message for each file that is ignored because another user can write it.
 
     Returns:
         The table; None if there is none.
 
     Raises:
-        UsageError: If a ``pyproject.toml`` that names the table is not TOML, or the table is not a table.
+        UsageError: If a ``pyproject.toml`` that mentions the table is not TOML, or the table is not a table.
     """
     for parent in (folder, *folder.parents):
         path = parent / "pyproject.toml"
         try:
             text = read_document(path).decode()
         except (OSError, UnicodeDecodeError, UsageError):
-            continue  # absent, unreadable or not UTF-8, as TOML has to be: not a file with our table
+            continue  # absent, unreadable or not UTF-8, which TOML requires: not a file with our table
         if _TABLE not in text:
             continue
         reason = others_write(path)
@@ -202,9 +202,9 @@ def find_options(folder: Path, *, on_ignored: Callable[[str], None] = lambda _: 
 def others_write(path: Path) -> str | None:
     """Return why a user other than this one and root can change a file; None if no other user can.
 
-    The file, every link on the way to it and every folder above must belong to this user, to root, or to the user who
-    called ``sudo``, and must not be writable by everyone; in a folder with the sticky bit, such as ``/tmp``, only
-    owners replace their files.
+    The file, every link on the way to it and every parent folder must belong to this user, to root, or to the user who
+    called ``sudo``, and must not be writable by everyone. In a folder with the sticky bit, such as ``/tmp``, only
+    owners can replace their files.
     """
     trusted = {0, os.geteuid()}
     if os.geteuid() == 0 and (caller := os.environ.get("SUDO_UID", "")).isdecimal():
@@ -248,7 +248,7 @@ def _parse_toml(path: Path, text: str) -> dict[str, Any]:
 
 
 def _own_table(document: Mapping[str, Any]) -> Any:
-    """Return what stands under ``[tool.optuna-dsat]``; None if nothing does."""
+    """Return the value of ``[tool.optuna-dsat]``; None if absent."""
     tools = document.get("tool")
     return tools.get(_TABLE) if isinstance(tools, dict) else None
 
@@ -264,7 +264,7 @@ def _options_file(path: Path, table: Any) -> OptionsFile:
 
 
 def _walk(group: TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TyperCommand]]:
-    """Yield every command below a group with its path of names."""
+    """Yield every command in a group, recursively, with its path of names."""
     for name, command in group.commands.items():
         if isinstance(command, TyperGroup):
             yield from _walk(command, (*path, name))

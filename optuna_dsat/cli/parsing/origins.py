@@ -1,4 +1,4 @@
-"""The table of ``--dry-run``: which options were given, and their origins."""
+"""The table of ``--dry-run``: the given options and their origins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POSITIONAL = frozenset({"script", "ds_config", "script_args"})
 
 
 def options_given(given: Given) -> dict[str, dict[str, str]]:
-    """Return each option that was given: its value as on a command line, and its origin."""
+    """Return each given option with its value in command-line form and its origin."""
     return {
         name.replace("_", "-"): {"value": _in_words(name, getattr(given.options, name)), "from": origin}
         for name, origin in given.origins.items()
@@ -25,7 +25,7 @@ def options_given(given: Given) -> dict[str, dict[str, str]]:
 
 
 def show_options(given: Given) -> None:
-    """Print each option that was given, with its value and origin."""
+    """Print each given option with its value and origin."""
     rows = [(name, option["value"], option["from"]) for name, option in options_given(given).items()]
     if not rows:
         print("Every option is left at its default.")
@@ -35,7 +35,7 @@ def show_options(given: Given) -> None:
 
 
 def _in_words(name: str, value: Any) -> str:
-    """Return a value as on a command line; the password in a storage URL is masked."""
+    """Format a value as on a command line; the password in a storage URL is masked."""
     from optuna_dsat.store import display_url
 
     if name == "storage":

@@ -18,11 +18,11 @@ __all__ = ["DEFAULT_STORAGE", "Json", "LatestName", "Name", "Quiet", "Storage", 
 
 
 _MOST_CHARS = 2**20
-"""Characters of a file from which its writer is recognised; a config is shorter."""
+"""Number of leading characters from which the program that wrote a file is recognised; a config is shorter."""
 
 
 def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of stored studies with this prefix; empty if the storage does not answer."""
+    """Return the names of stored studies with this prefix; empty if the storage does not respond."""
     try:
         from optuna_dsat.store import Store
 
@@ -33,7 +33,7 @@ def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _storage_of(context: typer.Context) -> str:
-    """Return the storage of a command line being typed: its own, else the environment's, a file's, the default."""
+    """Return the storage of an incomplete command line: its option, the environment, an options file or the default."""
     from optuna_dsat.cli.parsing.options_file import file_of
 
     given = context.params.get("storage")
@@ -68,14 +68,14 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]
 
 
 def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
-    """Ask before a file with content that optuna-dsat did not write is replaced.
+    """Prompt before replacing a file whose content optuna-dsat did not write.
 
     Args:
-        path: The file to be written. A pipe or a device is not replaced, so nothing is asked.
+        path: The output file. Pipes and devices are not replaced, so there is no prompt for them.
         is_ours: Returns whether a content was written by the same command.
 
     Raises:
-        UsageError: If there is nobody to ask.
+        UsageError: If a prompt is not possible.
         typer.Abort: If the answer is no.
     """
     try:

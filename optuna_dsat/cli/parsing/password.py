@@ -1,4 +1,4 @@
-"""Keeps secrets out of the process list, which every user of the machine can read."""
+"""Keep secrets out of the process list, which every user of the machine can read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["STORAGE_ENV", "hide_secrets", "without_password", "without_secrets_o
 
 _OPTION = "--storage"
 _PASSWORD = re.compile(r"[\w+]+://[^:/]*:[^@]*@")
-"""What SQLAlchemy takes for a user and a password: the latter may hold ``/``, ``#`` and ``?``."""
+"""Matches user and password as SQLAlchemy does: the password may contain ``/``, ``#`` and ``?``."""
 _QUERY_NAME = re.compile(r"[?&]([^=&#]+)=")
 _ONCE_ENV = "OPTUNA_DSAT_SECRETS_HIDDEN"
-"""Set while the command starts itself again."""
+"""Set while the command re-executes itself."""
 
 
 def without_password(command: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return a command without a storage URL that holds a password, and that URL; None if no URL holds one.
+    """Return a command without storage URLs that contain a password, and the URL; None if no URL contains a password.
 
-    Arguments after ``--`` are the script's and stay.
+    Arguments after ``--`` are the script's and stay unchanged.
     """
     kept: list[str] = []
     secret: str | None = None
@@ -53,9 +53,9 @@ def _has_password(url: str) -> bool:
 
 
 def without_secrets_of(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return this command without the secrets in it, and the variables that hold them instead.
+    """Return this command without its secrets, and the variables that contain them instead.
 
-    A storage URL with a password becomes a variable; secrets of the script's become references.
+    A storage URL with a password becomes a variable; secrets of the script become references.
     """
     kept, url = without_password(command)
     references = References(list(command))
@@ -64,9 +64,9 @@ def without_secrets_of(command: Sequence[str]) -> tuple[list[str], dict[str, str
 
 
 def hide_secrets() -> None:
-    """Start this command again, in this process, with its secrets in the environment instead of the arguments.
+    """Re-execute this command in this process, with its secrets in the environment instead of the arguments.
 
-    The environment of a process is readable only by its user. Returns if there is none.
+    Only its user can read the environment of a process. Returns if there are no secrets.
     """
     if os.environ.pop(_ONCE_ENV, None) is not None:
         return

@@ -5,13 +5,13 @@ from __future__ import annotations
 __all__ = ["COUNTS", "lift_option", "spread_numbers"]
 
 COUNTS = ("--zero-stages", "--gpus-per-trial", "--cpu-ranks")
-"""Options whose value may be several numbers."""
+"""Options that accept several numbers."""
 
 
 def spread_numbers(argv: list[str], *options: str) -> list[str]:
-    """Return ``argv`` with ``option 1 2 3`` written as ``option 1,2,3`` for each of ``options``: one takes one value.
+    """Rewrite ``option 1 2 3`` as ``option 1,2,3`` for each of ``options``, because an option takes a single value.
 
-    Arguments after ``--`` stay.
+    Arguments after ``--`` stay unchanged.
     """
     result: list[str] = []
     tokens = iter(enumerate(argv))
@@ -33,9 +33,9 @@ def spread_numbers(argv: list[str], *options: str) -> list[str]:
 
 
 def lift_option(argv: list[str], option: str) -> list[str]:
-    """Return ``argv`` with ``option VALUE`` moved to the front, where options of all commands are parsed.
+    """Move ``option VALUE`` to the front of ``argv``, where options of all commands are parsed.
 
-    Arguments after ``--`` stay.
+    Arguments after ``--`` stay unchanged.
     """
     end = argv.index("--") if "--" in argv else len(argv)
     front: list[str] = []

@@ -1,1 +1,1 @@
-"""What a command launches: script, launcher, ranks and environment."""
+"""Parse a training command: script, launcher, ranks and environment."""

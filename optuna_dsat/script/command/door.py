@@ -1,7 +1,7 @@
-"""Runs at the start of every Python process behind a command, until one of them launches or begins a training.
+"""Intercept the first launch or start of a training in any Python process of a command.
 
 ``wrapped_launch`` copies this file as ``sitecustomize``, so that interpreters without optuna-dsat run it, too: it
-imports the standard library alone. The launch is written down instead of begun, and its process waits to be ended.
+imports only the standard library. The launch is recorded instead of started, and its process waits to be terminated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 RECORD = "OPTUNA_DSAT_LAUNCH_RECORD"
-"""Variable that names the file for the launch; unset in any other process."""
+"""Variable with the path of the launch record; unset in all other processes."""
 
 LAUNCHERS = ("deepspeed", "deepspeed.pt", "ds", "torchrun", "accelerate", "accelerate-launch")
 """Names of executables that launch a training."""
@@ -27,14 +27,14 @@ MODULES = (
     *("deepspeed.launcher.runner", "deepspeed.launcher.launch", "torch.distributed.run", "torch.distributed.launch"),
     *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
 )
-"""Modules that ``python -m`` launches a training by."""
+"""Modules that launch a training with ``python -m``."""
 _BEGINNINGS = {"deepspeed": ("initialize", "init_distributed"), "torch.distributed": ("init_process_group",)}
-"""Module -> functions with which a process begins to train by itself."""
+"""Module -> functions with which a process starts to train without a launcher."""
 _WAIT_S = 0.2
 
 
 def launches(words: Sequence[str]) -> bool:
-    """Whether the words of a Python process are those of a launcher."""
+    """Whether the command line of a Python process is a launcher's."""
     rest = list(words[1:])
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         flag = rest.pop(0)
@@ -47,7 +47,7 @@ def launches(words: Sequence[str]) -> bool:
 
 
 def write_down(words: Sequence[str]) -> NoReturn:
-    """Write down the launch of this process, unless another one was first; wait until its reader has gone."""
+    """Record the launch of this process unless another process was first; then wait until the reader has exited."""
     record = Path(os.environ[RECORD])
     found = {
         "words": list(words),
@@ -60,7 +60,7 @@ def write_down(words: Sequence[str]) -> NoReturn:
     try:
         own.write_text(json.dumps(found), encoding="utf-8")
         os.link(own, record)
-    except OSError:  # another one was first
+    except OSError:  # another process was first
         pass
     while record.parent.is_dir():
         time.sleep(_WAIT_S)
@@ -68,7 +68,7 @@ def write_down(words: Sequence[str]) -> NoReturn:
 
 
 class _Watch(MetaPathFinder):
-    """Replaces the functions of ``_BEGINNINGS`` once their module is imported."""
+    """Replaces the functions of ``_BEGINNINGS`` when their module is imported."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
@@ -100,7 +100,7 @@ class _Watch(MetaPathFinder):
 
 
 def _run_the_hidden_one() -> None:
-    """Run the ``sitecustomize`` that this one hides, which may do likewise and is not to find this one then."""
+    """Run the ``sitecustomize`` shadowed by this file; it may itself run a shadowed one and must not find this file."""
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
     hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)

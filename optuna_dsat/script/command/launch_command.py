@@ -1,9 +1,9 @@
-"""The command that people type to train: a launcher with its options, then a script or module with its own.
+"""The training command as typed by the user: a launcher and its options, then a script or module and its options.
 
-A word is told to be a launcher by what it runs, not by its name: a Python interpreter, or an executable script that
-imports the main function of ``deepspeed``, ``torchrun`` or ``accelerate``, or one that belongs to an installed package
-(a console script). What is neither that nor Python (a shell script, ``make``, ``uv run``) is asked what it launches.
-Anything else is the script itself.
+A launcher is recognized by what it executes, not by its name: a Python interpreter, an executable script that imports
+the main function of ``deepspeed``, ``torchrun`` or ``accelerate``, or a console script of an installed package. Any
+other program that is not Python (a shell script, ``make``, ``uv run``) is run to find out what it launches. Anything
+else is the script itself.
 """
 
 from __future__ import annotations
@@ -47,74 +47,75 @@ _TRAINS = {
 }
 """(Module of a console script, its first argument) -> the module that trains in each rank.
 
-From the packages' own sources: hiyouga/LLaMA-Factory ``src/llamafactory/launcher.py``, axolotl-ai-cloud/axolotl
-``src/axolotl/cli/train.py``. Others train in the module of the console script, or launch another one (``self_launch``).
+From the packages' sources: hiyouga/LLaMA-Factory ``src/llamafactory/launcher.py``, axolotl-ai-cloud/axolotl
+``src/axolotl/cli/train.py``. Other packages train in the module of the console script, or launch another module
+(``self_launch``).
 """
 _LONGEST_SCRIPT = 2**16
-"""Bytes of an executable beyond which it is no console script."""
+"""Maximum size of a console script in bytes; larger executables are not parsed."""
 _PATIENCE_S = 120.0
-"""Longest wait for a launcher's parser, whose package takes seconds to import."""
+"""Timeout for a launcher's parser, whose package takes seconds to import."""
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-"""Matches a variable that is set in front of a command."""
+"""Matches a variable assignment in front of a command."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SHOWN_CHARS = 300
-"""Most characters of a launch that a notice shows."""
+"""Maximum length of a launch in a notice."""
 
 _REFUSED = re.compile(r"^[^:]*: error: ")
-"""What argparse writes before its reason."""
+"""Matches the prefix that argparse writes before its error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCommand:
-    """What a command comes to."""
+    """A parsed training command."""
 
     script: str
     """Path of a Python file, or a module's name."""
     is_module: bool = False
     args: tuple[str, ...] = ()
     ranks: int | None = None
-    """Ranks that it starts on each node; None if it leaves that to the launcher."""
+    """Ranks that it starts on each node; None if the launcher decides."""
     without_launcher: bool = False
-    """Whether it starts the script in one process by itself."""
+    """Whether it starts the script in a single process, without a launcher."""
     nodes: int = 1
     """Nodes that it starts ranks on."""
     hosts: tuple[str, ...] = ()
-    """Names of several nodes; empty if it does not name them."""
+    """Host names if there are several nodes; empty if it does not name them."""
     elsewhere: tuple[str, ...] = ()
-    """Its options, with their values, that say where other nodes are."""
+    """Its options, with values, that specify the location of other nodes."""
     rendezvous: tuple[str, ...] = ()
-    """Its options, with their values, that say where ranks meet."""
+    """Its options, with values, that specify the rendezvous."""
     gpus: str | None = None
     """Indices of the GPUs that it selects, as ``0,2``; None if it selects none."""
     without_gpus: str | None = None
-    """Indices of the GPUs that it leaves out."""
+    """Indices of the GPUs that it excludes."""
     config: str | None = None
     """DeepSpeed config that the launcher's own options name."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the launcher would set for the script, those of rank and rendezvous aside."""
+    """Variables that the launcher would set for the script, except for rank and rendezvous."""
     folder: str | None = None
-    """Where it launches; None for where it is run."""
+    """Working directory of the launch; None for the command's working directory."""
     is_wrapped: bool = False
-    """Whether the command was run to see what it launches."""
+    """Whether the command was run to find out what it launches."""
     notes: tuple[str, ...] = ()
-    """Sentences on what of it has no effect here."""
+    """Sentences about its parts that have no effect here."""
 
 
 def read_command(
     words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None] = lambda _: None
 ) -> LaunchCommand | None:
-    """Return what a command comes to; None if its first word is no launcher but a script.
+    """Parse a command; return None if its first word is a script, not a launcher.
 
-    The launchers' own parsers read their options, in a process of its own: importing them takes seconds.
+    The launchers' own parsers read their options, in a separate process: importing them takes seconds.
 
     Args:
         words: The command. Variables may be set in front of it, as in a shell.
-        cwd: Where it would be run.
-        on_notice: Called with what is run to learn what the command launches.
+        cwd: Its working directory.
+        on_notice: Called with the command that is run to find out what it launches.
 
     Raises:
-        UsageError: If the launcher refuses its options, or starts nothing that can be tuned.
+        UsageError: If the launcher rejects its options, or starts nothing that can be tuned.
     """
     count = next((place for place, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
     if 0 < count < len(words):
@@ -133,7 +134,7 @@ def read_command(
 
 
 def _wrapped(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None]) -> LaunchCommand:
-    """Return what the first launch that a command asks for comes to."""
+    """Run a command up to its first launch and parse that launch."""
     seen = launch_behind(words, cwd=cwd, on_notice=on_notice)
     shown = shortened(shlex.join(without_secrets(_as_typed(seen.words))), _SHOWN_CHARS)
     on_notice(f"It launches `{shown}`.")
@@ -146,13 +147,13 @@ def _wrapped(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None
 
 
 def _as_typed(words: Sequence[str]) -> Sequence[str]:
-    """Return a launcher's words without the interpreter that its executable names, as people type them."""
+    """Return a launcher's words as typed by the user, without the interpreter from the executable's first line."""
     is_launcher = len(words) > 1 and Path(words[1]).name in LAUNCHERS
     return (Path(words[1]).name, *words[2:]) if is_launcher else (Path(words[0]).name, *words[1:])
 
 
 def _with_environment(found: LaunchCommand, variables: Mapping[str, str]) -> LaunchCommand:
-    """Return a command for which variables are set; GPUs that these select are its GPUs."""
+    """Return a command with variables set; GPUs that they select become its GPUs."""
     rest = {name: value for name, value in variables.items() if name != _VISIBLE}
     gpus = found.gpus if found.gpus is not None or found.without_gpus is not None else variables.get(_VISIBLE)
     return replace(found, environment={**rest, **found.environment}, gpus=gpus)
@@ -177,7 +178,7 @@ def launcher_of(word: str, *, cwd: Path) -> str | None:
 
 
 def _is_interpreter(file: Path) -> bool:
-    """Whether a file is a Python interpreter: a binary of that name, behind all links."""
+    """Whether a file is a Python interpreter: a binary with that name after resolving links."""
     real = file.resolve()
     if real == Path(sys.executable).resolve():
         return True
@@ -188,7 +189,7 @@ def _is_interpreter(file: Path) -> bool:
 
 
 def _main_module(file: Path) -> str | None:
-    """Return the module whose function an executable script imports and calls as its end; None for any other file."""
+    """Return the module whose function an executable script imports and calls at its end; None for any other file."""
     try:
         if file.stat().st_size > _LONGEST_SCRIPT:
             return None
@@ -201,7 +202,7 @@ def _main_module(file: Path) -> str | None:
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    if len(tree.body) > 8:  # more than a console script holds
+    if len(tree.body) > 8:  # longer than a console script
         return None
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     return next((module for name, module in imported.items() if name in called), None)
@@ -213,7 +214,7 @@ def _is_console_script(name: str, module: str) -> bool:
 
 
 def _console_script(module: str, words: Sequence[str], *, cwd: Path) -> LaunchCommand:
-    """Return what a console script trains in, with its arguments: what it launches, else its own module."""
+    """Return the command of a console script, with its arguments: its own launch, else its module."""
     first = words[1] if len(words) > 1 else ""
     trains = _TRAINS.get((module, first))
     if trains is not None:
@@ -228,7 +229,7 @@ def _console_script(module: str, words: Sequence[str], *, cwd: Path) -> LaunchCo
 
 
 _VALUED_FLAGS = frozenset({"-W", "-X"})
-"""Options of the interpreter that take the next word."""
+"""Options of the interpreter that take a value."""
 
 
 def _python(
@@ -238,12 +239,12 @@ def _python(
     on_notice: Callable[[str], None] = lambda _: None,
     is_launch: bool = False,
 ) -> LaunchCommand:
-    """Read ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``.
+    """Parse ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``.
 
     Args:
         words: The command.
-        cwd: Where it would be run.
-        on_notice: Called with what is run.
+        cwd: Its working directory.
+        on_notice: Called with the command that is run.
         is_launch: Whether a script is known to train in this process.
     """
     rest = list(words[1:])
@@ -276,7 +277,7 @@ def _python(
 
 
 def _launcher(launcher: str, words: Sequence[str], *, cwd: Path) -> LaunchCommand:
-    """Have a launcher's own parser read its options."""
+    """Parse a launcher's options with the launcher's own parser."""
     return _as_command(_answer("launcher_options", (launcher, *words), name=launcher, cwd=cwd))
 
 
@@ -286,9 +287,9 @@ def _as_command(answer: Mapping[str, Any]) -> LaunchCommand:
 
 
 def _answer(module: str, words: Sequence[str], *, name: str, cwd: Path) -> dict[str, Any]:
-    """Return what a module of this folder prints, run in a process of its own."""
+    """Run a module of this folder in a separate process and return its output."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", f"optuna_dsat.script.command.{module}", *words],  # folders of cwd hide no packages
+        [sys.executable, "-P", "-m", f"optuna_dsat.script.command.{module}", *words],  # not shadowed by folders in cwd
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -315,5 +316,5 @@ def _last_json(text: str) -> dict[str, Any] | None:
 
 
 def as_json(command: LaunchCommand) -> str:
-    """Return a command on one line, as ``read_command`` reads it from the parser's process."""
+    """Serialize a command to one line, for ``read_command`` in another process."""
     return json.dumps(asdict(command))

@@ -1,8 +1,8 @@
-"""Read a launcher's options with its own parser.
+"""Parse a launcher's options with the launcher's own parser.
 
 Started as ``python -m optuna_dsat.script.command.launcher_options LAUNCHER WORDS...``.
 
-Prints the command that is left as one line of JSON (``launch_command.LaunchCommand``), or ``{"error": ...}``.
+Prints the remaining command as one line of JSON (``launch_command.LaunchCommand``), or ``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ __all__ = [
     "slots_of",
 ]
 
-# Values of launchers' options that their parsers let through and their launch would refuse later.
-#
+# Values of launchers' options that their parsers accept but their launch would reject later.
 # Each function raises ``ValueError`` with the option and its value.
 
 MOST_SLOTS = 1024
-"""Most slots of one machine that ``--include`` and ``--exclude`` may name."""
+"""Maximum number of slots of one machine in ``--include`` and ``--exclude``."""
 _DEVICES = frozenset({"auto", "cpu", "gpu", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "privateuseone"})
-"""What ``--nproc-per-node`` may name instead of a number: torch's own words, and backends that others register."""
+"""Device names accepted by ``--nproc-per-node`` instead of a number: torch's own, and third-party backends."""
 
 
 def _whole(text: str) -> int | None:
-    """Return a whole number; None if the text is none, or has more digits than any count."""
+    """Return a whole number; None if the text is not a whole number or has more digits than any count."""
     try:
         return int(text) if len(text) < 20 else None
     except ValueError:
@@ -70,7 +69,7 @@ def at_least_one(value: int, option: str) -> int:
 
 
 def ranks_of_torchrun(text: str) -> int | None:
-    """Return the ranks of ``--nproc-per-node``; None where it names a kind of device.
+    """Return the ranks of ``--nproc-per-node``; None if it names a kind of device.
 
     Raises:
         ValueError: If it is neither a count nor a kind of device.
@@ -84,10 +83,10 @@ def ranks_of_torchrun(text: str) -> int | None:
 
 
 def nodes_of_torchrun(text: str) -> int:
-    """Return the most nodes of ``--nnodes``, a number or ``LEAST:MOST``.
+    """Return the maximum number of nodes of ``--nnodes``, a number or ``LEAST:MOST``.
 
     Raises:
-        ValueError: If it is neither, or there are none.
+        ValueError: If it is neither, or the number is 0.
     """
     ends = [_whole(part) for part in text.split(":")]
     known = [one for one in ends if one is not None]
@@ -97,14 +96,14 @@ def nodes_of_torchrun(text: str) -> int:
 
 
 def gpu_indices(text: str, option: str) -> str:
-    """Return GPUs as they are given: indices, or identifiers as ``GPU-...`` and ``MIG-...``.
+    """Return GPUs as given: indices, or identifiers such as ``GPU-...`` and ``MIG-...``.
 
     Args:
         text: The GPUs, separated by commas.
         option: The option that gives them.
 
     Raises:
-        ValueError: If one is neither.
+        ValueError: If an entry is neither.
     """
     for part in text.split(","):
         if not part.strip().isdecimal() and not part.strip().startswith(("GPU-", "MIG-")):
@@ -113,14 +112,14 @@ def gpu_indices(text: str, option: str) -> str:
 
 
 def slots_of(text: str, option: str) -> list[int]:
-    """Return the slots that ``0,2-3`` names.
+    """Return the slots in a list such as ``0,2-3``.
 
     Args:
         text: The slots; empty for all.
         option: The option that gives them.
 
     Raises:
-        ValueError: If a part is no slot or range of slots, or there are more than ``MOST_SLOTS``.
+        ValueError: If a part is not a slot or range of slots, or there are more than ``MOST_SLOTS``.
     """
     found: list[int] = []
     for part in text.split(",") if text else ():
@@ -135,12 +134,12 @@ def slots_of(text: str, option: str) -> list[int]:
 
 _Read = TypeVar("_Read")
 _LEFT_OPEN = -1
-"""What DeepSpeed's runner has for a number that is not given."""
+"""Value in DeepSpeed's runner for a number that is not given."""
 _LOCAL = ("localhost", "127.0.0.1", os.uname().nodename)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the options of the launcher that the first word names; print what is left."""
+    """Parse the options of the launcher in the first word and print the remaining command."""
     launcher, words = argv[0], list(argv[1:])
     try:
         found = read_options(launcher, words)
@@ -156,21 +155,21 @@ def main(argv: Sequence[str]) -> None:
 
 
 def read_options(launcher: str, words: Sequence[str]) -> LaunchCommand:
-    """Return what is left of a command once its launcher's options are read.
+    """Parse a launcher's options and return the remaining command.
 
     Args:
         launcher: A value that ``launch_command.launcher_of`` returns for a launcher.
         words: The command without the launcher itself.
 
     Raises:
-        ValueError: If the options do not go together.
-        SystemExit: If the launcher's parser refuses them.
+        ValueError: If the options conflict.
+        SystemExit: If the launcher's parser rejects them.
     """
     return _READERS[launcher](words)
 
 
 def _target(name: str, args: Sequence[str], *, is_module: bool, no_python: bool) -> dict[str, Any]:
-    """Return script and arguments of a command whose launcher's options are read."""
+    """Return script and arguments of a command after its launcher's options."""
     if not no_python:
         return {"script": name, "is_module": is_module, "args": tuple(args)}
     inner = read_command([name, *args], cwd=Path.cwd())
@@ -180,7 +179,7 @@ def _target(name: str, args: Sequence[str], *, is_module: bool, no_python: bool)
 
 
 def _given(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return those options, name -> given value, that have a value, as they are typed."""
+    """Return the options that have a value in command-line form, from a mapping of name -> given value."""
     return tuple(f"{name} {value}" for name, value in options.items() if value not in (None, "", -1, False))
 
 
@@ -196,14 +195,15 @@ def _options(
     without: Sequence[str] = (),
     parse: Callable[[ModuleType, list[str]], _Read],
 ) -> _Read:
-    """Return what a launcher's own parser reads.
+    """Parse words with a launcher's own parser.
 
     Args:
         words: The command without the launcher itself.
-        module: The module that has the parser.
-        beside: Modules that the parser needs; others of the same packages are imported only where it needs them, too.
-        without: Other packages of which it needs nothing, most often.
-        parse: Has a module's parser read words.
+        module: The module that contains the parser.
+        beside: Modules that the parser needs; other modules of the same packages are imported only if it needs them,
+            too.
+        without: Other packages that the parser usually does not need.
+        parse: Parses words, given the parser's module.
     """
     try:
         with imported_alone((module, *beside), without=without) as stage:
@@ -212,9 +212,9 @@ def _options(
             given = parse(found, list(words))
             if not any(isinstance(value, StandIn) for value in vars(given).values()):
                 return given
-    except ValueError:  # a refusal
+    except ValueError:  # the options were rejected
         raise
-    except (StandInUsedError, Exception):  # noqa: BLE001 - it may need what a stand-in is not
+    except (StandInUsedError, Exception):  # noqa: BLE001 - a stand-in may be insufficient
         pass
     return parse(importlib.import_module(module), list(words))
 
@@ -258,7 +258,7 @@ def _deepspeed(words: Sequence[str]) -> LaunchCommand:
 
 
 def _deepspeed_launch(words: Sequence[str]) -> LaunchCommand:
-    """Read what the ``deepspeed`` launcher starts on each node."""
+    """Parse the command that the ``deepspeed`` launcher starts on each node."""
     given = _options(words, "deepspeed.launcher.launch", "deepspeed.launcher", "deepspeed.constants", parse=_as_argv)
     slots: Mapping[str, Sequence[int]] = json.loads(base64.urlsafe_b64decode(given.world_info))
     counts = [len(one) for one in slots.values()]
@@ -280,10 +280,10 @@ def _as_argv(launch: Any, words: list[str]) -> argparse.Namespace:
 
 
 def _with_slots(runner: Any, words: list[str]) -> argparse.Namespace:
-    """Return what DeepSpeed's runner reads, with the slots of each host of its hostfile; none without one.
+    """Parse options with DeepSpeed's runner; add the slots of each host if there is a hostfile.
 
     Raises:
-        ValueError: If the options, or the lines of the hostfile, do not go together.
+        ValueError: If the options, or the lines of the hostfile, conflict.
     """
     given: argparse.Namespace = runner.parse_args(words)
     for option in ("num_gpus", "num_nodes"):
@@ -303,10 +303,10 @@ def _with_slots(runner: Any, words: list[str]) -> argparse.Namespace:
 
 
 def _check_readable(path: str, option: str) -> None:
-    """Refuse a file that a launcher would read without end, or wait for.
+    """Raise for a file on which a launcher would block or read without end.
 
     Raises:
-        ValueError: If it cannot be read, or not more than once, as a log of the kernel in ``/proc``.
+        ValueError: If it cannot be read, or only once, such as a kernel log in ``/proc``.
     """
     try:
         for _ in range(2):
@@ -316,10 +316,10 @@ def _check_readable(path: str, option: str) -> None:
 
 
 def _indices(text: str, option: str) -> str | None:
-    """Return the GPUs of this machine that ``NODE:SLOT,SLOT@NODE:...`` names; None if it names no single slots.
+    """Return the GPUs of this machine in ``NODE:SLOT,SLOT@NODE:...``; None if no single slots are named.
 
     Raises:
-        ValueError: If it names other machines alone.
+        ValueError: If only other machines are named.
     """
     if not text:
         return None
@@ -355,10 +355,10 @@ def _torch_launch(words: Sequence[str]) -> LaunchCommand:
 
 
 def of_torchrun(given: argparse.Namespace) -> LaunchCommand:
-    """Return what is left of ``torchrun`` once its parser has read the options.
+    """Return the remaining command of ``torchrun`` from its parsed options.
 
     Raises:
-        ValueError: If a value is none that it takes.
+        ValueError: If a value is invalid.
     """
     nodes = nodes_of_torchrun(str(given.nnodes))
     return LaunchCommand(
@@ -386,7 +386,7 @@ _ACCELERATE = (
     *(f"accelerate.utils.{name}" for name in ("constants", "dataclasses", "environment", "imports")),
     *(f"accelerate.utils.{name}" for name in ("launch", "other", "versions")),
 )
-"""All that reads options, by accelerate 1.15."""
+"""All modules involved in option parsing, as of accelerate 1.15."""
 
 
 def _accelerate_launch(words: Sequence[str]) -> LaunchCommand:
@@ -397,10 +397,10 @@ def _accelerate_launch(words: Sequence[str]) -> LaunchCommand:
 
 
 def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
-    """Return what is left of ``accelerate launch`` once its parser has read the options.
+    """Return the remaining command of ``accelerate launch`` from its parsed options.
 
     Raises:
-        ValueError: If a value is none that it takes.
+        ValueError: If a value is invalid.
     """
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
@@ -411,7 +411,8 @@ def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
             at_least_one(getattr(given, option), f"--{option}")
     by_file = given.config_file is not None or (Path(launch.default_config_file).is_file() and not given.cpu)
     if not by_file and (asked is None or not given.multi_gpu):
-        # accelerate would count the devices, which takes torch, and start a rank on each: as no number of ranks does
+        # Without a number of ranks accelerate would count the devices, which imports torch, and start a rank on each.
+        # The number set here has the same effect.
         given.num_processes = 2 if given.multi_gpu else 1
     if by_file:
         _check_readable(given.config_file or launch.default_config_file, "--config_file")
@@ -448,7 +449,7 @@ def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
 
 
 def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
-    """Return a note on DeepSpeed settings of accelerate's YAML that have a key in the config file, which counts."""
+    """Return a note on DeepSpeed settings in accelerate's YAML that are dropped in favour of the config file."""
     dropped = {name: value for name, value in fields.items() if name in _OF_A_CONFIG}
     if not dropped:
         return ()
@@ -463,8 +464,10 @@ _OF_A_CONFIG = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model"),
     *(f"offload_{part}_{what}" for part in ("optimizer", "param") for what in ("device", "nvme_path")),
 )
-"""Fields of accelerate's ``deepspeed_config`` that ``DeepSpeedPlugin`` refuses beside a config file
-(``_deepspeed_config_checks`` of accelerate 1.15)."""
+"""Fields of accelerate's ``deepspeed_config`` that ``DeepSpeedPlugin`` rejects together with a config file.
+
+Source: ``_deepspeed_config_checks`` of accelerate 1.15.
+"""
 
 
 _READERS: dict[str, Callable[[Sequence[str]], LaunchCommand]] = {

@@ -1,4 +1,4 @@
-"""The file that ``python -m NAME`` or ``import NAME`` runs, found without importing user code."""
+"""Find the file that ``python -m NAME`` or ``import NAME`` runs, without importing user code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["importable_file", "is_importable", "module_file", "python_tree"]
 
 
 def python_tree(file: Path, what: str) -> ast.Module:
-    """Return the syntax tree of a file that is to be run.
+    """Return the syntax tree of a Python file.
 
     Args:
         file: The file.
-        what: What it is called in a message.
+        what: Its description in a message.
 
     Raises:
         UsageError: If it is not Python, or cannot be read.
@@ -36,7 +36,7 @@ def python_tree(file: Path, what: str) -> ast.Module:
 def module_file(name: str, cwd: Path) -> Path | None:
     """Return the file that ``python -m name`` runs in ``cwd``; None if there is none.
 
-    That is ``package/module.py``, or ``package/module/__main__.py`` for a package; as for Python itself, the working
+    The file is ``package/module.py``, or ``package/module/__main__.py`` for a package. As in Python, the working
     directory precedes installed packages. Nothing is imported, so submodules of a package that extends its ``__path__``
     on import are not found.
 
@@ -48,7 +48,7 @@ def module_file(name: str, cwd: Path) -> Path | None:
 
 
 def importable_file(name: str, cwd: Path) -> Path | None:
-    """Return the file that ``import name`` runs in ``cwd``, found as by ``module_file``; None if there is none.
+    """Return the file that ``import name`` runs in ``cwd``; None if there is none. Searches like ``module_file``.
 
     Args:
         name: Dotted name of a module.
@@ -82,10 +82,10 @@ def _file(name: str, cwd: Path, of_package: str) -> Path | None:
 
 
 def _installed(top: str) -> Iterator[Path]:
-    """Yield the folders that hold an importable top-level module or package."""
+    """Yield the folders that contain an importable top-level module or package."""
     try:
         spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # no valid name, or a module without a spec
+    except (ImportError, ValueError):  # not a valid name, or a module without a spec
         return
     if spec is None:
         return

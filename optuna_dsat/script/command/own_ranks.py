@@ -1,4 +1,4 @@
-"""What the sources of a script show: whether it starts its ranks, or says where they meet, and options it declares."""
+"""Static analysis of a script: whether it spawns its own ranks or sets ``MASTER_PORT``, and its declared options."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from optuna_dsat.script.command.module_file import module_file
 __all__ = ["declared_options", "imported_packages", "says_where_to_meet", "starts_own_ranks"]
 
 _LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchrunx"})
-"""Packages that start a process for each device by themselves."""
+"""Packages that start one process per device themselves."""
 _SPAWNERS = frozenset({"spawn", "start_processes"})
-"""Functions of ``torch.multiprocessing`` that do."""
+"""Functions of ``torch.multiprocessing`` that spawn ranks."""
 _MOST_FILES = 200
 
 
 def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
-    """Whether a script, or a file of the user's that it imports, uses what starts a process for each device.
+    """Detect scripts that start one process per device themselves, also through user files that they import.
 
     Args:
         script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
@@ -33,13 +33,13 @@ def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
 
 
 def imported_packages(script: str, *, is_module: bool, cwd: Path) -> set[str]:
-    """Return the packages that a script, or a file of the user's that it imports, imports; as ``starts_own_ranks``."""
+    """Return the packages imported by a script and by user files that it imports; arguments as ``starts_own_ranks``."""
     files = _files(script, is_module=is_module, cwd=cwd)
     return {name.partition(".")[0] for _, imported in files for name in imported}
 
 
 def says_where_to_meet(script: str, *, is_module: bool, cwd: Path) -> bool:
-    """Whether a script, or a file of the user's that it imports, sets ``MASTER_PORT``: under torchrun it would wait."""
+    """Detect scripts (and imported user files) that set ``MASTER_PORT``: under torchrun they would wait."""
     return any(
         isinstance(node, ast.Subscript)
         and isinstance(node.ctx, ast.Store)
@@ -51,20 +51,20 @@ def says_where_to_meet(script: str, *, is_module: bool, cwd: Path) -> bool:
 
 
 _DECLARING = frozenset({"add_argument", "add_option", "option", "Option", "Argument"})
-"""Functions of argparse, optparse, click and typer that declare an option by its spelling."""
+"""Functions of argparse, optparse, click and typer that declare an option by its name."""
 _SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_parsing", "jsonargparse", "typer"})
-"""Packages that make options of fields or parameters, such as ``HfArgumentParser`` and ``fire.Fire``."""
+"""Packages that derive options from fields or parameters, such as ``HfArgumentParser`` and ``fire.Fire``."""
 
 
 def declared_options(options: Sequence[str], *, script: str, is_module: bool, cwd: Path) -> set[str]:
-    """Return those of the options that a script, or a file of the user's that it imports, visibly declares.
+    """Return the subset of options that a script, or a user file that it imports, visibly declares.
 
-    An option is declared by its spelling in a call such as ``add_argument`` or in a comparison, as with ``sys.argv``.
-    Where a parser of ``_SIGNATURE_PARSERS`` is imported, fields of classes and parameters of functions declare
-    options, too.
+    An option is declared if its name occurs in a call such as ``add_argument`` or in a comparison, as with
+    ``sys.argv``. If a package of ``_SIGNATURE_PARSERS`` is imported, fields of classes and parameters of functions also
+    declare options.
 
     Args:
-        options: Options, as ``--dry-run``.
+        options: Options, such as ``--dry-run``.
         script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
         is_module: Whether it is a module.
         cwd: The working directory.
@@ -83,7 +83,7 @@ def declared_options(options: Sequence[str], *, script: str, is_module: bool, cw
 
 
 def _spellings(node: ast.AST) -> Iterator[str]:
-    """Yield the text in a call that declares an option, or in a comparison."""
+    """Yield the strings in a call that declares an option, or in a comparison."""
     parts: list[ast.expr] = []
     if isinstance(node, ast.Compare):
         parts = [node.left, *node.comparators]
@@ -111,7 +111,7 @@ def _spawns(nodes: Sequence[ast.AST], imported: Sequence[str]) -> bool:
 
 
 def _files(script: str, *, is_module: bool, cwd: Path) -> Iterator[tuple[list[ast.AST], list[str]]]:
-    """Yield the syntax nodes and the imported modules of a script and of the user's files that it imports."""
+    """Yield the syntax nodes and the imported modules of a script and of the user files that it imports."""
     first = module_file(script, cwd) if is_module else cwd / script
     waiting: list[Path] = [] if first is None else [first]
     seen: set[Path] = set()
@@ -130,7 +130,7 @@ def _files(script: str, *, is_module: bool, cwd: Path) -> Iterator[tuple[list[as
 
 
 def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """Yield the names of imported modules, those relative to a package without their dots."""
+    """Yield the names of imported modules; relative imports without their dots."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -2,10 +2,10 @@
 
 Started as ``python -m optuna_dsat.script.command.self_launch MODULE:FUNCTION NAME WORDS...``.
 
-Some console scripts start their training by accelerate, torchrun or deepspeed themselves. Such a script is run here
-with these doors closed: the first launch that it asks for is read instead of started, and printed as one line of JSON
-(``launch_command.LaunchCommand``). A script that begins to train in its own process is stopped there: ``{}`` is
-printed, as for one that fails, which its first launch then shows.
+Some console scripts start their training with accelerate, torchrun or deepspeed themselves. Such a script is run here
+with all ways of launching patched: its first launch is parsed instead of started, and printed as one line of JSON
+(``launch_command.LaunchCommand``). A script that starts to train in its own process is stopped there and ``{}`` is
+printed. ``{}`` is also printed for a script that fails; its first launch then shows the error.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ _SIGNS = (
     *("accelerate.commands", "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher"),
     *(f"{quote}{name}{quote}" for name in ("accelerate", "torchrun", "deepspeed") for quote in "\"'"),
 )
-"""Text in the sources of a console script that launches by itself."""
+"""Text in the sources of a console script that launches a training itself."""
 _TRAINING = (
     ("deepspeed", "initialize"),
     ("torch.distributed", "init_process_group"),
     ("accelerate.accelerator", "Accelerator.__init__"),
 )
-"""(Module, function) with which training begins in the process itself; arguments may be parsed, and a device be looked
-for, before a launch.
+"""(Module, function) with which training starts in the process itself.
+
+Before a launch, a script may still parse arguments and detect devices.
 """
 
 
 class _Launched(BaseException):
-    """The script asks for a launch; no ``except Exception`` of its own catches this."""
+    """The script launches a training; an ``except Exception`` in the script does not catch this."""
 
     def __init__(self, found: LaunchCommand | None) -> None:
         super().__init__()
@@ -54,19 +55,19 @@ class _Launched(BaseException):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print what the console script launches; ``{}`` if it trains by itself."""
+    """Print what the console script launches; ``{}`` if it trains in its own process."""
     module, _, function = argv[0].partition(":")
     found = None
     if launches(module):
         try:
             found = launch_of(lambda: getattr(importlib.import_module(module), function)(), argv[1:])
-        except Exception:  # noqa: BLE001 - whatever it is, the first launch fails by it as well
+        except Exception:  # noqa: BLE001 - any error recurs in the first launch
             traceback.print_exc()
     print("{}" if found is None else as_json(found))
 
 
 def launches(module: str) -> bool:
-    """Whether the sources of a console script's package speak of a launcher."""
+    """Whether the sources of a console script's package mention a launcher."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return False
@@ -76,15 +77,15 @@ def launches(module: str) -> bool:
 
 
 def launch_of(run: Callable[[], object], argv: Sequence[str]) -> LaunchCommand | None:
-    """Return the launch that a function asks for; None if it ends, or begins to train, without one.
+    """Return the launch that a function makes; None if it returns, or starts to train, without a launch.
 
     Args:
         run: The console script's function.
         argv: ``sys.argv`` for it.
 
     Raises:
-        SystemExit: If it refuses its arguments.
-        ValueError: If the launcher's options do not go together.
+        SystemExit: If it rejects its arguments.
+        ValueError: If the launcher's options conflict.
     """
     with mock.patch.object(sys, "argv", list(argv)), _closed_doors():
         try:
@@ -99,7 +100,7 @@ def launch_of(run: Callable[[], object], argv: Sequence[str]) -> LaunchCommand |
 
 @contextlib.contextmanager
 def _closed_doors() -> Iterator[None]:
-    """Have every way of launching, and of beginning to train, raise ``_Launched``."""
+    """Patch every way of launching, and of starting to train, to raise ``_Launched``."""
     with contextlib.ExitStack() as stack:
         for name, read in (
             ("accelerate.commands.launch.launch_command", of_accelerate),
@@ -141,7 +142,7 @@ def _trains(*_: Any, **__: Any) -> NoReturn:
 
 
 def _watched(popen: Any) -> Any:
-    """Return a class of processes that starts no launcher."""
+    """Return a subclass of ``popen`` that does not start launchers."""
 
     class Watched(popen):  # type: ignore[misc]
         def __init__(self, args: Any, *others: Any, **kwargs: Any) -> None:
@@ -168,7 +169,7 @@ def _in_a_shell(function: Callable[[str], int]) -> Callable[[str], int]:
 
 
 def _refuse_launcher(words: Sequence[str]) -> None:
-    """Raise ``_Launched`` for a command that is a launcher's; return for any other one."""
+    """Raise ``_Launched`` if a command is a launcher's."""
     cwd = Path.cwd()
     launcher = launcher_of(words[0], cwd=cwd) if words else None
     is_module = launcher == "python" and any(word == "-m" and following in MAINS for word, following in pairwise(words))

@@ -1,9 +1,9 @@
-"""Imports a launcher's parser without the libraries around it, which take seconds and read no option.
+"""Import a launcher's parser without the surrounding libraries, which take seconds to import and parse no options.
 
-``torch.distributed.run`` and ``deepspeed.launcher.runner`` import all of torch and DeepSpeed beside the function that
-builds their parser. Here modules that are not named are stand-ins: they can be imported and may be mentioned while
-modules are executed, as in an annotation. Whatever else is done with one raises ``StandInUsedError``, so that a parser
-is either the launcher's own in all that it does, or not used.
+``torch.distributed.run`` and ``deepspeed.launcher.runner`` import all of torch and DeepSpeed in addition to the
+function that builds their parser. Here, modules that are not named are replaced by stand-ins: they can be imported and
+mentioned while modules are executed, for example in an annotation. Any other use of a stand-in raises
+``StandInUsedError``, so a parser either behaves exactly like the launcher's own or is not used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Stage", "StandIn", "StandInUsedError", "imported_alone"]
 
 
 class StandInUsedError(BaseException):
-    """Something was done with a stand-in that only the real thing can do; no ``except Exception`` catches this."""
+    """A stand-in was used where the real object is needed; ``except Exception`` does not catch this."""
 
 
 class Stage:
@@ -31,12 +31,12 @@ class Stage:
         self.importing = True
 
     def end_imports(self) -> None:
-        """From now on every use of a stand-in raises."""
+        """Make every further use of a stand-in raise."""
         self.importing = False
 
 
 class StandIn:
-    """Stands for an object of a module that was not imported."""
+    """Placeholder for an object of a module that was not imported."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -128,14 +128,14 @@ def _root(name: str) -> str:
 
 @contextmanager
 def imported_alone(names: Collection[str], *, without: Collection[str] = ()) -> Iterator[Stage]:
-    """Within the block, importing the packages of ``names`` executes these modules only; then they are forgotten.
+    """Within the block, imports from the packages of ``names`` execute only these modules, unloaded afterwards.
 
     Args:
         names: Modules, by their full names.
         without: Other packages of which no module is executed.
 
     Raises:
-        StandInUsedError: If one of the packages is imported already: then its own modules are as quick.
+        StandInUsedError: If one of the packages is already imported: its own modules are then as fast.
     """
     roots = {*without, *(_root(name) for name in names)}
     if any(_root(name) in roots for name in sys.modules):

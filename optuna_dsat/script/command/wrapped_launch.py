@@ -1,7 +1,7 @@
-"""The launch behind a command that is no launcher: a shell script, ``make``, ``uv run``, a Python file that starts one.
+"""The launch behind a command that is not a launcher: a shell script, ``make``, ``uv run`` or a Python wrapper.
 
-Such a command is run as it stands, up to the first launch of a training, which is written down instead of begun
-(``door``); then all that it started is ended.
+Such a command is run unchanged up to its first launch of a training, which is recorded instead of started (``door``).
+Then all its processes are terminated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["SeenLaunch", "is_of_rank", "is_wrapper", "launch_behind", "starts_la
 _POLL_S = 0.05
 _STDERR = 2
 _FIRST_BYTES = 256
-"""Bytes at the beginning of a file that say what runs it."""
+"""Number of leading bytes of a file that identify its interpreter."""
 _SHELLS = (".sh", ".bash", ".zsh")
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
 _STARTERS = frozenset(
@@ -44,16 +44,16 @@ _STARTERS = frozenset(
 _LAUNCH_LINE = re.compile(
     r"(?:^|[\s/])(?:deepspeed|torchrun|accelerate\s+launch|torch\.distributed\.(?:run|launch))\s+(?:-|\S+\.py|$)"
 )
-"""Matches a launcher and the beginning of what it is given, in text that a program makes a command of."""
+"""Matches a launcher and the start of its arguments, in a string that a program runs as a command."""
 
 _OF_PROCESSES = frozenset({"_", "SHLVL", "PWD", "OLDPWD", "PATH", door.RECORD})
 """Variables that differ between any two processes."""
 _OF_LAUNCHES = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 )
-"""Variables that each launch sets for itself."""
+"""Variables that each launch sets itself."""
 _OF_MPI = ("HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL", "MV2_COMM_", "OMPI_", "ORTE_", "PMIX_", "PMI_", "PRTE_")
-"""Beginnings of the variables that Open MPI, MPICH and MVAPICH set for a rank."""
+"""Prefixes of the variables that Open MPI, MPICH and MVAPICH set for a rank."""
 _OF_SLURM = frozenset(
     {"SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_TASK_PID"}
 )
@@ -64,31 +64,31 @@ _RANKS = (
     ("PMI_SIZE", "MPI_LOCALNRANKS"),
     ("SLURM_NTASKS", None),
 )
-"""Variables that hold the number of all ranks, and of those on a node."""
+"""Variables with the total number of ranks and the ranks per node."""
 _STEP = ("SLURM_STEP_ID", "SLURM_JOB_ID")
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _OF_IMPORTS = frozenset({"PYTORCH_NVML_BASED_CUDA_CHECK"})
-"""Variables that DeepSpeed sets as it is imported, which a program that calls its launcher has done."""
+"""Variables that DeepSpeed sets on import, and so any program that calls its launcher."""
 _OF_WRAPPERS = ("BASH_FUNC_", "CONDA_", "MAKE", "MFLAGS", "PIPENV_", "POETRY_", "PDM_", "UV", "VIRTUAL_ENV")
-"""Beginnings of the variables by which wrappers know themselves."""
+"""Prefixes of variables that wrappers set for themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeenLaunch:
-    """A launch that a command asks for."""
+    """A launch made by a command."""
 
     words: tuple[str, ...]
-    """The launcher's command, or that of a Python script that trains without one."""
+    """The launcher's command, or the command of a Python script that trains without a launcher."""
     folder: Path
     environment: Mapping[str, str]
     """Variables that the command sets for it."""
     ranks: int | None = None
-    """Ranks on each node that mpirun or srun starts; None if neither does."""
+    """Ranks on each node that mpirun or srun starts; None if neither is used."""
     nodes: int = 1
 
 
 def is_wrapper(word: str, *, cwd: Path) -> bool:
-    """Whether a command's first word, which is no launcher, runs a program or a shell script instead of Python."""
+    """Whether a command's first word, which is not a launcher, runs a program or a shell script instead of Python."""
     path = cwd / word
     if path.is_file():
         if path.suffix in _SHELLS:
@@ -106,7 +106,7 @@ def is_of_rank(name: str) -> bool:
 
 
 def starts_launcher(file: Path) -> bool:
-    """Whether a Python file starts a launcher, and does not itself train with DeepSpeed."""
+    """Whether a Python file starts a launcher and does not itself train with DeepSpeed."""
     try:
         tree = parsed_source(file)
     except (OSError, SyntaxError, ValueError):
@@ -125,7 +125,7 @@ def starts_launcher(file: Path) -> bool:
 
 
 def _names_launcher(node: ast.AST) -> bool:
-    """Whether a literal is a launcher's command: a list of its words, or a line."""
+    """Whether a literal is a launcher's command: a list of words, or a command line."""
     if isinstance(node, ast.List | ast.Tuple):
         words = [one.value for one in node.elts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
         first = node.elts[0].value if node.elts and isinstance(node.elts[0], ast.Constant) else None
@@ -135,15 +135,16 @@ def _names_launcher(node: ast.AST) -> bool:
 
 
 def launch_behind(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None] = lambda _: None) -> SeenLaunch:
-    """Return the first launch that a command asks for.
+    """Run a command and return its first launch.
 
     Args:
-        words: The command. It is run, without input; what it prints goes to stderr.
-        cwd: Where it is run.
-        on_notice: Called with what is done, which may take as long as the command does before its launch.
+        words: The command. It is run without input; its output goes to stderr.
+        cwd: Its working directory.
+        on_notice: Called with a message before the run, which may take as long as the command needs to reach its
+            launch.
 
     Raises:
-        UsageError: If it ends without one, or trains with another Python than this one.
+        UsageError: If it ends without a launch, or trains with a different Python.
     """
     line = f"`{shlex.join(without_secrets(words))}`"
     on_notice(f"Running {line} up to the launch of a training, which is read and not started.")
@@ -183,7 +184,7 @@ def launch_behind(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str],
 
 
 def _make_door(folder: Path) -> None:
-    """Fill a folder for the front of both paths: Python begins with ``door``, also where PYTHONPATH is set anew."""
+    """Fill a folder for the front of PATH and PYTHONPATH: Python runs ``door``, even if PYTHONPATH is reset."""
     shutil.copyfile(door.__file__, folder / "sitecustomize.py")
     for name in (*door.LAUNCHERS, *_PYTHONS):
         real = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
@@ -200,7 +201,7 @@ def _in_front(folder: Path, path: str) -> str:
 
 
 def _first_record(words: Sequence[str], record: Path, *, cwd: Path, environ: Mapping[str, str]) -> dict[str, Any] | int:
-    """Run a command until it asks for a launch; return that, or its exit code if it ends without."""
+    """Run a command until it makes a launch. Return the launch, or the exit code if there is none."""
     file = cwd / words[0]
     if file.is_file():
         words = [*([] if os.access(file, os.X_OK) else ["bash"]), str(file), *words[1:]]
@@ -210,7 +211,7 @@ def _first_record(words: Sequence[str], record: Path, *, cwd: Path, environ: Map
     groups = {process.pid}
     try:
         while True:
-            code = process.poll()  # first: a record may come with the end
+            code = process.poll()  # polled first: the record may be written just before the exit
             if record.is_file():
                 found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
                 groups.add(int(found["group"]))
@@ -226,7 +227,7 @@ def _first_record(words: Sequence[str], record: Path, *, cwd: Path, environ: Map
 
 
 def _ranks_of_mpi(environment: Mapping[str, str]) -> tuple[int | None, int]:
-    """Return the ranks on each node and the nodes of a launch by mpirun or srun: its variables differ from our own."""
+    """Return (ranks per node, nodes) of a launch by mpirun or srun, from variables that differ from this process."""
     for everywhere, here in _RANKS:
         changed = any(environment.get(name) != os.environ.get(name) for name in (everywhere, *_STEP))
         total = environment.get(everywhere, "")
@@ -240,7 +241,7 @@ def _ranks_of_mpi(environment: Mapping[str, str]) -> tuple[int | None, int]:
 
 
 def _set_by_command(environment: Mapping[str, str], *, folder: Path) -> dict[str, str]:
-    """Return the variables of a launch that differ from this process's and mean something to it."""
+    """Return the variables of a launch that differ from this process's and are relevant to it."""
     found = {**environment, "PYTHONPATH": _without(folder, environment.get("PYTHONPATH", ""))}
     own = {"PYTHONPATH": "", **os.environ}
     return {

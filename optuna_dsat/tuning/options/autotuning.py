@@ -1,4 +1,4 @@
-"""What the ``autotuning`` section of a config asks for, in terms of options."""
+"""Translate the ``autotuning`` section of a config to options."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ IGNORED = {
 
 
 def options_of(section: Autotuning) -> tuple[dict[str, Any], list[str]]:
-    """Return the options that an ``autotuning`` section gives, and a line for each thing that is not honoured.
+    """Return the options that an ``autotuning`` section sets, and a line for each unsupported key.
 
     Args:
         section: The section.
 
     Returns:
-        Options by name (``method`` among them), for those that were not given otherwise; and lines such as
+        Options by name (including ``method``), to be used where no other origin sets them; and lines such as
         ``autotuning.results_dir is not used: --output-dir is used``.
     """
     declared = options_in(AutotuningOptions)
@@ -69,7 +69,7 @@ def options_of(section: Autotuning) -> tuple[dict[str, Any], list[str]]:
 
 
 def _not_honoured(section: Autotuning) -> list[str]:
-    """Return a line for each key of the section that has no counterpart here."""
+    """Return a line for each key of the section without an equivalent option."""
     notes = [f"autotuning.{key} is not used: {IGNORED[key]}." for key in section.ignored]
     notes += [f"autotuning.{key} is not used: neither DeepSpeed nor this tuner knows it." for key in section.unknown]
     if section.enabled is False:
@@ -93,7 +93,7 @@ _UNITS = {"gpus_per_trial": "gpu", "cpu_ranks": "rank", "gpus_per_node": "gpu", 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Numbers of GPUs, CPU ranks or nodes at each of which a search is wanted."""
+    """Numbers of GPUs, CPU ranks or nodes, with one search for each."""
 
     option: str
     """Name of the option that says the number."""
@@ -103,15 +103,15 @@ class Sweep:
 
     @property
     def unit(self) -> str:
-        """What is counted, as it stands in names of studies."""
+        """The counted unit, as used in names of studies."""
         return _UNITS[self.option]
 
 
 def sweep_of(given: Given) -> tuple[Sweep | None, list[str]]:
-    """Return the numbers of devices at each of which a search is wanted, and a line for each that is not available.
+    """Return the numbers of devices to search at, and a line for each unavailable number.
 
-    They are those of an option that lists several, else those of a list in ``autotuning.num_gpus``, on a cluster of one
-    in ``autotuning.num_nodes``, too; None if one search is wanted.
+    The numbers are from an option that lists several, else from a list in ``autotuning.num_gpus``; on a cluster, also
+    from a list in ``autotuning.num_nodes``. None if there is a single search.
 
     Raises:
         ConfigError: If the config cannot be read.
@@ -137,7 +137,7 @@ def sweep_of(given: Given) -> tuple[Sweep | None, list[str]]:
 
 
 def _sweep_of_cluster(given: Given, section: Autotuning) -> tuple[Sweep | None, list[str]]:
-    """Return the numbers of GPUs of a node, else of nodes, at which searches are wanted; and what is not used."""
+    """Return the numbers of GPUs per node, else of nodes, to search at; and lines about unused values."""
     options = given.options
     gpus = section.gpu_counts if options.gpus_per_node is None and options.cpu_ranks is None else ()
     nodes = () if "nodes_per_trial" in given.origins else section.node_counts
@@ -160,14 +160,12 @@ def _too_many(count: int, available: int) -> str:
 
 
 def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, list[str]]:
-    """Return the options, those that were not given taken from the config's ``autotuning`` section; and notes.
-
-    The notes name what of the section is not honoured.
+    """Fill unset options from the config's ``autotuning`` section; also return notes about unsupported keys.
 
     Args:
         given: The options.
-        keep_values: Whether knobs that the config gives as single values stay so, as in DeepSpeed's autotuner, if
-            the config enables that.
+        keep_values: Whether knobs with a single value in the config stay fixed, as in DeepSpeed's autotuner, if the
+            config enables autotuning.
 
     Raises:
         ConfigError: If the config cannot be read.
@@ -185,7 +183,7 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
         available = _gpus_here()
         if gpus <= available:
             wanted["gpus_per_trial"] = gpus
-        elif len(user.autotuning.gpu_counts) < 2:  # those of a list are named by ``sweep_of``
+        elif len(user.autotuning.gpu_counts) < 2:  # lists are reported by ``sweep_of``
             notes.append(_too_many(gpus, available))
     kept = _single_values(options, user) if keep_values and user.autotuning.enabled else {}
     if kept:
@@ -204,7 +202,7 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
         offered.add("no_tune")
     if "method" in wanted and "method" not in offered:
         del wanted["method"]
-        notes = [note for note in notes if "tuner_type" not in note]  # a method was named on the command line
+        notes = [note for note in notes if "tuner_type" not in note]  # the command line names a method
     if "early_stopping" in wanted and "early_stopping" not in names:
         notes.append("autotuning.tuner_early_stopping is not used by this method.")
     taken: dict[str, Any] = {name: value for name, value in wanted.items() if name in offered}
@@ -212,14 +210,14 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
 
 
 def _places_of(options: TuneOptions, section: Autotuning) -> dict[str, int]:
-    """Return the options for nodes of a cluster: DeepSpeed's ``num_gpus`` are those of one node."""
+    """Return the options for nodes of a cluster: DeepSpeed's ``num_gpus`` counts the GPUs of one node."""
     gpus = section.num_gpus if options.gpus_per_node is None and options.cpu_ranks is None else None
     found = {"nodes_per_trial": section.num_nodes, "gpus_per_node": gpus}
     return {name: count for name, count in found.items() if count is not None}
 
 
 def _single_values(options: TuneOptions, user: user_file.UserConfig) -> dict[str, Any]:
-    """Return the knobs that the config gives one value, without those that an option names: name -> value."""
+    """Return the knobs with a single value in the config, without knobs set by an option: name -> value."""
     zero = ds_config.zero_section(user.raw)
     kept: dict[str, Any] = {}
     for knob in KNOBS:
@@ -236,7 +234,7 @@ def _single_values(options: TuneOptions, user: user_file.UserConfig) -> dict[str
 
 
 def _kept_by_fast(options: TuneOptions, user: user_file.UserConfig) -> list[str]:
-    """Return the knobs that ``autotuning.fast`` leaves as they are: all but the stage, listed and fixed knobs."""
+    """Return the knobs that ``autotuning.fast`` leaves unchanged: all but the stage, listed and fixed knobs."""
     listed = {key.split(".")[1] for key in user.lists if "." in key}
     kept = {knob.name for knob in KNOBS if knob.name not in listed and knob.path[-1] != "stage"}
     return sorted({*(options.no_tune or ()), *kept} - set(options.fix or ()) - {NVME})

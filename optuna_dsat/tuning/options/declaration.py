@@ -1,4 +1,4 @@
-"""How an option is declared: what stands in the annotation of its field."""
+"""Declaration of an option: the content of its field's annotation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PANELS = (WHAT, BUDGET, MEASURE, WHERE, METHOD, OUTPUT_PANEL)
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """What an option means and how a command line spells it; stands in the ``Annotated`` type of its field."""
+    """Meaning and command-line spelling of an option; part of the ``Annotated`` type of its field."""
 
     help: str
     panel: str | None = None
@@ -60,7 +60,7 @@ class Option:
 
     @property
     def command_help(self) -> str:
-        """Text of the command's help."""
+        """Help text of the command."""
         if self.none is None:
             return self.help
         return f"{self.help}  \\[{' '.join(filter(None, ('default', self.none_if)))}: {self.none}]"

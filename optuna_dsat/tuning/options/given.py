@@ -1,4 +1,4 @@
-"""Options together with where each comes from."""
+"""Options with their origins."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Given:
     """Name of an option -> the command line, a variable of the environment, a file; the rest have their defaults."""
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> Given:
-        """Return the options with some replaced, of the origin named."""
+        """Return the options with some values replaced, with the given origin."""
         return Given(options=replace(self.options, **values), origins={**self.origins, **dict.fromkeys(values, origin)})
 
     def without(self, name: str) -> Given:
-        """Return the options with one at its default, as if it had not been given."""
+        """Return the options with one option reset to its default, as if it had not been given."""
         default = next(one.default for one in fields(self.options) if one.name == name)
         values: dict[str, Any] = {name: default}
         origins = {key: origin for key, origin in self.origins.items() if key != name}
@@ -38,7 +38,7 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class _Dictionary(os.PathLike[str]):
-    """A config that was given as a dictionary, and the file that the script finds it in."""
+    """A config given as a dictionary, and the file from which the script reads it."""
 
     text: str
     """As JSON."""
@@ -52,9 +52,9 @@ class _Dictionary(os.PathLike[str]):
 
 
 def with_config_file(given: Given) -> Given:
-    """Return the options with a dictionary as the config in place of which stands the file that it will be written to.
+    """Replace a config given as a dictionary by the path of the file to which it will be written.
 
-    The file's name depends on the content, so that giving the same dictionary again continues the study.
+    The file's name depends on the content, so the same dictionary continues the study.
     """
     options = given.options
     if not isinstance(options.ds_config, Mapping):
@@ -76,7 +76,7 @@ def config_path(options: TuneOptions) -> Path | None:
 
 
 def user_config(options: TuneOptions) -> user_file.UserConfig:
-    """Return the config as read.
+    """Return the user's config.
 
     Raises:
         ConfigError: If it cannot be read.
@@ -87,7 +87,7 @@ def user_config(options: TuneOptions) -> user_file.UserConfig:
 
 
 def write_config(options: TuneOptions) -> None:
-    """Write a config that was given as a dictionary where the script finds it; only this user may read it."""
+    """Write a config given as a dictionary to the file that the script reads; only this user may read the file."""
     if not isinstance(options.ds_config, _Dictionary):
         return
     raw: dict[str, Any] = json.loads(options.ds_config.text)

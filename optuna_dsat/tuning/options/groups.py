@@ -19,7 +19,7 @@ __all__ = ["ClusterOptions", "PlaceOptions", "ResultOptions", "StrPath"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """Options of every method on the cluster whose nodes run the launches."""
+    """Options of every method for the cluster whose nodes run the launches."""
 
     on: Annotated[
         Literal["here", "slurm", "ray"],
@@ -95,7 +95,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceOptions:
-    """Options of every method on devices, launches, database and folders."""
+    """Options of every method for devices, launches, database and folders."""
 
     gpus_per_trial: Annotated[
         int | Sequence[int] | None,
@@ -219,7 +219,7 @@ class PlaceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
-    """Options of every method on what may be the result."""
+    """Options of every method for the selection of the result."""
 
     train_batch_size: Annotated[
         int | None,

@@ -1,4 +1,4 @@
-"""From a class of options to a function that takes them as keywords, typed, documented and checked."""
+"""Turn a class of options into a function with typed, documented and checked keyword arguments."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def coerced(name: str, value: Any, kind: Any, *, alone: bool = True) -> Any:
-    """Return the value of an argument as its type says: numbers of NumPy as Python's, any iterable as a tuple.
+    """Convert an argument to its declared type: NumPy numbers to Python numbers, any iterable to a tuple.
 
     Args:
         name: The argument, for messages.
-        value: What was given; None is returned as it is.
+        value: The given value; None is returned unchanged.
         kind: Type of the argument.
-        alone: Whether one element stands for a sequence of it.
+        alone: Whether a single element is accepted for a sequence.
 
     Raises:
-        TypeError: If the value is of another type; names the argument, what it takes and what was given.
+        TypeError: If the value has another type; names the argument, the accepted types and the value.
     """
     if value is None:
         return None
@@ -58,7 +58,7 @@ def _alternatives(kind: Any) -> Sequence[Any]:
 
 
 def _example(value: Any, kind: Any) -> str:
-    """Return the list that a text was probably meant to be, in words; empty if it is none."""
+    """Suggest the list that a string was probably meant to be; empty if there is none."""
     many = [get_args(one)[0] for one in _alternatives(kind) if get_origin(one) is Sequence]
     if not isinstance(value, str) or not many:
         return ""
@@ -70,10 +70,10 @@ def _example(value: Any, kind: Any) -> str:
 
 
 def _as(name: str, value: Any, kind: Any, *, alone: bool) -> Any:
-    """Return a value as one of a type; ``_NO`` if it is none."""
+    """Convert a value to a type; ``_NO`` if it does not match."""
     origin = get_origin(kind) or kind
     if origin is Literal:
-        return value if isinstance(value, str) else _NO  # which of them is checked with all other rules
+        return value if isinstance(value, str) else _NO  # allowed values are checked with all other rules
     if origin is Mapping:
         return _mapping(name, value, *get_args(kind)) if isinstance(value, Mapping) else _NO
     if origin is Sequence:
@@ -84,7 +84,7 @@ def _as(name: str, value: Any, kind: Any, *, alone: bool) -> Any:
 
 
 def _scalar(value: Any, kind: Any) -> Any:
-    """Return a number, a truth value or a text as Python's own; ``_NO`` if it is not of that type."""
+    """Return a number, a boolean or a string as Python's type; ``_NO`` if it does not match."""
     if kind is str:
         return value if isinstance(value, str) else _NO
     if kind is bool:
@@ -99,7 +99,7 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 
 def _is_truth(value: Any) -> bool:
-    """Return whether a value is a truth value of Python or NumPy."""
+    """Return whether a value is a boolean of Python or NumPy."""
     return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
 
 
@@ -120,7 +120,7 @@ def _sequence(name: str, value: Any, kind: Any, *, alone: bool) -> Any:
 
 
 def _element(value: Any, kind: Any) -> Any:
-    """Return an element of a sequence; a text may be given as a path or a number, as words of a command line are."""
+    """Convert an element of a sequence; strings also accept paths and numbers, as on a command line."""
     if kind is not str:
         return _scalar(value, kind)
     if isinstance(value, os.PathLike):
@@ -130,12 +130,12 @@ def _element(value: Any, kind: Any) -> Any:
 
 
 def _mapping(name: str, value: Mapping[Any, Any], key_kind: Any, kind: Any) -> dict[str, Any]:
-    """Return a mapping of texts, its values of one type or plain data.
+    """Return a mapping with string keys, and values of one type or plain data.
 
     Raises:
-        TypeError: If a key or a value is of another type; no value is shown, as it may be secret.
+        TypeError: If a key or a value has another type; no value is shown, as it may be secret.
     """
-    del key_kind  # all of ours have texts as keys
+    del key_kind  # all our mappings have string keys
     if kind is Any:
         return dict(plain_data(value, name))
     for key, one in value.items():
@@ -147,10 +147,10 @@ def _mapping(name: str, value: Mapping[Any, Any], key_kind: Any, kind: Any) -> d
 
 
 def plain_data(value: Any, name: str) -> Any:
-    """Return data as JSON has them: tuples as lists, NumPy's scalars as Python's, paths as text.
+    """Convert data to JSON types: tuples to lists, NumPy scalars to Python scalars, paths to strings.
 
     Raises:
-        TypeError: If there is a value that JSON does not have; names its place.
+        TypeError: If a value has no JSON type; names its location.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -172,7 +172,7 @@ def plain_data(value: Any, name: str) -> Any:
 
 
 def _expected(kind: Any) -> str:
-    """Return what a type takes, in words."""
+    """Describe the values that a type accepts."""
     found = _alternatives(kind)
     words = []
     for one in found:
@@ -195,7 +195,7 @@ def _type_of(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value that was refused with its type; the type alone of what is not a short scalar."""
+    """Format a rejected value with its type; only the type unless it is a short scalar."""
     text = repr(value) if isinstance(value, str | int | float) else ""
     return f"{text} ({_type_of(value)})" if text and len(text) <= _LONGEST else _type_of(value)
 
@@ -211,10 +211,10 @@ R = TypeVar("R")
 def with_keywords(
     options: Callable[P, TuneOptions],
 ) -> Callable[[Callable[[Given], R]], Callable[P, R]]:
-    """Return a decorator: from a function of ``Given`` to one of the fields of ``options``, a class of options.
+    """Return a decorator from a function of ``Given`` to a function of the fields of ``options``.
 
-    A type checker sees the parameters of the class; signature and documentation of the function are made of its fields,
-    the latter in place of the line ``given: {options}``. None stands for the default.
+    A type checker sees the parameters of the class. Signature and documentation of the function are generated from its
+    fields; the documentation replaces the line ``given: {options}``. None means the default.
     """
 
     def decorate(function: Callable[[Given], R]) -> Callable[P, R]:
@@ -246,7 +246,7 @@ def with_keywords(
 
 
 def _fields(options: Callable[..., TuneOptions]) -> Iterator[tuple[Field[Any], Any]]:
-    """Yield the fields of a class of options with their annotations, positional ones first."""
+    """Yield the fields of a class of options with their annotations, positional fields first."""
     hints = get_type_hints(options, include_extras=True)
     found = fields(options)  # type: ignore[arg-type]  # typed as its constructor
     for one in sorted(found, key=lambda one: one.kw_only is True):
@@ -266,7 +266,7 @@ def _signature(options: Callable[..., TuneOptions]) -> inspect.Signature:
 
 
 def _documented(options: Callable[..., TuneOptions]) -> str:
-    """Return the entries of the section ``Args``, with the methods that read an option before its meaning."""
+    """Return the entries of the section ``Args``; each lists the methods that read the option before its meaning."""
     entries = []
     for one, hint in _fields(options):
         option = option_of(hint)
@@ -285,7 +285,7 @@ def _unknown(function: str, name: str, known: Mapping[str, Any]) -> str:
 
 
 def _in_keywords(text: str, options: Callable[..., TuneOptions]) -> str:
-    """Return a message in which options have the names of keywords, but for those of commands, in backticks."""
+    """Rename options in a message to keywords, except in commands, which are in backticks."""
     keywords: dict[str, str] = {}
     for one, hint in _fields(options):
         option = option_of(hint)
@@ -300,10 +300,10 @@ def _in_keywords(text: str, options: Callable[..., TuneOptions]) -> str:
 
 
 def _coerced(given: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Return the arguments as their types say; where a keyword takes several values, one may stand alone.
+    """Convert the arguments to their declared types; a single value is accepted where a keyword takes several.
 
     Raises:
-        TypeError: If one is of another type.
+        TypeError: If an argument has another type.
     """
     return {
         name: coerced(

@@ -1,6 +1,6 @@
-"""Where studies and their files are kept unless one says otherwise.
+"""Default locations of studies and their files.
 
-Apart from the options, whose defaults come from the spec: a command that searches nothing needs neither.
+Separate from the options, whose defaults come from the spec: commands without a search need neither.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the texts of a command line to the values of options; raises what a command says about a text it cannot read."""
+"""Convert command-line strings to option values; errors have the text that a command shows."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def named_config(path: Path | None) -> Path | None:
 
 
 def share(value: str | float, *, option: str = "--tie") -> float:
-    """Return the share that ``1%`` or ``0.01`` stands for.
+    """Parse a share given as ``1%`` or ``0.01``.
 
     Args:
         value: The text, or the share.
-        option: What the user calls it.
+        option: Name of the option, for messages.
 
     Raises:
         UsageError: If it is neither.
@@ -50,10 +50,10 @@ def share(value: str | float, *, option: str = "--tie") -> float:
 
 
 def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:
-    """Return the ZeRO stages that ``["1,2", "3"]`` names, in ascending order; None if there are no texts.
+    """Parse ZeRO stages such as ``["1,2", "3"]``, in ascending order; None if there are no texts.
 
     Raises:
-        UsageError: If one is not a ZeRO stage.
+        UsageError: If an entry is not a ZeRO stage.
     """
     if not texts:
         return None
@@ -66,14 +66,14 @@ def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:
 
 
 def split_counts(text: str | None, *, option: str) -> int | tuple[int, ...] | None:
-    """Return the number that ``8`` names, or the numbers that ``1,2,4,8`` names; None without a text.
+    """Parse a number such as ``8``, or several numbers such as ``1,2,4,8``; None without a text.
 
     Args:
-        text: The text, also as a list of a file of options has it (``[1, 2]``).
-        option: What the user calls it.
+        text: The text, also in the list form of an options file (``[1, 2]``).
+        option: Name of the option, for messages.
 
     Raises:
-        UsageError: If something in it is no number.
+        UsageError: If a part is not a number.
     """
     if text is None:
         return None
@@ -98,7 +98,7 @@ def one_count(value: int | Sequence[int] | None, *, option: str) -> int | None:
 
 
 def split_fixed(pairs: Sequence[str] | None) -> dict[str, Any] | None:
-    """Return knob -> value of ``KEY=VALUE`` texts, values read as JSON where they are JSON; None if there are no texts.
+    """Parse ``KEY=VALUE`` texts to knob -> value, values as JSON where possible; None if there are no texts.
 
     Raises:
         UsageError: If a text has no key or no value.
@@ -120,7 +120,7 @@ def split_fixed(pairs: Sequence[str] | None) -> dict[str, Any] | None:
 
 
 def split_mappings(pairs: Sequence[str] | None) -> dict[str, str] | None:
-    """Return config key -> option of the script of ``KEY=--OPTION`` texts; None if there are no texts.
+    """Parse ``KEY=--OPTION`` texts to config key -> option of the script; None if there are no texts.
 
     Raises:
         UsageError: If a text has no ``=``.
@@ -137,7 +137,7 @@ def split_mappings(pairs: Sequence[str] | None) -> dict[str, str] | None:
 
 
 def split_environment(pairs: Sequence[str] | None) -> dict[str, str] | None:
-    """Return variable -> value of ``NAME=VALUE`` texts; None if there are no texts.
+    """Parse ``NAME=VALUE`` texts to variable -> value; None if there are no texts.
 
     Raises:
         UsageError: If a text has no name or no ``=``.

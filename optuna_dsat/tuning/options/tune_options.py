@@ -1,8 +1,8 @@
 """The options of a search, each defined once: name, type, default, meaning, and the methods that read it.
 
 The commands (``cli/parsing/commands.py``), the keywords of ``optuna_dsat.tune`` (``keywords.py``), the keys of option
-files and ``docs/reference/options.md`` follow from these classes. Names and defaults are those of the dsat guide where
-it has them; a default that ``StudySpec`` has is taken from there.
+files and ``docs/reference/options.md`` are generated from these classes. Names and defaults follow the dsat guide where
+it has them; the defaults of ``StudySpec`` are taken from there.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class _LineageOptions(TuneOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomOptions(_LineageOptions):
-    """Options of ``random``, with those of every method."""
+    """Options of ``random``, in addition to the options of every method."""
 
     trials_per_random_config: Annotated[
         int, Option(help="Launches of configurations that differ in the micro-batch only, at most.", panel=METHOD)
@@ -344,7 +344,7 @@ class RandomOptions(_LineageOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryOptions(_LineageOptions):
-    """Options of ``binary``, with those of every method."""
+    """Options of ``binary``, in addition to the options of every method."""
 
     search_range_factor: Annotated[
         float,
@@ -356,7 +356,7 @@ class BinaryOptions(_LineageOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AshaOptions(BinaryOptions):
-    """Options of ``asha``: those of ``binary``, and its own."""
+    """Options of ``asha``, in addition to the options of ``binary``."""
 
     max_rungs: Annotated[int, Option(help="Rungs.", panel=METHOD)] = default("max_rungs")
     min_binary_search_trials: Annotated[
@@ -381,7 +381,7 @@ class AshaOptions(BinaryOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedOptions(_LineageOptions):
-    """Options of ``guided``, with those of every method."""
+    """Options of ``guided``, in addition to the options of every method."""
 
     memory_margin: Annotated[
         float,
@@ -422,7 +422,7 @@ class GuidedOptions(_LineageOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
-    """Options of ``tune`` and ``run``: those of all methods, of which each reads its own."""
+    """Options of ``tune`` and ``run``: the options of all methods; each method reads its own."""
 
     method: Annotated[
         str | None,
@@ -449,7 +449,7 @@ _OF_METHOD: Mapping[str, type[TuneOptions]] = {
 
 
 def methods_of(option: str) -> tuple[str, ...]:
-    """Return the methods that read an option; none if it is not an option of methods."""
+    """Return the methods that read an option; empty if it is not an option of methods."""
     if any(one.name == option for one in fields(TuneOptions)):
         return ()
     return tuple(method for method, kind in _OF_METHOD.items() if any(one.name == option for one in fields(kind)))
