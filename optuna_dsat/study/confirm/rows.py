@@ -1,4 +1,4 @@
-"""Trials as the rows of one flat table."""
+"""Trials as the rows of a flat table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _COLUMNS = (
 
 
 def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
-    """Return a trial as one flat row, as ``trials`` of a result and ``optuna-dsat export`` show it.
+    """Return a trial as a flat row, as ``trials`` of a result and ``optuna-dsat export`` show it.
 
     Args:
         trial: The trial.

@@ -41,7 +41,7 @@ _WAIT_S = 1.0
 
 
 class ProfileTurn:
-    """Finds or measures the profile of one study.
+    """Finds or measures the profile of a study.
 
     Args:
         context: The running study.

@@ -262,7 +262,7 @@ def make_planner(
         spec: The study.
         profiled: Result of the profile launch.
         space: The search space.
-        prior_knowledge: From earlier studies; None if there is none.
+        prior_knowledge: From earlier studies; None without any.
     """
     return GuidedPlanner(
         Problem(
@@ -315,7 +315,7 @@ def make_method(
         prior_knowledge: From earlier studies; only ``guided`` uses it.
 
     Raises:
-        UsageError: If there is no such method.
+        UsageError: If the method does not exist.
     """
     if spec.method == "guided":
         return _guided(spec, profiled, space, prior_knowledge)

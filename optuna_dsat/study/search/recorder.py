@@ -37,7 +37,7 @@ _STATES = {
 
 
 class TrialRecorder:
-    """Finishes the trials of one study with the results of their launches.
+    """Finishes the trials of a study with the results of their launches.
 
     Args:
         context: The running study.
@@ -138,7 +138,7 @@ class TrialRecorder:
         """Finish the trial of a launch; a trial that was given to another worker is dropped.
 
         Raises:
-            ScriptFailedError: If the script fails whatever the configuration.
+            ScriptFailedError: If the script fails with every configuration.
         """
         trial, value = flight.trial, self._value(flight, report)
 

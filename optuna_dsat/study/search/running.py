@@ -18,14 +18,14 @@ __all__ = ["Flight", "Flights", "frozen"]
 
 @dataclass(kw_only=True)
 class Flight:
-    """One launch of a trial."""
+    """A launch of a trial."""
 
     trial: optuna.Trial
     request: LaunchRequest
     words: str
     """The configuration in words."""
     attempt: int = 0
-    """Number of the launch among those of the trial, from 0."""
+    """Number of the launch within its trial, from 0."""
     reported: set[int] = field(default_factory=set)
     """Steps that the study was told of, by earlier launches of the trial too: Optuna keeps the first report of each."""
     record: LaunchRecord = field(init=False)
