@@ -1,4 +1,4 @@
-"""A remedy for a profile launch that failed, where its error supports one."""
+"""Suggest a fix for a failed profile launch, if its error supports it."""
 
 from __future__ import annotations
 
