@@ -193,7 +193,7 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
 
 
 def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -> SettingsCopy | None:
-    """Return the copy of the script's settings file with a config's batch size and path; None if there is none.
+    """Return the copy of the script's settings file with a config's batch size and path; None without any.
 
     If the file, or a section of it, is the script's DeepSpeed config, it is replaced with the config.
 

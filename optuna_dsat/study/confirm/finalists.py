@@ -300,7 +300,7 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
 def without_failed(
     rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, spec: StudySpec
 ) -> Rounds:
-    """Return the rounds, with the next best trial as a finalist if a finalist was dropped after the last launch.
+    """Return the rounds, with the next best trial as a finalist if the last launch eliminated a finalist.
 
     Args:
         rounds: The rounds so far.

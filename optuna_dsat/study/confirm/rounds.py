@@ -137,7 +137,7 @@ _MOST_FAILURES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RoundLaunch:
-    """One launch of a confirmation."""
+    """A launch of a confirmation."""
 
     round: int
     """From 1."""
@@ -172,7 +172,7 @@ class RoundLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The confirmation of one study so far."""
+    """The confirmation of a study so far."""
 
     chosen: tuple[int, ...] = ()
     """Numbers of the compared trials, including the user's config; replacements come last."""
@@ -335,7 +335,7 @@ def paired_ratio(
 
 
 def mean_in_rounds(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the geometric mean of one configuration's launches with its 95% interval (Student's t, on logarithms).
+    """Return the geometric mean of a configuration's launches with its 95% interval (Student's t, on logarithms).
 
     The ends are None for a single launch.
     """

@@ -49,7 +49,7 @@ def find_batch_rule(
         launcher: Where to launch.
         record: The profile launch, measured.
         overlay: Its overlay, whose ZeRO settings are known to fit.
-        present: Micro-batch of the user's own config.
+        present: Micro-batch of the user's config.
         on_report: Called after each launch.
         wait: As for ``follow``.
 

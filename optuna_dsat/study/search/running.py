@@ -37,7 +37,7 @@ class Flight:
 
     @property
     def is_user_config(self) -> bool:
-        """Whether it measures the user's own config."""
+        """Whether it measures the user's config."""
         return bool(self.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG)
 
     def retry(self) -> Flight:

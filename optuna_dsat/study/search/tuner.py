@@ -185,7 +185,7 @@ class Tuner:
             flight.reported.add(step.step)
             flight.trial.report(metrics[self._recorder.metric], step.step)
         if flight.is_user_config or step.step >= flight.request.end_profile_step:
-            return  # everything is compared with the user's own config, so that is measured to its end
+            return  # everything is compared with the user's config, so it is measured to its end
         launch_id = flight.request.launch_id
         if self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
             metric = self._recorder.metric
