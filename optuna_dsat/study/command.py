@@ -133,8 +133,8 @@ def training_command(
 ) -> tuple[str, bool]:
     """Return the script's own command with ``config``, written to ``config_path``, and whether it names that file.
 
-    An argument that names the user's config is replaced, and one that names a settings file of which ``best_settings``
-    has a copy. Where such a file names the config and the script lets arguments override the file, one is added.
+    Arguments that name the user's config, or a settings file with a copy in ``best_settings``, are replaced. If such a
+    file names the config and the script lets arguments override the file, an argument is added.
 
     Args:
         spec: The study.
@@ -142,11 +142,11 @@ def training_command(
         config_path: Where it is written.
         deepspeed_launcher: Whether to start the script with ``deepspeed``, which gives every rank ``--local_rank``,
             rather than with torchrun.
-        starts_ranks: Whether the script starts its ranks by itself, and so trains without a launcher.
-        host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets one.
+        starts_ranks: Whether the script spawns its ranks, and so trains without a launcher.
+        host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets 1.
         config_option: The script's option for its DeepSpeed config, for arguments that name no file.
-        config_in_code: Whether the script reads its config by a name of its own: an argument that names it changes
-            nothing.
+        config_in_code: Whether the path of the config is set in the script's code: an argument that names the config
+            has no effect.
     """
     script = spec.script
     pointed, replaced = _point_to(script, config_path)
@@ -192,11 +192,11 @@ _ACCELERATE_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 _ACCELERATE_FIELDS = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "ACCELERATE_CONFIG_DS_FIELDS")
-"""Variables that accelerate's plugin makes its config of; with a config file it refuses those that say the same."""
+"""Variables from which accelerate's plugin builds its config; with a config file it rejects duplicate settings."""
 
 
 _OF_NO_CONFIG = ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "ACCELERATE_DEEPSPEED_ZERO3_INIT")
-"""Variables of the plugin that have no key in a config file, so that it reads them beside one, too."""
+"""Variables of the plugin without a key in a config file, which it also reads together with a config file."""
 
 
 def _environment(script: ScriptSpec, config_path: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The end of a study: the finalists are confirmed, the winner is chosen, compared and written to train with."""
+"""Conclude a study: confirm the finalists, choose the winner, compare its losses and write its config."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from optuna_dsat.trials import attributes
 __all__ = ["Conclusion"]
 
 _WAIT_S = 1.0
-"""Pause between two looks for the end of another worker's conclusion, in seconds."""
+"""Polling interval while another worker concludes the study, in seconds."""
 
 
 class Conclusion:
-    """Concludes one study after its search.
+    """Concludes a study after its search.
 
     Args:
         context: The running study.
@@ -59,7 +59,7 @@ class Conclusion:
         profiled: Result of the profile launch.
         method: Ranks the trials.
         reason: Why the search ended.
-        with_loss_check: Whether to compare the first losses under the winner with those under the user's config.
+        with_loss_check: Whether to compare the first losses of the winner and the user's config.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Conclusion:
         self.interrupted = reason is EndReason.INTERRUPTED
         """Whether Ctrl-C ended the search, the confirmation or the comparison of losses."""
         self._held: Turn | None = None
-        """This worker's turn; None while it has none."""
+        """This worker's turn; None without a turn."""
 
     def run(self) -> StudyResult | None:
         """Confirm, choose and write the winner; None if nothing was measured."""
@@ -102,12 +102,12 @@ class Conclusion:
                     self._held = None
 
     def _storing(self, purpose: str) -> AbstractContextManager[None]:
-        """Hold this worker's turn to store something; raises ``TurnLostError`` if it is another's by now."""
+        """Hold this worker's turn while storing; raise ``TurnLostError`` if another worker has taken it."""
         return nullcontext() if self._held is None else self._held.held(purpose)
 
     @contextmanager
     def _turn(self) -> Iterator[Turn]:
-        """Wait until nobody else concludes the study: rounds are one sequence, and a launch of them has one folder."""
+        """Wait until no other worker concludes the study: rounds are sequential and share launch folders."""
         waiting = False
         while True:
             with self._context.store.conclusion_turn(self._context.study_uuid) as turn:
@@ -117,7 +117,7 @@ class Conclusion:
             if not waiting:
                 waiting = True
                 self._context.say("Another worker confirms the finalists; waiting for it.")
-            self._context.launcher.poll(0.0)  # gives back the devices of launches that have ended meanwhile
+            self._context.launcher.poll(0.0)  # releases the devices of launches that have ended meanwhile
             time.sleep(_WAIT_S)
 
     def _conclude(self) -> StudyResult | None:
@@ -149,7 +149,7 @@ class Conclusion:
         return attributes.data_parallel_size(trial, slots=self._spec.slots_per_trial)
 
     def _confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
-        """Return the rounds; those of earlier runs after an interruption."""
+        """Return the rounds; after an interruption, the stored rounds of earlier runs."""
         if self._reason is EndReason.INTERRUPTED:
             return Rounds.of(self._study.user_attrs)
         confirmation = Confirmation(
@@ -167,7 +167,7 @@ class Conclusion:
         return rounds
 
     def _compare_losses(self, config: Mapping[str, Any], ranks: int, *, is_own: bool) -> LossCheck | None:
-        """Return how the first losses compare; None if that was not asked for or an interruption ends it."""
+        """Return the comparison of first losses; None if it was not requested or was interrupted."""
         if not self._with_loss_check or self._reason is EndReason.INTERRUPTED:
             return None
         if is_own:
@@ -189,13 +189,13 @@ class Conclusion:
     def _write(
         self, verdict: Verdict, rounds: Rounds, trial: FrozenTrial, *, loss_check: Mapping[str, Any] | None
     ) -> StudyResult:
-        """Write the files and attributes of what is handed over; return the result.
+        """Write the files and attributes of the selected config; return the result.
 
         Args:
-            verdict: What came of the study.
-            rounds: What was measured again.
-            trial: The one that is handed over.
-            loss_check: Comparison of first losses; None if there is none.
+            verdict: Verdict on the study.
+            rounds: Rounds of the confirmation.
+            trial: The selected trial.
+            loss_check: Comparison of first losses, or None.
         """
         spec, launches = self._spec, self._context.store.launches(self._context.study_uuid)
         complete = self._complete(trial)

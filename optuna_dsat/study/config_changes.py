@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A setting that differs between the best config and the user's own."""
+    """A setting that differs between the best config and the user's config."""
 
     key: str
     """Dotted key of the config."""
@@ -41,7 +41,7 @@ class Change:
 
 
 def config_changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> tuple[Change, ...]:
-    """Return every key whose value differs, sorted: changed, added and dropped ones.
+    """Return every key whose value differs, sorted: changed, added and dropped keys.
 
     Args:
         own: The user's config with all batch sizes.
@@ -56,7 +56,7 @@ def config_changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> tuple[Cha
 
 
 def changes_in_words(changes: Iterable[Change]) -> str:
-    """Return sentences with the changed, added and dropped keys; empty if there are none."""
+    """Return sentences with the changed, added and dropped keys; empty without any."""
     kinds: dict[str, list[str]] = {"Changed from your config": [], "Added": [], "Dropped": []}
     for change in changes:
         if change.own and change.best:

@@ -1,4 +1,4 @@
-"""Why a search ended, and what it may have left to gain."""
+"""Reason for the end of a search, and its remaining potential."""
 
 from __future__ import annotations
 

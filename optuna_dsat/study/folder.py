@@ -1,7 +1,7 @@
-"""The folder of a study's files: known to be the study's, not only named by the database.
+"""The folder of a study's files, verified to belong to the study.
 
-A database says where a study's files lie. Whoever reads one that another made would otherwise copy foreign files into
-what the dashboard serves, or write a report over one.
+The database contains the path of the folder. Without verification, reading a database of another user could copy
+foreign files to the dashboard or overwrite them with a report.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from optuna_dsat.store import StoredLaunch
 __all__ = ["BEING_WRITTEN", "MARK", "digests", "held_folder", "is_folder_of", "is_held", "set_others_aside"]
 
 MARK = "study.json"
-"""File that says which study a folder belongs to."""
+"""File that identifies the study of a folder."""
 BEING_WRITTEN = "being written"
-"""In the place of a file's digest while the study writes it."""
+"""Placeholder for a file's digest while the study writes it."""
 _TRIES, _PAUSE_S = 20, 0.05
-"""Looks at a folder that another tuner holds, and the pause between two of them, in seconds."""
+"""Attempts to lock a folder that another tuner holds, and the pause between attempts, in seconds."""
 
 
 @contextmanager
 def held_folder(folder: Path, study_uuid: str) -> Iterator[None]:
-    """Within the block, a folder says that it is a study's, and tuners of no other study write there.
+    """Mark a folder as the study's and lock it against tuners of other studies within the block.
 
-    Tuners of the same study share it. A folder that cannot be written, or whose file system has no locks, is not held.
+    Tuners of the same study share it. A folder is not locked if it is not writable or its file system has no locks.
 
     Raises:
-        UsageError: If a tuner of another study writes there: launches of both would have the same folders.
+        UsageError: If a tuner of another study writes there: launches of both would use the same folders.
     """
     descriptor = _hold(folder, study_uuid)
     try:
@@ -49,7 +49,7 @@ def held_folder(folder: Path, study_uuid: str) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a tuner writes to a folder; False where that cannot be seen, as on file systems without locks."""
+    """Return whether a tuner writes to a folder; False if unknown, e.g. on file systems without locks."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -66,7 +66,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _hold(folder: Path, study_uuid: str) -> int | None:
-    """Mark a folder and lock it with others of the same study; return the descriptor, None if that cannot be."""
+    """Mark a folder and take the study's shared lock; return the file descriptor, None if impossible."""
     text = json.dumps({"study_uuid": study_uuid}) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def _hold(folder: Path, study_uuid: str) -> int | None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 write_text_atomic(folder / MARK, text)
                 continue
-            time.sleep(_PAUSE_S)  # the other one may be about to say that it is the same study
+            time.sleep(_PAUSE_S)  # the other tuner may be about to mark the same study
     except (OSError, ValueError):
         os.close(descriptor)
         return None
@@ -101,12 +101,12 @@ def _is_marked(folder: Path, text: str) -> bool:
 
 
 def set_others_aside(paths: Sequence[Path], written: Mapping[str, str]) -> list[Path]:
-    """Rename files that are about to be written and that the study did not write, or somebody changed since.
+    """Rename files that would be overwritten if the study did not write them or they were changed since.
 
     Args:
         paths: The files.
-        written: ``digests`` of the files as the study last wrote them; ``BEING_WRITTEN`` for one whose writer was
-            killed, which is the study's whatever it holds.
+        written: ``digests`` of the files as the study last wrote them; ``BEING_WRITTEN`` for a file whose writer was
+            killed, which belongs to the study regardless of its content.
 
     Returns:
         The new paths of the renamed files.
@@ -132,12 +132,12 @@ def digests(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]) -> bool:
-    """Return whether a folder is a study's, by its mark, or by reports in it of launches that the database has.
+    """Return whether a folder is a study's, by its mark or by reports of the study's launches.
 
     Args:
         folder: The folder that the study's spec names.
         study_uuid: The study.
-        launches: Its launches: earlier versions left no mark.
+        launches: Its launches, for folders of earlier versions, which have no mark.
     """
     marked = _read(folder, MARK)
     if "study_uuid" in marked:
@@ -147,7 +147,7 @@ def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]
 
 
 def _read(folder: Path, *names: str) -> dict[str, object]:
-    """Return the JSON object in a file of a folder; empty if there is none."""
+    """Return the JSON object in a file of a folder; empty if missing."""
     try:
         found = json.loads(read_regular(held_inside(folder, *names)))
     except (OSError, ValueError, RecursionError, OutsideError):

@@ -1,7 +1,7 @@
-"""What a search does at one moment, built from its progress events: what terminal and live page show.
+"""Current state of a search, built from its progress events, for the terminal and the live page.
 
-The view is drawn by a thread of its own while events arrive. There is no lock, which the handler of Ctrl-C might find
-held: a collection is copied in one step before it is iterated over.
+A separate thread draws the view while events arrive. There is no lock, as the handler of Ctrl-C could deadlock on it:
+collections are copied atomically before iteration.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from optuna_dsat.words import duration_in_words
 __all__ = ["LaunchInFlight", "LiveNote", "LiveNotes", "LiveState", "read_notes", "time_left_in_words"]
 
 _PROFILE = "profile"
-"""Name of a profile's launch."""
+"""Name of the profile launch."""
 _WINDOW = 20
-"""Latest launches whose durations predict the next ones: later launches are more like those to come."""
+"""Number of latest launches whose durations predict the next launches: recent launches are the most similar."""
 _MIN_LAUNCHES = 2
-"""Launches that must have ended before the time left is estimated."""
+"""Minimum number of finished launches for an estimate of the time left."""
 
 
 @dataclass(kw_only=True)
 class LaunchInFlight:
-    """A launch in flight."""
+    """A running launch."""
 
     name: str
     """Number of the trial, or ``profile``."""
     words: str
-    """Its configuration in words."""
+    """Description of its configuration."""
     since: float
     """Time of the launch, in seconds of the state's clock."""
     last_step: int | None
     """Last step that it runs; None if not known."""
     phase: str = "starting"
-    """What it does before its first step ends."""
+    """Phase before its first step ends."""
     step: int = 0
     """Last step that ended; 0 before the first."""
     samples_per_s: float | None = None
@@ -59,7 +59,7 @@ class LaunchInFlight:
 
     @property
     def doing(self) -> str:
-        """The step that runs, or what it does before the first one has ended."""
+        """The current step, or the phase before the first step has ended."""
         if not self.step:
             return self.phase
         if self.last_step is None:
@@ -69,10 +69,10 @@ class LaunchInFlight:
 
 @dataclass(kw_only=True)
 class LiveState:
-    """The state of a search, as its events tell it. Times are those of one monotonic clock, in seconds."""
+    """The state of a search, according to its events. Times are seconds of a monotonic clock."""
 
     rows: dict[str, LaunchInFlight] = field(default_factory=dict)
-    """Launches in flight, by name."""
+    """Running launches by name."""
     search: progress.SearchStarted | None = None
     began: float = 0.0
     """Start of the search in this process."""
@@ -81,26 +81,26 @@ class LiveState:
     best: progress.BestSoFar | None = None
     """None before anything was measured."""
     user_value: float | None = None
-    """The metric of the user's own config; None if it was not measured."""
+    """The metric of the user's config; None if it was not measured."""
     memory_bytes: int = 0
     """Device memory per rank; 0 while it is not known."""
     finalists: int = 0
-    """Launches that the rounds of finalists are expected to take; at least as many, once they have begun."""
+    """Expected number of launches in rounds of finalists; a lower bound once the rounds have started."""
     finalists_done: int = 0
-    """Launches of finalists that are over."""
+    """Finished launches of finalists."""
     ended_search: bool = False
     """Whether finalists are being measured again."""
     elsewhere: int = 0
-    """Launches of other workers that were running when the last one ended here."""
+    """Launches of other workers that were running when the last launch ended here."""
     phase: str = ""
-    """What the search itself does that may take long; empty for nothing."""
+    """Long-running phase of the search outside launches; empty for none."""
     phase_since: float = 0.0
-    """Begin of the phase, in seconds of the state's clock."""
+    """Start of the phase, in seconds of the state's clock."""
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _startups: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def apply(self, event: progress.ProgressEvent, now: float) -> None:
-        """Update the state by an event that arrives at time ``now``."""
+        """Update the state with an event that arrives at time ``now``."""
         if isinstance(event, progress.ProfileStarted):
             self.rows = {
                 _PROFILE: LaunchInFlight(
@@ -160,25 +160,25 @@ class LiveState:
 
     @property
     def done(self) -> int:
-        """Launches of the search that are over, of those that count against the budget."""
+        """Number of finished launches of the search that count against the budget."""
         running = 0 if self.ended_search else len(self.in_flight)
         return max(0, self.launched - running - self.elsewhere)
 
     @property
     def in_flight(self) -> tuple[LaunchInFlight, ...]:
-        """Launches in flight."""
+        """Running launches."""
         return tuple(self.rows.values())
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as good as the user's own config the best is; None if either is missing."""
+        """Ratio of the best config to the user's config; None if either is missing."""
         if self.search is None or self.best is None:
             return None
         maximize = direction_of(self.search.metric) == "maximize"
         return speed_up(self.best.value, self.user_value, maximize=maximize)
 
     def against_best(self, row: LaunchInFlight) -> float | None:
-        """Return the relative difference of a launch's samples/s to those of the best; None if either is unknown."""
+        """Return the relative difference in samples/s between a launch and the best; None if either is unknown."""
         if row.samples_per_s is None or self.best is None or self.best.speed is None:
             return None
         return row.samples_per_s / self.best.speed.samples_per_s - 1
@@ -186,8 +186,8 @@ class LiveState:
     def left_s(self, now: float) -> float | None:
         """Return an upper estimate of the time left, in seconds, from the durations of the latest launches.
 
-        None before two launches have ended. The search may end earlier: by --early-stopping, or because nothing is left
-        that may win. The finalists' launches are included, with the larger number of steps that they run.
+        None before two launches have ended. The search may end earlier: by --early-stopping, or because no remaining
+        config can win. Launches of finalists, which run more steps, are included.
         """
         if self.search is None or len(self._durations) < _MIN_LAUNCHES:
             return None
@@ -203,7 +203,7 @@ class LiveState:
         return search_s + max(0, self.finalists - self.finalists_done) * self._finalist_s(mean)
 
     def _finalist_s(self, mean: float) -> float:
-        """Return the predicted duration of a finalist's launch, in seconds, from the mean of a trial's."""
+        """Return the predicted duration of a finalist's launch, in seconds, from a trial's mean duration."""
         startup = statistics.fmean(tuple(self._startups)) if self._startups else mean
         factor = 1.0 if self.search is None else self.search.finalist_steps
         return startup + max(0.0, mean - startup) * factor
@@ -220,31 +220,30 @@ def time_left_in_words(left_s: float | None) -> str:
     return f"at most about {duration_in_words(-(-minutes // step) * step * 60).removesuffix(' 0 s')} left"
 
 
-# What the launches of a worker do now, noted in the store for whoever looks on from another process.
+# Current launches of a worker, noted in the store for viewers in other processes.
 #
-# A trial in flight stands in Optuna's tables anyway; the profile's and the finalists' launches stand nowhere else
-# before they have ended, nor do phases, speeds and peaks of any. Each worker has one note, among the study's system
-# attributes.
+# Optuna's tables contain running trials. Running launches of the profile and of finalists are recorded only here, as
+# are phases, speeds and peaks of all running launches. Each worker has a note among the study's system attributes.
 
 _PREFIX = "dsat_live:"
-"""Of the keys of notes; the worker's name follows."""
+"""Prefix of the keys of notes; the worker's name follows."""
 _PAUSE_S = 1.0
-"""Least seconds between two notes on the steps of launches."""
+"""Minimum seconds between two notes on the steps of launches."""
 _OLDEST_S = 900.0
-"""Age at which the note of a worker on another machine, which cannot be seen to have died, no longer counts."""
+"""Age at which the note of a worker on another machine expires, as its death cannot be detected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveNote:
-    """What one worker does. Times are Unix times in seconds."""
+    """Current state of a worker. Times are Unix times in seconds."""
 
     worker: Worker
     noted_at: float
     phase: str
-    """What the search itself does that may take long; empty for nothing."""
+    """Long-running phase of the search outside launches; empty for none."""
     phase_since: float
     rows: tuple[LaunchInFlight, ...]
-    """Its launches in flight."""
+    """Its running launches."""
     confirming: bool
     """Whether finalists are being measured again."""
     finalists: int
@@ -262,7 +261,7 @@ class LiveNote:
         """Build from the output of ``to_json``.
 
         Raises:
-            ValueError: If it is not what this version writes.
+            ValueError: If this version cannot read it.
         """
         try:
             rows = tuple(LaunchInFlight(**row) for row in record["rows"])
@@ -271,7 +270,7 @@ class LiveNote:
             raise ValueError(f"The note {record!r} has not the fields of this version.") from error
 
     def counts(self, now: float) -> bool:
-        """Whether it tells of anything, and its worker is not known to have ended."""
+        """Whether the note is not empty and its worker is not known to have ended."""
         if not self.rows and not self.phase:
             return False
         return now - self.noted_at < _OLDEST_S if self.worker.machine != this_worker().machine else (
@@ -280,9 +279,9 @@ class LiveNote:
 
 
 class LiveNotes:
-    """An observer that passes events on, and notes what this worker's launches do.
+    """An observer that forwards events and notes the state of this worker's launches.
 
-    Begins, phases and ends are noted at once, steps at most once a second; nothing is without a store (``kept_in``).
+    Starts, phases and ends are noted at once, steps at most once a second. Nothing is noted outside ``kept_in``.
 
     Args:
         observer: Called first with each event.
@@ -298,10 +297,10 @@ class LiveNotes:
         self._worker = this_worker()
         self._state = LiveState()
         self._last: dict[str, Any] | None = None
-        """The latest note, as it is stored."""
+        """The latest note as stored."""
 
     def __call__(self, event: progress.ProgressEvent) -> None:
-        """Pass an event on and note what it changes."""
+        """Forward an event and note its changes."""
         self._observer(event)
         now = self._clock()
         self._state.apply(event, now)
@@ -311,7 +310,7 @@ class LiveNotes:
 
     @contextmanager
     def kept_in(self, store: Store) -> Iterator[None]:
-        """Note in a store what happens in this block, and at its end that this worker does nothing any more."""
+        """Note events of this block in a store, and at its end that this worker is idle."""
         self._storage = store.storage
         try:
             yield
@@ -353,11 +352,11 @@ class LiveNotes:
 
 
 def read_notes(store: Store, study: str, *, now: float) -> list[LiveNote]:
-    """Return the notes of the workers of a study that are at work; what is none of this version's is left out.
+    """Return the notes of a study's active workers; notes that this version cannot read are skipped.
 
     Args:
-        store: Where the study lives.
-        study: Its name.
+        store: The store of the study.
+        study: Name of the study.
         now: Unix time in seconds.
     """
     found = []

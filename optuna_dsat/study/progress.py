@@ -1,4 +1,4 @@
-"""Progress events of a study: plain values, one class per kind of event."""
+"""Progress events of a study: plain values, a class per kind of event."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Message(ProgressEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(ProgressEvent):
-    """What the search itself does from now on, which may take long."""
+    """The search enters a phase outside launches that may take long."""
 
     words: str
     """Such as ``building cpu_adam (first use only, 1 to 3 min)``; empty once it is over."""
     said: bool = False
-    """Whether a message says it as well."""
+    """Whether a message also reports it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,21 +109,21 @@ class SearchStarted(ProgressEvent):
     maximize: bool
     max_trials: int
     launched: int
-    """Launches that earlier runs of this study made."""
+    """Launches of earlier runs of this study."""
     side_by_side: int = 1
-    """Most concurrent launches."""
+    """Maximum number of concurrent launches."""
     finalists: int = 0
     """Launches of the confirmation's first rounds, one at a time."""
     finalist_steps: float = 1.0
-    """Steps of a confirmation relative to a trial's."""
+    """Ratio of the steps of a confirmation launch to the steps of a trial."""
     timeout_s: float | None = None
     """Seconds after which the search ends; None for no limit."""
     best: BestSoFar | None = None
-    """Best trial of earlier runs of this study by the values of the search; None if there is none."""
+    """Best trial of earlier runs of this study by the values of the search; None without any."""
     confirmed: BestSoFar | None = None
-    """What earlier runs handed over by rounds, with its metric in them; None if no rounds decided."""
+    """Trial selected by rounds of earlier runs, with its metric in the rounds; None if no rounds decided."""
     user_value: float | None = None
-    """Metric of the user's own config; None if no earlier run measured it."""
+    """Metric of the user's config; None if no earlier run measured it."""
     device: str = "cuda"
     """``cuda`` or ``cpu``."""
 
@@ -146,7 +146,7 @@ class TrialPhase(ProgressEvent):
     number: int | None
     """Trial; None for a profile."""
     words: str
-    """What it does, such as ``importing``."""
+    """Name of the phase, such as ``importing``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class LaunchEnded(ProgressEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialDropped(ProgressEvent):
-    """A trial was given to another worker because this one sent no heartbeats."""
+    """A trial was given to another worker because this worker sent no heartbeats."""
 
     number: int
 
@@ -193,7 +193,7 @@ class TrialFinished(ProgressEvent):
     outcome: Outcome
     value: float | None
     speed_up: float | None
-    """Relative to the user's own config; None if that was not measured."""
+    """Relative to the user's config; None if the user's config was not measured."""
     best: bool
     """Whether this is the best so far."""
     message: str
@@ -201,13 +201,13 @@ class TrialFinished(ProgressEvent):
     running: int = 0
     """Launches of the study that still run, other workers' included."""
     own: bool = False
-    """Whether this is the user's own config."""
+    """Whether this is the user's config."""
     best_so_far: BestSoFar | None = None
     """Best trial of the whole study, other workers' included; None if nothing was measured."""
     user_value: float | None = None
-    """Metric of the user's own config; None if it was not measured."""
+    """Metric of the user's config; None if it was not measured."""
     speed: Speed | None = None
-    """Of the counted steps; None if there are none."""
+    """Speed of the counted steps; None without any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,14 +220,14 @@ class FinalistStarted(ProgressEvent):
     round: int = 1
     """Round of the confirmation, from 1."""
     launches: int = 0
-    """Launches that the rounds of all finalists take at least, this one among them; 0 if that is not known."""
+    """Minimum number of launches in the rounds of all finalists, including this launch; 0 if unknown."""
     done: int | None = None
-    """Launches of the rounds that are over, those of earlier runs of the study included; None if not known."""
+    """Finished launches of the rounds, including earlier runs of the study; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinalistMeasured(ProgressEvent):
-    """A finalist was measured again with more steps, in one round."""
+    """A finalist was measured again with more steps, in a round."""
 
     number: int
     words: str
@@ -254,7 +254,7 @@ class StudyContext:
     observer: Observer
     """Called with each progress event."""
     wait: SlotWait
-    """Reports who holds the slots and limits the wait for them."""
+    """Reports which processes occupy the slots and limits the wait for them."""
 
     def say(self, text: str) -> None:
         """Send a message to the observer."""
@@ -263,13 +263,13 @@ class StudyContext:
     def record_launch(
         self, report: LaunchReport, record: LaunchRecord, *, purpose: str, trial_number: int | None = None
     ) -> None:
-        """Store a launch that ended and its steps.
+        """Store a finished launch and its steps.
 
         Args:
-            report: What became of it.
+            report: Report of the launch.
             record: Its events.
             purpose: ``profile`` or ``confirm``.
-            trial_number: The trial that it measures again; None if there is none.
+            trial_number: The trial that it measures again, or None.
         """
         self.store.record_launch(self.study_uuid, report, trial_number=trial_number, purpose=purpose, attempt=0)
         self.store.record_steps(self.study_uuid, report.launch_id, record.events)
@@ -277,12 +277,12 @@ class StudyContext:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within the block, a first signal to end (``ENDING``) waits for its end; a second request does not.
+    """Delay a first termination signal (``ENDING``) until the end of the block; a second signal takes effect at once.
 
-    Only the main thread gets signals; elsewhere this does nothing.
+    Only the main thread receives signals; in other threads this does nothing.
 
     Raises:
-        KeyboardInterrupt: At the end, if one came whose handler raises it.
+        KeyboardInterrupt: At the end, if a signal arrived whose handler raises it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

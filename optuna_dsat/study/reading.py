@@ -1,4 +1,4 @@
-"""Errors on stored studies that this version cannot read, mostly as a newer one wrote them."""
+"""Errors on stored studies that this version cannot read, mostly because a newer version wrote them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _LEARNED_VARIABLES = "ACCELERATE_"
 
 @contextmanager
 def reading(name: str, what: str, versions: Mapping[str, str]) -> Iterator[None]:
-    """Turn what reading a study's data raises into one error that names the study.
+    """Convert errors from reading a study's data to an error that names the study.
 
     Args:
         name: The study.
-        what: What is read, such as ``its spec``.
+        what: Description of the data, such as ``its spec``.
         versions: Package -> version that the study was created with; empty if unknown.
 
     Raises:
-        UnreadableStudyError: If the data are not what this version writes.
+        UnreadableStudyError: If this version cannot read the data.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def _reason(error: Exception) -> str:
 
 
 def check_profile_names(modules: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Check what a profile has later launches import, and the variables that it sets for them.
+    """Check the modules that a profile makes later launches import, and the variables that it sets for them.
 
     Raises:
         ValueError: Names what no profile launch learns.

@@ -1,4 +1,4 @@
-"""Launch requests of a study: its script, limits and profile steps, and the configuration of one launch."""
+"""Launch requests of a study: its script, limits and profile steps, and the configuration of a launch."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _threads(host_threads: int | None) -> dict[str, str]:
 
 
 def phase_of(event: Event) -> str | None:
-    """Return what a launch does from this event on; None if that is what it did before, or if it tells nothing."""
+    """Return the phase of a launch that starts with this event, or None."""
     if event.rank != 0:
         return None
     if isinstance(event, RankStarted):

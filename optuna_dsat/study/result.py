@@ -52,83 +52,83 @@ class StudyResult:
     study: str
     """Name of the study."""
     storage: str = ""
-    """URL of the database that holds it, without a password; the path of an SQLite file is absolute."""
+    """URL of its database, without a password; the path of an SQLite file is absolute."""
     reason: str
     """Why the search ended."""
     metric: str
-    """The metric that was optimised: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or a
+    """The optimised metric: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or a
     time in seconds (``latency``, ``forward``, ``backward``, ``step``)."""
     verdict: Verdict
-    """What came of the study: how sure the result is, ties, noise, warnings, and what was measured in rounds."""
+    """Outcome of the study: certainty of the result, ties, noise, warnings, and measurements in rounds."""
     trial: int
-    """Number of the trial whose config is handed over: the winner, or the user's own where nothing is surely better."""
+    """Number of the selected trial: the winner, or the user's config if nothing is surely better."""
     value: float
     """Its metric, by the rounds of the confirmation if there were at least two."""
     low: float | None
-    """Lower end of the 95% confidence interval of ``value``, from launch to launch; None if it was not confirmed."""
+    """Lower end of the 95% confidence interval of ``value`` between launches; None if it was not confirmed."""
     high: float | None
-    """Its upper end."""
+    """Upper end of the interval of ``value``."""
     user_value: float | None
-    """Metric of the user's own config in the same rounds; None if it could not be measured."""
+    """Metric of the user's config in the same rounds; None if it could not be measured."""
     speed_up: float | None
-    """How many times as good as the user's own config it is, paired in rounds; None if that could not be measured."""
+    """Ratio to the user's config (above 1 is better), paired in rounds; None if it could not be measured."""
     speed_up_low: float | None
     """Lower end of the 95% confidence interval of ``speed_up``; None if it was not confirmed."""
     speed_up_high: float | None
-    """Its upper end."""
+    """Upper end of the interval of ``speed_up``."""
     speed_up_confirmed: bool
     """Whether rounds measured ``speed_up``; otherwise it compares values of the search."""
     config: Mapping[str, Any]
-    """The DeepSpeed config that is handed over, ready to train with."""
+    """The selected DeepSpeed config, ready to train with."""
     metrics: Mapping[str, float]
-    """All metrics of the winner, by name: those of ``metric``, ``engine_throughput`` (what DeepSpeed's own timers would
-    say), where inputs are tokens ``tokens_per_s``, where others vary in size ``elements_per_s``, where the device's
-    peak is known ``MFU`` (a share of it), and ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``rss_bytes`` of
-    the rank that used most."""
+    """All metrics of the winner by name: the values of ``metric``; ``engine_throughput`` (as DeepSpeed's timers report
+    it); ``tokens_per_s`` if inputs are tokens; ``elements_per_s`` if other inputs vary in size; ``MFU`` (a share
+    of the device's peak) if the peak is known; and ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``rss_bytes``
+    of the rank that used most."""
     config_path: str
-    """Where ``config`` was written."""
+    """Path of the file with ``config``."""
     metrics_path: str
-    """Where ``metrics``, the interval and the finalists were written."""
+    """Path of the file with ``metrics``, the interval and the finalists."""
     command: str
-    """The shell command that trains with it: the script's own where that is enough, else ``optuna-dsat train``."""
+    """Shell command that trains with it: the script's command if that is enough, else ``optuna-dsat train``."""
     train_batch_size: int
     """Global batch of ``config``, in samples."""
     user_train_batch_size: int
-    """Global batch of the user's own config as it was given, in samples."""
+    """Global batch of the original user config, in samples."""
     dataset_size: int | None
     """Samples of the training data; None if unknown. Data that each rank loads as a whole are counted once."""
     learning_rate_advice: str | None
-    """What the changed global batch means for learning rate and steps; None if it did not change."""
+    """Advice on learning rate and steps for the changed global batch; None if it did not change."""
     loss_check: Mapping[str, Any] | None
     """A ``optuna_dsat.study.confirm.loss_check.LossCheck`` as a dictionary; None if it was not requested."""
     headroom: float | None = None
-    """Share of the metric by which the best of the space exceeds the best measured, with 90% probability at most; None
-    if the method has no posterior, or the search was interrupted."""
+    """Upper bound (90% probability) of the relative improvement of the space's best config over the best measured
+    config; None if the method has no posterior, or the search was interrupted."""
     measurement: str = ""
-    """What to know of the steps that were measured: skipped ones, inputs that vary in size; empty if nothing."""
+    """Notes on the measured steps: skipped steps, inputs that vary in size; empty without any."""
     changes: Sequence[Change] = ()
     """Every key whose value in ``config`` differs from the user's config: changed, added, dropped."""
     advice: str = ""
-    """What may be changed in the script; empty if nothing."""
+    """Suggested changes to the script; empty without any."""
     failures: str = ""
-    """Structures at which no launch ran, with their errors; empty without any."""
+    """Structures without a successful launch, with their errors; empty without any."""
     launches: Mapping[str, int]
     """Outcome -> number of trial launches."""
     slot_minutes: float
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
     device: str = "cuda"
-    """What the launches ran on: ``cuda`` or ``cpu``."""
+    """Device of the launches: ``cuda`` or ``cpu``."""
     isolation: str = ""
-    """How the user's files were protected from the launches; of several ways the weakest."""
+    """How the user's files were protected from the launches; the weakest of several ways."""
     by_gpus: Mapping[int, StudyResult] = field(default_factory=dict)
-    """GPUs of a launch -> result of the search with so many, where ``autotuning.num_gpus`` lists several; then this
-    result is the one with the most samples per second. Empty otherwise."""
+    """Number of GPUs -> result of the search with this number, if ``autotuning.num_gpus`` lists several; this result
+    then has the most samples per second. Empty otherwise."""
 
     def optuna_study(self, storage: str | None = None) -> optuna.Study:
-        """Return the Optuna study, for ``optuna.visualization``, ``optuna.importance`` and whatever else reads one.
+        """Return the Optuna study, for ``optuna.visualization``, ``optuna.importance`` and other Optuna functions.
 
         Args:
-            storage: URL of the database; None for ``self.storage``, which lacks the password if there is one.
+            storage: URL of the database; None for ``self.storage``, which never contains a password.
 
         Raises:
             StorageUrlError: If the database cannot be opened, or ``storage`` is needed for its password.
@@ -150,7 +150,7 @@ class StudyResult:
         Returns:
             A dictionary per trial: ``number``, ``state``, ``outcome``, ``value`` (of the search, in units of the
             metric), ``confirmed_value`` with ``confirmed_low`` and ``confirmed_high`` (of the confirmation, None
-            without one), ``rounds``, ``speed_up`` (in those rounds), ``handed_over`` (whether it is the result),
+            if not confirmed), ``rounds``, ``speed_up`` (in the rounds), ``handed_over`` (whether it is the result),
             ``configuration`` (in words), ``attempts``, ``peak_memory_bytes``, ``message``, ``skipped_steps`` (by the
             loss scaler), ``steps_completed`` (batches of the training, as Determined counts them), ``params``,
             ``metrics``, ``config``.
@@ -165,11 +165,11 @@ class StudyResult:
 
 
 def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) -> str:
-    """Return one sentence on the steps of a trial's launch; empty if every step counts and all are alike.
+    """Return a sentence on the steps of a trial's launch; empty if every step counts and all are alike.
 
     Args:
         trial: The trial.
-        metrics: Its metrics, confirmed if they were.
+        metrics: Its metrics, from the confirmation if available.
     """
     from optuna_dsat.trials import attributes
 
@@ -183,7 +183,7 @@ def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) ->
 def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write the winning config and its metrics; return their paths.
 
-    The config is ready to train with: it has the values of its references, and then nobody else may read it.
+    The config is ready to train with. References are resolved; the file is then readable only by its owner.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config_path, metrics_path = directory / BEST_CONFIG, directory / BEST_METRICS
@@ -193,14 +193,14 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
 
 
 def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -> SettingsCopy | None:
-    """Return the copy of the script's settings file with a config's batch size and path; None if there is none.
+    """Return the copy of the script's settings file with a config's batch size and path; None without any.
 
-    Where that file is the script's DeepSpeed config, or a section of it is, the copy or the section is the config.
+    If the file, or a section of it, is the script's DeepSpeed config, it is replaced with the config.
 
     Args:
         spec: The study.
         config: The complete config.
-        directory: Where it is to lie, beside ``best_ds_config.json``.
+        directory: Folder of the copy, which also contains ``best_ds_config.json``.
     """
     script = spec.script
     source = script.batch_source if "kind" in script.batch_source else {}
@@ -224,7 +224,7 @@ def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -
 
 
 def write_settings(copy: SettingsCopy, config: Mapping[str, Any]) -> None:
-    """Write the copy of a settings file; nobody else may read it where it has the values of a config's references."""
+    """Write the copy of a settings file; readable only by its owner if it contains resolved references."""
     private = bool(names_in(config) or find_secrets(copy.text))
     write_text_atomic(copy.path, copy.text, mode=0o600 if private else None)
 
@@ -237,7 +237,7 @@ _COUNTED_IN_STEPS = frozenset(
     | {"lr_range_test_step_size", "total_curriculum_step", "require_steps", "schedule_offset", "schedule_offset_end"}
     | {"quantization_period", "freeze_step", "var_freeze_step"}
 )
-"""Keys of a DeepSpeed config that are numbers of optimizer steps: of its schedulers, curricula, compression and 1-bit
+"""Keys of a DeepSpeed config with numbers of optimizer steps: of its schedulers, curricula, compression and 1-bit
 optimizers (``lr_schedules``, ``data_pipeline``, ``compression`` and ``fp16.onebit`` of 0.19.8)."""
 
 
@@ -259,17 +259,17 @@ def learning_rate_advice(
     samples: int | None = None,
     is_chosen: bool = False,
 ) -> str | None:
-    """Return what a changed global batch means for learning rate and steps; None if it did not change.
+    """Return advice on learning rate and steps for a changed global batch; None if it did not change.
 
-    The square root of the ratio for Adam and its kin (Malladi et al. 2022, arXiv:2205.10287), the ratio itself for SGD
-    (Goyal et al. 2017, arXiv:1706.02677). Both are rules of thumb up to a batch that the task itself bounds.
+    The square root of the ratio for Adam and its variants (Malladi et al. 2022, arXiv:2205.10287), the ratio for SGD
+    (Goyal et al. 2017, arXiv:1706.02677). Both are rules of thumb, valid up to a task-dependent batch size.
 
     Args:
-        config: The DeepSpeed config that is handed over.
+        config: The selected DeepSpeed config.
         batch: Its global batch, in samples.
         user_batch: The global batch of the user's config.
         samples: Samples of the training data; None if unknown.
-        is_chosen: Whether the user asked for this batch, and needs no word on how to keep another.
+        is_chosen: Whether the user asked for this batch, and needs no advice on keeping the previous batch.
     """
     if batch == user_batch:
         return None
@@ -323,11 +323,11 @@ def metrics_file(
 
     Args:
         study: Name of the study.
-        verdict: What came of it.
-        metric: The metric that is optimised.
-        metrics: All metrics of the config that is handed over.
-        finalists: What was measured again.
-        loss_check: Comparison of first losses; None if there is none.
+        verdict: Verdict on the study.
+        metric: The optimised metric.
+        metrics: All metrics of the selected config.
+        finalists: The finalists by trial number.
+        loss_check: Comparison of first losses, or None.
     """
     return {
         "study": study,

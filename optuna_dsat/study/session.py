@@ -1,4 +1,4 @@
-"""One study from its request to its result: profile, search, conclusion."""
+"""A study from its request to its result: profile, search, conclusion."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Session"]
 
 
 class Session:
-    """Runs one study as a request says.
+    """Runs the study of a request.
 
     Args:
         request: What to tune, where, and how far.
@@ -76,7 +76,7 @@ class Session:
             The result; None if nothing was measured or the request leaves the conclusion to another worker.
 
         Raises:
-            ScriptFailedError: If the script fails whatever the configuration.
+            ScriptFailedError: If the script fails with every configuration.
             NothingRunnableError: If no configuration runs.
             DeviceError: If others hold the devices for too long.
             StorageError: If the database failed for longer than the store's retries last.

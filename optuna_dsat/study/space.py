@@ -1,4 +1,4 @@
-"""Hardware, metric and search space of one study: what follows from its spec and profile."""
+"""Hardware, metric and search space of a study, derived from its spec and profile."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 LARGEST_SHARE = 10
-"""By default no global batch is searched beyond the samples divided by this: fewer steps an epoch train no model."""
+"""Minimum steps per epoch of the largest global batch searched by default: fewer steps do not train a model."""
 
 
 def dataset_size(spec: StudySpec, profiled: Profiled | None) -> int | None:
-    """Return the samples of the training data; None if neither the user nor the script's data loader gives them.
+    """Return the samples of the training data; None if unknown from both the user and the script's data loader.
 
     Data that each rank loads as a whole are counted once.
     """
@@ -38,9 +38,10 @@ def dataset_size(spec: StudySpec, profiled: Profiled | None) -> int | None:
 
 
 def epoch_samples(spec: StudySpec, profiled: Profiled | None) -> int | None:
-    """Return the samples that all ranks are fed in an epoch; None if unknown.
+    """Return the samples that all ranks consume per epoch; None if unknown.
 
-    Divided by a global batch they are the steps of an epoch. Data that each rank loads as a whole count once per rank.
+    Steps per epoch are this number divided by the global batch. Data that each rank loads as a whole count once per
+    rank.
     """
     if spec.dataset_size is not None:
         return spec.dataset_size
@@ -50,12 +51,12 @@ def epoch_samples(spec: StudySpec, profiled: Profiled | None) -> int | None:
 
 
 def largest_global_batch(spec: StudySpec, profiled: Profiled | None, *, own: int) -> int | None:
-    """Return the bound on the global batch, in samples; None if there is none.
+    """Return the upper bound of the global batch, in samples; None for no bound.
 
     Args:
         spec: The study.
         profiled: Result of the profile launch; None before it.
-        own: Global batch of the user's own config, which is never excluded by default.
+        own: Global batch of the user's config, which is never excluded by default.
     """
     if spec.max_train_batch_size is not None:
         return spec.max_train_batch_size
@@ -64,11 +65,11 @@ def largest_global_batch(spec: StudySpec, profiled: Profiled | None, *, own: int
 
 
 _LEAST_CAP = 16
-"""Micro-batch up to which the memory model's states do not bound the search."""
+"""Micro-batch up to which the memory model's estimate of model states does not limit the search."""
 
 
 def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
-    """Return the hardware of one launch, as the memory model takes it."""
+    """Return the hardware of a launch, as input of the memory model."""
     return memory.Hardware(
         world_size=spec.slots_per_trial,
         ranks_per_node=spec.slots_per_node,
@@ -79,7 +80,7 @@ def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
 
 
 def objective(spec: StudySpec, profiled: Profiled) -> str:
-    """Return the metric that is optimised: the requested one, or throughput if FLOPs could not be counted.
+    """Return the optimised metric: the requested metric, or throughput if FLOPs could not be counted.
 
     FLOPs per sample are the same for every configuration, so both rank configurations alike.
     """
@@ -89,14 +90,14 @@ def objective(spec: StudySpec, profiled: Profiled) -> str:
 
 
 def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int, bool], int]:
-    """Return the largest micro-batch that the memory model gives each structure, with the smallest buckets searched.
+    """Return the largest micro-batch of each structure by the memory model, with the smallest searched buckets.
 
     Args:
         spec: The study.
         profiled: Result of the profile launch.
 
     Returns:
-        (ZeRO stage, whether all that can be is offloaded) -> samples per rank, 0 where nothing fits.
+        (ZeRO stage, whether everything possible is offloaded) -> samples per rank, 0 if nothing fits.
     """
     hardware = hardware_of(spec, profiled)
     base = ds_config.effective(spec.ds_config)
@@ -117,10 +118,10 @@ def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int
 
 
 def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
-    """Return the upper end of the micro-batch's distribution: twice what the most frugal configuration can hold.
+    """Return the upper bound of the micro-batch: twice the largest micro-batch of the most memory-efficient config.
 
-    The factor two leaves room for the memory model's error. Where that leaves next to nothing, its error in the model's
-    states decides: there it is at least what fits beside no states at all, up to ``_LEAST_CAP``.
+    The factor of two allows for errors of the memory model. If the predicted bound is very small, the error in the
+    model states dominates: the bound is then at least the micro-batch that fits without states, up to ``_LEAST_CAP``.
     """
     best = max(1, *largest_micro_batches(spec, profiled).values())
     alone = hardware_of(spec, profiled).device_memory_bytes // max(1, profiled.profile.activation_bytes_per_sample)
@@ -130,13 +131,13 @@ def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
 
 
 def _max_samples_per_rank(spec: StudySpec, profiled: Profiled | None, ranks: int) -> int | None:
-    """Return the limit on samples per rank and global step; None if there is none.
+    """Return the limit on samples per rank and global step; None for no limit.
 
-    That is the smallest of ``--max-train-batch-size`` (without it a share of the data), and the config's autotuning
-    section.
+    The limit is the smaller of ``--max-train-batch-size`` (by default a share of the data) and the limit in the
+    config's autotuning section.
 
     Raises:
-        ConfigError: If the bound leaves a rank no sample.
+        ConfigError: If the limit is below one sample per rank.
     """
     if spec.train_batch_size is not None:
         return None
@@ -158,7 +159,7 @@ def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
     """Return the search space; before the profile launch it is not yet capped by the model's size.
 
     Raises:
-        ConfigError: If the config, ``fix`` or ``no_tune`` name what is no knob or no value of one.
+        ConfigError: If the config, ``fix`` or ``no_tune`` contain an unknown knob or an invalid value.
     """
     cap = ds_config.MICRO_BATCH_CAP if profiled is None else micro_batch_cap(spec, profiled)
     return _space(spec, profiled, cap=cap)

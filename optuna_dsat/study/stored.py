@@ -1,4 +1,4 @@
-"""Stored studies: opened or created, checked, and rebuilt; the one way for all that read one."""
+"""Open, create, check and load stored studies. All readers of a study use this module."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ class UnreadableStudy:
 
     record: StudyRecord
     reason: str
-    """What cannot be read, and which version made the study if that is known."""
+    """The unreadable value, and the version that created the study if known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredStudy:
-    """A study as it was at one moment."""
+    """Snapshot of a study."""
 
     record: StudyRecord
     stored_spec: StudySpec
-    """As it was stored."""
+    """The spec as stored."""
     spec: StudySpec
-    """Following the script's trainer, which fills in batch sizes that the config leaves open."""
+    """The spec with batch sizes of the script's trainer, which fills in sizes that the config leaves open."""
     trials: tuple[FrozenTrial, ...]
     attributes: Mapping[str, Any]
     """User attributes of the study."""
@@ -79,7 +79,7 @@ class StoredStudy:
 
     @property
     def metric(self) -> str:
-        """The metric that is optimised; before the profile launch the requested one."""
+        """The optimised metric; the requested metric before the profile launch."""
         return self.spec.metric if self.profiled is None else objective(self.spec, self.profiled)
 
     @property
@@ -104,7 +104,7 @@ class StoredStudy:
 
     @property
     def prior_knowledge(self) -> PriorKnowledge | None:
-        """What the study took over from earlier ones; None if nothing."""
+        """Prior knowledge from earlier studies; None without any."""
         known = self.attributes.get(attributes.WARM_START)
         if not known:
             return None
@@ -119,9 +119,9 @@ class StoredStudy:
 
     @cached_property
     def planner(self) -> GuidedPlanner | None:
-        """The models of ``guided`` over the study's space, whatever method searched; None before the profile launch.
+        """The models of ``guided`` over the study's space, for any method; None before the profile launch.
 
-        Kept, as its table of all lineages takes a second to make.
+        Cached, since its table of all lineages takes a second to build.
         """
         if self.profiled is None:
             return None
@@ -131,29 +131,29 @@ class StoredStudy:
 
     @cached_property
     def rounds(self) -> Rounds:
-        """What was measured again."""
+        """Rounds of the confirmation."""
         return Rounds.of(self.attributes)
 
     @cached_property
     def finalists(self) -> Mapping[int, Finalist]:
-        """Confirmations by number of the trial."""
+        """Finalists by trial number."""
         return finalists_of(self.rounds)
 
     @cached_property
     def verdict(self) -> Verdict | None:
-        """What came of the study so far; None if nothing was measured."""
+        """Verdict on the study so far; None if nothing was measured."""
         spec = self.spec
         return verdict_of(self.trials, self.rounds, maximize=self.maximize, tie=spec.tie, slots=spec.slots_per_trial)
 
     @cached_property
     def best(self) -> Standing | None:
-        """The one that is handed over; before the study is concluded by what is known, None if nothing was measured."""
+        """The selected trial; preliminary before the study is concluded, None if nothing was measured."""
         if self.verdict is None:
             return None
         return self.standing(next(one for one in self.measured if one.number == self.verdict.handed_over))
 
     def selected(self) -> tuple[FrozenTrial, str]:
-        """Return the trial of the result, and a line of its number, its metric and how that is known.
+        """Return the trial of the result, and a line with its number, its metric and the source of the metric.
 
         Raises:
             NothingRunnableError: If nothing was measured.
@@ -165,12 +165,12 @@ class StoredStudy:
 
     @cached_property
     def baseline(self) -> Standing | None:
-        """The user's own config; None if it was not measured."""
+        """The user's config; None if it was not measured."""
         trial = attributes.user_config_trial(self.trials)
         return None if trial is None else self.standing(trial)
 
     def standing(self, trial: FrozenTrial) -> Standing:
-        """Return the standing of a measured trial, confirmed if it was measured again and rounds decided."""
+        """Return the standing of a measured trial; confirmed if rounds measured it and decided."""
         again = None if self.verdict is None else self.verdict.contender(trial.number)
         if again is not None and not again.left and again.low is not None:
             return Standing(trial=trial, value=again.value, low=again.low, high=again.high)
@@ -178,15 +178,15 @@ class StoredStudy:
         return standing_of(trial, self.finalists.get(trial.number) if by_rounds else None)
 
     def metrics_of(self, standing: Standing) -> Mapping[str, float]:
-        """Return all metrics of a measured trial: means of its rounds if these decided, else those of the search."""
+        """Return all metrics of a measured trial: means of its rounds if rounds decided, else values of the search."""
         again = self.finalists.get(standing.trial.number) if standing.confirmed else None
         searched: Mapping[str, float] = standing.trial.user_attrs.get(attributes.METRICS) or {}
         return searched if again is None or not again.metrics else again.metrics
 
     def speed_up(self, standing: Standing) -> float | None:
-        """Return how many times as good as the user's own config it is, paired in rounds where there are such.
+        """Return the ratio to the user's config, paired in rounds if available.
 
-        None if that was not measured.
+        None if the user's config was not measured.
         """
         paired = self.paired_ratio(standing)
         if paired is not None:
@@ -194,15 +194,15 @@ class StoredStudy:
         return None if self.baseline is None else speed_up_over(self.baseline, standing, maximize=self.maximize)
 
     def paired_ratio(self, standing: Standing) -> Ratio | None:
-        """Return how many times as good as the user's own config it was in rounds; None if none measured both."""
+        """Return the paired ratio to the user's config in rounds; None if no round measured both."""
         again = None if self.verdict is None else self.verdict.contender(standing.trial.number)
         return None if again is None or not standing.confirmed else again.ratio
 
     def check(self) -> None:
-        """Read all that is made of the stored values.
+        """Compute everything that depends on stored values.
 
         Raises:
-            ValueError: If one of them is not what it is made of; so may ``TypeError`` and their like.
+            ValueError: If a stored value is invalid. ``TypeError`` and similar errors are possible as well.
         """
         for one in self.rounds.launches:
             Outcome(one.outcome)
@@ -213,7 +213,7 @@ class StoredStudy:
         _ = (self.space, self.prior_knowledge, self.verdict, self.best, self.baseline, self.finalists)
 
     def row(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return a trial as one flat row, with what the rounds measured."""
+        """Return a trial as a flat row, with measurements of the rounds."""
         return trial_row(trial, self.verdict)
 
     def complete_config(self, trial: FrozenTrial) -> dict[str, Any]:
@@ -228,15 +228,15 @@ class StoredStudy:
 def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tuple[StudyRecord, StudySpec]:
     """Return the study's record and its spec; create the study if it does not exist.
 
-    The budgets of ``spec`` replace the stored ones. A study without trials takes the whole of ``spec``.
+    The budgets of ``spec`` replace the stored budgets. If the study has no trials, ``spec`` replaces its whole spec.
 
     Args:
         store: The database.
         spec: The requested study.
-        relocated: Whether ``spec`` is the stored one with this machine's paths: it is neither compared nor stored.
+        relocated: Whether ``spec`` is the stored spec with this machine's paths: it is neither compared nor stored.
 
     Raises:
-        StudyConflictError: If a study of this name has other settings; says what differs.
+        StudyConflictError: If a study of this name has other settings; lists the differences.
         UnreadableStudyError: If the study of this name cannot be read.
     """
     found = store.find_study(spec.name)
@@ -254,10 +254,10 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
 
 
 def check_study(store: Store, spec: StudySpec) -> None:
-    """Refuse a spec whose name belongs to a study with other settings; budgets may differ.
+    """Raise if the name of a spec belongs to a study with other settings; budgets may differ.
 
     Raises:
-        StudyConflictError: Says what differs.
+        StudyConflictError: Lists the differences.
     """
     found = store.find_study(spec.name)
     if found is None:
@@ -287,7 +287,7 @@ def record_of(store: Store, name: str) -> StudyRecord:
     """Return the record of a study.
 
     Raises:
-        UsageError: If there is no such study; names those there are.
+        UsageError: If the study does not exist; lists the existing studies.
     """
     record = store.find_study(name)
     if record is None:
@@ -300,7 +300,7 @@ def latest_study(store: Store) -> str:
     """Return the name of the study that was created last.
 
     Raises:
-        UsageError: If there is no study.
+        UsageError: If the database contains no study.
     """
     studies = store.list_studies()
     if not studies:
@@ -309,10 +309,10 @@ def latest_study(store: Store) -> str:
 
 
 def spec_of(record: StudyRecord) -> StudySpec:
-    """Return the spec of a stored study as it was stored: the script's trainer is not followed.
+    """Return the spec of a study as stored, without batch sizes of the script's trainer.
 
     Raises:
-        UnreadableStudyError: If it is none of this version's.
+        UnreadableStudyError: If this version cannot read it.
     """
     with reading(record.name, "its spec", record.versions):
         spec = StudySpec.model_validate(dict(record.spec))
@@ -327,12 +327,12 @@ def attributes_of(store: Store, name: str) -> Mapping[str, Any]:
 
 
 def has_trials(store: Store, name: str) -> bool:
-    """Whether any trial of a study was asked for."""
+    """Whether a study has any trials."""
     return store.storage.get_n_trials(store.storage.get_study_id_from_name(name)) > 0
 
 
 def is_spent(store: Store, spec: StudySpec) -> bool:
-    """Whether a study has had all of its launches, and nothing of it runs or waits any more."""
+    """Whether a study has used all of its launches and has no running or waiting trials."""
     trials = store.storage.get_all_trials(store.storage.get_study_id_from_name(spec.name), deepcopy=False)
     return all(one.state.is_finished() for one in trials) and attributes.launches_used(trials) >= spec.max_trials
 
@@ -342,7 +342,7 @@ def read_stored(store: Store, name: str) -> StoredStudy:
 
     Raises:
         UsageError: As ``record_of``.
-        UnreadableStudyError: If any of it is not what this version reads.
+        UnreadableStudyError: If this version cannot read a part of it.
     """
     record = record_of(store, name)
     spec = spec_of(record)
@@ -370,14 +370,14 @@ def read_launches(store: Store, record: StudyRecord) -> tuple[StoredLaunch, ...]
     """Return the launches of a study, the earliest first.
 
     Raises:
-        UnreadableStudyError: If one of them is not what this version records.
+        UnreadableStudyError: If this version cannot read a launch.
     """
     with reading(record.name, "its launches", record.versions):
         return tuple(store.launches(record.uuid))
 
 
 def readable_studies(store: Store) -> Iterator[StoredStudy | UnreadableStudy]:
-    """Yield the studies of a database, the earliest first; one that cannot be read as what is known of it."""
+    """Yield the studies of a database, the earliest first; unreadable studies as ``UnreadableStudy``."""
     for record in store.list_studies():
         try:
             study = read_stored(store, record.name)

@@ -1,8 +1,8 @@
-"""What a stored study would run on this machine, and whether this user ran just that before.
+"""Describe the commands of a stored study, and check whether this user ran them on this machine before.
 
-Whoever resumes a study runs the script, arguments, variables and modules that the database names. What was started here
-is noted by its hash in a folder of the user's own (``XDG_STATE_HOME``, else ``~/.local/state``), with the script's
-content and owner: a database that others can write to cannot vouch for itself.
+Resuming a study runs the script, arguments, variables and modules named in the database. Hashes of studies started here
+are stored in a folder of the user (``XDG_STATE_HOME``, else ``~/.local/state``), with the script's content and owner: a
+database that other users can write to is not trustworthy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHOWN_CHARS = 1000
 
 
 def what_runs(spec: StudySpec, profiled: Profiled | None) -> list[str]:
-    """Return in a few lines what a study runs on this machine, without secrets.
+    """Summarize the commands of a study on this machine in a few lines, without secrets.
 
     Args:
         spec: The study with this machine's paths.
@@ -55,7 +55,7 @@ def _facts(spec: StudySpec, profiled: Profiled | None) -> Iterator[tuple[str, st
     if variables:
         yield "environment", hidden(shell_line(f"{name}={value}" for name, value in variables.items()))
     if spec.preload or modules:
-        # The profile has some thousand modules: the packages that they are of can be read.
+        # The profile has some thousand modules: show only their packages.
         names = dict.fromkeys((*spec.preload, *(name.partition(".")[0] for name in modules)))
         yield "imports", ", ".join(names) + (f" ({things_in_words(len(modules), 'module')})" if modules else "")
     yield "works in", script.cwd
@@ -65,11 +65,11 @@ def _facts(spec: StudySpec, profiled: Profiled | None) -> Iterator[tuple[str, st
 
 
 def remember(spec: StudySpec, *, file: Path | None = None) -> None:
-    """Note that this user runs a study on this machine. Where nothing can be noted, ``resume`` asks.
+    """Note that this user runs a study on this machine. If that fails, ``resume`` asks.
 
     Args:
-        spec: The study as it is stored.
-        file: File of its script; None for the one that the spec names.
+        spec: The study as stored.
+        file: File of its script; None for the script in the spec.
     """
     path = script_file(spec.script) if file is None else file
     if path is None:
@@ -84,12 +84,11 @@ def remember(spec: StudySpec, *, file: Path | None = None) -> None:
 def ran_here(spec: StudySpec, *, file: Path | None = None) -> bool:
     """Return whether this user ran a study on this machine with the same script.
 
-    The script is the same if its content is, or if it lies where it lay and is of the same owner: it may have been
-    edited since.
+    The script is the same if its content is equal, or if its path and owner are equal: it may have been edited since.
 
     Args:
-        spec: The study as it is stored.
-        file: File of its script; None for the one that the spec names.
+        spec: The study as stored.
+        file: File of its script; None for the script in the spec.
     """
     path = script_file(spec.script) if file is None else file
     try:
@@ -113,7 +112,7 @@ def _content(path: Path) -> str:
 
 
 def _note_of(spec: StudySpec) -> Path:
-    """Return the file of the note on a study, named by all that decides what it runs and where it writes."""
+    """Return the file of the note on a study, named by a hash of its commands and output paths."""
     decides: dict[str, Any] = {
         "study": spec.identity(),
         "name": spec.name,
@@ -127,7 +126,7 @@ def _note_of(spec: StudySpec) -> Path:
 
 
 def missing_secrets(spec: StudySpec) -> dict[str, str]:
-    """Return what the study's launches need and this process does not know: variable -> what it is the value of."""
+    """Return the variables that the study's launches need and this process lacks: variable -> setting that uses it."""
     found: dict[str, str] = {}
     for what, text in _places(spec):
         for name in names_in(text):
@@ -137,7 +136,7 @@ def missing_secrets(spec: StudySpec) -> dict[str, str]:
 
 
 def _places(spec: StudySpec) -> Iterator[tuple[str, str]]:
-    """Yield every text of a study that may hold references, with what it is."""
+    """Yield every text of a study that may contain references, with a description."""
     script, before = spec.script, ""
     for arg in script.args:
         option = re.match(r"[-+~]{0,2}[A-Za-z][\w./@-]*(?==)", arg)
@@ -152,10 +151,10 @@ def _places(spec: StudySpec) -> Iterator[tuple[str, str]]:
 
 
 def require_secrets(spec: StudySpec) -> None:
-    """Refuse a study whose secrets are not known here.
+    """Raise if secrets of a study are unknown in this process.
 
     Raises:
-        UsageError: Names the option, and the variable to give its value in.
+        UsageError: Names the option and the environment variable for its value.
     """
     missing = missing_secrets(spec)
     if missing:

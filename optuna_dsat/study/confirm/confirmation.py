@@ -1,6 +1,6 @@
 """Confirmation in rounds: finalists and the user's config are launched again until their ratio is known.
 
-What is launched next, and when it is enough, follows from the stored rounds: whoever resumes the study goes on.
+The next launch and the end depend only on the stored rounds, so any worker can resume the study.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ from optuna_dsat.trials import attributes
 __all__ = ["SEARCH_SHARE", "Confirmation", "is_known", "next_in_rounds", "staying"]
 
 SEARCH_SHARE = 0.25
-"""Share of the search's device time that rounds beyond the first few may take unless ``--confirm-time`` says more.
+"""Share of the search's device time for rounds beyond the first few, unless ``--confirm-time`` allows more.
 
-As much as all of it, and at least ``_ROUNDS_TO_TELL`` rounds, where only the small number of rounds leaves open whether
+The full device time, and at least ``_ROUNDS_TO_TELL`` rounds, if only the small number of rounds leaves it open whether
 the best is faster than the user's config.
 """
 _ROUNDS_TO_TELL = 2 * MIN_ROUNDS
-"""Rounds after which small numbers are no cause any more: the factor on the standard error is 2.6 then, 4.3 after 3."""
+"""Number of rounds that is no longer small: the factor on the standard error is then 2.6, after 3 rounds 4.3."""
 _NEARLY_SURE = 2.0
-"""Standard errors by which it then is faster."""
+"""Standard errors by which a config must be faster to be nearly certain."""
 _MOST_ROUNDS = 100
 _FEWEST_DEGREES = 3
-"""Degrees of freedom from which on the noise of the rounds says how well a launch's step time has to be known."""
+"""Degrees of freedom from which the noise of the rounds sets the required precision of a launch's step time."""
 
 
 class Confirmation:
-    """Measures the finalists of one study again, in rounds, and stores each launch with the study at once.
+    """Measures the finalists of a study again, in rounds, and stores each launch with the study at once.
 
     Args:
         context: The running study.
         study: The Optuna study.
-        metric: The metric that is optimised.
-        profile: What the profile launch measured.
-        method: The method that searched.
-        storing: Returns a context in which something is stored, given what; it raises where another worker goes on.
+        metric: The optimised metric.
+        profile: Result of the profile launch.
+        method: The method of the search.
+        storing: Returns a context for storing the named item; it raises if another worker has taken over.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Confirmation:
         """Whether Ctrl-C ended it."""
 
     def run(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
-        """Launch round after round until the speed-up is known, or the time for it is spent.
+        """Launch rounds until the speed-up is known or the time is spent.
 
-        One that fails with more steps is replaced by the next best trial, at most ``--confirm`` times; where all prove
-        no better than the user's config, the next best that claims to be is measured, too
-        (``study/confirm/finalists.py``). An interruption ends it with what was measured so far.
+        A finalist that fails with more steps is replaced by the next best trial, at most ``--confirm`` times. If no
+        finalist is better than the user's config, the next best trial with a better measurement is added
+        (``study/confirm/finalists.py``). After an interruption the rounds so far are returned.
 
         Args:
             trials: All trials.
@@ -127,7 +127,7 @@ class Confirmation:
         return rounds
 
     def _begun(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
-        """Return the stored rounds; finalists are chosen anew once more trials were measured."""
+        """Return the stored rounds; choose finalists again if more trials were measured."""
         rounds = Rounds.of(self._study.user_attrs)
         if (rounds.chosen and rounds.measured == len(candidates)) or not self._spec.confirm:
             return rounds
@@ -142,7 +142,7 @@ class Confirmation:
         )
 
     def _with_estimate(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> Rounds:
-        """Return the rounds with what the search says of those that are compared, also where one has come since."""
+        """Return the rounds with the search's estimate of the compared trials, including later additions."""
         if rounds.estimate is not None and set(rounds.chosen) <= set(rounds.estimate.numbers):
             return rounds
         numbers = _compared(rounds.chosen, rounds)
@@ -151,7 +151,7 @@ class Confirmation:
     def _next(
         self, rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, allowed_s: float
     ) -> tuple[Rounds, tuple[int, int] | None]:
-        """Return the rounds and what is launched next in them, which may be one more finalist; None if it is enough."""
+        """Return the rounds, possibly with another finalist, and their next launch; None if no launch is needed."""
         turn = next_in_rounds(rounds, trials, spec=self._spec, allowed_s=allowed_s)
         if turn is not None:
             return rounds, turn
@@ -163,13 +163,13 @@ class Confirmation:
         return more, next_in_rounds(more, trials, spec=self._spec, allowed_s=allowed_s)
 
     def _noise(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> float:
-        """Return the relative standard deviation from launch to launch, by the rounds; 0 before enough tell it."""
+        """Return the relative standard deviation between launches, by the rounds; 0 before there are enough."""
         verdict = _verdict(rounds, trials, self._spec)
         noise = None if verdict is None else verdict.noise
         return 0.0 if noise is None or noise.degrees < _FEWEST_DEGREES else noise.relative_sd
 
     def _allowed_s(self) -> float:
-        """Return the device seconds of rounds beyond the first few: a share of the search's, without an option."""
+        """Return the device seconds for rounds beyond the first few: by default a share of the search's."""
         launches = self._context.store.launches(self._context.study_uuid)
         return SEARCH_SHARE * sum(one.report.held_s for one in launches if one.purpose != "confirm")
 
@@ -252,21 +252,21 @@ class Confirmation:
 
 
 def _compared(chosen: Sequence[int], rounds: Rounds) -> list[int]:
-    """Return the trials that are compared: those that were chosen, and all that rounds have measured."""
+    """Return the compared trials: the chosen trials and all trials measured in rounds."""
     return sorted({*chosen, *rounds.values()})
 
 
 def next_in_rounds(
     rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec, allowed_s: float
 ) -> tuple[int, int] | None:
-    """Return the round and the trial that are launched next; None if it is enough.
+    """Return the round and the trial of the next launch; None if no launch is needed.
 
     Args:
-        rounds: What was launched so far.
+        rounds: The rounds so far.
         trials: All trials.
         spec: The study.
-        allowed_s: Device seconds that rounds beyond the first few may take where ``--confirm-time`` is not given, and
-            the best is not nearly known to be faster than the user's config.
+        allowed_s: Device seconds for rounds beyond the first few, without ``--confirm-time`` and unless the best is
+            nearly known to be faster than the user's config.
     """
     if not rounds.chosen or (spec.confirm_time_s is not None and rounds.spent_s >= spec.confirm_time_s):
         return None
@@ -284,13 +284,13 @@ def next_in_rounds(
 
 
 def staying(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -> list[int]:
-    """Return the trials that the next round launches: none that failed, or that is clearly worse than the best.
+    """Return the trials of the next round: without trials that failed or are clearly worse than the best.
 
-    The user's config stays; of the others one leaves after three rounds if its whole interval lies below what would
-    tie with the best.
+    The user's config always stays. Another trial is dropped after three rounds if its whole interval is below a tie
+    with the best.
 
     Args:
-        rounds: The rounds before.
+        rounds: The rounds so far.
         trials: All trials.
         spec: The study.
     """
@@ -320,7 +320,7 @@ def _is_enough(
 
 
 def _is_nearly_sure(verdict: Verdict | None) -> bool:
-    """Whether a config that is not handed over is faster by two standard errors: a few rounds more will show it."""
+    """Whether a config that is not selected is faster by two standard errors: a few more rounds can confirm it."""
     if verdict is None or verdict.kind is not VerdictKind.NOT_CONFIRMED:
         return False
     ratio, noise = verdict.best_ratio, verdict.noise
@@ -330,13 +330,13 @@ def _is_nearly_sure(verdict: Verdict | None) -> bool:
 
 
 def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -> bool:
-    """Whether the speed-up is known: of the best finalist, and of the one that would be handed over.
+    """Whether the speed-ups of the best finalist and of the currently selected config are known.
 
-    Few rounds may agree by chance, so the noise pooled over all finalists must allow that precision, too. Rounds that
-    end once an interval is narrow leave it somewhat too narrow: 90 to 94 of 100 cover the truth in simulations.
+    Few rounds may agree by chance, so the noise pooled over all finalists must allow this precision, too. Stopping once
+    an interval is narrow makes it slightly too narrow: in simulations, 90 to 94 of 100 intervals cover the true value.
 
     Args:
-        rounds: What was measured.
+        rounds: The rounds so far.
         trials: All trials.
         spec: The study.
     """

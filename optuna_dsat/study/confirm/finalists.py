@@ -1,4 +1,4 @@
-"""Which configurations are measured again beside the user's own, and one launch of one of them."""
+"""Choose the finalists, which are measured again alongside the user's config, and launch a finalist."""
 
 from __future__ import annotations
 
@@ -41,39 +41,39 @@ _STEP_TOLERANCE = 0.005
 """A finalist ends once the relative error of its step time is below this."""
 
 _SHARE_OF_NOISE = 0.5
-"""Or below this share of the standard deviation between launches of one configuration: as that error is half the width
-of a 95% interval, further steps would narrow what a launch differs by from the next by 3% at most.
+"""Or below this share of the standard deviation between equal launches: as the error is the half-width of a 95%
+interval, further steps would reduce the variation between launches by 3% at most.
 """
 
 _LONG_S, _FEWEST_LONG_STEPS = 3.0, 5
-"""A finalist with long steps ends after this many seconds of counted steps, and no fewer than this many steps: launches
-differ from one another by more than further steps would tell.
+"""A finalist with long steps ends after this many seconds of counted steps, and at least this many steps: the variation
+between launches is larger than the improvement by further steps.
 """
 
 _USUAL_NOISE = 0.02
-"""Relative standard deviation between launches of one configuration that is assumed before any was repeated: launches
-of this project's examples differ by one or two per cent.
+"""Assumed relative standard deviation between equal launches before any repetition: launches of this project's examples
+differ by 1 or 2%.
 """
 
 _SURE_SDS = 2.0
 """Standard deviations of the search's posterior by which a trial is surely worse than another."""
 
 _LEAST_SD = 1e-9
-"""Of a ratio that the search is sure of: nothing is to be divided by zero."""
+"""Lower bound of the standard deviation of a log ratio, to avoid division by zero."""
 
 
 def confirmation_steps(spec: StudySpec) -> int:
-    """Return the usual limit on the counted steps of a confirmation: five times a trial's, at least ten.
+    """Return the default limit on counted steps of a confirmation: five times the steps of a trial, at least ten.
 
-    Long steps end it earlier; ``--adaptive-steps`` allows more while the step time is uncertain.
+    A launch with long steps ends earlier; ``--adaptive-steps`` allows more while the step time is uncertain.
     """
     return max(10, 5 * _trial_steps(spec))
 
 
 def _is_long(steps: Sequence[GlobalStep]) -> bool:
-    """Whether further steps cost more than they improve the estimate.
+    """Return True if measuring more steps is not worth the time.
 
-    Never where inputs vary in size: finalists of one batch size are then compared over the same data.
+    False if inputs vary in size: finalists of equal batch size are then compared over the same data.
     """
     long = len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
     return long and not input_variation(steps)
@@ -98,22 +98,22 @@ def choose_finalists(
     estimate: JointEstimate | None = None,
     out: Collection[int] = (),
 ) -> list[int]:
-    """Return the numbers of the trials that are measured again, the user's config among them.
+    """Return the numbers of the finalists, including the user's config.
 
-    Of ``--confirm`` places the first is the method's best. The next goes to the smallest global batch among those that
-    the noise, or ``--tie``, cannot tell from the best measurement; then to the best measurement itself, as a model may
-    be wrong, and to the next best. Where the method has a posterior, that says what cannot be told from the best. What
-    is surely worse than a tie with it then takes no place, nor does one from which three rounds are expected to gain
-    less than ``--min-gain`` a launch, a launch being as long as one of that smallest batch. The best at the user's own
-    global batch is added, for a speed-up that compares equal batches.
+    The first of ``--confirm`` finalists is the method's best. The second has the smallest global batch of the trials
+    that cannot be distinguished from the best measurement, by noise or ``--tie``. The best measurement follows, as a
+    model may be wrong, then the next best. If the method has a posterior, it decides which trials cannot be
+    distinguished from the best. Trials that are surely worse than a tie are then excluded, as are trials from which
+    three rounds are expected to gain less than ``--min-gain`` per launch, with launches as long as at this smallest
+    batch. The best trial at the user's global batch is added, for a speed-up between equal batches.
 
     Args:
         trials: All trials.
         candidates: The measured trials, best first.
         spec: The study.
-        noise: Relative standard deviation from launch to launch; None if unknown.
-        estimate: What the search says of the candidates; None if its method has no posterior.
-        out: Numbers of trials that earlier rounds have shown to be no better than the user's config, or that failed.
+        noise: Relative standard deviation between launches; None if unknown.
+        estimate: Estimate of the candidates by the search; None if its method has no posterior.
+        out: Numbers of trials that failed or were not better than the user's config in earlier rounds.
     """
     baseline = attributes.user_config_trial(trials)
     left_out = {*out} if baseline is None else {*out, baseline.number}
@@ -155,21 +155,21 @@ def choose_finalists(
 
 
 def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, tie: float) -> bool:
-    """Whether a trial is worse than a tie with the best by so many standard deviations."""
+    """Whether a trial is worse than a tie with the best by ``sds`` standard deviations."""
     log_ratio, sd = estimate.log_ratio(number, best)
     return log_ratio + sds * sd < math.log1p(-tie)
 
 
 def _launch_s(trial: FrozenTrial, spec: StudySpec) -> float:
-    """Return the seconds that a trial's launch takes, as its own told; 1 where it told none."""
+    """Return the recorded duration of a trial's launch, in seconds; 1 if none was recorded."""
     step_s, overhead_s = attributes.step_and_overhead_s(trial) or (0.0, 1.0)
     return overhead_s + spec.end_profile_step * step_s
 
 
 def _gain_of_rounds(number: int, best: int, estimate: JointEstimate, *, noise: float) -> float:
-    """Return what comparing a trial with the best one is expected to gain, in the metric's logarithm.
+    """Return the expected gain of comparing a trial with the best trial, in the metric's logarithm.
 
-    It is the expected improvement by what ``MIN_ROUNDS`` rounds of both, with this noise, will teach of their ratio.
+    This is the expected improvement from learning their ratio in ``MIN_ROUNDS`` rounds of both with this noise.
     """
     log_ratio, sd = estimate.log_ratio(number, best)
     learnt = learnt_spread(np.array(max(sd, _LEAST_SD) ** 2), 2 * noise**2 / MIN_ROUNDS)
@@ -199,7 +199,7 @@ def measure_again(
     noise: float = 0.0,
     wait: SlotWait | None = None,
 ) -> tuple[LaunchRecord, LaunchReport]:
-    """Launch a finalist, until its step time is known; return what its ranks recorded and the report.
+    """Launch a finalist until its step time is known; return the record of its ranks and the report.
 
     Args:
         spec: The study.
@@ -207,11 +207,11 @@ def measure_again(
         launcher: Where to launch.
         on_step: Called with each global step.
         on_event: Called with each event.
-        noise: Relative standard deviation from launch to launch; 0 if unknown. No step time is measured much better.
+        noise: Relative standard deviation between launches; 0 if unknown. Limits the precision of the step time.
         wait: As for ``follow``.
 
     Raises:
-        DeviceError: If others hold the slots for longer than ``wait`` allows.
+        DeviceError: If other processes occupy the slots for longer than ``wait`` allows.
     """
     tolerance = max(_STEP_TOLERANCE, _SHARE_OF_NOISE * noise)
 
@@ -232,15 +232,15 @@ def round_launch(
     profile: ModelProfile,
     config: Mapping[str, Any],
 ) -> RoundLaunch:
-    """Return a finalist's launch as it is stored; if the script's data ended early, a trial's steps suffice.
+    """Return a finalist's launch as stored; if the script's data ended early, the steps of a trial suffice.
 
     Args:
-        record: What its ranks recorded.
-        report: What became of it.
+        record: Record of its ranks.
+        report: Report of the launch.
         spec: The study.
         number: Number of its trial.
         round_number: Its round.
-        metric: The metric that is optimised.
+        metric: The optimised metric.
         profile: The study's profile.
         config: The DeepSpeed config of the launch.
     """
@@ -268,19 +268,19 @@ def round_launch(
     )
 
 
-# Finalists that take the place of others: of one that failed with more steps, or that rounds showed to be no better.
+# Replacement of finalists that failed with more steps or were not better than the user's config in the rounds.
 #
-# The best measurement of a search may be false: the machine was quieter for a while, or the launch too short. Where
-# all finalists prove no better than the user's own config, the next best trials are still to be heard.
+# The best measurement of a search may be wrong: the machine was less busy, or the launch too short. If no finalist is
+# better than the user's config, the next best trials are measured as well.
 
 
 def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -> frozenset[int]:
-    """Return the trials that failed in the rounds, or that these show to be no better than the user's own config.
+    """Return the trials that failed in the rounds, or were not better than the user's config in them.
 
-    That is: not surely better, and by no more than a tie as far as three rounds tell.
+    Not better means not surely better, and by at most a tie after three rounds.
 
     Args:
-        rounds: What was launched so far.
+        rounds: The rounds so far.
         trials: All trials.
         spec: The study.
     """
@@ -300,10 +300,10 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
 def without_failed(
     rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, spec: StudySpec
 ) -> Rounds:
-    """Return the rounds with the next best trial among the chosen if the last launch ended a finalist.
+    """Return the rounds, with the next best trial as a finalist if the last launch eliminated a finalist.
 
     Args:
-        rounds: What was launched so far.
+        rounds: The rounds so far.
         trials: All trials.
         candidates: The measured trials, best first.
         spec: The study.
@@ -321,13 +321,13 @@ def without_failed(
 def with_next_best(
     rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, spec: StudySpec
 ) -> Rounds:
-    """Return the rounds with one more finalist if all so far proved no better than the user's own config.
+    """Return the rounds, with another finalist if no finalist so far was better than the user's config.
 
-    It is the next best of the trials that the search measured better than that config, by more than a tie. There are
-    at most twice ``--confirm`` finalists, and none is added once the time of ``--confirm-time`` is spent.
+    The new finalist is the next best trial that the search measured better than the user's config by more than a tie.
+    There are at most twice ``--confirm`` finalists. None is added after ``--confirm-time`` is spent.
 
     Args:
-        rounds: What was launched so far.
+        rounds: The rounds so far.
         trials: All trials.
         candidates: The measured trials, best first.
         spec: The study.

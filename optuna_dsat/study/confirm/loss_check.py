@@ -1,8 +1,8 @@
-"""Compares the first losses under the best config with those under the user's: a faster config must train alike.
+"""Compare the first losses of the best config and the user's config: a faster config must train alike.
 
-Both are launched with the user's own micro-batch and accumulation, so each step sees the same samples; only ZeRO,
-offload and buckets differ. The user's config is launched twice: the difference between its two runs is the script's own
-randomness, the limit of detection.
+Both are launched with the user's micro-batch and accumulation steps, so each step sees the same samples; only ZeRO,
+offload and buckets differ. The user's config is launched twice: the difference between its runs is the randomness of
+the script, which is the limit of detection.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ The factors, about 1,000 in fp32 and 5 to 20 in half precision, are ours.
 
 
 _LAUNCHES = "loss-"
-"""What the identifiers of the launches begin with."""
+"""Prefix of the launch identifiers."""
 
 
 def is_of_losses(launch_id: str) -> bool:
-    """Whether a launch compares losses: it is stored among those of the confirmation."""
+    """Whether a launch compares losses; such launches are stored with the confirmation's launches."""
     return launch_id.startswith(_LAUNCHES)
 
 
@@ -49,7 +49,7 @@ class LossCheck:
     agrees: bool | None
     """None if undecided: a launch failed, the script's losses were not observed, or its own runs differ."""
     message: str
-    """The outcome in one sentence."""
+    """The outcome in a sentence."""
     precision: str
     """``fp32``, ``fp16`` or ``bf16``."""
     tolerance: float
@@ -71,7 +71,7 @@ def check_loss(
     on_report: Callable[[LaunchReport, LaunchRecord], None],
     wait: SlotWait | None = None,
 ) -> LossCheck:
-    """Launch the user's config twice and the best one once, at the user's batch; compare their first losses.
+    """Launch the user's config twice and the best config once, at the user's batch; compare their first losses.
 
     Args:
         spec: The study.
@@ -82,7 +82,7 @@ def check_loss(
         wait: As for ``follow``.
 
     Raises:
-        DeviceError: If others hold the slots for too long.
+        DeviceError: If other processes occupy the slots for too long.
     """
     user = ds_config.effective(spec.ds_config)
     triangle = ds_config.batch_triangle(user, world_size=data_parallel_size)
@@ -112,7 +112,7 @@ def check_loss(
 
 
 def nothing_to_compare(spec: StudySpec) -> LossCheck:
-    """Return what is to be said where the user's own config is the result: its losses need no launch."""
+    """Return the check for a result that is the user's config, without a launch."""
     precision = _precision(ds_config.effective(spec.ds_config))
     return LossCheck(
         agrees=True,
@@ -126,7 +126,7 @@ def nothing_to_compare(spec: StudySpec) -> LossCheck:
 
 
 def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossCheck:
-    """Compare the losses of ``best`` with those of ``user``, given the difference between the user's two runs.
+    """Compare the losses of ``best`` and ``user``, given the difference between the user's two runs.
 
     Args:
         losses: Loss of each step of the three launches.

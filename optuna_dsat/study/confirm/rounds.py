@@ -1,7 +1,7 @@
-"""The rounds of a confirmation as they are stored with the study, and what is launched next in them.
+"""The rounds of a confirmation as stored with the study, and the statistics of their launches.
 
-In each round the user's config and the finalists are launched once, in an order drawn anew. All follows from what is
-stored, so that whoever resumes the study goes on with the round that was begun.
+Each round launches the user's config and every finalist once, in a new random order. The order depends only on stored
+values, so any worker can resume an unfinished round.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = [
     "pooled_noise",
 ]
 
-# What the search and the rounds together say of the finalists.
+# Joint estimate of the finalists from search and rounds.
 #
-# Three rounds tell finalists apart by no better than the noise; a method with a posterior knows of each what all
-# launches of its search say of it, neighbours included. Both count by how sure they are.
+# Three rounds distinguish finalists no better than the noise allows. The posterior of a method uses all launches of
+# the search, neighbours included. Both are weighted by their certainty.
 
 _LEAST_NOISE = 1e-3
-"""Relative standard deviation that launches of one configuration differ by at least: few rounds may agree by chance."""
+"""Lower bound of the relative standard deviation between equal launches: few rounds may agree by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,12 @@ class JointEstimate:
         return asdict(self)
 
     def given(self, values: Mapping[int, Mapping[int, float]], *, noise: float, maximize: bool) -> JointEstimate:
-        """Return the distribution given launches in rounds; what all launches of a round have in common is unknown.
+        """Return the distribution conditioned on launches in rounds, with an unknown effect of each round.
 
         Bayesian linear regression (Bishop 2006, section 3.3) with a flat prior on each round's effect.
 
         Args:
-            values: Trial -> round -> metric; of other trials than these nothing is learnt.
+            values: Trial -> round -> metric. Trials outside this distribution are ignored.
             noise: Relative standard deviation from launch to launch.
             maximize: Whether a larger metric is better.
         """
@@ -108,7 +108,7 @@ class JointEstimate:
         )
 
     def among(self, numbers: Sequence[int]) -> JointEstimate:
-        """Return the distribution of some of these trials."""
+        """Return the marginal distribution of some of these trials."""
         places = [self.numbers.index(number) for number in numbers]
         return JointEstimate(
             numbers=tuple(numbers),
@@ -117,11 +117,11 @@ class JointEstimate:
         )
 
     def log_ratio(self, number: int, other: int) -> tuple[float, float]:
-        """Return by how much a trial is better than another, as a logarithm, with its standard deviation.
+        """Return the log ratio of two trials and its standard deviation; positive if the first is better.
 
         Args:
-            number: Number of the trial.
-            other: Number of the other.
+            number: Number of the first trial.
+            other: Number of the second trial.
         """
         one, two = self.numbers.index(number), self.numbers.index(other)
         of = self.covariance
@@ -130,25 +130,25 @@ class JointEstimate:
 
 
 MIN_ROUNDS = 3
-"""Rounds before anything is decided by them."""
+"""Minimum number of rounds before any decision."""
 _MOST_FAILURES = 2
-"""Launches of a configuration that end with what may pass (a stall, a lost connection) before it leaves."""
+"""Launches that may fail with a transient error (a stall, a lost connection) before a configuration is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundLaunch:
-    """One launch of a confirmation."""
+    """A launch of a confirmation."""
 
     round: int
     """From 1."""
     number: int
-    """Number of the trial that it measures again."""
+    """Number of the measured trial."""
     value: float | None
     """The metric over its counted steps; None if it was not measured."""
     low: float | None
     """Lower end of the 95% interval over its steps; None if ``value`` is."""
     high: float | None
-    """Its upper end."""
+    """Upper end of the interval."""
     metrics: Mapping[str, float]
     """All metrics by name; empty if it was not measured."""
     steps: int
@@ -158,7 +158,7 @@ class RoundLaunch:
     held_s: float = 0.0
     """Seconds for which it held its devices."""
     conditions: Conditions = field(default_factory=Conditions)
-    """What went on beside it."""
+    """Conditions of the machine during the launch."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the input of ``from_json``."""
@@ -172,22 +172,22 @@ class RoundLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The confirmation of one study so far."""
+    """The confirmation of a study so far."""
 
     chosen: tuple[int, ...] = ()
-    """Numbers of the trials that are compared, the user's config among them; those that took another's place last."""
+    """Numbers of the compared trials, including the user's config; replacements come last."""
     measured: int = 0
-    """Measured trials when they were chosen: they are chosen again once there are more."""
+    """Number of measured trials at the time of the choice; finalists are chosen again once there are more."""
     since: int = 1
-    """The first round of those that were chosen last."""
+    """First round of the latest choice of finalists."""
     estimate: JointEstimate | None = None
-    """What the search says of those that are compared; None if its method has no posterior."""
+    """Estimate of the compared trials by the search; None if its method has no posterior."""
     launches: tuple[RoundLaunch, ...] = field(default=())
-    """In the order in which they ran."""
+    """Launches in the order in which they ran."""
 
     @classmethod
     def of(cls, study_attributes: Mapping[str, Any]) -> Rounds:
-        """Read the rounds from a study's user attributes; those of older versions are one round."""
+        """Read the rounds from a study's user attributes; values of older versions are read as a single round."""
         record = study_attributes.get(attributes.CONFIRMATION)
         if record is not None:
             launches = tuple(RoundLaunch.from_json(one) for one in record["launches"])
@@ -209,7 +209,7 @@ class Rounds:
         }
 
     def with_launch(self, launch: RoundLaunch) -> Rounds:
-        """Return these rounds and one more launch."""
+        """Return a copy of the rounds with another launch."""
         return replace(self, launches=(*self.launches, launch))
 
     @property
@@ -219,11 +219,11 @@ class Rounds:
 
     @property
     def spent_s(self) -> float:
-        """Seconds that the launches of those that were chosen last held their devices."""
+        """Seconds of device time of the launches since the latest choice of finalists."""
         return sum(one.held_s for one in self.launches if one.round >= self.since)
 
     def values(self) -> dict[int, dict[int, float]]:
-        """Return trial number -> round -> metric, of the launches that were measured."""
+        """Return trial number -> round -> metric of the measured launches."""
         found: dict[int, dict[int, float]] = {}
         for one in self.launches:
             if one.value is not None:
@@ -231,7 +231,7 @@ class Rounds:
         return found
 
     def failure(self, number: int) -> RoundLaunch | None:
-        """Return the launch for which a trial is not compared any more; None if it is still compared."""
+        """Return the failed launch due to which a trial was dropped; None if it is still compared."""
         failed = [one for one in self.launches if one.number == number and one.value is None]
         lasting = [one for one in failed if not Outcome(one.outcome).retryable]
         if lasting:
@@ -239,17 +239,17 @@ class Rounds:
         return failed[-1] if len(failed) >= _MOST_FAILURES else None
 
     def begun(self, round_number: int) -> Sequence[int]:
-        """Return the trials that a round has launched."""
+        """Return the trials that were already launched in a round."""
         return [one.number for one in self.launches if one.round == round_number]
 
 
 def order_of_round(numbers: Sequence[int], *, round_number: int, seed: int) -> list[int]:
-    """Return the order of a round: drawn anew for each, the same for whoever continues it.
+    """Return the random order of a round; the same for every worker that continues it.
 
     Args:
-        numbers: The trials that are launched in it.
+        numbers: The trials of the round.
         round_number: From 1.
-        seed: Of the study.
+        seed: Seed of the study.
     """
     order = sorted(numbers)
     random.Random(f"{seed}/round/{round_number}").shuffle(order)
@@ -258,67 +258,67 @@ def order_of_round(numbers: Sequence[int], *, round_number: int, seed: int) -> l
 
 # Statistics of launches in rounds: paired ratios with their intervals, and the noise from launch to launch.
 #
-# Metrics differ from launch to launch by a factor, so all is computed on logarithms. Two configurations are compared
-# by their differences within rounds (NIST/SEMATECH e-Handbook, 7.3.1.1, analysis of paired observations): what slows a
-# whole round cancels.
+# Metrics vary between launches by a factor, so all statistics use logarithms. Two configurations are compared by their
+# differences within rounds (NIST/SEMATECH e-Handbook, 7.3.1.1, analysis of paired observations): a slowdown of a whole
+# round cancels out.
 
 PRECISION = 0.02
-"""Half the width of the interval of a speed-up's logarithm at which it counts as known."""
+"""Half-width of the interval of a log speed-up at which the speed-up is precise enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """How many times as good as another a configuration is; above 1 is better whatever the metric."""
+    """Ratio of two configurations' performance; above 1 is better for every metric."""
 
     value: float
     low: float | None
-    """Lower end of the 95% confidence interval; None if fewer than two rounds, or the search alone, compare them."""
+    """Lower end of the 95% confidence interval; None with fewer than two rounds, or for values of the search."""
     high: float | None
-    """Its upper end."""
+    """Upper end of the interval."""
     rounds: int
     """Rounds in which both were measured; 0 for values of the search."""
 
     @property
     def half_width(self) -> float:
-        """Half the width of the interval of the ratio's logarithm; infinite without an interval."""
+        """Half-width of the interval of the log ratio; infinite without an interval."""
         if self.low is None or self.high is None:
             return math.inf
         return (math.log(self.high) - math.log(self.low)) / 2
 
     @property
     def surely_above_1(self) -> bool:
-        """Whether the whole interval lies above 1."""
+        """Whether the whole interval is above 1."""
         return self.low is not None and self.low > 1
 
     def surely_below(self, value: float) -> bool:
-        """Whether the whole interval lies below a ratio."""
+        """Whether the whole interval is below a ratio."""
         return self.high is not None and self.high < value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """What launches of one configuration differ by, drift between rounds taken out."""
+    """Variation between launches of a configuration, without drift between rounds."""
 
     relative_sd: float
-    """Standard deviation of the metric's logarithm: relative to the metric."""
+    """Standard deviation of the metric's logarithm, i.e. relative to the metric."""
     launches: int
-    """Launches that it comes from."""
+    """Number of launches in the estimate."""
     degrees: int
-    """Its degrees of freedom."""
+    """Degrees of freedom of the estimate."""
 
 
 def paired_ratio(
     values: Mapping[int, float], others: Mapping[int, float], *, maximize: bool, t: float | None = None
 ) -> Ratio | None:
-    """Return how many times as good as another a configuration is, by the rounds in which both were measured.
+    """Return the performance ratio of two configurations over the rounds that measured both.
 
     The geometric mean of the ratios within rounds, with Student's t interval of their logarithms.
 
     Args:
         values: Round -> metric of the configuration.
-        others: Round -> metric of the other.
+        others: Round -> metric of the reference configuration.
         maximize: Whether a larger metric is better.
-        t: Quantile of Student's t; None for that of a 95% interval.
+        t: Quantile of Student's t; None for a 95% interval.
 
     Returns:
         The ratio; None if no round measured both.
@@ -335,7 +335,7 @@ def paired_ratio(
 
 
 def mean_in_rounds(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the geometric mean of one configuration's launches with its 95% interval (Student's t, on logarithms).
+    """Return the geometric mean of a configuration's launches with its 95% interval (Student's t, on logarithms).
 
     The ends are None for a single launch.
     """
@@ -348,10 +348,10 @@ def mean_in_rounds(values: Sequence[float]) -> tuple[float, float | None, float 
 
 
 def pooled_noise(values: Mapping[int, Mapping[int, float]], *, reference: int) -> Noise | None:
-    """Return the noise from launch to launch, pooled over the configurations that were launched in rounds.
+    """Return the noise between launches, pooled over the configurations of the rounds.
 
-    The variance of a difference within rounds is twice that of a launch; variances are weighted by their degrees of
-    freedom. What a whole round has in common (a drift of the machine) is in none of them.
+    The variance of a difference within rounds is twice the variance of a launch. Variances are weighted by their
+    degrees of freedom. Effects common to a whole round (drift of the machine) cancel out.
 
     Args:
         values: Configuration -> round -> metric.
@@ -376,9 +376,9 @@ def pooled_noise(values: Mapping[int, Mapping[int, float]], *, reference: int) -
 
 
 def noise_of_search(values: Mapping[int, Mapping[int, float]], searched: Mapping[int, float]) -> Noise | None:
-    """Return the noise of the search: the root mean square of what its measurements differ by from the rounds.
+    """Return the noise of the search: the root mean square difference between its measurements and the rounds.
 
-    It contains what the machine as a whole changed by, and what a few steps of a launch do not show.
+    It includes drift of the machine and variation that the few steps of a launch do not show.
 
     Args:
         values: Configuration -> round -> metric.
@@ -399,7 +399,7 @@ def noise_of_search(values: Mapping[int, Mapping[int, float]], searched: Mapping
 
 
 def is_precise(ratio: Ratio, noise: Noise | None) -> bool:
-    """Whether a ratio is known, by its own rounds and by the noise of all: few rounds may agree by chance."""
+    """Whether a ratio is precise by its rounds and by the pooled noise: few rounds may agree by chance."""
     if noise is None or not ratio.rounds:
         return False
     pooled = student_t_975(noise.degrees) * noise.relative_sd * math.sqrt(2 / ratio.rounds)
@@ -408,31 +408,31 @@ def is_precise(ratio: Ratio, noise: Noise | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A configuration that was measured in rounds."""
+    """A configuration measured in rounds."""
 
     number: int
     """Number of its trial."""
     train_batch_size: int
     """Its global batch, in samples."""
     differing: int
-    """Settings that differ from the user's own, batch sizes included."""
+    """Number of settings that differ from the user's config, batch sizes included."""
     rounds: int
     """Rounds in which it was measured."""
     value: float
     """Geometric mean of the metric over its rounds."""
     low: float | None
-    """Lower end of the 95% interval of ``value``, from launch to launch; None for a single round."""
+    """Lower end of the 95% interval of ``value`` between launches; None for a single round."""
     high: float | None
-    """Its upper end."""
+    """Upper end of the interval."""
     ratio: Ratio | None
-    """How many times as good as the user's own config it is, paired; None if the two were never measured together."""
+    """Paired ratio to the user's config; None if no round measured both."""
     left: str
-    """Why it is not compared any more; empty while it is."""
+    """Reason for which it was dropped; empty while it is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedUp:
-    """How many times as good as the user's own config the best configuration at one global batch is."""
+    """Speed-up of the best configuration at a global batch over the user's config."""
 
     number: int
     """Number of its trial."""
@@ -443,16 +443,16 @@ class SpeedUp:
 
 @dataclass(frozen=True, kw_only=True)
 class Undecided:
-    """A configuration that the rounds do not distinguish from the result, and that does not count as equal to it."""
+    """A configuration that the rounds cannot distinguish from the result, but that is not a tie either."""
 
     number: int
     """Number of its trial."""
     train_batch_size: int
     """Its global batch, in samples."""
     below: float
-    """Share by which its metric is expected to be worse than that of the trial ``best``."""
+    """Expected relative loss of the metric against the trial ``best``."""
     best: int
-    """Number of the best trial of those that may be the result."""
+    """Number of the best trial that is eligible as the result."""
     allowed: float
-    """Share up to which it would count as equal to ``best``. If ``below`` is not larger, it is not surely better than
-    the user's own config."""
+    """Relative loss up to which it ties with ``best``. If ``below`` is not larger, it is not surely better than the
+    user's config."""

@@ -1,4 +1,4 @@
-"""Trials as the rows of one flat table."""
+"""Trials as the rows of a flat table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["columns_of", "configuration_of", "flat_rows", "trial_row"]
 
 
 def configuration_of(trial: FrozenTrial) -> str:
-    """Return a launched trial's configuration in words, with the knobs that differ from the user's own."""
+    """Describe a launched trial's configuration, with the knobs that differ from the user's config."""
     stored = trial.user_attrs.get(attributes.CONFIGURATION)
     return str(stored) if stored else config_in_words(trial.user_attrs[attributes.CONFIG])
 
@@ -39,7 +39,7 @@ _COLUMNS = (
 
 
 def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
-    """Return a trial as one flat row, as ``trials`` of a result and ``optuna-dsat export`` show it.
+    """Return a trial as a flat row, as ``trials`` of a result and ``optuna-dsat export`` show it.
 
     Args:
         trial: The trial.
@@ -92,5 +92,5 @@ def flat_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the names of the columns of ``flat_rows``; those of every table if there are no rows."""
+    """Return the names of the columns of ``flat_rows``; the columns of every table if empty."""
     return tuple(rows[0]) if rows else _COLUMNS

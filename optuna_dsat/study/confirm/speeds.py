@@ -20,7 +20,7 @@ class Speeds:
     """Makes speeds of metrics; tokens per sample are learnt from launches, where all their inputs are tokens.
 
     Args:
-        profile: The study's profile; None if what it tells is not needed.
+        profile: The study's profile; None if it is not needed.
     """
 
     def __init__(self, profile: ModelProfile | None) -> None:

@@ -1,4 +1,4 @@
-"""The metric of a configuration, and its speed-up: confirmed metrics are compared with confirmed ones only."""
+"""The metric of a configuration and its speed-up. Confirmed metrics are compared with confirmed metrics only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Finalist", "Standing", "compared", "finalists_of", "speed_up_over", 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """A measured trial and its metric: the confirmed one if it was measured again."""
+    """A measured trial and its metric, which is confirmed if the trial was measured again."""
 
     trial: FrozenTrial
     value: float
@@ -36,10 +36,10 @@ class Standing:
 
 
 def compared(baseline: Standing, standing: Standing) -> tuple[float, float]:
-    """Return the two metrics to compare: the confirmed ones if both are confirmed, else those of the search.
+    """Return the two metrics to compare: confirmed metrics if both are confirmed, else metrics of the search.
 
     Returns:
-        The baseline's, the other's.
+        The metric of the baseline, the metric of the other.
     """
     if baseline.confirmed and standing.confirmed:
         return baseline.value, standing.value
@@ -47,7 +47,7 @@ def compared(baseline: Standing, standing: Standing) -> tuple[float, float]:
 
 
 def speed_up_over(baseline: Standing, standing: Standing, *, maximize: bool) -> float | None:
-    """Return how many times as good as the baseline a configuration is; None if either metric is 0."""
+    """Return the ratio of a configuration to the baseline (above 1 is better); None if either metric is 0."""
     before, after = compared(baseline, standing)
     return speed_up(after, before, maximize=maximize)
 
@@ -57,15 +57,15 @@ class Finalist:
     """A configuration that was measured again, over all its rounds."""
 
     number: int
-    """Number of the trial that it confirms."""
+    """Number of the confirmed trial."""
     value: float | None
     """The metric: the geometric mean over its rounds; None if a launch failed for good."""
     low: float | None
-    """Lower end of the 95% interval, from launch to launch, of a single one over its steps; None if ``value`` is."""
+    """Lower end of the 95% interval between launches, or over the steps of a single launch; None if ``value`` is."""
     high: float | None
     """Its upper end."""
     metrics: Mapping[str, float]
-    """All metrics by name, geometric means over its rounds, memory at its most; empty if a launch failed for good."""
+    """All metrics by name: geometric means over its rounds, maximum of memory; empty if a launch failed for good."""
     steps: int
     """Counted steps of all its launches."""
     outcome: str
@@ -75,7 +75,7 @@ class Finalist:
 
 
 def finalists_of(rounds: Rounds) -> dict[int, Finalist]:
-    """Return what was measured again by number of the trial, in the order in which it was first launched."""
+    """Return finalists by trial number, in launch order."""
     numbers = dict.fromkeys(one.number for one in rounds.launches)
     return {number: _over_rounds(rounds, number) for number in numbers}
 
@@ -109,16 +109,16 @@ def _mean_metrics(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the kind of mean that the metric's is, so that samples/s and FLOPS agree; with a 0 the plain one."""
+    """Return the mean used for the metric, so that samples/s and FLOPS agree; the arithmetic mean if a value is 0."""
     return mean_in_rounds(values)[0] if min(values) > 0 else sum(values) / len(values)
 
 
 def standing_of(trial: FrozenTrial, finalist: Finalist | None) -> Standing:
-    """Return the standing of a measured trial: its confirmed metric, or that of the search if it has none.
+    """Return the standing of a measured trial: its confirmed metric, else its metric of the search.
 
     Args:
         trial: A measured trial.
-        finalist: Its confirmation; None if there is none.
+        finalist: Its confirmation, or None.
     """
     if finalist is None or finalist.value is None:
         return Standing(trial=trial, value=float(trial.values[0]))

@@ -1,6 +1,6 @@
-"""The verdict on a study: what is handed over, how sure that is, and what speaks against relying on it.
+"""The verdict on a study: the selected config, its certainty, and its limitations.
 
-A pure function of the stored trials and rounds; the result, the command line, the report and Python all show this one.
+A pure function of the stored trials and rounds. The result, the command line, the report and Python show this verdict.
 """
 
 from __future__ import annotations
@@ -37,77 +37,77 @@ from optuna_dsat.words import outcome_in_words
 __all__ = ["Contender", "SpeedUp", "Undecided", "Verdict", "VerdictKind", "are_alike", "verdict_of"]
 
 _ALIKE_BATCHES = 1.1
-"""Global batches of up to this ratio are as good as the same: nothing faster is given up for one a little smaller."""
+"""Global batches within this ratio count as equal: a slightly smaller batch does not justify a slower config."""
 _NEARNESS = 0.25
-"""Share of the tie that settings nearer to the user's own are worth, where a posterior tells what they cost."""
+"""Share of the tie that may be given up for settings closer to the user's config, given a posterior of their cost."""
 
 
 class VerdictKind(StrEnum):
-    """What came of a study."""
+    """Kind of outcome of a study."""
 
     WINNER = "winner"
-    """A config is faster than the user's own with 95% certainty; it is handed over."""
+    """A config is faster than the user's config with 95% certainty; it is selected."""
     BASELINE_IS_BEST = "baseline_is_best"
-    """Nothing is faster than the user's own config, or not by more than a tie; that is handed over."""
+    """Nothing is faster than the user's config by more than a tie; the user's config is selected."""
     NOT_CONFIRMED = "not_confirmed"
-    """The time of the confirmation ended before it was known; the user's own config is handed over."""
+    """The confirmation ran out of time before a decision; the user's config is selected."""
     NO_BASELINE = "no_baseline"
-    """The user's own config could not be measured, or was not: the best of the rounds is handed over."""
+    """The user's config was not, or could not be, measured; the best config of the rounds is selected."""
     UNCONFIRMED = "unconfirmed"
-    """Nothing was measured in two rounds (``--confirm 0``, an interruption): the best of the search is handed over."""
+    """Nothing was measured in two rounds (``--confirm 0``, an interruption); the search's best config is selected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came of a study so far."""
+    """Outcome of a study so far."""
 
     kind: VerdictKind
     handed_over: int
-    """Number of the trial whose config is the result."""
+    """Number of the selected trial, whose config is the result."""
     best: int
-    """Number of the trial that measured best in the rounds, or in the search if there were none: not handed over where
-    that is not certain, or where another is as good with a smaller global batch."""
+    """Number of the trial with the best metric in the rounds, or in the search without rounds. It is not selected if
+    that is uncertain, or if another trial is as good with a smaller global batch."""
     baseline: int | None
-    """Number of the trial of the user's own config; None if it was not measured."""
+    """Number of the trial of the user's config; None if it was not measured."""
     rounds: int
-    """Rounds in which anything was measured."""
+    """Number of rounds with a measurement."""
     speed_up: Ratio | None
-    """Of the config that is handed over, over the user's own; None without a baseline. Without rounds that measured
-    both it compares values of the search."""
+    """Ratio of the selected config to the user's config; None without a baseline. Without rounds that measured both it
+    compares values of the search."""
     best_ratio: Ratio | None
-    """Of ``best``, over the user's own; None without a baseline."""
+    """Ratio of ``best`` to the user's config; None without a baseline."""
     user_value: float | None
-    """The metric of the user's own config in the rounds of ``speed_up``; None without a baseline."""
+    """Metric of the user's config in the rounds of ``speed_up``; None without a baseline."""
     user_low: float | None
-    """Lower end of the 95% interval of ``user_value``, from launch to launch; None without two rounds."""
+    """Lower end of the 95% interval of ``user_value`` between launches; None without two rounds."""
     user_high: float | None
-    """Its upper end."""
+    """Upper end of the interval of ``user_value``."""
     value: float
-    """The metric of the config that is handed over in the rounds of ``speed_up``."""
+    """Metric of the selected config in the rounds of ``speed_up``."""
     low: float | None
-    """Lower end of the 95% interval of ``value``, from launch to launch; None if it was not measured in two rounds."""
+    """Lower end of the 95% interval of ``value`` between launches; None if it was not measured in two rounds."""
     high: float | None
-    """Its upper end."""
+    """Upper end of the interval of ``value``."""
     metrics: Mapping[str, float]
-    """All metrics of the config that is handed over, as the search measured it."""
+    """All metrics of the selected config, measured by the search."""
     user_metrics: Mapping[str, float]
-    """Those of the user's own config; empty without a baseline."""
+    """All metrics of the user's config, measured by the search; empty without a baseline."""
     at_user_batch: SpeedUp | None
-    """The best at the user's own global batch; None without a baseline."""
+    """Best speed-up at the global batch of the user's config; None without a baseline."""
     at_own_batch: SpeedUp | None
-    """The config that is handed over, at its own global batch; None without a baseline."""
+    """Speed-up of the selected config at its global batch; None without a baseline."""
     ties: tuple[int, ...]
-    """Trials that count as equal to the result: it was chosen from them by global batch, then by differing settings."""
+    """Trials that tie with the result, which was chosen by global batch, then by number of changed settings."""
     undecided: tuple[Undecided, ...]
     """Trials that the rounds do not distinguish from the result, and that were not candidates for it."""
     noise: Noise | None
-    """Of the rounds: what launches of one configuration differ by within a round; None before two rounds."""
+    """Noise of the rounds: variation between equal launches within a round; None before two rounds."""
     search_noise: Noise | None
-    """Of the search: what its measurements differ by from the rounds; None before two rounds."""
+    """Noise of the search: deviation of its measurements from the rounds; None before two rounds."""
     warnings: tuple[str, ...]
-    """What speaks against relying on the numbers, with figures."""
+    """Limitations of the numbers, with figures."""
     contenders: tuple[Contender, ...]
-    """All that was measured in rounds, best first."""
+    """All configurations measured in rounds, best first."""
 
     @property
     def is_by_rounds(self) -> bool:
@@ -120,9 +120,9 @@ class Verdict:
         return self.speed_up is not None and self.speed_up.rounds > 0
 
     def contender(self, number: int) -> Contender | None:
-        """Return how a trial did in the rounds; None if they did not decide, or did not measure it.
+        """Return a trial's measurements in the rounds; None if the search decided, or no round measured it.
 
-        The config that is handed over and the user's own have the metrics of the rounds that compare the two.
+        Metrics of the selected config and the user's config are from the rounds that measured both.
         """
         found = next((one for one in self.contenders if one.number == number), None) if self.is_by_rounds else None
         if found is None or self.speed_up is None or self.speed_up.rounds < 2:
@@ -136,12 +136,12 @@ class Verdict:
 
     @property
     def decisive_rounds(self) -> int:
-        """Rounds that measured what is handed over; 0 if the search decided."""
+        """Number of rounds that measured the selected config; 0 if the search decided."""
         found = self.contender(self.handed_over)
         return 0 if found is None else found.rounds
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the verdict as plain values."""
         return asdict(self)
 
 
@@ -157,7 +157,7 @@ def verdict_of(
 
     Args:
         trials: All trials.
-        rounds: What was measured again.
+        rounds: Rounds of the confirmation.
         maximize: Whether a larger metric is better.
         tie: Share of the best metric within which configurations count as equal.
         slots: Ranks of a launch.
@@ -172,11 +172,11 @@ def verdict_of(
 
 
 _Mean = tuple[float, float | None, float | None]
-"""A metric with the ends of its 95% interval, which are None if two rounds did not measure it."""
+"""A metric with the ends of its 95% interval; the ends are None unless two rounds measured it."""
 
 
 class _Judge:
-    """Computes the verdict on one study."""
+    """Computes the verdict on a study."""
 
     def __init__(
         self, trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, tie: float, slots: int
@@ -199,16 +199,16 @@ class _Judge:
         self._estimate = self._estimated(rounds.estimate)
 
     def _estimated(self, searched: JointEstimate | None) -> JointEstimate | None:
-        """Return what search and rounds say together; None if the method has no posterior of all that is compared."""
+        """Return the joint estimate of search and rounds; None without a posterior of all compared trials."""
         if searched is None or self.noise is None or not set(self._eligible) <= set(searched.numbers):
             return None
         return searched.given(self._values, noise=self.noise.relative_sd, maximize=self._maximize)
 
     @property
     def paired(self) -> bool:
-        """Whether two rounds compare the reference (the user's config, or without it the one of most rounds).
+        """Whether two rounds compare the reference (the user's config, else the trial with most rounds).
 
-        Not so where the second of them ended with the reference: nothing then speaks against what the search found.
+        False if the second round ended with the reference: it then does not contradict the search.
         """
         if self._reference is None or len(self._values[self._reference]) < 2:
             return False
@@ -229,9 +229,9 @@ class _Judge:
         return self._verdict(self._kind(pick, best), pick, best, ties=ties, undecided=self._undecided(pick, equals))
 
     def _surely_better(self) -> list[int]:
-        """Return the best that is surely better than the user's own config, with its equals; else that config.
+        """Return the best trial that is surely better than the user's config, with its ties; else the user's config.
 
-        The best of all may be less sure than one that is nearly as good.
+        The best trial of all may be less certain than a trial that is nearly as good.
         """
         sure = [number for number in self._eligible if self._is_sure(number)]
         if not sure:
@@ -242,7 +242,7 @@ class _Judge:
         return [number for number in sure if number == first or self._is_tied(number, first)]
 
     def by_search(self) -> Verdict:
-        """Return the verdict by the search alone: the best measurement, which may be the user's own."""
+        """Return the verdict by the search alone: the best measurement, possibly the user's config."""
         best = self.measured[0].number
         return self._verdict(VerdictKind.UNCONFIRMED, best, best, ties=(), undecided=())
 
@@ -257,7 +257,7 @@ class _Judge:
         return VerdictKind.NOT_CONFIRMED
 
     def _score(self, number: int) -> float:
-        """Return the logarithm of how many times as good as the reference a trial is, by all that is known."""
+        """Return the log ratio of a trial to the reference, from all measurements."""
         if self._estimate is not None and self._reference in self._estimate.numbers and number in self._eligible:
             return self._estimate.log_ratio(number, self._reference)[0]
         ratio = self._against(number, self._reference)
@@ -273,26 +273,26 @@ class _Judge:
         return ratio is not None and ratio.surely_above_1
 
     def _is_tied(self, number: int, best: int) -> bool:
-        """Whether a trial is within the tie of the best, by what is expected of both.
+        """Whether the expected metric of a trial is within the tie of the best.
 
-        Where that is said by the rounds alone also within what their noise leaves open (one standard error): the best
-        of several by chance is flattered by it, which a posterior knows.
+        Without a posterior, trials within one standard error are tied as well, because the best of several noisy trials
+        is biased upwards.
         """
         ratio = self._against(number, best)
         return ratio is not None and self._tie > 0 and self._below(number, best, ratio) <= self._allowed(ratio)
 
     def _below(self, number: int, best: int, ratio: Ratio) -> float:
-        """Return the share by which a trial is expected to be worse than the best, from their ratio in the rounds."""
+        """Return the expected relative loss of a trial against the best, from their ratio in the rounds."""
         return 1 - (ratio.value if self._estimate is None else math.exp(self._estimate.log_ratio(number, best)[0]))
 
     def _allowed(self, ratio: Ratio) -> float:
-        """Return the share up to which a trial that is worse than the best counts as equal to it."""
+        """Return the relative loss against the best up to which a trial ties with it."""
         if self._estimate is not None or self.noise is None or self._tie <= 0:
             return self._tie
         return max(self._tie, self.noise.relative_sd * math.sqrt(2 / ratio.rounds))
 
     def _undecided(self, pick: int, equals: Sequence[int]) -> tuple[Undecided, ...]:
-        """Return the trials that the rounds do not distinguish from the result, beside its equals."""
+        """Return the trials that the rounds do not distinguish from the result, without its ties."""
         best = max(equals, key=lambda number: (self._score(number), -number))
         found = []
         for number in sorted(set(self._eligible) - {*equals, pick}):
@@ -312,9 +312,9 @@ class _Judge:
         return tuple(found)
 
     def _preferred(self, tied: Sequence[int]) -> int:
-        """Return which of equals is taken: by global batch, settings that differ from the user's, then the metric.
+        """Choose among tied trials: by global batch, settings that differ from the user's, then the metric.
 
-        Where a posterior says how good they are, settings that differ less are worth a quarter of the tie at most.
+        With a posterior, fewer differing settings are worth a quarter of the tie at most.
         """
         least = min(map(self._batch, tied))
         smallest = [number for number in tied if are_alike(self._batch(number), least)]
@@ -327,14 +327,14 @@ class _Judge:
         return attributes.train_batch_size(self._trials[number], slots=self._slots)
 
     def _differing(self, number: int) -> int:
-        """Return how many settings differ from the user's own; 0 without a baseline."""
+        """Return the number of settings that differ from the user's config; 0 without a baseline."""
         if self._baseline is None:
             return 0
         own, other = (_flat(self._trials[one]) for one in (self._baseline, number))
         return sum(own.get(key) != other.get(key) for key in own.keys() | other.keys())
 
     def _ratio(self, number: int) -> Ratio | None:
-        """Return how many times as good as the user's own config a trial is: paired, else by the search."""
+        """Return the ratio of a trial to the user's config: paired, else by the search."""
         if self._in_rounds and self.paired:
             return self._against(number, self._baseline) if number in self._values else None
         if self._baseline is None:
@@ -344,7 +344,7 @@ class _Judge:
         return None if found is None else Ratio(value=found, low=None, high=None, rounds=0)
 
     def _compared_values(self, pick: int) -> tuple[_Mean, _Mean | tuple[None, None, None]]:
-        """Return the metric of a trial, and that of the user's own config in the same rounds, with their intervals."""
+        """Return the metrics of a trial and of the user's config in the same rounds, with their intervals."""
         own = self._baseline
         searched = (None, None, None) if own is None else (self._searched(own), None, None)
         if not self.paired:
@@ -438,14 +438,15 @@ class _Judge:
 def _needed_rounds(counts: Sequence[int]) -> int:
     """Return the rounds that a trial needs to be compared: as many as two trials have, up to ``MIN_ROUNDS``.
 
-    One of them may be ahead by a round that was begun; what has only one round is not compared with what has more.
+    A single trial may be ahead because of an unfinished round. Trials with one round are not compared with trials that
+    have more.
     """
     first, second = (*sorted(counts, reverse=True), 0, 0)[:2]
     return min(MIN_ROUNDS, max(second, min(first, 2)))
 
 
 def _longest(values: Mapping[int, Mapping[int, float]], eligible: Sequence[int]) -> int | None:
-    """Return the trial of most rounds; the earliest of several."""
+    """Return the trial with most rounds; the earliest of several."""
     return max(eligible, key=lambda number: (len(values[number]), -number), default=None)
 
 

@@ -1,6 +1,6 @@
-"""What speaks against relying on a confirmation: drift, other work on the machine, values other than in the search.
+"""Limitations of a confirmation: drift, other load on the machine, values that differ from the search.
 
-Each warning is one sentence with its figures.
+Each warning is a sentence with its figures.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from optuna_dsat.words import things_in_words
 __all__ = ["warnings_of"]
 
 _DRIFT = 3.0
-"""Noise from launch to launch, times this, that the user's config may stray between rounds."""
+"""Allowed drift of the user's config between rounds, as a multiple of the noise between launches."""
 _SINCE_SEARCH = 0.05
-"""Relative difference between search and rounds that is always told: the search counts few steps."""
+"""Relative difference between search and rounds that is always reported: the search counts few steps."""
 _OTHERS_SHARE = 0.05
 """Share of the cores' time that other processes may take."""
 
@@ -28,11 +28,11 @@ def warnings_of(
     """Return the warnings on a confirmation.
 
     Args:
-        rounds: What was measured again.
-        searched: Trial -> metric of the search, of the user's own config and of the one that is handed over.
-        baseline: The trial of the user's own config; None if it was not measured.
-        noise: From launch to launch; None if unknown.
-        tie: Relative difference that is not worth a word.
+        rounds: Rounds of the confirmation.
+        searched: Trial -> metric of the search, for the user's config and the selected config.
+        baseline: The trial of the user's config; None if it was not measured.
+        noise: Noise between launches; None if unknown.
+        tie: Relative difference that is too small to report.
     """
     values = rounds.values()
     least = max(tie, 0.0 if noise is None else _DRIFT * noise.relative_sd)

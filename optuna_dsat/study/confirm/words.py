@@ -1,4 +1,4 @@
-"""A verdict in words: what is handed over, how sure that is, and what to know of it."""
+"""Describe a verdict: the selected config, its certainty and its limitations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["headline", "how_known", "ratio_in_words", "user_value_in_words", "va
 
 
 def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
-    """Return a verdict as lines: the headline, speed-ups by global batch, ties, noise and warnings.
+    """Return a verdict as lines of text: the headline, speed-ups by global batch, ties, noise and warnings.
 
     Args:
         verdict: What came of a study.
@@ -26,7 +26,7 @@ def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> 
 
 
 def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
-    """Return what is handed over and how it compares with the user's own config, in one or two sentences."""
+    """Describe the selected config and its comparison with the user's config, in one or two sentences."""
     value = speeds.value_in_words(verdict.metrics, verdict.value, metric=metric, device=device)
     own = user_value_in_words(verdict, metric=metric, device=device)
     name = "Your own config" if verdict.handed_over == verdict.baseline else f"Trial {verdict.handed_over}"
@@ -61,7 +61,7 @@ def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
 
 
 def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
-    """Return how fast what is handed over is, with the 95% interval of the metric if it has one.
+    """Describe the speed of the selected config, with the 95% interval of the metric if available.
 
     Args:
         verdict: What came of a study.
@@ -81,14 +81,14 @@ def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> st
 
 
 def user_value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
-    """Return how fast the user's own config is, as ``value_in_words`` without an interval; empty if not measured."""
+    """Describe the speed of the user's config, as ``value_in_words`` without an interval; empty if not measured."""
     if verdict.user_value is None:
         return ""
     return speeds.value_in_words(verdict.user_metrics, verdict.user_value, metric=metric, device=device)
 
 
 def how_known(verdict: Verdict) -> str:
-    """Return what the metric of the result comes from: so many rounds, or the search."""
+    """Return the source of the result's metric: the number of rounds, or the search."""
     if not verdict.is_by_rounds:
         return "by the few steps of the search, not confirmed"
     return f"confirmed in {things_in_words(verdict.decisive_rounds, 'round')}"
@@ -103,7 +103,7 @@ def ratio_in_words(ratio: Ratio) -> str:
 
 
 def _runner_up(verdict: Verdict) -> Contender | None:
-    """Return the best of the rounds beside the user's own config; None if they compare no other with it."""
+    """Return the best config of the rounds except the user's; None if the rounds compare no other config."""
     others = [one for one in verdict.contenders if one.number != verdict.baseline and one.ratio is not None]
     return next((one for one in others if one.number == verdict.best), others[0] if others else None)
 
@@ -145,7 +145,7 @@ def _ties(verdict: Verdict) -> str:
 
 
 def _why_not(one: Undecided) -> str:
-    """Return a trial with the reason why it does not count as equal to the result."""
+    """Describe a trial with the reason why it is not a tie with the result."""
     if one.below <= one.allowed:
         return f"trial {one.number} (not surely better than your own config)"
     return f"trial {one.number} ({one.below:.1%} below trial {one.best}, and up to {one.allowed:.1%} is equal)"

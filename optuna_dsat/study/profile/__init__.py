@@ -1,1 +1,1 @@
-"""The profile launch: what the script, its model and its data are."""
+"""The profile launch: properties of the script, its model and its data."""

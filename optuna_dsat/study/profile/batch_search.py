@@ -39,22 +39,22 @@ def find_batch_rule(
     on_report: Callable[[LaunchReport, LaunchRecord], None],
     wait: SlotWait | None = None,
 ) -> BatchRule | None:
-    """Return what the script's batch size follows by; None if it already follows the DeepSpeed config, row by row.
+    """Return the rule that sets the script's batch size; None if it already follows the DeepSpeed config, row by row.
 
-    Rows per sample (views, pairs, groups) are revealed by two launches: what the engine is fed is in one proportion to
-    the micro-batch of both. An option that the user mapped is not guessed anew; only its rows per sample are found.
+    Two launches reveal rows per sample (views, pairs, groups): the engine's input rows have the same ratio to the
+    micro-batch in both. For an option that the user mapped, only its rows per sample are detected.
 
     Args:
         spec: The study.
         launcher: Where to launch.
         record: The profile launch, measured.
         overlay: Its overlay, whose ZeRO settings are known to fit.
-        present: Micro-batch of the user's own config.
+        present: Micro-batch of the user's config.
         on_report: Called after each launch.
         wait: As for ``follow``.
 
     Raises:
-        UsageError: If an option that the user mapped does not change what the engine is fed.
+        UsageError: If an option that the user mapped does not change the engine's inputs.
     """
     configured = int(overlay[ds_config.MICRO_BATCH])
     own, found, engine = record.observed_micro_batch, record.batch_sources, record.engine
@@ -114,7 +114,7 @@ def find_trainer(
     on_report: Callable[[LaunchReport, LaunchRecord], None],
     wait: SlotWait | None = None,
 ) -> ScriptTrainer | None:
-    """Return the script's trainer, with what is proven to set its batch sizes: options or a settings file.
+    """Return the script's trainer, with the options or the settings file proven to set its batch sizes.
 
     The trainer itself follows each configuration as it is; these are for the command that trains with the best.
 
@@ -225,7 +225,7 @@ def _is_proven(
     """Whether a launch at another micro-batch than the script's own shows that it follows.
 
     Args:
-        spec: The study, with what the batch size may follow by.
+        spec: The study, with the candidate rules for the batch size.
         launch: Runs a launch.
         name: Name of the launches, to which the micro-batch is added.
         overlay: ZeRO settings that are known to fit.
@@ -233,7 +233,7 @@ def _is_proven(
         holds: Whether a measured launch shows a micro-batch.
         on_report: Called after each launch.
     """
-    for size in (2 * own, own // 2):  # the half where there is no room for twice as much
+    for size in (2 * own, own // 2):  # half if twice as much does not fit
         if size == 0:
             continue
         request = launch_request(

@@ -1,4 +1,4 @@
-"""A remedy for a profile launch that failed, where its error supports one."""
+"""Suggest a fix for a failed profile launch, if its error supports it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["failure_hint"]
 _OTHER_LAUNCHERS = re.compile(
     r"\b(SLURM_(?:PROCID|LOCALID|NTASKS|NPROCS|NODEID)|(?:OMPI|MV2)_COMM_WORLD_[A-Z_]+|PMIX?_(?:LOCAL_)?(?:RANK|SIZE))\b"
 )
-"""Variables in which srun and mpirun say a rank."""
+"""Variables in which srun and mpirun set the rank."""
 _OF_STRINGS = re.compile(r"""['"]auto['"]|TypeError.*'str'""")
 """Matches errors that "auto" in a config causes where nobody fills it in."""
 _MISMATCH = "mismatch TrainingArguments"

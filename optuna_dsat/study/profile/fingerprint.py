@@ -26,7 +26,7 @@ _MAX_FILES = 200
 def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
     """Return a hash of everything that a profile depends on.
 
-    That is the content of the script and of the Python files beside it, the script's arguments, the config without its
+    That is the content of the script and the Python files in its folder, the script's arguments, the config without its
     knobs and batch sizes, hardware and versions. A model that is imported from elsewhere or read from data is not
     included: ``--no-profile-reuse`` is needed after changing it.
 

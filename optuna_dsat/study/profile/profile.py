@@ -1,7 +1,7 @@
-"""The profile launch: model and hardware, measured by one launch at the smallest micro-batch that is allowed.
+"""The profile launch: measures model and hardware at the smallest allowed micro-batch.
 
-That is 1 unless the user fixes, lists or bounds the micro-batch. If the user's own config does not fit at it,
-structures that need less and less device memory are tried (the order of the DeepSpeed configuration guide) first.
+The micro-batch is 1 unless the user fixes, lists or bounds it. If the user's config does not fit, structures with
+decreasing device memory are tried, in the order of the DeepSpeed configuration guide.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _SMALL_BUCKET = 5_000_000
 _NEVER_OF_BATCHES = frozenset(
     {"FileNotFoundError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "SyntaxError"}
 )
-"""Errors that no other batch size mends."""
+"""Errors that a different batch size cannot fix."""
 _PROFILE_END_STEP = 2
 """Last step of a profile launch: the first is profiled, the second shows that the optimizer's state fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileAttempt:
-    """One try of the profile launch: a structure, with buckets that any device's memory has room for."""
+    """An attempt of the profile launch: a structure, with buckets that fit any device's memory."""
 
     structure: Structure | None
-    """None for the user's own ZeRO settings."""
+    """None for the user's ZeRO settings."""
     micro_batch: int = 1
     accumulation: int = 1
-    """Accumulation steps; more than 1 for a script that fails at other ones than its own."""
+    """Accumulation steps; more than 1 for a script that requires its own number of steps."""
 
     @property
     def words(self) -> str:
@@ -60,7 +60,7 @@ class ProfileAttempt:
         return "your own ZeRO settings" if self.structure is None else self.structure.words
 
     def with_least(self, micro_batch: int, accumulation: int) -> ProfileAttempt:
-        """Return the attempt at batch sizes that are no smaller than these."""
+        """Return the attempt with batch sizes of at least these values."""
         return replace(
             self,
             micro_batch=max(self.micro_batch, micro_batch),
@@ -81,9 +81,9 @@ class ProfileAttempt:
 
 
 def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
-    """Yield the attempts of a study, each with less device memory than the one before, the user's own settings first.
+    """Yield the attempts of a study in order of decreasing device memory, the user's settings first.
 
-    The structures are those of the guide's order at the stages that are searched; ZeRO 1 only where neither 2 nor 3 is.
+    Structures follow the guide's order at the searched stages; ZeRO 1 only if neither 2 nor 3 is searched.
     """
     smallest = smallest_micro_batch(
         SpaceRequest(ds_config=spec.ds_config, fix=spec.fix, no_tune=spec.no_tune, divisible_by=spec.divisible_by)
@@ -104,15 +104,15 @@ def measure_profile(
     on_event: Callable[[Event], None] = lambda _: None,
     wait: SlotWait | None = None,
 ) -> Profiled:
-    """Launch the script at the smallest micro-batch, with structures of ever less device memory while it is short.
+    """Launch the script at the smallest micro-batch; while out of memory, try structures with less device memory.
 
-    Where the script fails in training for another reason that batch sizes may explain, the user's own are tried: some
-    scripts insist on their accumulation steps, others train on no single sample. What fails there, too, is the script's
-    own failure. If it trains, a last launch shows whether its accumulation steps suffice; else its micro-batch is the
-    least.
+    If training fails for another reason that batch sizes may explain, the user's batch sizes are tried: some scripts
+    require their accumulation steps, others cannot train on a single sample. If these fail as well, the script itself
+    is at fault. If they work, a last launch shows whether its accumulation steps suffice; else its micro-batch is the
+    minimum.
 
-    A script whose batch size is a mapped option may compute its accumulation steps from a global batch. Its own steps
-    are read from a launch at its own micro-batch.
+    A script whose batch size is a mapped option may compute its accumulation steps from a global batch. The steps are
+    read from a launch at the script's micro-batch.
 
     Args:
         spec: The study.
@@ -123,10 +123,10 @@ def measure_profile(
         wait: As for ``follow``.
 
     Raises:
-        DeviceError: If others hold the slots for too long.
+        DeviceError: If other processes occupy the slots for too long.
         ScriptFailedError: If the script fails for a reason that is not memory.
-        NothingRunnableError: If no attempt fits, which says what was tried and how much memory was missing; or if the
-            data are fewer than the smallest micro-batch.
+        NothingRunnableError: If no attempt fits (reports the attempts and the missing memory), or if the dataset is
+            smaller than the smallest micro-batch.
     """
     tried: list[str] = []
     pipeline = only_zero_3 = False
@@ -190,7 +190,7 @@ def measure_profile(
                 wait=wait,
             )
             return replace(found, stage_option=stage_option, only_zero_3=only_zero_3, least_micro_batch=least)
-        # What a later launch sets, whose value the script may have, too, shows as a difference in an earlier one alone.
+        # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
         told = {**record.config_differences, **told}
         only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
@@ -221,7 +221,7 @@ def _steps_may_follow(spec: StudySpec, record: LaunchRecord) -> bool:
 
 
 def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> LaunchRequest:
-    if attempt.structure is None:  # the script's own stage is the baseline, whatever the file says
+    if attempt.structure is None:  # the script's stage is the baseline, regardless of the file
         mappings = {key: option for key, option in spec.script.arg_mappings.items() if key != STAGE}
         spec = spec.model_copy(update={"script": spec.script.model_copy(update={"arg_mappings": mappings})})
     return launch_request(
@@ -235,10 +235,10 @@ def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> Launch
 
 
 def own_batch(spec: StudySpec, record: LaunchRecord) -> ds_config.BatchTriangle:
-    """Return the user's own batch sizes where a launch had an engine, else those of single samples.
+    """Return the user's batch sizes if a launch had an engine, else batch sizes of 1.
 
-    Some models do not train on a single sample (batch normalisation of one value per channel, contrastive losses), and
-    some scripts compare the engine's accumulation steps with their own, or look at gradients between updates.
+    Some models do not train on a single sample (batch normalisation of a single value per channel, contrastive losses).
+    Some scripts compare the engine's accumulation steps with their own, or inspect gradients between updates.
     """
     engine = record.engine
     if engine is None:
@@ -256,10 +256,10 @@ def own_batch(spec: StudySpec, record: LaunchRecord) -> ds_config.BatchTriangle:
 
 
 def _check_data(record: LaunchRecord, *, smallest: int) -> None:
-    """Refuse data that fill no micro-batch that is allowed.
+    """Raise if the dataset is smaller than the smallest allowed micro-batch.
 
     Raises:
-        NothingRunnableError: If a rank has fewer samples than the smallest micro-batch, and none of that size was fed.
+        NothingRunnableError: If a rank has fewer samples than the smallest micro-batch, and no launch consumed it.
     """
     samples = (
         None
@@ -306,7 +306,7 @@ def _profiled(
 
 
 def _per_sample(profile: ModelProfile, batch: BatchRule | None) -> ModelProfile:
-    """Return a profile per sample of the script's; the profile launch counted rows."""
+    """Convert a profile per row, as counted by the profile launch, to a profile per sample of the script."""
     if batch is None:
         return profile
     return replace(

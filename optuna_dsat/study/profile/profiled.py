@@ -1,4 +1,4 @@
-"""What a profile launch learnt of a script and its model, as it is stored."""
+"""Result of a profile launch, about a script and its model, as stored."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Profiled:
     trainer: ScriptTrainer | None = None
     """The script's trainer; None if it uses none that sets batch sizes."""
     batch: BatchRule | None = None
-    """What the script's batch size follows by; None if it follows the DeepSpeed config."""
+    """Rule that sets the script's batch size; None if it follows the DeepSpeed config."""
     samples_per_rank: int | None = None
-    """Samples of one rank in an epoch of the data loader that feeds the engine; None if unknown."""
+    """Samples of a rank in an epoch of the data loader that feeds the engine; None if unknown."""
     loads_all: bool = False
     """Whether these samples are all of the script's data set, which each rank loads as a whole."""
     config_differences: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Profiled:
     stage_choices: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Option that may mean a ZeRO stage -> the stages that the script accepts, where its parser lists them."""
     config_option: str = ""
-    """The script's option for its DeepSpeed config, if its arguments do not name one; empty if it has none."""
+    """The script's option for its DeepSpeed config, if its arguments do not name a config; empty without any."""
     config_in_code: bool = False
     """Whether the script reads its DeepSpeed config by a name in its code or a settings file, not by an argument."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Profiled:
         )
 
     def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
-        """Return what a user may change in the script; empty if nothing is worth it.
+        """Return suggested changes to the script; empty without any.
 
         Args:
             config: The config to train with.
@@ -140,7 +140,7 @@ class Profiled:
         """Whether the script's own command, with a config's file, trains with all of that config.
 
         It does not if the batch size is set in code, if code overwrites settings that it has read from the file, or if
-        accelerate takes each rank for a job of its own.
+        accelerate treats each rank as a separate job.
 
         Args:
             spec: The study, following the script.
@@ -191,7 +191,7 @@ class Profiled:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Profiled:
-        """Build from the output of ``to_json`` of this version or an older one, which said ``rung``.
+        """Build from the output of ``to_json`` of this version or an older version, which used the key ``rung``.
 
         Raises:
             ValueError: If it lacks a field, or names what no profile launch learns: a shared database is not trusted to
@@ -207,7 +207,7 @@ class Profiled:
 
     @classmethod
     def if_readable(cls, record: Mapping[str, Any]) -> Profiled | None:
-        """Build from a stored profile; None if this version cannot read it, as a newer one wrote it."""
+        """Build from a stored profile; None if this version cannot read it, e.g. from a newer version."""
         try:
             return cls.from_json(record)
         except ValueError:

@@ -1,4 +1,4 @@
-"""The user's present config in a study: with explicit batch sizes, following the script's trainer, measured first."""
+"""The user's config in a study: with explicit batch sizes, consistent with the script's trainer, measured first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def own_train_batch_size(spec: StudySpec, *, ranks: int) -> int:
-    """Return the global batch of the user's config as it was given, in samples: what ``--train-batch-size`` changes.
+    """Return the global batch of the original user config, in samples, before ``--train-batch-size``.
 
     Args:
         spec: The study.
@@ -40,10 +40,10 @@ def own_train_batch_size(spec: StudySpec, *, ranks: int) -> int:
 
 
 def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the user's present config with explicit batch sizes, and the overlay that makes them explicit.
+    """Return the user's config with explicit batch sizes, and the overlay that makes them explicit.
 
-    With ``--train-batch-size`` it has that global batch, so that like is compared with like: at the user's own
-    micro-batch, or the next smaller one that divides the samples of a rank.
+    With ``--train-batch-size`` it has this global batch, for a fair comparison: at the user's micro-batch, or the next
+    smaller micro-batch that divides the samples of a rank.
 
     Args:
         spec: The study.
@@ -64,7 +64,7 @@ def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tu
 def enqueue_user_config(
     study: optuna.Study, *, store: Store, spec: StudySpec, space: SearchSpace, data_parallel_size: int | None
 ) -> None:
-    """Enqueue the user's present config as the first trial of a study, once per study, unless the spec says not to.
+    """Enqueue the user's config as the first trial of a study, once per study, unless disabled in the spec.
 
     Args:
         study: The Optuna study.
@@ -89,11 +89,11 @@ def enqueue_user_config(
 def follow_trainer(
     spec: StudySpec, trainer: ScriptTrainer | None, defaults: Mapping[str, int] = MappingProxyType({})
 ) -> StudySpec:
-    """Return the spec with open batch sizes filled in, and what sets the trainer's to follow the config.
+    """Return the spec with open batch sizes filled in, and with options that set the trainer's batch sizes.
 
-    A batch size that the user's config gives stays. An open one takes the value that the user passes as an option of
-    ``--arg-mapping``, else that option's default, else the trainer's. The user's mappings take precedence over the
-    trainer's options.
+    Batch sizes in the user's config are unchanged. An open batch size is set to the value that the user passes as an
+    option of ``--arg-mapping``, else the option's default, else the trainer's value. The user's mappings take
+    precedence over the trainer's options.
 
     Args:
         spec: The study.
@@ -126,18 +126,18 @@ def follow_script(
     stage_option: str = "",
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> StudySpec:
-    """Return the spec as the script means it, by what the profile launch found.
+    """Return the spec completed with the script's settings that the profile launch detected.
 
     Args:
         spec: The study.
         differences: Dotted key of the DeepSpeed config -> (the script's value, the file's) where the script passes
-            another than the file's; the script's is the baseline, and None removes a key.
+            a different value; the script's value is the baseline, and None removes a key.
         trainer: The script's trainer; None if it has none.
         defaults: Option of the script -> its default.
-        batch: What the batch size follows by; None if it follows the DeepSpeed config.
+        batch: Rule that sets the script's batch size; None if it follows the DeepSpeed config.
         ranks: Data-parallel ranks; None for all.
         stage_option: Option of the script that sets its ZeRO stage; empty if none does.
-        environment: Variables that the script needs besides its own.
+        environment: Additional variables that the script needs.
     """
     own = {key: values[0] for key, values in differences.items()}
     config = ds_config.with_values(spec.ds_config, own) if own else spec.ds_config
@@ -157,11 +157,11 @@ def follow_script(
 
 
 def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> StudySpec:
-    """Return the spec whose launches set the script's batch size by a rule; the script's own is the baseline.
+    """Return the spec whose launches set the script's batch size by a rule; the script's batch size is the baseline.
 
     Args:
         spec: The study.
-        rule: What the batch size follows by; None if it follows the DeepSpeed config.
+        rule: Rule that sets the script's batch size; None if it follows the DeepSpeed config.
         ranks: Data-parallel ranks.
     """
     if rule is None:
@@ -183,7 +183,7 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
 
 
 def _source_here(source: Mapping[str, Any], spec: StudySpec) -> dict[str, Any]:
-    """Return what the batch size follows by, a settings file with its path on this machine."""
+    """Return the batch size rule, with this machine's path of a settings file."""
     return {**source, "file": str(Path(spec.script.cwd) / source["file"])} if "file" in source else dict(source)
 
 
@@ -192,7 +192,7 @@ def _is_open(value: Any) -> bool:
 
 
 def _mapped_value(spec: StudySpec, key: str, defaults: Mapping[str, int]) -> int | None:
-    """Return the positive integer that the option mapped to a key has, given or by default; None if there is none."""
+    """Return the positive integer of the option mapped to a key, passed or by default; None without any."""
     option = spec.script.arg_mappings.get(key)
     args = spec.script.args
     for index, arg in enumerate(args):

@@ -41,7 +41,7 @@ _WAIT_S = 1.0
 
 
 class ProfileTurn:
-    """Finds or measures the profile of one study.
+    """Finds or measures the profile of a study.
 
     Args:
         context: The running study.
@@ -57,10 +57,10 @@ class ProfileTurn:
         self._differences_said = False
         self._passes_said = False
         self.fingerprint = fingerprint
-        """Key of the profile that is used: that of an earlier run if the study goes on with its profile."""
+        """Key of the profile in use: from an earlier run if the study continues with its profile."""
 
     def run(self) -> Profiled:
-        """Return the stored profile of the same script, config and hardware, or measure one; announce it.
+        """Return the stored profile of the same script, config and hardware, or measure a new profile; announce it.
 
         Raises:
             DsatError: As ``measure_profile``.
@@ -123,9 +123,9 @@ class ProfileTurn:
             time.sleep(_WAIT_S)
 
     def _stored(self) -> StoredProfile | None:
-        """Return the profile that the study's trials were planned with, or that of its fingerprint if it has no trials.
+        """Return the profile with which the study's trials were planned; without trials, its fingerprint's profile.
 
-        A study that is resumed keeps its profile, even if a file beside the script has changed.
+        A resumed study keeps its profile, even if a file in the script's folder has changed.
         """
         own = attributes_of(self._store, self._spec.name).get(attributes.FINGERPRINT)
         if own is not None and own != self.fingerprint and has_trials(self._store, self._spec.name):
@@ -185,7 +185,7 @@ class ProfileTurn:
             self._context.say(words)
 
     def _say_differences(self, differences: Mapping[str, Sequence[Any]]) -> None:
-        """Say once, whatever further launches prove, that the script passes another config than the file."""
+        """Report, at most once, that the script passes a config that differs from the file."""
         if self._differences_said:
             return
         self._differences_said = True
@@ -201,7 +201,7 @@ class ProfileTurn:
 
 
 def _passes_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady) -> str:
-    """Return that a step takes more forward passes than the user's config says; empty if it does not."""
+    """Return a note if a step takes more forward passes than the user's config specifies; else empty."""
     passes, told = record.passes_per_micro_batch, engine.gradient_accumulation_steps
     if passes == 1 or passes * told == own_batch(spec, record).gradient_accumulation_steps:
         return ""

@@ -38,7 +38,7 @@ JointPosterior: TypeAlias = Callable[
     [Sequence[FrozenTrial], Sequence[int]], tuple[list[int], npt.NDArray[Any], npt.NDArray[Any]]
 ]
 _UNKNOWN_SD = 1.0
-"""Standard deviation of a log objective of which the search says nothing."""
+"""Standard deviation of a log objective that the search does not estimate."""
 
 
 class Ceiling:
@@ -47,7 +47,7 @@ class Ceiling:
     A launch that ran out of data bounds the micro-batch for all knobs.
 
     The result depends only on the knobs and the finished trials. The fit is incremental: new trials are added, and a
-    history that does not extend the last one resets it.
+    history that does not extend the previous history resets it.
 
     Args:
         spec: The study.
@@ -70,7 +70,7 @@ class Ceiling:
         self._cache: tuple[memory.Correction, dict[str, int]] = (memory.Correction(), {})
 
     def __call__(self, params: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> int:
-        """Return the micro-batch; at least 1, whatever the memory model predicts.
+        """Return the micro-batch; at least 1, regardless of the memory model.
 
         Args:
             params: Knobs.
@@ -130,8 +130,8 @@ class Method:
     posterior_means: Callable[[Sequence[FrozenTrial]], Mapping[int, float]] | None = None
     """Trials -> posterior mean of the metric by number of the measured trial; None if the method has no posterior."""
     joint_posterior: JointPosterior | None = None
-    """Trials and numbers of measured ones -> those it knows, with means and covariance of their log objectives; None if
-    the method has no posterior."""
+    """Trials and numbers of measured trials -> numbers of known trials, with means and covariance of their log
+    objectives; None if the method has no posterior."""
     remaining: Callable[[Sequence[FrozenTrial]], float] | None = None
     """Trials -> share of the metric by which the best of the space exceeds the best measured, with 90% probability at
     most; None if the method has no posterior."""
@@ -148,7 +148,7 @@ class Method:
     def estimate(
         self, trials: Sequence[FrozenTrial], numbers: Sequence[int], *, maximize: bool
     ) -> JointEstimate | None:
-        """Return what the search says of measured trials; None if the method has no posterior.
+        """Return the search's estimate of measured trials; None if the method has no posterior.
 
         Of trials that its model does not cover next to nothing is known.
 
@@ -200,7 +200,7 @@ class Method:
 
 
 def _proven(spec: StudySpec, profiled: Profiled) -> tuple[int, ...]:
-    """Return the micro-batches from which larger ones are reached: the profile's and the user's own; none if free."""
+    """Return the micro-batches from which the search grows: the profile's and the user's; empty if unrestricted."""
     if spec.options.free_batch:
         return ()
     own, _ = user_config(spec, data_parallel_size=profiled.data_parallel_size)
@@ -262,7 +262,7 @@ def make_planner(
         spec: The study.
         profiled: Result of the profile launch.
         space: The search space.
-        prior_knowledge: From earlier studies; None if there is none.
+        prior_knowledge: From earlier studies; None without any.
     """
     return GuidedPlanner(
         Problem(
@@ -315,7 +315,7 @@ def make_method(
         prior_knowledge: From earlier studies; only ``guided`` uses it.
 
     Raises:
-        UsageError: If there is no such method.
+        UsageError: If the method does not exist.
     """
     if spec.method == "guided":
         return _guided(spec, profiled, space, prior_knowledge)

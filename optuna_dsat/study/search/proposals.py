@@ -1,4 +1,4 @@
-"""From the sampler's parameters to a launch: which configurations are launched, and which are refused without one."""
+"""From the sampler's parameters to a launch: which configurations are launched, and which are rejected before."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Proposals:
         """The trial that was asked for last; it may neither be launched nor refused yet."""
 
     def exhausted(self) -> bool:
-        """Whether no configuration is left that may win, nor one that is enqueued."""
+        """Whether no remaining configuration can win and none is enqueued."""
         if self._refused >= _MAX_REFUSALS:
             return True
         waiting = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))

@@ -37,7 +37,7 @@ _STATES = {
 
 
 class TrialRecorder:
-    """Finishes the trials of one study with the results of their launches.
+    """Finishes the trials of a study with the results of their launches.
 
     Args:
         context: The running study.
@@ -138,7 +138,7 @@ class TrialRecorder:
         """Finish the trial of a launch; a trial that was given to another worker is dropped.
 
         Raises:
-            ScriptFailedError: If the script fails whatever the configuration.
+            ScriptFailedError: If the script fails with every configuration.
         """
         trial, value = flight.trial, self._value(flight, report)
 
@@ -180,7 +180,7 @@ class TrialRecorder:
         trial.set_user_attr(attributes.OUTCOME, report.outcome.value)
 
     def _raise_script_failure(self, flight: Flight, report: LaunchReport) -> None:
-        """Raise ``ScriptFailedError`` if further launches would fail like this one."""
+        """Raise ``ScriptFailedError`` if further launches would fail in the same way."""
         ended = report.outcome is Outcome.OUT_OF_DATA and not self._exceeds_data(flight)
         if ended and flight.is_user_config:
             raise ScriptFailedError(
@@ -197,7 +197,7 @@ class TrialRecorder:
             )
 
     def _exceeds_data(self, flight: Flight) -> bool:
-        """Whether a launch asked for a larger micro-batch than a rank has samples, or was fed; smaller ones remedy."""
+        """Whether a launch's micro-batch exceeds the samples that a rank has or was fed; smaller sizes may work."""
         samples, fed = self._profiled.samples_per_rank, flight.record.observed_micro_batch
         limits = [limit for limit in (samples, fed) if limit is not None]
         return any(int(flight.request.ds_config[ds_config.MICRO_BATCH]) > limit for limit in limits)
@@ -227,7 +227,7 @@ class TrialRecorder:
         )
 
     def drop(self, trial: optuna.Trial) -> None:
-        """Stop tracking a trial that was given to another worker because this one did not send heartbeats."""
+        """Stop tracking a trial that was given to another worker because this worker did not send heartbeats."""
         self._observer(TrialDropped(number=trial.number))
         self._store.heartbeat.remove(trial)
 
@@ -257,7 +257,7 @@ def _concurrent_launches(spec: StudySpec, total_slots: int) -> int:
 def _data_limit(flight: Flight) -> int:
     """Return the largest number of samples per rank and global step with which the data last for all profile steps.
 
-    A script that never fed a whole micro-batch feeds no larger one than it did.
+    A script that never fed a whole micro-batch cannot feed larger micro-batches.
     """
     config, fed = flight.request.ds_config, flight.record.observed_micro_batch
     micro_batch, accumulation = int(config[ds_config.MICRO_BATCH]), int(config.get(ds_config.GRADIENT_ACCUMULATION, 1))

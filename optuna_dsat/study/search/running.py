@@ -18,16 +18,16 @@ __all__ = ["Flight", "Flights", "frozen"]
 
 @dataclass(kw_only=True)
 class Flight:
-    """One launch of a trial."""
+    """A launch of a trial."""
 
     trial: optuna.Trial
     request: LaunchRequest
     words: str
     """The configuration in words."""
     attempt: int = 0
-    """Number of the launch among those of the trial, from 0."""
+    """Number of the launch within its trial, from 0."""
     reported: set[int] = field(default_factory=set)
-    """Steps that the study was told of, by earlier launches of the trial too: Optuna keeps the first report of each."""
+    """Steps reported to the study, also by earlier launches of the trial: Optuna keeps the first report of each."""
     record: LaunchRecord = field(init=False)
     """Events received so far."""
 
@@ -37,7 +37,7 @@ class Flight:
 
     @property
     def is_user_config(self) -> bool:
-        """Whether it measures the user's own config."""
+        """Whether it measures the user's config."""
         return bool(self.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG)
 
     def retry(self) -> Flight:
@@ -62,7 +62,7 @@ class Flights:
         self._study = study
         self._running: dict[str, Flight] = {}
         self._waiting: list[Flight] = []
-        """Those of ``_running`` that wait for slots."""
+        """Launches of ``_running`` that wait for slots."""
         self._exiting: dict[str, Flight] = {}
         """Launches whose trials are finished and whose processes still exit."""
 
@@ -81,7 +81,7 @@ class Flights:
         return self._running.get(launch_id)
 
     def may_start(self) -> bool:
-        """Whether slots and the study's limits allow one more launch."""
+        """Whether slots and the study's limits allow another launch."""
         slots = self._spec.slots_per_trial
         if self._waiting or len(self._running) >= self._spec.max_concurrent_trials:
             return False
@@ -113,7 +113,7 @@ class Flights:
             self.start(flight)
 
     def land(self, launch_id: str, *, exiting: bool) -> None:
-        """Take a launch out of those that run.
+        """Remove a launch from the running launches.
 
         Args:
             launch_id: The launch; nothing happens if it does not run.
@@ -146,7 +146,7 @@ class Flights:
             wait.reset()
 
     def stop_all(self, *, reason: str) -> None:
-        """Stop all launches; the trials of those that wait for slots are returned to the study.
+        """Stop all launches; trials of launches that wait for slots are returned to the study.
 
         Args:
             reason: Why, for people.

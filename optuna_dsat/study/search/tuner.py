@@ -51,7 +51,7 @@ _TIMED_OUT = "the search ran out of time (--timeout)"
 
 
 class Tuner:
-    """Searches one study until its budget is spent, from whatever its history holds.
+    """Searches a study until its budget is spent, continuing from its history.
 
     Args:
         context: The running study.
@@ -185,7 +185,7 @@ class Tuner:
             flight.reported.add(step.step)
             flight.trial.report(metrics[self._recorder.metric], step.step)
         if flight.is_user_config or step.step >= flight.request.end_profile_step:
-            return  # everything is compared with the user's own config, so that is measured to its end
+            return  # everything is compared with the user's config, so it is measured to its end
         launch_id = flight.request.launch_id
         if self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
             metric = self._recorder.metric
@@ -224,7 +224,7 @@ class Tuner:
                 self._handle(update)
 
     def _return_running(self) -> None:
-        """Return running trials to the study; whoever resumes it runs them again."""
+        """Return running trials to the study; a resumed study runs them again."""
         reason = "the search was stopped"
         numbers = self._flights.return_all(reason=reason)
         for trial in (self._retried, self._proposals.in_hand):  # stopped between two steps of theirs

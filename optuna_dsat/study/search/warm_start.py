@@ -42,7 +42,7 @@ class _Earlier:
 def prior_knowledge_of(
     study: optuna.Study, *, store: Store, spec: StudySpec, profiled: Profiled, fingerprint: str
 ) -> tuple[PriorKnowledge | None, bool]:
-    """Return the prior knowledge of a study and whether it is new; None if there is none.
+    """Return the prior knowledge of a study and whether it is new; None without prior knowledge.
 
     It is new if this call gathered and stored it. A study that was started without prior knowledge stays without.
 
@@ -67,7 +67,7 @@ def prior_knowledge_of(
 def check_warm_start(store: Store, spec: StudySpec) -> None:
     """Refuse a ``--warm-start`` that names no measured study, before anything is launched.
 
-    A study that has stored its prior knowledge no longer needs the earlier one.
+    A study that has stored its prior knowledge no longer needs the earlier study.
 
     Raises:
         UsageError: Names the studies of the database.
@@ -89,7 +89,7 @@ def check_warm_start(store: Store, spec: StudySpec) -> None:
 
 
 def gather(store: Store, spec: StudySpec, profiled: Profiled, *, fingerprint: str) -> PriorKnowledge | None:
-    """Return prior knowledge from earlier studies; None if there is none or ``--no-warm-start`` is given.
+    """Return prior knowledge from earlier studies; None without any, or with ``--no-warm-start``.
 
     Raises:
         UsageError: If the study that ``--warm-start`` names ran on other hardware.
