@@ -1,4 +1,4 @@
-"""Signals: handlers for a block, and what a second one means. Imports nothing of the rest."""
+"""Signal handlers for a block, and the meaning of a repeated signal. Imports nothing of the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ process end.
 
 
 def is_told_again(first: int, number: int) -> bool:
-    """Return whether a signal only repeats the first one: it is no second request.
+    """Return whether a signal only repeats the first signal and is not a second request.
 
     A batch system sends SIGTERM to every process of a job, and the job's script passes on the one that it got; a shell
     passes on the SIGHUP of its terminal, systemd sends one after SIGTERM, the kernel SIGXCPU each second. A second
@@ -34,7 +34,7 @@ def is_told_again(first: int, number: int) -> bool:
 
 @contextmanager
 def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Within the block, signals come to ``handler``; after it, to whoever had them before.
+    """Send signals to ``handler`` within the block, and to their previous handlers afterwards.
 
     A signal that is ignored, as nohup ignores SIGHUP and a shell SIGINT for what runs in its background, stays ignored;
     a handler that Python did not install stays. Only the main thread gets signals; in others this does nothing.

@@ -47,16 +47,16 @@ __all__ = [
 ]
 
 _LAST_DATE_S = 2**35
-"""Unix times from here on, in a thousand years, are no dates that anything was made at."""
+"""Unix times from here on (a thousand years ahead) are not plausible dates."""
 _SHOWN_DIFFERENCES = 6
 KNOBS_APART = "; "
 """Between a configuration in words and its knobs."""
 _ROUND_FROM = 100_000
-"""Numbers from which on round ones are written with an exponent."""
+"""Smallest round number that is written with an exponent."""
 _PHASES = {"latency": "per step", "forward": "forward", "backward": "backward", "step": "in the optimizer"}
-"""Metric of a duration -> what it lasts."""
+"""Metric of a duration -> the phase that it measures."""
 _LIBRARYS_OWN = frozenset({"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"})
-"""Keys that accelerate sets for whatever optimizer the script has: not worth a word."""
+"""Keys that accelerate sets for any optimizer of the script: not worth reporting."""
 
 
 def config_in_words(
@@ -98,8 +98,8 @@ def count_in_words(count: float, *, digits: int = 4) -> str:
     """Return a number as a person writes it: thousands set apart (``13,984``), and rounded if it is measured.
 
     Args:
-        count: The number; a whole one is not rounded.
-        digits: Significant digits of a measured or, with less, a predicted one.
+        count: The number; whole numbers are not rounded.
+        digits: Significant digits of a measured number; fewer for a predicted number.
     """
     if isinstance(count, int):
         return f"{count:,}"
@@ -133,11 +133,11 @@ _RULES = (
     (r"a valid boolean\b.*", "true or false"),
     (r"a valid string\b.*", "text"),
 )
-"""What pydantic, and typer by it, say that an input should be, and how a person says it."""
+"""Messages of pydantic (and of typer through it) about invalid input -> readable wording."""
 
 
 def rule_in_words(message: str) -> str:
-    """Return a message of pydantic, or of typer around one, as a rule: ``it must be at least 1``."""
+    """Return a message of pydantic (possibly wrapped by typer) as a rule: ``it must be at least 1``."""
     before, found, rule = message.replace("Value error, ", "").rpartition("Input should be ")
     if not found:
         return rule
@@ -162,14 +162,14 @@ def range_in_words(low: str, high: str, *, joint: str = " to ") -> str:
     Args:
         low: The lower end with its unit.
         high: The upper end with its unit.
-        joint: What stands between them.
+        joint: Text between the two ends.
     """
     number, _, unit = low.partition(" ")
     return f"{number}{joint}{high}" if unit == high.partition(" ")[2] else f"{low}{joint}{high}"
 
 
 def share_in_words(share: float) -> str:
-    """Return a share such as ``83%``; what is little is not called nothing."""
+    """Return a share such as ``83%``; a small share is not rounded to zero."""
     return "less than 1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
@@ -202,7 +202,7 @@ def _outcomes(outcome: str, count: int) -> str:
 
 
 def slot_name(device: str) -> str:
-    """Return what a rank of a launch runs on: ``GPU``, or ``CPU rank`` where it has none."""
+    """Return the device of a rank: ``GPU``, or ``CPU rank`` without a GPU."""
     return "GPU" if device == "cuda" else "CPU rank"
 
 
@@ -217,7 +217,7 @@ def slot_time_in_words(seconds: float, device: str) -> str:
 def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str) -> str:
     """Return one line on a script that passes a DeepSpeed config that differs from the tuned file.
 
-    Empty if only keys differ that a library sets by itself.
+    Empty if the only different keys are set by a library.
 
     Args:
         differences: ``EngineReady.config_differences``: dotted key -> (the script's value, the file's).
@@ -270,10 +270,10 @@ def flops_in_words(count: float) -> str:
 
 
 def _scaled(count: float, scales: Sequence[tuple[float, str]], *, digits: int) -> str:
-    """Return a number with the suffix of its scale, the largest first; empty if it is below all.
+    """Return a number with the suffix of its scale, the largest first; empty if below all scales.
 
-    What rounds to a thousand of one scale is 1 of the next, and beyond the largest thousands are set apart: no number
-    gets an exponent.
+    A number that rounds to 1000 of a scale becomes 1 of the next. Beyond the largest scale, thousands are separated: no
+    number gets an exponent.
     """
     for factor, suffix in scales:
         if float(f"{count / factor:.{digits}g}") >= 1:
@@ -282,7 +282,7 @@ def _scaled(count: float, scales: Sequence[tuple[float, str]], *, digits: int) -
 
 
 def steps_in_words(*, skipped: int, variation: float, metrics: Mapping[str, float]) -> str:
-    """Return what is to be known of the steps of a launch; empty if every step counts and all are alike.
+    """Return caveats on the steps of a launch; empty if every step counts and all are alike.
 
     Args:
         skipped: Steps that the loss scaler skipped.
@@ -299,7 +299,7 @@ def steps_in_words(*, skipped: int, variation: float, metrics: Mapping[str, floa
 
 
 def date_in_words(unix_s: float) -> str:
-    """Return a Unix time as local date and time, such as ``2026-03-01 14:05``; empty if it is none."""
+    """Return a Unix time as local date and time, such as ``2026-03-01 14:05``; empty if it is not a date."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s)) if 0 < unix_s < _LAST_DATE_S else ""
 
 
@@ -334,7 +334,7 @@ def metric_in_words(metric: str, value: float, *, device: str = "cuda") -> str:
     Args:
         metric: The metric.
         value: Its value.
-        device: ``cuda`` or ``cpu``: whether what a rank does is said of a GPU.
+        device: ``cuda`` or ``cpu``: whether values per rank are labelled as per GPU.
     """
     if metric == "throughput":
         return f"{count_in_words(value)} samples/s"
@@ -346,9 +346,9 @@ def metric_in_words(metric: str, value: float, *, device: str = "cuda") -> str:
 
 
 def speed_in_words(speed: Speed, *, metric: str, value: float, device: str) -> str:
-    """Return how fast a configuration is: samples/s first, then what else is known, then the metric if it is another.
+    """Return the speed of a configuration: samples/s first, then other known speeds, then the metric if different.
 
-    FLOPS are told as the share of the GPU's peak where that is known (MFU).
+    FLOPS are given as the share of the GPU's peak if the peak is known (MFU).
 
     Args:
         speed: Its speed.

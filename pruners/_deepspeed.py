@@ -25,7 +25,7 @@ from optuna_dsat.words import things_in_words
 __all__ = ["DeepSpeedPruner"]
 
 _NOISE = 0.03
-"""Relative difference up to which metrics of one lineage count as equal."""
+"""Relative difference up to which metrics of a lineage count as equal."""
 _SPREAD = 0.2
 """Largest relative gain expected of other buckets and flags within a structure."""
 _MIN_JUDGED = 2
@@ -39,26 +39,26 @@ class DeepSpeedPruner(LineagePruner):
 
     - its lineage failed at the smallest micro-batch, or at any micro-batch;
     - its lineage had ``trials_per_random_config`` launches;
-    - its lineage ran out of memory, and another one of the same structure (ZeRO stage and offload) ran a micro-batch
-      at least as large as this one can still reach, at no lower metric than this one's optimistic bound;
+    - its lineage ran out of memory, and another lineage of the structure (ZeRO stage and offload) ran a micro-batch at
+      least as large as this lineage can still reach, at a metric no lower than this lineage's optimistic bound;
     - the optimistic bound of its lineage on the remaining micro-batches is worse than the best metric of the study;
     - it opens a lineage of a structure that cannot win: at least two of its lineages were judged, and the best metric
       or optimistic bound of any of them is over 20% worse than the study's best, which is more than buckets and flags
       are expected to gain.
 
     The last two replace the rule of Determined AI's ``dsat random`` that drops ZeRO 3 as soon as ZeRO 1 or 2 ran: a
-    higher stage or an offload pays communication for memory, so it loses if a cheaper one holds the same micro-batch,
-    but it may win through a larger one. See ``optuna_dsat.trials.extrapolation`` for the optimistic bound; it is not
-    applied to lineages without measurements.
+    higher stage or an offload pays communication for memory, so it loses if a cheaper structure fits the same
+    micro-batch, but it may win through a larger micro-batch. See ``optuna_dsat.trials.extrapolation`` for the
+    optimistic bound; it is not applied to lineages without measurements.
 
-    In flight it stops a job whose mean over the reported steps is worse than that of the study's best trial at the same
-    steps by more than ``stop_margin`` and three standard errors. Enqueued trials and copies of lost ones are never
-    vetoed.
+    While a job runs, it is stopped if its mean over the reported steps is worse than the mean of the study's best trial
+    at the same steps by more than ``stop_margin`` and three standard errors. Enqueued trials and copies of lost trials
+    are never vetoed.
 
     Args:
-        trials_per_random_config: Largest number of conclusive launches of one lineage.
+        trials_per_random_config: Largest number of conclusive launches of a lineage.
         warmup_reports: Reports of a job before it may be stopped, at least 1.
-        stop_margin: Least relative distance from the best at which a job in flight is stopped.
+        stop_margin: Least relative distance from the best at which a running job is stopped.
         micro_batch: Name of the micro-batch's parameter.
 
     Raises:
@@ -143,7 +143,7 @@ class DeepSpeedPruner(LineagePruner):
         return veto_reason(lineage, lineages, direction=direction, budget=self._budget)
 
     def _explain(self, veto: VetoReason, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> str:
-        """Return the text of a veto; it names the earliest of the configurations that overtook this one."""
+        """Return the text of a veto; it names the earliest configuration that overtook this trial's."""
         _, high, bound = _remaining(lineage, direction)
         group = lineages.structure_group(lineage.params)
         overtakers = [
@@ -178,7 +178,7 @@ class VetoReason(StrEnum):
 
 
 def veto_reason(lineage: Lineage, lineages: Lineages, *, direction: StudyDirection, budget: int) -> VetoReason | None:
-    """Return why a lineage should get no further launch, None if it may get one.
+    """Return why a lineage should get no further launch, None if it may.
 
     Args:
         lineage: The lineage.
@@ -292,12 +292,12 @@ def _remaining_interval(lineage: Lineage) -> tuple[int, int]:
         return 1, 0
     low, high = search_interval(lineage, lineage.ceiling or distribution.high, floor=distribution.low)
     if low > high and lineage.smallest_too_large is None:
-        high = min(low, distribution.high)  # the ceiling was too low: the next one may fit
+        high = min(low, distribution.high)  # the ceiling was too low: the next micro-batch may fit
     return low, high
 
 
 def _best_of_larger_fits(lineage: Lineage, lineages: Lineages, high: int, direction: StudyDirection) -> float | None:
-    """Return the best metric of other lineages of the structure that ran ``high`` or more, None if there is none."""
+    """Return the best metric of other lineages of the structure that ran ``high`` or more, or None."""
     group = lineages.structure_group(lineage.params)
     if group is None:
         return None

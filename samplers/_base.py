@@ -1,4 +1,4 @@
-"""Base of the samplers over lineages: which lineage a trial continues, and how a new one is drawn."""
+"""Base of the samplers over lineages: choose the lineage that a trial continues, or draw a new lineage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MaxMicroBatch = Callable[[Mapping[str, Any], Sequence[FrozenTrial]], int]
 _SEED_ATTR = "dsat:sampler_seed"
 _PLAN_ATTEMPTS = 3
 _COMPARED = 8
-"""Lineages that were too large whose memory is compared with that of another."""
+"""Number of too large lineages whose memory is compared with another lineage."""
 _MISSING = object()
 
 
@@ -74,9 +74,9 @@ class LineageSampler(BaseSampler):
     trial before any parameter is suggested, so that other workers do not choose the same. All decisions are functions
     of the study's history; random draws depend on ``(seed, number of the trial, name of the parameter)``. A trial that
     repeats a lost one draws the same values, and repeats do not shift the draws of later trials. A study that is
-    stopped and resumed, by whatever worker, therefore goes on as if never stopped.
+    stopped and resumed, by any worker, therefore continues as if never stopped.
 
-    A lineage with a trial in flight is left alone, since its next micro-batch depends on the result: k workers work on
+    A lineage with a running trial is skipped, since its next micro-batch depends on the result: k workers work on
     up to k lineages. Lineages that the study's pruner holds back (see ``LineageGate``) are not continued.
 
     Args:
@@ -85,14 +85,14 @@ class LineageSampler(BaseSampler):
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these like all others.
-        proven: Micro-batches that ran before the study, such as the user's own: no launch goes beyond twice the
-            largest that fitted, these included, nor beyond one where a doubling gained too little
+        proven: Micro-batches that ran before the study, such as the baseline's: no launch goes beyond twice the
+            largest that fitted, these included, or beyond a size at which a doubling gained too little
             (``optuna_dsat.trials.reach``). Empty for no such bound.
-        profile_steps: Steps of a launch, by which those that would take far more seconds than one at the largest of
-            ``proven`` are bounded.
-        micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, or a categorical one of
-            whole numbers, suggested last.
-        seed: Seed of the draws; None draws one for the study and stores it there.
+        profile_steps: Steps of a launch, to exclude launches that would take far more seconds than a launch at the
+            largest of ``proven``.
+        micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, or a categorical parameter
+            of whole numbers, suggested last.
+        seed: Seed of the draws; None draws a seed for the study and stores it there.
 
     Raises:
         ValueError: If ``search_range_factor`` is not positive or the micro-batch has no name; in a study, if the
@@ -135,12 +135,12 @@ class LineageSampler(BaseSampler):
         history: Sequence[FrozenTrial],
         rng: random.Random,
     ) -> Proposal | None:
-        """Return the next micro-batch of a lineage (a new one has no trials), None if the lineage is finished."""
+        """Return the next micro-batch of a lineage (without trials if new), None if the lineage is finished."""
 
     def exhausted(self, study: Study, classes: int | None = None) -> bool:
-        """Return whether the space is exhausted: nothing in flight, and nothing left to propose.
+        """Return whether the space is exhausted: no running trial and nothing left to propose.
 
-        Structures that fail, and those that the study's pruner calls hopeless, do not count.
+        Structures that fail, or that the study's pruner considers hopeless, do not count.
 
         Args:
             study: The study.
@@ -162,7 +162,7 @@ class LineageSampler(BaseSampler):
         return (classes is not None and opened >= classes) or lineages.tree.closed({}, self._hopeless(study, history))
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """Decide which lineage the trial continues, or that it opens a new one, and store that on the trial."""
+        """Decide which lineage the trial continues or opens, and store the decision on the trial."""
         if len(study.directions) > 1:
             return  # refused with a message as soon as a parameter is suggested
         notes = self._notes(study, trial, begin=True)
@@ -191,7 +191,7 @@ class LineageSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Return the planned value of a parameter, or a drawn one."""
+        """Return the planned value of a parameter, or draw a value."""
         self._raise_error_if_multi_objective(study)
         notes = self._notes(study, trial)
         plan = notes.plan
@@ -352,12 +352,12 @@ class LineageSampler(BaseSampler):
     def _edge(
         self, lineage: Lineage, lineages: Lineages, history: Sequence[FrozenTrial], distribution: IntDistribution
     ) -> int | None:
-        """Return the largest micro-batch that the failures of others of the structure leave to try, None for any.
+        """Return the largest micro-batch still worth trying after failures in the same structure, None if unlimited.
 
-        What was too large for a lineage is too large for those that need as much memory by the memory model, unless it
-        fitted one that needs no less than they do. Without such a lineage, or without a model, what was too large for
-        one, and fitted none, may be tried again: other buckets and flags may free enough memory for it, but not for
-        much more.
+        A size too large for a lineage is too large for all lineages that need as much memory by the memory model,
+        unless it fitted a lineage that needs no less than they do. Without such a lineage, or without a model, a size
+        that was too large for some lineage and never fitted may be tried again: other buckets and flags may free enough
+        memory for it, but not for much more.
         """
         edge, group = structure_edge(lineage, lineages), lineages.structure_group(lineage.params)
         if group is None or self._max_micro_batch is None or lineage.smallest_too_large is not None:
@@ -379,14 +379,14 @@ class LineageSampler(BaseSampler):
         return limit
 
     def _failures(self, history: StudyHistory) -> StructureFailures:
-        """Return what the failed launches teach of structures."""
+        """Return the evidence of failed launches about structures."""
         finished = history.finished
         return history.cached(
             ("structure failures", len(finished)), lambda: structure_failures(finished, micro_batch=self._name)
         )
 
     def _hopeless(self, study: Study, history: StudyHistory) -> Sequence[Mapping[str, Any]]:
-        """Return the structures that fail, and those of which no lineage can win according to the study's pruner."""
+        """Return the structures that fail, or of which no lineage can win according to the study's pruner."""
         pruner, failing = study.pruner, self._failures(history).avoided
         return [*failing, *(pruner.hopeless(study, history.lineages) if isinstance(pruner, LineageGate) else ())]
 
@@ -415,7 +415,7 @@ class LineageSampler(BaseSampler):
         return read_history(study, micro_batch=self._name, without=trial.number, again=again)
 
     def _notes(self, study: Study, trial: FrozenTrial, *, begin: bool = False) -> _TrialNotes:
-        """Return the notes on a trial that is being suggested for, created from the study if there are none."""
+        """Return the notes on the trial being sampled; create them from the study if missing."""
         return trial_notes(
             study,
             trial,
@@ -439,7 +439,7 @@ def _without(params: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _up_to(distribution: IntDistribution, most: int | None) -> IntDistribution:
-    """Return the micro-batches of a distribution up to ``most``, all if there is no limit or none is as small."""
+    """Return the micro-batches of a distribution up to ``most``; all without a limit, or if all exceed it."""
     if most is None or most < distribution.low:
         return distribution
     if isinstance(distribution, MicroBatchSet):

@@ -40,13 +40,13 @@ class BinarySearchSampler(LineageSampler):
     proportion to the micro-batch (``optuna_dsat.trials.bisection``).
 
     The largest micro-batch is not always the fastest. If a rate was measured to decrease with a larger micro-batch, the
-    gaps beside the best micro-batch are bisected instead of the edge, until they are narrower than a tenth of it
+    gaps next to the best micro-batch are bisected instead of the edge, until they are narrower than a tenth of it
     (``optuna_dsat.trials.lineage.peak_gap``). Durations grow with the micro-batch in any case, so a metric to minimize
     is treated so only after the edge was found.
 
     This is the search of Determined AI's ``dsat binary``, which bisects from the plain middle and down to the last
     sample. With ``AshaPruner`` as the study's pruner it is the search of ``dsat asha``: the pruner then decides which
-    lineages go on, and in which order.
+    lineages continue, and in which order.
 
     Knobs are balanced over the choices drawn before or taken over from the best lineage, and offloading and stages that
     do not fit or perform badly become rare; see ``optuna_dsat.samplers._draw``.
@@ -64,14 +64,14 @@ class BinarySearchSampler(LineageSampler):
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these like all others.
-        proven: Micro-batches that ran before the study, such as the user's own: no launch goes beyond twice the
-            largest that fitted, these included, nor beyond one where a doubling gained too little
+        proven: Micro-batches that ran before the study, such as the baseline's: no launch goes beyond twice the
+            largest that fitted, these included, or beyond a size at which a doubling gained too little
             (``optuna_dsat.trials.reach``). Empty for no such bound.
-        profile_steps: Steps of a launch, by which those that would take far more seconds than one at the largest of
-            ``proven`` are bounded.
+        profile_steps: Steps of a launch, to exclude launches that would take far more seconds than a launch at the
+            largest of ``proven``.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last; a study
             without one, or with a float, is refused with the first trial (``ValueError``).
-        seed: Seed of the draws; None draws one for the study and stores it there.
+        seed: Seed of the draws; None draws a seed for the study and stores it there.
     """
 
     def _propose(
@@ -151,7 +151,7 @@ def _best_other(lineage: Lineage, lineages: Lineages, direction: StudyDirection)
 
 
 def _best_elsewhere(lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Lineage | None:
-    """Return the best lineage of the study for one whose own structure was not measured, None if there is none."""
+    """Return the best lineage of the study for one whose own structure was not measured, or None."""
     group = lineages.structure_group(lineage.params)
     if direction == StudyDirection.MINIMIZE or (group is not None and best_lineage(group, direction) is not None):
         return None

@@ -31,9 +31,10 @@ _ELSEWHERE_PROBABILITY = 1 / 2
 class LineageRandomSampler(LineageSampler):
     """Draws lineages at random and a few micro-batches in each, around the middle of its bounds.
 
-    The micro-batch is ``low + Binomial(high - low, 1/2)``. One that fits sets ``low = micro-batch + 1`` (and raises
-    ``high`` by a quarter if the interval is then empty, within the distribution), one that does not fit sets ``high =
-    micro-batch - 1``. A lineage ends after ``trials_per_random_config`` conclusive launches or when ``low > high``.
+    The micro-batch is ``low + Binomial(high - low, 1/2)``. A micro-batch that fits sets ``low = micro-batch + 1`` (and
+    raises ``high`` by a quarter if the interval is then empty, within the distribution), one that does not fit sets
+    ``high = micro-batch - 1``. A lineage ends after ``trials_per_random_config`` conclusive launches or when ``low >
+    high``.
 
     A new lineage starts between 1 and ``high = search_range_factor * max_micro_batch``; with a memory model, in the
     upper half of that. If a lineage was measured, of the same structure (ZeRO stage and offload) or, for half of the
@@ -47,19 +48,19 @@ class LineageRandomSampler(LineageSampler):
     Meant for use with ``DeepSpeedPruner``, which ends lineages that cannot win.
 
     Args:
-        trials_per_random_config: Largest number of conclusive launches of one lineage.
+        trials_per_random_config: Largest number of conclusive launches of a lineage.
         search_range_factor: Multiplies ``max_micro_batch``.
         max_micro_batch: Largest micro-batch worth a launch for given knobs; None for the upper end of the
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these like all others.
-        proven: Micro-batches that ran before the study, such as the user's own: no launch goes beyond twice the
-            largest that fitted, these included, nor beyond one where a doubling gained too little
+        proven: Micro-batches that ran before the study, such as the baseline's: no launch goes beyond twice the
+            largest that fitted, these included, or beyond a size at which a doubling gained too little
             (``optuna_dsat.trials.reach``). Empty for no such bound.
-        profile_steps: Steps of a launch, by which those that would take far more seconds than one at the largest of
-            ``proven`` are bounded.
+        profile_steps: Steps of a launch, to exclude launches that would take far more seconds than a launch at the
+            largest of ``proven``.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
-        seed: Seed of the draws; None draws one for the study and stores it there.
+        seed: Seed of the draws; None draws a seed for the study and stores it there.
 
     Raises:
         ValueError: If ``trials_per_random_config`` is below 1.

@@ -52,7 +52,7 @@ AUTO_IN_WORDS = (
     '"auto" is filled in by the Hugging Face Trainer and, in part, by accelerate and Lightning, not by DeepSpeed'
 )
 ALL = "all"
-"""Value that stands for every choice of a knob, as in DeepSpeed's own autotuner."""
+"""Value that means every choice of a knob, as in DeepSpeed's autotuner."""
 
 TRAIN_BATCH = "train_batch_size"
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -86,7 +86,7 @@ _ZERO_DEFAULTS: Mapping[str, Any] = {
     "stage3_max_reuse_distance": 1_000_000_000,
     "zero_hpz_partition_size": 1,
 }
-"""Defaults of ``deepspeed.runtime.zero.config.DeepSpeedZeroConfig`` 0.19.8, but that of ``overlap_comm``, which
+"""Defaults of ``deepspeed.runtime.zero.config.DeepSpeedZeroConfig`` 0.19.8, except ``overlap_comm``, which
 depends on the stage.
 """
 
@@ -246,10 +246,11 @@ def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriang
 
     Args:
         config: A DeepSpeed config; of a list of micro-batches the first counts.
-        world_size: Data-parallel ranks of one launch.
+        world_size: Data-parallel ranks of a launch.
 
     Raises:
-        ConfigError: If the given numbers contradict each other; the message says which one to change, and to what.
+        ConfigError: If the given numbers contradict each other; the message names the number to change and its new
+            value.
     """
     train, micro, accumulation = (_given(config, key) for key in BATCH_KEYS)
     if train is None:
@@ -326,7 +327,7 @@ def canonical_number(value: Any) -> Any:
 
 
 def canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[str, Any]:
-    """Return a ZeRO section without what makes no difference to DeepSpeed, as ``canonical_key`` says."""
+    """Return a ZeRO section without settings that make no difference to DeepSpeed (see ``canonical_key``)."""
     stage = zero.get("stage", 0)
     if stage == 0:
         return {key: value for key, value in zero.items() if key not in _ZERO_STAGE_KEYS | {"stage"}}
@@ -350,11 +351,11 @@ def canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[st
 
 
 def write_json_atomic(path: str | Path, data: Mapping[str, Any] | Iterable[Any], *, private: bool = False) -> None:
-    """Write ``data`` as indented JSON, so that a reader sees the old file or the new one, never a part.
+    """Write ``data`` as indented JSON, so that a reader sees either the old or the new file, never a partial file.
 
     Args:
         path: The file.
-        data: What to write.
+        data: The data to write.
         private: Whether nobody else may read it.
 
     Raises:

@@ -47,7 +47,7 @@ class TunedKnob:
 
 @dataclass(frozen=True, kw_only=True)
 class KnobRow:
-    """One row of :meth:`SearchSpace.describe`."""
+    """Row of :meth:`SearchSpace.describe`."""
 
     knob: str
     role: str
@@ -125,7 +125,7 @@ class SearchSpace:
         return self.gradient_accumulation_steps
 
     def _settings(self, pick: Callable[[TunedKnob], Any]) -> Iterator[tuple[TunedKnob, Any]]:
-        """Yield the knobs that apply with their values: ``pick`` chooses those of parameters, others are given."""
+        """Yield the knobs that apply with their values: ``pick`` chooses values of parameters, others are given."""
         settings: dict[str, Any] = {}
         for tuned in self.knobs:
             if tuned.knob.applies(settings, self.site):
@@ -196,7 +196,7 @@ class SearchSpace:
         return section
 
     def params_of(self, ds_config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return a DeepSpeed config as params of this space, None if it lies outside.
+        """Return a DeepSpeed config as params of this space, None if it is outside.
 
         The config must give its micro-batch as a number. Missing values are DeepSpeed's defaults; sizes beyond the
         number of parameters are mapped to the largest choice.
@@ -258,7 +258,7 @@ class SearchSpace:
         return params
 
     def describe(self) -> list[KnobRow]:
-        """Return one row per knob: its role, choices, where it applies and where DeepSpeed uses it.
+        """Return a row per knob: its role, choices, where it applies and where DeepSpeed uses it.
 
         Knobs to search that apply to no configuration of this space, such as those of ZeRO 3 without it, have none.
         """

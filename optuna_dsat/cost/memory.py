@@ -53,7 +53,7 @@ class ModelProfile:
     largest_layer_params: int
     """Parameters of the largest module that owns parameters directly."""
     param_bytes: int
-    """Bytes of one element of the engine's parameters: 2 for fp16 and bf16, 4 for fp32."""
+    """Bytes per element of the engine's parameters: 2 for fp16 and bf16, 4 for fp32."""
     activation_bytes_per_sample: int
     flops_per_sample: int
     device_memory_bytes: int
@@ -61,7 +61,7 @@ class ModelProfile:
     peak_bytes: int
     device_name: str = ""
     optimizer: str = ""
-    """Class name of the innermost optimizer, empty if there is none."""
+    """Class name of the innermost optimizer, empty without an optimizer."""
     optimizer_tested: bool = True
 
     def __post_init__(self) -> None:
@@ -96,15 +96,15 @@ class Hardware:
     """Data-parallel ranks."""
     ranks_per_node: int
     device_memory_bytes: int
-    """Memory one rank may use on its device."""
+    """Memory that a rank may use on its device."""
     host_memory_bytes: int
-    """Memory of one host, shared by its ranks."""
+    """Memory of a host, shared by its ranks."""
     device: str = "cuda"
     """``cuda`` or ``cpu``; on ``cpu``, offloaded states stay in the rank's own memory and save nothing."""
 
     @property
     def ranks_on_node(self) -> int:
-        """Ranks that share one host."""
+        """Ranks per host."""
         return min(self.ranks_per_node, self.world_size)
 
     @property
@@ -121,12 +121,12 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Predicted peak of one configuration."""
+    """Predicted peak of a configuration."""
 
     device_bytes: int
-    """Peak of one rank's device; the sum of ``parts``."""
+    """Peak of a rank's device; the sum of ``parts``."""
     host_bytes: int
-    """Offloaded bytes on one host, summed over its ranks; on CPU all bytes that its ranks use."""
+    """Offloaded bytes on a host, summed over its ranks; on CPU all bytes that its ranks use."""
     parts: Mapping[str, int]
     """Bytes live at the moment of the peak, by kind."""
     moment: str = ""

@@ -4,10 +4,10 @@ The prior mean are the formulas of ``optuna_dsat.cost.memory``. Their error is a
 parts: activations per sample (one factor shared by all lineages, a smaller one per structure), and constants: one
 shared by all, one per ZeRO stage, one per offload, one per structure (stage and offloads), one per value of a knob
 within its structure, one per lineage. A measured peak determines nearly all of its own lineage, much of its structure,
-and less of the others. Where a peak is far from its formula, those of others are taken to be as wrong: the variance of
-what structures share has a factor, that of the largest posterior density (type II maximum likelihood, MacKay 2003,
-chapter 28) given the measured peaks. The formulas take the largest of a step's moments; a share of the activations,
-unknown, may be there at the others too.
+and less of the others. If a peak is far from its formula, the formulas of other structures are assumed to be as wrong:
+the shared variance is scaled by the factor with the largest posterior density given the measured peaks (type II maximum
+likelihood, MacKay 2003, chapter 28). The formulas take the largest of a step's moments; an unknown share of the
+activations may be allocated at the other moments too.
 
 The memory that can be used is uncertain as well: the CUDA context, NCCL's buffers and fragmentation are not part of a
 peak. It is at least the largest peak that was measured. A launch that fitted or ran out of memory only shows on which
@@ -41,8 +41,8 @@ _HIDDEN_SD = 0.4
 _BUFFER_SD = 0.6
 """Standard deviation of the share of ``MemoryInputs.buffers`` by which the formulas are wrong."""
 _SHARED_SD, _STAGE_SD, _OFFLOAD_SD, _STRUCTURE_SD = 0.012, 0.02, 0.012, 0.02
-"""Standard deviations of the formulas' error, relative to the device's memory: shared by all, by those of a ZeRO stage,
-by those with the same offload of the optimizer (likewise of the parameters), and of one structure."""
+"""Standard deviations of the formulas' error, relative to the device's memory: common to all, per ZeRO stage,
+per optimizer offload (likewise per parameter offload), and per structure."""
 _KNOBS_SD, _LINEAGE_SD, _NOISE_SD = 0.02, 0.005, 0.003
 """The same of a value of each knob within its structure, of a lineage, and of a measurement."""
 _RELATIVE_SDS = (_STAGE_SD, _OFFLOAD_SD, _OFFLOAD_SD)
@@ -59,18 +59,18 @@ _CONTEXT_SD_BYTES = 0.4 * 2**30
 _INFORMATIVE_SHARE = 0.85
 """Share of the usable memory below which a peak within the limit carries no information on the limit."""
 _MAX_ONE_SIDED = 64
-"""Largest number of one-sided observations, those nearest to the limit."""
+"""Largest number of one-sided observations; the nearest to the limit are used."""
 _SURPRISE_SIGMAS = 2.5
 """Standard deviations by which a launch must be predicted to fit for running out of memory to be a surprise.
 
-Each surprise doubles the standard deviation of the limit, or where the device is known to hold as much, that of the
-structure's own error.
+Each surprise doubles the standard deviation of the limit or, if the device is known to have enough memory, the standard
+deviation of the structure's error.
 """
 _MAX_SURPRISES, _MAX_STRUCTURE_SURPRISES = 6, 3
 _SWEEPS = 4
-"""Times that each one-sided observation is included, from the second on in place of what it said before."""
+"""Iterations of expectation propagation; each replaces the previous approximation of every one-sided observation."""
 _LEAST_SHARE = 1e-3
-"""Share of the precision that remains at least without an observation: one that says all is not taken out whole."""
+"""Smallest share of the precision that remains when an observation is taken out, even if it carries all of it."""
 _UNINFORMATIVE_SIGMAS = 2.5
 """Standard deviations beyond which a one-sided observation carries no information."""
 
@@ -93,7 +93,7 @@ class MemoryInputs:
     others: Numbers
     """Predicted bytes at the other moments of a step."""
     buffers: Numbers
-    """Bytes on the device by which a knob's value may exceed its cheapest one, shape (n, any)."""
+    """Bytes on the device by which a knob's value may exceed its cheapest value, shape (n, any)."""
     non_contiguous: Numbers
     """1 if gradients are not contiguous, which fragments memory; else 0."""
 
@@ -112,7 +112,7 @@ def knob_similarity(a: Numbers, b: Numbers) -> Numbers:
 
 
 def sum_by_structure(observed: Numbers, weights: Numbers, queried: Numbers) -> Numbers:
-    """Return for each queried structure the sum of the weights of equal observed ones."""
+    """Return for each queried structure the sum of the weights of equal observed structures."""
     count = 1 + int(max(observed.max(initial=0), queried.max(initial=0)))
     found: Numbers = np.bincount(observed, weights, minlength=count)[queried]
     return found
@@ -146,7 +146,7 @@ class MemoryPosterior:
     Args:
         device_bytes: Memory of one rank's device.
         bytes_per_sample: Profiled activation bytes per sample.
-        on_cpu: Whether ranks compute on the CPU, where no CUDA context exists beside the peak.
+        on_cpu: Whether ranks compute on the CPU, where there is no CUDA context in addition to the peak.
     """
 
     def __init__(self, *, device_bytes: int, bytes_per_sample: int, on_cpu: bool) -> None:
@@ -167,7 +167,7 @@ class MemoryPosterior:
         self.error_factor = 1.0
         """Factor on the variance of the errors that structures share, learnt from the peaks."""
         self._doubts: Numbers = np.zeros(0)
-        """Factors on the variance of each structure's own error, by index; 1 for those beyond."""
+        """Factors on the variance of each structure's error, by index; 1 for indices beyond the end."""
 
     def observe(self, inputs: MemoryInputs, peaks: Numbers, out_of_memory: Numbers) -> None:
         """Condition on all launches so far; earlier observations are replaced.
@@ -233,15 +233,15 @@ class MemoryPosterior:
         return self._device**2 * found
 
     def _count_surprises(self, out_of_memory: MemoryInputs, measured: MemoryInputs, errors: Numbers) -> None:
-        """Doubt what launches that ran out of memory, though confidently predicted to fit, speak against.
+        """Widen the uncertainty after launches ran out of memory although confidently predicted to fit.
 
-        That is the limit, unless the device is known to hold more than was predicted: then the formulas are wrong about
-        the structure.
+        The limit becomes less certain, unless the device is known to hold more than was predicted: then the formulas
+        are wrong about the structure.
 
         Args:
             out_of_memory: The launches that ran out of memory.
-            measured: Those whose peaks were measured.
-            errors: Their peaks, less the formulas'.
+            measured: The launches whose peaks were measured.
+            errors: Measured minus predicted peaks.
         """
         shared = self._covariance(out_of_memory, measured)
         noise = self._noise_variance * np.eye(len(errors))

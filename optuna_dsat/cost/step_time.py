@@ -1,11 +1,11 @@
 """Step-time model: seconds of a training step as a formula with unknown coefficients, fitted to measured steps.
 
-Symbols: P parameters, T trainable ones, N ranks, b bytes of a parameter, m the micro-batch, g the accumulation steps.
+Symbols: P parameters, T of them trainable, N ranks, b bytes of a parameter, m the micro-batch, g accumulation steps.
 The four phases of a step are
 
 - forward: ``g (c (m + h) + hooks + gathers)``: seconds per sample ``c``, and a fixed part ``c h`` for the device's
   under-utilisation at small batches;
-- backward: the same with another ``c``, and the reduction of the gradients: ``T b (N - 1) / N`` bytes over the link
+- backward: the same with a different ``c``, and the reduction of the gradients: ``T b (N - 1) / N`` bytes over the link
   for a reduce-scatter, twice that for an all-reduce, and a latency per bucket. ZeRO 2 and 3 reduce in every
   micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host if they are offloaded; with a
   second copy in each node (``zero_hpz_partition_size``) only the first gather after an optimizer step leaves it;
@@ -13,15 +13,15 @@ The four phases of a step are
   gather all parameters once, ZeRO 3 works in sub-groups;
 - other: data loading and Python.
 
-On several nodes a ring of all ranks passes through the network of each node, so a byte takes the longer of what the
-links in a node and the network between nodes take. With ``overlap_comm`` a share of the computation hides
-communication, except the last message, and is slowed by it.
+On several nodes a ring of all ranks passes through the network of each node, so the time of a byte is the longer of
+the times on the links in a node and on the network between nodes. With ``overlap_comm`` a share of the computation
+hides communication, except the last message, and is slowed by it.
 
-Sources: communication volumes are those of ZeRO (Rajbhandari et al., arXiv:1910.02054, section 7) and ZeRO-Offload (Ren
+Sources: communication volumes are from ZeRO (Rajbhandari et al., arXiv:1910.02054, section 7) and ZeRO-Offload (Ren
 et al., arXiv:2101.06840, section 3), a message costs latency plus bytes over bandwidth (Hockney 1994). Coefficients are
 estimated by maximum a posteriori with log-normal priors (positive, and wide if machines differ by orders of magnitude);
 their covariance is the inverse curvature at the maximum (Laplace's approximation; MacKay 2003, chapter 27). Known
-errors: layers are assumed equal, and so are ranks; a message in a node is as late as one between nodes.
+errors: layers are assumed equal, and so are ranks; messages have the same latency in a node and between nodes.
 ``optuna_dsat.guided.residual_gp`` models the remaining error.
 """
 
@@ -47,20 +47,20 @@ PHASES = ("forward", "backward", "step", "other")
 _PRIORS = {
     "speed": (5e13, 1.5),  # FLOP/s of one rank
     "idle": (1.5, 1.3),  # h, in samples
-    "backward": (2.0, 0.3),  # computation of the backward pass over that of the forward pass
+    "backward": (2.0, 0.3),  # computation of the backward pass over computation of the forward pass
     "pressure": (0.03, 1.0),  # slow-down of the computation when memory is full
     "steepness": (5.0, 0.6),  # power of the filled share with which that grows
     "edge": (0.03, 1.0),  # slow-down of the computation in the last per cent of memory
     "link": (5e-11, 1.5),  # seconds per byte of a collective in a node
     "latency": (1e-4, 1.2),  # seconds per message
-    "scatter": (1.2, 0.25),  # volume of stage 1's and 2's reduce-scatter over the ideal one
+    "scatter": (1.2, 0.25),  # volume of stage 1's and 2's reduce-scatter over the ideal volume
     "memory": (1e-12, 0.6),  # seconds per byte of the device's memory
     "hidden": (0.6, 0.3),  # share of the computation that can hide communication
     "contention": (0.1, 0.7),  # seconds lost per hidden second
-    "modules": (200.0, 0.5),  # weights that are gathered one by one
+    "modules": (200.0, 0.5),  # weights that are gathered separately
     "ahead": (2.0, 0.7),  # weights that must be prefetched to hide all gathers
     "hooks": (0.02, 1.2),  # seconds per pass that ZeRO 3 spends on fetching and releasing
-    "fetch": (0.01, 1.2),  # seconds per pass, beside the copies, where parameters are offloaded
+    "fetch": (0.01, 1.2),  # seconds per pass, in addition to the copies, if parameters are offloaded
     "pcie": (1e-10, 0.5),  # seconds per byte between device and host
     "adam": (1e-9, 0.7),  # seconds per parameter and node of an optimizer on the host
     "nvme": (5e-10, 0.7),  # seconds per byte of optimizer state on NVMe
@@ -96,7 +96,7 @@ _FLOOR = 0.005
 """Least standard deviation of a phase's error, relative to the whole step."""
 _MAX_ITERATIONS = 25
 _MAX_CHANGE = 4.0
-"""Largest change of a coefficient's logarithm in one iteration; contradictory measurements would cause larger ones."""
+"""Largest change of a coefficient's logarithm per iteration; contradictory measurements would change it more."""
 _EDGE_POWER = 40
 """Power of the filled share: at 0.95 of the memory an eighth of the slow-down at full memory.
 
@@ -125,11 +125,11 @@ class Columns:
     persistence: Numbers
     sub_group: Numbers
     copy_ranks: Numbers
-    """Ranks that share a second copy of the parameters; 1 without one."""
+    """Ranks that share a second copy of the parameters; 1 without a second copy."""
 
     @classmethod
     def of(cls, settings: Sequence[ZeroSettings]) -> Columns:
-        """Return the columns of settings, one per configuration."""
+        """Return the settings as columns: arrays with an entry per configuration."""
 
         def column(values: Sequence[float]) -> Numbers:
             return np.array(values, dtype=np.float64)
@@ -181,7 +181,7 @@ class LogCoefficients:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimeModel:
-    """The step-time model of one training model on one machine."""
+    """Step-time model of a training model on a machine."""
 
     params: int
     trainable: int
@@ -280,7 +280,7 @@ class StepTimeModel:
 
         Parameters within half of the reuse distance are kept from one pass to the next, those below the persistence
         threshold are never partitioned, and the less is prefetched, the less is hidden. A second copy serves all
-        gathers but those of the forward pass that follows an optimizer step.
+        gathers except in the forward pass that follows an optimizer step.
         """
         module = self.params / x["modules"]
         prefetched = np.minimum(c.prefetch, np.maximum(0, c.max_live - module))

@@ -1,6 +1,6 @@
 """DeepSpeed's allocations for a model under each ZeRO stage and offload, in bytes per rank.
 
-Symbols: P parameters, T trainable ones, N data-parallel ranks, b bytes of a parameter (2 in fp16 and bf16,
+Symbols: P parameters, T trainable parameters, N data-parallel ranks, b bytes of a parameter (2 in fp16 and bf16,
 else 4), g bytes of an accumulated gradient, R ``reduce_bucket_size`` in elements.
 
 Sources: ZeRO (Rajbhandari et al., arXiv:1910.02054), ZeRO-Offload (Ren et al., arXiv:2101.06840),
@@ -38,10 +38,10 @@ _OPTIMIZER_BYTES = {
     "muon": 4, "muonwithauxadam": 4, "adafactor": 0, "adamw8bit": 2, "adam8bit": 2, "pagedadamw8bit": 2, "lion8bit": 1,
     "rprop": 8, "asgd": 4, "adadelta": 8,
 }  # fmt: skip
-"""Lower-case class or config name -> bytes of state per trainable parameter, in fp32: 4 for each moment kept.
+"""Lower-case class or config name -> bytes of state per trainable parameter, in fp32: 4 for each moment.
 
-Adafactor keeps a row and a column per matrix, which is negligible. Muon keeps one momentum for matrices and two moments
-for the other parameters, which are few.
+Adafactor keeps a row and a column per matrix, which is negligible. Muon keeps a single momentum for matrices and two
+moments for the other parameters, which are few.
 """
 
 
@@ -49,7 +49,7 @@ def optimizer_bytes_per_param(config: Mapping[str, Any], profiled_optimizer: str
     """Return the bytes of optimizer state per trainable parameter (Adam's 8 if the optimizer is unknown).
 
     Args:
-        config: DeepSpeed config; its ``optimizer`` section takes precedence if it has one.
+        config: DeepSpeed config; its ``optimizer`` section, if any, takes precedence.
         profiled_optimizer: Class name of the script's own optimizer.
     """
     section = config.get("optimizer") or {}
@@ -104,11 +104,11 @@ class ZeroSettings:
     nvme_buffers: int
     """Elements of the parameter swap buffers (count x size)."""
     copy_ranks: int = 1
-    """Ranks that share a second copy of the parameters (``zero_hpz_partition_size`` of ZeRO 3); 1 without one."""
+    """Ranks that share a second copy of the parameters (``zero_hpz_partition_size`` of ZeRO 3); 1 if there is none."""
 
     @property
     def partition(self) -> int:
-        """Trainable parameters of one rank's partition."""
+        """Trainable parameters of a rank's partition."""
         return _ceil_div(self.trainable, self.ranks)
 
     @classmethod
@@ -125,7 +125,7 @@ class ZeroSettings:
         ranks: int,
         on_cpu: bool,
     ) -> ZeroSettings:
-        """Read a DeepSpeed config; ``"auto"`` stands for DeepSpeed's default, a list for its first value."""
+        """Read a DeepSpeed config; ``"auto"`` means DeepSpeed's default, a list its first value."""
         plain = configs.effective(config)
         zero = plain.get(configs.ZERO, {})
         stage = int(_number(zero, "stage", 0))
@@ -182,7 +182,7 @@ def _size(zero: Mapping[str, Any], key: str) -> int:
 
 
 def _half_precision(config: Mapping[str, Any]) -> bool | None:
-    """Whether the config enables fp16 or bf16; None if it says ``"auto"``."""
+    """Whether the config enables fp16 or bf16; None if it is ``"auto"``."""
     flags = [(config.get(key) or {}).get("enabled", False) for key in ("fp16", "bf16")]
     if True in flags:
         return True
@@ -260,7 +260,7 @@ def moments(s: ZeroSettings) -> tuple[Moment, ...]:
 
 
 def _persistent(s: ZeroSettings) -> dict[str, int]:
-    """Return what is live from initialisation to the end: parameters, master copy, optimizer state.
+    """Return the permanent allocations: parameters, master copy, optimizer state.
 
     ZeRO paper, section 5 (mixed-precision Adam, K = 12): 2P + 2P + 12P; P_os divides the 12 by N, P_os+g the
     gradients, too, P_os+g+p everything. DeepSpeed keeps a master copy of a rank's partition in fp32 training
@@ -286,9 +286,9 @@ def _persistent(s: ZeroSettings) -> dict[str, int]:
 
 
 def _second_copy(s: ZeroSettings) -> int:
-    """Return the bytes of a rank's share of the second copy of the parameters, beside their partition.
+    """Return the bytes of a rank's share of the second copy of the parameters, in addition to their partition.
 
-    ZeRO++ (Wang et al., arXiv:2306.10209, section 3.2): every k ranks hold a copy of their own, b P/k each.
+    ZeRO++ (Wang et al., arXiv:2306.10209, section 3.2): every k ranks hold a separate copy, b P/k each.
     ``Init._partition_param_sec`` allocates it as the forward pass releases parameters, where parameters are offloaded
     in host memory, and ``invalidate_secondary_tensor`` frees it at the end of the optimizer step.
     """
@@ -301,7 +301,7 @@ def _gradients(s: ZeroSettings) -> dict[str, int]:
     Stage 0 keeps all, stage 1 as well unless ``overlap_comm`` reduces them during the backward pass, stage 2
     the rank's partition (``grads_in_partition``; ZeRO paper, section 5.2), with optimizer offload none: each
     gradient is copied to the host as it is reduced (ZeRO-Offload, section 3.2). With ``grad_accum_dtype`` fp32,
-    an fp32 copy is kept beside the bf16 gradients (``BF16_Optimizer``, or ``grad_accum`` of stage 1).
+    an fp32 copy is kept in addition to the bf16 gradients (``BF16_Optimizer``, or ``grad_accum`` of stage 1).
     """
     if s.stage == 3:
         return {}
@@ -384,11 +384,11 @@ def _conversion(s: ZeroSettings) -> dict[str, int]:
 
 
 def _update(s: ZeroSettings) -> dict[str, int]:
-    """Return what is live while the optimizer updates: fp32 gradients and the optimizer's own temporaries.
+    """Return the allocations of the optimizer step: fp32 gradients and the optimizer's temporaries.
 
     Stages 1 and 2 update the whole partition at once, stage 3 a sub-group (``sub_group_size``) at a time,
-    stage 0 all. Stage 0 keeps the half-precision gradients beside their fp32 copies. With optimizer offload
-    these are in host memory, which for CPU ranks is their own.
+    stage 0 all. Stage 0 keeps the half-precision gradients and their fp32 copies. With optimizer offload
+    these are in host memory, which is also the device memory of CPU ranks.
     """
     elements = _updated_at_once(s)
     if s.offload_optimizer != "none":
@@ -407,12 +407,12 @@ def _updated_at_once(s: ZeroSettings) -> int:
 
 
 def _scratch(s: ZeroSettings, elements: int) -> int:
-    """Return the temporaries of torch's Adam: one fp32 element per parameter on CUDA, two on the CPU.
+    """Return the temporaries of torch's Adam: an fp32 element per parameter on CUDA, two on the CPU.
 
     ``torch.optim.adam._multi_tensor_adam`` (the default on CUDA) keeps the square roots of all second
     moments, ``_single_tensor_adam`` (on the CPU) square root and quotient of one tensor, which under ZeRO is
-    all that is updated at once and without ZeRO at most the largest layer. DeepSpeed's own optimizers need none;
-    torch's others are assumed to need the same as Adam.
+    the whole updated part and without ZeRO at most the largest layer. DeepSpeed's optimizers need no temporaries;
+    other optimizers of torch are assumed to need the same as Adam.
     """
     if s.fused_optimizer or s.state_bytes == 0:
         return 0
@@ -422,13 +422,13 @@ def _scratch(s: ZeroSettings, elements: int) -> int:
 
 
 def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
-    """Return the bytes that one rank keeps in host memory, by kind.
+    """Return the bytes that a rank keeps in host memory, by kind.
 
     Optimizer offload (ZeRO-Offload, arXiv:2101.06840, section 3): master, optimizer state, fp32 gradients and
     a half-precision copy of the partition, (4 + k + 4 + b) T/N, and the temporaries of an optimizer of torch.
     Stages 1 and 2 add a gradient of the largest parameter and, under gradient accumulation, the accumulated
     partition; stage 3 the gradient partition. With NVMe (ZeRO-Infinity) only the buffers of one sub-group stay.
-    Parameter offload: b P/N, with NVMe the swap buffers, and the second copy where there is one. DeepSpeed's estimators
+    Parameter offload: b P/N, with NVMe the swap buffers, and the second copy, if any. DeepSpeed's estimators
     multiply by 1.5, because the CUDA host allocator rounds pinned blocks up to powers of two; that factor is not
     included.
     """

@@ -56,14 +56,14 @@ def one_line(text: object, *, limit_chars: int = CELL_CHARS) -> str:
 
     Args:
         text: The text.
-        limit_chars: Characters that are kept of a longer one.
+        limit_chars: Characters to keep of a longer text.
     """
     whole = str(text)
     return plain(shortened(" ".join(whole.split()) if "\n" in whole or "\t" in whole else whole, limit_chars))
 
 
 def cell(value: object) -> Text:
-    """Return the cell of a table of rich's, without markup; None is an empty one."""
+    """Return the cell of a table of rich's, without markup; empty for None."""
     from rich.text import Text
 
     return Text("" if value is None else one_line(value))
@@ -102,7 +102,7 @@ def _is_lost_terminal(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def outliving_the_terminal() -> Iterator[None]:
-    """Within the block, that the terminal was closed is no error: a search goes on without one."""
+    """Ignore a closed terminal within the block: a search continues without it."""
     try:
         yield
     except OSError as error:
@@ -131,7 +131,7 @@ def say_prose(text: str, *, file: TextIO | None = None) -> None:
 
 
 def _columns(stream: TextIO) -> int:
-    """Return the columns of a terminal; stdout, which ``shutil`` asks, may be a file while stderr is one."""
+    """Return the columns of a terminal; ``shutil`` asks stdout, which may be a file while stderr is a terminal."""
     with contextlib.suppress(OSError, ValueError):
         if not os.environ.get("COLUMNS"):
             return os.get_terminal_size(stream.fileno()).columns or shutil.get_terminal_size().columns

@@ -1,4 +1,4 @@
-"""What a launch may gain: the acquisition function's values, and expected improvements in closed form."""
+"""Acquisition function: its values, and expected improvements in closed form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Acquisition:
     """Acquisition function at n configurations; each array has length n."""
 
     over: float
-    """Log objective that gains are over: that of the incumbent."""
+    """Log objective of the incumbent, which gains are relative to."""
 
     value: Numbers
     """Acquisition value: the next launch maximizes it."""
@@ -40,7 +40,7 @@ class Acquisition:
         return Acquisition(over=self.over, **{name: getattr(self, name)[index] for name in names})
 
     def joined(self, other: Acquisition) -> Acquisition:
-        """Return these values followed by those of another, of gains over the same."""
+        """Return these values followed by other values with the same reference."""
         names = (one.name for one in fields(self) if one.name != "over")
         both = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
         return Acquisition(over=self.over, **both)
@@ -49,8 +49,8 @@ class Acquisition:
 def heavy_tailed_improvement(mean: Numbers, sd: Numbers) -> Numbers:
     """Return the expected improvement over 0 if errors follow Student's t with 3 degrees of freedom and scale ``sd``.
 
-    For what was never measured: where the formula does not hold, it fails by more than a normal error.
-    The closed form is that of Tracey and Wolpert 2018, "Upgrading from Gaussian Processes to Student's-T Processes".
+    For values and structures never measured: where the formula does not hold, it fails by more than a normal error.
+    The closed form is from Tracey and Wolpert 2018, "Upgrading from Gaussian Processes to Student's-T Processes".
     """
     u = mean / sd
     density = 6 * math.sqrt(3) / (math.pi * (3 + u**2) ** 2)
@@ -60,12 +60,12 @@ def heavy_tailed_improvement(mean: Numbers, sd: Numbers) -> Numbers:
 
 
 def learnt_spread(variance: Numbers, noise_variance: float) -> Numbers:
-    """Return the standard deviations of what one measurement will move posterior means by (Frazier et al. 2009).
+    """Return the standard deviations of the change of posterior means by a measurement (Frazier et al. 2009).
 
-    Without noise that of what is measured; of a measurement that is mostly noise, little is learnt.
+    Without noise it is the posterior standard deviation; a measurement that is mostly noise teaches little.
 
     Args:
-        variance: Posterior variances of what is measured.
+        variance: Posterior variances of the measured quantities.
         noise_variance: Variance of a measurement around it.
     """
     found: Numbers = variance / np.sqrt(variance + noise_variance)

@@ -47,7 +47,7 @@ _SIZES = {
     "stage3_param_persistence_threshold": "persistence",
     "sub_group_size": "sub_group",
 }
-"""Knob -> the one field of ``ZeroSettings`` that depends on it."""
+"""Knob -> the only field of ``ZeroSettings`` that depends on it."""
 
 
 _BUFFERS = (
@@ -87,10 +87,10 @@ class Observations:
     pending: Numbers
     """Whether the trial is not finished."""
     used: Mapping[int, frozenset[int]]
-    """Row -> micro-batches of all its trials, whatever their outcome."""
+    """Row -> micro-batches of all its trials, regardless of outcome."""
 
     def take(self, index: Numbers) -> Observations:
-        """Return the trials at an index array; ``used`` remains that of all."""
+        """Return the trials at an index array; ``used`` still covers all trials."""
         taken = {one.name: getattr(self, one.name)[..., index] for one in fields(self) if one.name != "used"}
         return Observations(**taken, used=self.used)
 
@@ -146,15 +146,15 @@ class CandidateTable:
         needs = np.array([self._bytes(one) for one in settings], dtype=np.float64).reshape(-1, 3)
         self.forward, self.others, self.host = needs.T
         """Predicted bytes: on the device at the end of the forward pass without activations, on the device at other
-        moments, and on one host.
+        moments, and on a host.
         """
         self.buffers = self._buffers()
-        """Bytes on the device of each knob's value beyond those of its cheapest: as predicted, then those that the
+        """Bytes on the device of each knob's value in excess of its cheapest value: as predicted, then bytes that the
         prediction leaves out, shape (rows, 2 knobs).
         """
 
     def marginal_means(self, values: Numbers) -> Numbers:
-        """Return the means of values over the rows of one structure and one value of a knob, shape (rows, knobs)."""
+        """Return the means of values over the rows of a structure and a value of a knob, shape (rows, knobs)."""
         found = np.zeros(self.knobs.shape)
         for one in np.unique(self.structure):
             own = np.flatnonzero(self.structure == one)
@@ -166,7 +166,7 @@ class CandidateTable:
     def _buffers(self) -> Numbers:
         """Return the bytes on the device of each knob's value beyond its cheapest in the structure, (rows, 2 knobs).
 
-        The latter half are those of one buffer of as many elements, where the formulas know of less.
+        The second half are the bytes of a buffer of as many elements, if the formulas contain less.
         """
         found = self.marginal_means(self.forward)
         possible = np.zeros(found.shape)
@@ -199,16 +199,16 @@ class CandidateTable:
         )
 
     def _coded(self, name: str) -> Numbers:
-        """Return the index of each row's value of a knob, those without one apart."""
+        """Return the index of each row's value of a knob; rows without a value have a separate index."""
         ids: dict[Any, int] = {}
         return np.array([ids.setdefault(params.get(name), len(ids)) for params in self.lineages], dtype=np.int64)
 
     def _knob_names(self) -> list[str]:
-        """Return the knobs beside those of the structure."""
+        """Return the knobs that are not part of the structure."""
         return [tuned.name for tuned in self._space.knobs if tuned.name not in (*STRUCTURE, NVME)]
 
     def _codes(self) -> tuple[Numbers, list[list[Any]]]:
-        """Return the index of each knob's value, shape (rows, knobs), and the values of each, None for without one."""
+        """Return the index of each knob's value, shape (rows, knobs), and the values of each, None if unset."""
         names = self._knob_names()
         values: list[dict[Any, int]] = [{} for _ in names]
         codes = [
@@ -305,7 +305,7 @@ class CandidateTable:
         )
 
     def observations_of_launches(self, launches: Sequence[EarlierLaunch], *, metric: str) -> Observations:
-        """Return the observations of an earlier study's launches; those of other spaces are skipped.
+        """Return the observations of an earlier study's launches; launches outside the space are skipped.
 
         Args:
             launches: The launches.
@@ -347,9 +347,9 @@ class _TableInputs:
 def candidate_table(
     *, profile: ModelProfile, hardware: Hardware, config: Mapping[str, Any], space: SearchSpace
 ) -> CandidateTable:
-    """Return the table of a space, one of the last few of this process where the arguments are the same.
+    """Return the table of a space, from a cache of the last few tables if the arguments are the same.
 
-    A large space takes a second, and a study and an earlier one that it learns from often have the same.
+    A large space takes a second, and a study often shares its space with the earlier study that it learns from.
 
     Args:
         profile: As for ``CandidateTable``, like the others.

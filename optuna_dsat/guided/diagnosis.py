@@ -1,4 +1,4 @@
-"""What breaks launches: a posterior over the components of a configuration that fail whenever they are used.
+"""Diagnosis of failed launches: a posterior over components of a configuration that fail whenever they are used.
 
 Diagnosis of multiple faults (de Kleer and Williams 1987, "Diagnosing Multiple Faults"): a launch fails if one of its
 components is faulty, and sometimes by chance. A component with which a launch ran is not. Which of the others are is
@@ -82,7 +82,7 @@ class Diagnosis:
 
     def __init__(self, failed: Numbers, ran: Numbers, *, priors: Numbers) -> None:
         suspects = np.setdiff1d(failed, np.append(ran, -1))
-        self._place = np.full(len(priors) + 1, len(suspects))  # the last one is of -1
+        self._place = np.full(len(priors) + 1, len(suspects))  # the last entry is for -1
         self._place[suspects] = np.arange(len(suspects))
         self._sets, log_weights = _heaviest(self._suspects_of(failed), np.log(priors / (1 - priors))[suspects])
         weights = np.exp(log_weights - log_weights.max())

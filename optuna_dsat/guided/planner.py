@@ -2,29 +2,29 @@
 
 Memory is predicted by ``optuna_dsat.cost.memory_posterior``, the time of a step by ``optuna_dsat.cost.step_time``, and
 the error of its formula in the metric by ``optuna_dsat.guided.residual_gp``: a measurement corrects the prediction of
-its own lineage most, that of its structure less, and that of others as far as the formula relates them.
-``optuna_dsat.guided.prior_knowledge`` is what earlier studies measured.
+its own lineage most, its structure less, and other structures as far as the formula relates them.
+``optuna_dsat.guided.prior_knowledge`` holds the measurements of earlier studies.
 
 The next launch has the largest expected improvement (Jones et al. 1998) per cost in seconds (Snoek et al. 2012)::
 
     P(fits) EI / (P(fits) T_run + (1 - P(fits)) T_failed)
 
-with EI the expected improvement of the metric's logarithm over the best posterior mean so far, by what the launch
-will change of its own posterior mean: noise bounds what is learnt from it (the knowledge gradient of Frazier et al.
-2009, of one configuration). ``T_run`` are the seconds of start-up and profile steps, and ``T_failed`` those of
-start-up; start-up time is estimated from the launches so far. A launch of ten times the seconds must be expected to
+with EI the expected improvement of the metric's logarithm over the best posterior mean so far, by the change of the
+launch's posterior mean: noise bounds the information of a launch (the knowledge gradient of Frazier et al. 2009, of one
+configuration). ``T_run`` are the seconds of start-up and profile steps, and ``T_failed`` the seconds of start-up, which
+are estimated from the launches so far. A launch of ten times the seconds must be expected to
 gain ten times as much. For structures and values of flags that were never measured the improvement is that of a
-heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wrong about one, it is wrong by much. No
-micro-batch is larger than ``Problem.reach`` times the largest that ran, none than one at which a doubling gained less
-than ``LEAST_GAIN`` (``sizes.paying_sizes``), and none takes many times the seconds of the user's own that may not gain
-as much (``Posterior.is_dear``).
+heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wrong, it is wrong by much. No
+micro-batch is larger than ``Problem.reach`` times the largest that ran, or larger than a size at which a doubling
+gained less than ``LEAST_GAIN`` (``sizes.paying_sizes``), or takes many times the seconds of the baseline without the
+prospect of gaining as much (``Posterior.is_dear``).
 
 The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
 launch, a launch being as long as the shortest of the best configurations, and ``_TOGETHER`` launches of these together
-are not expected to gain as much each (``Prospects.worth_of_launches``): where launches differ by much, one teaches
-little and many together much. It also ends where less than launches of one configuration differ by is left with 90%
-probability (``remaining``): that takes more launches to tell apart than it is worth. Where no launch pays by itself,
-long ones are not made.
+are not expected to gain as much each (``Prospects.worth_of_launches``): with noisy launches, a single launch teaches
+little and many together much. It also ends when the remaining gain is, with 90% probability, below the noise between
+launches of one configuration (``remaining``): resolving it takes more launches than it is worth. Where no single launch
+pays, long launches are skipped.
 
 Launches in flight count as if measured at their predicted metric (the "kriging believer" of Ginsbourger et al. 2010),
 and no other launch of their lineages is proposed.
@@ -63,7 +63,7 @@ Numbers: TypeAlias = npt.NDArray[Any]
 _TOGETHER = 20
 """Launches that the search goes on for if all of them together are expected to gain as much as each of them has to."""
 _LONG = 2.0
-"""Seconds of a launch, relative to one of the best configuration, above which it has to pay by itself."""
+"""Seconds of a launch, relative to a launch of the best configuration, above which it has to pay on its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +121,8 @@ class GuidedPlanner:
     def posterior_means(self, trials: Sequence[FrozenTrial]) -> dict[int, float]:
         """Return the posterior mean metric of measured trials: trial number -> metric.
 
-        It lies between the noisy measurement and the prediction from all other trials, so that among configurations of
-        similar speed the one with the luckiest noise does not count as the best.
+        It is between the noisy measurement and the prediction from all other trials, so that among configurations of
+        similar speed the luckiest measurement does not count as the best.
         """
         posterior = self._posterior(trials)
         return {
@@ -139,10 +139,10 @@ class GuidedPlanner:
 
         Args:
             trials: The study's trials.
-            numbers: Those of which it is asked.
+            numbers: Numbers of the requested trials.
 
         Returns:
-            The numbers of those n that were measured and are in this space, the means (n,) and the covariance (n, n).
+            Numbers of the n requested trials that were measured and are in this space, means (n,), covariance (n, n).
         """
         posterior = self._posterior(trials)
         known = [int(number) for number in posterior.measured.number]
@@ -203,7 +203,7 @@ class GuidedPlanner:
     def expected_peaks(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
     ) -> list[int | None]:
-        """Return the expected peak of a rank in bytes, given some trials; None for what is not in this space.
+        """Return the expected peak of a rank in bytes, given some trials; None outside this space.
 
         Args:
             trials: The study's trials at one moment.
@@ -228,7 +228,7 @@ class GuidedPlanner:
             configurations: Knobs and micro-batch of each.
 
         Returns:
-            None if one is not in this space.
+            None if a configuration is not in this space.
         """
         rows = [self.problem.table.row_index(params) for params, _ in configurations]
         if None in rows:
@@ -302,14 +302,14 @@ class GuidedPlanner:
         return rows, sizes, acquisition
 
     def _goes_on(self, prospects: Prospects | None) -> bool:
-        """Whether launches are worth it together, though none is by itself."""
+        """Whether launches are worth it together, though no single launch is."""
         if prospects is None:
             return True
         enough = prospects.worth_of_launches(_TOGETHER) >= _TOGETHER * self.min_gain
         return enough and prospects.remaining() >= math.sqrt(prospects.noise_variance)
 
     def remaining(self, trials: Sequence[FrozenTrial]) -> float:
-        """Return what is left to gain: the best configuration is better by less than this share with 90% probability.
+        """Return the remaining gain: the best configuration is better by less than this share with 90% probability.
 
         By the posterior given these trials; infinite before a metric was measured.
         """

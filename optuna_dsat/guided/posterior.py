@@ -33,7 +33,7 @@ Numbers: TypeAlias = npt.NDArray[Any]
 _START_UP_WEIGHT = 2.0
 """Factor on start-up seconds: a launch also counts against the budget of launches."""
 _DEFAULT_START_UP_S = 30.0
-"""Launch seconds outside training steps until one launch was measured; only the ratio to the steps matters."""
+"""Assumed launch seconds outside training steps until a launch was measured; only the ratio to the steps matters."""
 _NON_DEFAULT_PENALTY = 5e-4
 """Log objective subtracted per knob that differs from the user's value (or DeepSpeed's default), to break ties."""
 _LARGER_PENALTY = 2e-4
@@ -41,8 +41,8 @@ _LARGER_PENALTY = 2e-4
 DOUBTED_FORMULA = 0.12
 """Relative error of the step time's formula, per phase, to plan a search by.
 
-It is larger than that of the formula where it holds: a fit that follows the measurements closely is sure of what it
-says of other structures, also on machines where that is wrong.
+It is larger than the formula's error where the formula holds: a fit that follows the measurements closely is confident
+about other structures even on machines where it is wrong.
 """
 _MIN_FITS = 0.05
 """Probability to run below which no candidate is launched once a metric was measured."""
@@ -66,9 +66,9 @@ _USUAL_FILL = 0.5
 _BOUND_SIGMAS = 1.0
 """Standard deviations of the knobs' parts that are added to the mean by which lineages are shortlisted."""
 _NEIGHBOURED = 3
-"""Lineages of the best posterior means of which those that differ in one knob are on the shortlist, too."""
+"""Lineages of the best posterior means whose single-knob neighbours are on the shortlist, too."""
 _MAX_TIES = 3
-"""Lineages on the shortlist among those of equal predictions."""
+"""Lineages on the shortlist among lineages of equal predictions."""
 _REFINED = 8
 """Configurations of the largest acquisition values around which more micro-batches are evaluated."""
 _FINE = tuple(2 ** (sixth / 6) for sixth in range(-6, 7))
@@ -121,7 +121,7 @@ class Posterior:
         self._limit_bytes = min(self._memory.limit, float(problem.device_bytes))
         self._runs = RunProbability(problem, observations, self._memory)
         self._largest = min(largest_size(problem, observations, samples_limit=samples_limit), self._runs.largest_sound)
-        """Largest micro-batch that the script's data allow, within reach of one that ran and below what breaks."""
+        """Largest micro-batch that the script's data allow, within reach of a size that ran and below failing sizes."""
         used = [(row, size) for row, sizes in observations.used.items() for size in sizes]
         every = np.array(used, dtype=np.int64).reshape(-1, 2)
         self._used_keys = every[:, 0] * len(problem.sizes) + problem.size_index(every[:, 1])
@@ -179,7 +179,7 @@ class Posterior:
         self._incumbent = float(self.residuals.posterior_means[:count].max()) if count else None
 
     def _predicted_effects(self, measured: Observations) -> tuple[Numbers, Numbers]:
-        """Return what the fitted formula says of structures and knobs, at the micro-batch that measured best.
+        """Return the effects of structures and knobs by the fitted formula, at the micro-batch that measured best.
 
         Returns:
             For each row, the effect of its structure on the log objective, from the best measured row's, shape (rows,);
@@ -245,7 +245,7 @@ class Posterior:
     def _promising_shares(self, edge: Numbers, rows: Numbers, structure: Numbers) -> Numbers:
         """Return the shares of the edge at which each row is worth evaluating, shape (2, rows).
 
-        They are those of the best scores among some rows of the structure: knobs move the best micro-batch little.
+        They have the best scores among some rows of the structure: knobs move the best micro-batch little.
         """
         found = np.ones((2, len(rows)))
         shares = np.array(_COARSE_SHARES)
@@ -320,7 +320,7 @@ class Posterior:
     def _neighbours(self) -> Numbers:
         """Return the rows that differ in one knob from the lineages of the best posterior means.
 
-        They show what a knob does, also where the formula knows of no effect.
+        They show a knob's effect, even if the formula predicts none.
         """
         count = len(self.measured.row)
         order = np.argsort(-self.residuals.posterior_means[:count], kind="stable")
@@ -333,7 +333,7 @@ class Posterior:
         return np.flatnonzero(np.any(near, axis=0)) if near else np.zeros(0, dtype=np.int64)
 
     def _unused(self, rows: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the configurations next to the wanted ones that may be launched, each once: rows and micro-batches.
+        """Return the permitted configurations next to the requested ones, without duplicates: rows and micro-batches.
 
         Args:
             rows: n rows.
@@ -347,7 +347,7 @@ class Posterior:
         return keys // len(sizes), sizes[keys % len(sizes)]
 
     def refined(self, rows: Numbers, sizes: Numbers, value: Numbers) -> tuple[Numbers, Numbers]:
-        """Return more micro-batches around those with the largest acquisition values, one lineage each.
+        """Return more micro-batches around the largest acquisition values, one per lineage.
 
         Args:
             rows: Rows of evaluated configurations.
@@ -391,7 +391,7 @@ class Posterior:
         Args:
             rows: Rows of the configurations.
             sizes: Their micro-batches.
-            over: Log objective that gains are over; None for that of the incumbent or of what stands for it.
+            over: Log objective to improve on; None for the incumbent's (or its substitute's).
         """
         peak, fits = self._runs.fits(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
@@ -426,14 +426,14 @@ class Posterior:
         return found
 
     def _launch_s(self, latency: Numbers) -> Numbers:
-        """Return what launches cost whose steps take these seconds: those of start-up, weighted, and of the steps."""
+        """Return the cost of launches with these step seconds: weighted start-up seconds plus the steps."""
         found: Numbers = self._start_up_s + self._problem.profile_steps * latency
         return found
 
     def relative_costs(self, acquisition: Acquisition) -> Numbers:
-        """Return the seconds of launches relative to what the best costs; 0 before a metric was measured.
+        """Return the seconds of launches relative to the cost of the best; 0 before a metric was measured.
 
-        That is the shortest launch of the configurations that are within ``LEAST_GAIN`` of the best.
+        The best is the shortest launch of the configurations within ``LEAST_GAIN`` of the best metric.
         """
         if self._incumbent is None:
             return np.zeros(len(acquisition.cost_s))
@@ -457,9 +457,9 @@ class Posterior:
         return found
 
     def prospects(self, rows: Numbers, sizes: Numbers) -> Prospects | None:
-        """Return what may be gained over the incumbent, None before a metric was measured.
+        """Return the possible gain over the incumbent, None before a metric was measured.
 
-        It looks at the most hopeful of some configurations and at those that were measured.
+        It considers the most promising of some configurations and all measured configurations.
 
         Args:
             rows: Rows of the configurations.

@@ -1,4 +1,4 @@
-"""What a search may still gain, by draws of the joint posterior of its configurations."""
+"""Remaining gain of a search, by draws of the joint posterior of its configurations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DRAWS, _SURE = 256, 0.9
 
 
 class Prospects:
-    """What may be gained over the incumbent, in the metric's logarithm.
+    """Possible gain over the incumbent, in the metric's logarithm.
 
     Args:
-        means: Posterior means of the log objectives of n configurations, those not measured first.
+        means: Posterior means of the log objectives of n configurations, unmeasured configurations first.
         covariance: Their covariance, without noise, shape (n, n).
         runs: Probability that each of those not measured runs; those near the edge of memory run or not together.
         held: Index of the incumbent.
@@ -38,12 +38,12 @@ class Prospects:
         self._runs = chances > np.random.default_rng(1).random((_DRAWS, 1))
 
     def remaining(self) -> float:
-        """Return what the best of the configurations gains: with 90% probability it is less."""
+        """Return the 90% quantile of the best configuration's gain."""
         gain = np.where(self._runs, self._draws - self._draws[:, [self._held]], 0.0)
         return float(np.quantile(gain.max(axis=1), _SURE))
 
     def worth_of_launches(self, launches: int) -> float:
-        """Return what some launches together are expected to gain.
+        """Return the expected gain of some launches together.
 
         They are of configurations that are the best by one draw each (Thompson sampling for launches side by side,
         Kandasamy et al. 2018), and measured with noise. What is held then has the best posterior mean (the knowledge

@@ -1,25 +1,25 @@
 """Gaussian process over the residuals of the step-time model, in the logarithm of the metric.
 
-Rasmussen and Williams 2006, chapter 2. The formula of the step time is a prior mean, never a law. The residual of a
-configuration is a sum of independent parts:
+Rasmussen and Williams 2006, chapter 2. The formula of the step time is the prior mean. The residual of a configuration
+is a sum of independent parts:
 
 - of its structure (ZeRO stage and offload) and of the lineage;
-- of each other knob's value, mostly the same in all structures; those of a size are alike where the sizes are;
-- of the micro-batch: smooth functions of its logarithm, one shared by all structures and one for each, which can follow
-  any smooth curve; and the work that kernels waste on incomplete tiles ("tile quantization" in NVIDIA, "Matrix
+- of each other knob's value, mostly the same in all structures; for numeric knobs, close values have similar residuals;
+- of the micro-batch: smooth functions of its logarithm (a shared function and a separate one per structure), which can
+  follow any smooth curve; and the work that kernels waste on incomplete tiles ("tile quantization" in NVIDIA, "Matrix
   Multiplication Background"), the logarithm of ``ceil(m / t) t / m`` for tiles of ``t`` samples;
 - of the share of memory in use;
-- of the coefficients' own uncertainty, by the model's derivatives.
+- of the coefficients' uncertainty, by the model's derivatives.
 
 How large these parts are differs between machines by orders of magnitude, and most knobs do nothing: each has a factor
-on its variance, and so has the noise. They are those of the largest posterior density (type II maximum likelihood,
-MacKay 2003, chapter 28, with log-normal priors; one factor per knob is automatic relevance determination, Neal 1996),
-climbed to one factor at a time. A knob's factor is then replaced by its mean, in the logarithm and given the others:
-where few launches vary a knob, the most likely factor is a small one, and a search that took it for the truth would be
-too sure that the knob does nothing (for the same reason Snoek et al. 2012 integrate over such factors).
+on its variance, and so has the noise. They maximise the posterior density (type II maximum likelihood, MacKay 2003,
+chapter 28, with log-normal priors; a factor per knob is automatic relevance determination, Neal 1996) by coordinate
+ascent. A knob's factor is then replaced by its mean, in the logarithm and given the others: if few launches vary a
+knob, the most likely factor is small, and a search that relied on it would be too sure that the knob does nothing (for
+the same reason Snoek et al. 2012 integrate over such factors).
 
-Measurements of an earlier study have a larger noise than those of this one, and an error in common (conditions of that
-day).
+Measurements of an earlier study have a larger noise than measurements of the current study, and a common error
+(conditions of that day).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DOUBTED_STRUCTURE, _DOUBTED_KNOB = 0.3, 0.5
 _DECADE_WIDTH, _SMOOTH_SHARE = 1.0, 0.7
 """Length scale of a knob's size in decades, and the share of its variance that is smooth in that."""
 _SIZE_SD, _STRUCTURE_SIZE_SD, _SHORT_SIZE_SD = 0.06, 0.03, 0.02
-"""The same of the micro-batch: slow and shared, slow and of one structure, fast and shared."""
+"""The same of the micro-batch: slow and shared, slow and per structure, fast and shared."""
 _SIZE_WIDTH, _SHORT_SIZE_WIDTH = 3.0, 1.0
 """Their length scales, in doublings."""
 _TILES, _TILE_SD = (2, 4, 8, 16, 32, 64), 0.04
@@ -55,7 +55,7 @@ _TILES, _TILE_SD = (2, 4, 8, 16, 32, 64), 0.04
 _FILL_WIDTH = 0.2
 """Length scale of the share of memory in use."""
 NOISE_SD = 0.02
-"""Relative standard deviation of a measured metric between launches of one configuration: the prior's median."""
+"""Relative standard deviation of a measured metric between launches of a configuration: the prior's median."""
 _STEP = 4.0
 """Ratio of neighbouring candidate factors."""
 _LIMITS = {
@@ -105,7 +105,7 @@ class Points:
     knobs: Numbers
     """Index of each knob's value, shape (n, knobs)."""
     structure_effect: Numbers
-    """Predicted effect of the structure on the log objective, from that of the best measured configuration."""
+    """Predicted effect of the structure on the log objective, relative to the best measured configuration."""
     knob_effects: Numbers
     """Predicted effect of each knob's value on the same, from the mean in its structure, shape (n, knobs)."""
     micro_batch: Numbers
@@ -135,7 +135,7 @@ class ResidualGP:
     """Posterior of the residuals given measurements.
 
     Args:
-        points: Measured configurations, followed by those in flight.
+        points: Measured configurations, followed by running configurations.
         observed: Measured log objectives of the first ``len(observed)`` points.
         kernels: Of each knob, its values' covariance at a variance of 1.
     """
@@ -198,7 +198,7 @@ class ResidualGP:
         )
 
     def knob_moments(self, structure: int, knobs: Numbers, effects: Numbers) -> tuple[Numbers, Numbers]:
-        """Return posterior mean and variance of the knobs' parts of the residual for n lineages of one structure.
+        """Return posterior mean and variance of the knobs' parts of the residual for n lineages of a structure.
 
         Args:
             structure: Its index.
@@ -284,7 +284,7 @@ class ResidualGP:
         return found
 
     def _learnt_factors(self, parts: Mapping[str, Numbers], points: Points, residuals: Numbers) -> dict[str, float]:
-        """Return the factors of a large posterior density; those of knobs are means over it, each given the others."""
+        """Return factors of large posterior density; knobs' factors are means over it, each given the others."""
         knobs = [_knob(place) for place in range(len(self._kernels))]
         limits = {**_LIMITS, **dict.fromkeys(knobs, _KNOB_LIMITS)}
         if not len(residuals):
@@ -336,7 +336,7 @@ def _bell(a: Numbers, b: Numbers, width: float) -> Numbers:
 
 
 def _tile_waste(micro_batch: Numbers) -> Numbers:
-    """Return the logarithm of what kernels compute over what is asked, for each size of a tile, shape (n, tiles)."""
+    """Return the log ratio of computed to requested samples for each tile size, shape (n, tiles)."""
     tiles = np.array(_TILES, dtype=np.float64)
     done = np.ceil(micro_batch[:, None] / tiles) * tiles
     found: Numbers = np.minimum(np.log(done / micro_batch[:, None]), math.log(2))

@@ -20,7 +20,7 @@ Numbers: TypeAlias = npt.NDArray[Any]
 _BLAMED = 0.5
 """Probability from which on the micro-batch is taken to be the cause of failures."""
 _NEAR_OCTAVES = 0.5
-"""Doublings of the micro-batch up to which a launch that ran out of memory speaks against smaller ones."""
+"""Doublings of the micro-batch up to which an out-of-memory launch is evidence against smaller micro-batches."""
 _USUAL_FAILURES = 2
 """Launches of a structure that fail near its edge while that is looked for; only what goes beyond them counts."""
 _SURE_SHARE = 0.5

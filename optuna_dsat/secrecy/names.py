@@ -1,4 +1,4 @@
-"""Names of options, variables and keys whose values are secrets, and values that are none whatever their name."""
+"""Detect options, variables and keys whose values are secrets, and values that cannot be secrets."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _STRONG = _words(
     passwd password passwords passwort privatekey psk psswd pswd pwd secret secretkey secrets
     """
 )
-"""Words of a name whose value is a secret whatever it looks like."""
+"""Words of a name whose value is always a secret."""
 _WEAK = frozenset({"auth", "bearer", "cookie", "key", "pass", "pat", "sas", "token", "webhook"})
-"""Words whose value is a secret unless the words around them, or the value, say otherwise."""
+"""Weak words: the value is a secret unless the adjacent words or the value itself rule it out."""
 _PLURALS = {"keys": "key", "tokens": "token"}
 _KINDS = _words(
     """
@@ -31,7 +31,7 @@ _KINDS = _words(
     storage swanlab telegram user wandb webhook
     """
 )
-"""Words before a weak one that say whose or what secret it is; only after these is a plural one."""
+"""Words before a weak word that name the owner or kind of the secret; a plural is a secret only after these."""
 _NEVER_BEFORE = _words(
     """
     additional answer attention audio author backward begin blank bos caption class cls column
@@ -42,7 +42,7 @@ _NEVER_BEFORE = _words(
     target text train unk unknown use val value video vision vocab word
     """
 )
-"""Words before a weak one that make it something else: the token that pads, the key of a column."""
+"""Words before a weak word that change its meaning: the token that pads, the key of a column."""
 _NEVER_AFTER = _words(
     """
     backend batch budget chunk class classes count counts dim dims dir directory drop dropout embed
@@ -53,7 +53,7 @@ _NEVER_AFTER = _words(
     var variable vocab weight weights width
     """
 )
-"""Last words that make a name that of something about a secret, or of no secret at all."""
+"""Last words of names that describe a property of a secret, or something else entirely."""
 _FLAGS = _words("allow ask disable enable has is no require save skip with without")
 """First words of a name that is switched on and off."""
 _PLAIN_VALUES = _words(
@@ -74,7 +74,7 @@ def is_secret(name: str, value: str) -> bool:
 
     Args:
         name: Such as ``--hf.token``, ``openaiKey`` or ``WANDB_API_KEY``.
-        value: Its value; plain numbers, truth values and paths of files that exist are none, except of a password.
+        value: Its value; numbers, booleans and paths of existing files are not secrets, except of a password.
     """
     strength = _strength(name)
     text = value.strip().strip("\"'")
@@ -88,12 +88,12 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a name is that of a secret, whatever its value."""
+    """Return whether a name denotes a secret regardless of its value."""
     return _strength(name) >= 2
 
 
 def looks_random(text: str) -> bool:
-    """Return whether a text looks as if drawn at random: long, one word, of letters and digits."""
+    """Return whether a text looks random: a long single word of letters and digits."""
     letters, digits = sum(one.isalpha() for one in text), sum(one.isdigit() for one in text)
     return len(text) >= 16 and letters >= 4 and digits >= 3 and not re.search(r"[\s/,:]", text)
 
@@ -106,7 +106,7 @@ def _is_file(text: str) -> bool:
 
 
 def _unglued(word: str) -> tuple[str, ...]:
-    """Return a word of a name as the words that it is made of: the last kind of a secret, and what it is."""
+    """Split a compound word of a name into its last kind of secret and its weak word."""
     if word in _STRONG or (glued := _GLUED.fullmatch(word)) is None:
         return (word,)
     kind = max((one for one in _KINDS if glued["kinds"].endswith(one)), key=len)
@@ -114,7 +114,7 @@ def _unglued(word: str) -> tuple[str, ...]:
 
 
 def _strength(name: str) -> int:
-    """Return 3 for a name of a secret, 2 if only a number is none, 1 if the value decides, 0 for any other name."""
+    """Return 3 for a secret, 2 for a secret unless the value is a number, 1 if the value decides, 0 for other names."""
     words = [one.lower() for part in re.split(r"[^A-Za-z0-9]+", name) for one in _CAMEL.split(part) if one]
     words = [part for one in words for part in _unglued(_DIGITS_AT_END.sub("", one) or one)]
     if not words:

@@ -64,7 +64,7 @@ OUTCOME = "outcome"
 LAUNCH_ID = "launch_id"
 """Identifier of the launch; set when it starts. From then on the trial counts against the budget."""
 VETOED = "vetoed"
-"""Reason why the trial was told without a launch."""
+"""Reason why the trial was finished without a launch."""
 MESSAGE = "message"
 METRICS = "metrics"
 CONFIG = "config"
@@ -113,9 +113,9 @@ WARM_START = "warm_start"
 WRITTEN = "written"
 """Study attribute: SHA-256 digest of each file of the result as the study last wrote it, by name."""
 WINNER = "winner"
-"""Study attribute: number of the trial that was handed over when the study was last concluded."""
+"""Study attribute: number of the trial selected when the study was last concluded."""
 RESULT = "result"
-"""Study attribute: the verdict in words, for whoever looks at the study with tools of Optuna."""
+"""Study attribute: the verdict as text, for users of Optuna's tools."""
 
 
 def step_and_overhead_s(trial: FrozenTrial) -> tuple[float, float] | None:
@@ -141,7 +141,7 @@ def best_trials(trials: Sequence[FrozenTrial], *, maximize: bool) -> list[Frozen
 
 
 def commonest_message(trials: Sequence[FrozenTrial]) -> str:
-    """Return what launches that measured nothing ended with most often; empty without such a launch."""
+    """Return the most frequent outcome of launches without a measurement; empty without such a launch."""
     ended = [one for one in trials if one.state.is_finished() and LAUNCH_ID in one.user_attrs]
     failed = [one.user_attrs for one in ended if one.user_attrs.get(OUTCOME) not in (Outcome.MEASURED, Outcome.LOST)]
     found = Counter(str(attrs[MESSAGE]) for attrs in failed if attrs.get(MESSAGE))
@@ -183,7 +183,7 @@ def step_facts(trial: FrozenTrial) -> dict[str, Any]:
 
 
 def user_config_trial(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
-    """Return the completed trial of the user's own config, None if there is none."""
+    """Return the completed trial of the baseline, or None."""
     for trial in trials:
         if trial.user_attrs.get(PURPOSE) == USER_CONFIG and trial.state is TrialState.COMPLETE:
             return trial

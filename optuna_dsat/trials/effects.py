@@ -1,11 +1,11 @@
-"""What structures, micro-batches and knobs do to the metric, learnt from all measured lineages: a Gaussian process.
+"""Effects of structures, micro-batches and knobs on the metric: a Gaussian process over all measured lineages.
 
 The logarithm of the metric is a sum of independent parts (Duvenaud et al. 2011, arXiv:1112.4394): a smooth curve over
 the logarithm of the micro-batch, a deviation from it for each structure (ZeRO stage and offload), and an effect of
-each knob, half of which all ZeRO stages share. Sizes that are close have similar effects. How much structures and
-knobs matter, and the noise from launch to launch, are those of a few values that make the measurements likeliest. So
-effects are told from each other: a choice that was seen in one bad lineage alone is not blamed for it, and one whose
-effect was measured to be nothing is no reason for another launch.
+each knob, half of which all ZeRO stages share. Sizes that are close have similar effects. The variances of
+structures and knobs, and the noise between launches, are chosen from a few values by maximum likelihood. This separates
+the effects: a choice that was seen only in a single bad lineage is not blamed for it, and a choice without a measured
+effect does not justify another launch.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Choices = Mapping[str, Sequence[Any]]
 
 _LEAST_MEASUREMENTS = 3
 _BEST, _LATEST = 50, 50
-"""Measurements that are looked at: the best ones, and the latest."""
+"""Number of measurements used: the best, and the latest."""
 _CURVE, _CURVE_OCTAVES = 1.5, 2.5
 """Standard deviation (of the logarithm) of the curve over the micro-batch, and the octaves over which it is smooth."""
 _OWN_CURVE, _OWN_OCTAVES = 0.3, 3.0
 """Likewise of a structure's deviation from it, relative to what structures differ by."""
 _STAGE, _OFFLOAD = 0.2, 0.2
-"""Shares of a structure's variance that others with its ZeRO stage have, too, and those with its offloads."""
+"""Shares of a structure's variance shared with structures of the same ZeRO stage, and of the same offloads."""
 _PER_OCTAVE = 0.03
-"""Standard deviation by which what a launch teaches errs per octave between its micro-batch and the best one."""
+"""Standard deviation of the error of a launch's evidence, per octave between its micro-batch and the best."""
 _DRAWS = 48
 _LEAST_GAIN = 0.005
 """Relative gain below which beating the best measurement does not count."""
 
 
 class Measurement(NamedTuple):
-    """One measured launch."""
+    """A measured launch."""
 
     number: int
     """Of its trial."""
@@ -54,7 +54,7 @@ class Measurement(NamedTuple):
     """The knobs, without the micro-batch."""
     micro_batch: int
     goodness: float
-    """Logarithm of the metric, larger is better; NaN if there is none."""
+    """Logarithm of the metric, larger is better; NaN without a metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Effects:
     """Posterior of the effects on the logarithm of the metric, larger is better.
 
     Args:
-        measurements: At least one, each with a finite goodness.
+        measurements: At least one measurement, each with a finite goodness.
     """
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
@@ -102,9 +102,9 @@ class Effects:
         self._best = float(np.max(targets - (self.scales.noise**2 + far) * self._weights))
 
     def draw(self, rng: random.Random, name: str, choices: Sequence[Any], params: Mapping[str, Any]) -> Sequence[float]:
-        """Return one draw of the effect of each choice of a knob (Thompson 1933).
+        """Draw the effect of each choice of a knob (Thompson 1933).
 
-        The largest is the choice's with the chance that it is the best.
+        A choice has the largest draw with the probability that it is the best.
 
         Args:
             rng: Draws.
@@ -115,7 +115,7 @@ class Effects:
         return [float(value) for value in _draws(rng, *self._choices(name, choices, params), count=1)[0]]
 
     def better(self, name: str, usual: Any, choices: Sequence[Any], params: Mapping[str, Any]) -> Any:
-        """Return the best choice of a knob if it beats the usual one by more than their doubt, else the usual one.
+        """Return the best choice of a knob, or the usual choice unless it is beaten by more than the uncertainty.
 
         Args:
             name: The knob.
@@ -172,7 +172,7 @@ class Effects:
         return variance * cross, variance * _table(_similar, choices, choices)
 
     def _structural(self, others: Sequence[Mapping[str, Any]], octaves: Array) -> Array:
-        """Return the correlation of others' structures with those measured: shape (others, measurements)."""
+        """Return the correlation of other structures with the measured structures: shape (others, measurements)."""
         same = _table(_same_structure, [_structure(one) for one in others], [_structure(one) for one in self._params])
         own = _OWN_CURVE**2 * _smooth(octaves, self._octaves, _OWN_OCTAVES)
         return np.asarray(same + (same == 1.0) * own, dtype=np.float64)
@@ -185,7 +185,7 @@ class Effects:
 
 
 def effects_of(lineages: Lineages, direction: StudyDirection) -> Effects | None:
-    """Return what the measured lineages teach, None if too few were measured or a metric is not positive."""
+    """Return the effects in the measured lineages, None if too few were measured or a metric is not positive."""
 
     def find() -> Effects | None:
         found = [one for group in lineages.structures.values() for one in _chosen_of(group, direction)]
@@ -204,7 +204,7 @@ def _chosen_of(group: StructureGroup, direction: StudyDirection) -> Sequence[Mea
 
 
 def _chosen(found: Sequence[Measurement]) -> Sequence[Measurement]:
-    """Return the best measurements and the latest, by number; one without a goodness is never left out."""
+    """Return the best measurements and the latest, by number; always include measurements without a goodness."""
     by_number = sorted(found, key=lambda one: one.number)
     if len(found) <= _BEST + _LATEST:
         return by_number
@@ -258,7 +258,7 @@ def _draws(rng: random.Random, mean: Array, covariance: Array, *, count: int) ->
 
 
 def _table(alike: Callable[[Any, Any], float], rows: Sequence[Any], columns: Sequence[Any]) -> Array:
-    """Return ``alike`` of each row and column; of equal ones it is asked once."""
+    """Return ``alike`` of each row and column; call it once for equal pairs."""
     numbers: dict[str, int] = {}
     distinct: list[Any] = []
     codes = []

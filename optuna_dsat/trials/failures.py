@@ -1,4 +1,4 @@
-"""Structures at which the script fails whatever the micro-batch, as the launches of a study show them.
+"""Structures at which the script fails with any micro-batch, inferred from the launches of a study.
 
 A structure has components: its ZeRO stage, each lower bound of the stage, and its offloads. Components that ran are not
 at fault. Of the others, those that two launches with the same error share are the suspects, and so are all of a launch
@@ -58,7 +58,7 @@ class StructureFailures:
     def largest_first(self, params: Mapping[str, Any]) -> int | None:
         """Return the largest micro-batch of a structure that never ran, None for any.
 
-        At a size that ran, a failure tells whether the structure is the cause or the size.
+        At a size that ran, a failure shows whether the structure or the size is the cause.
         """
         return None if _components(params) in self.ran else self.proven_size
 
@@ -69,7 +69,7 @@ def error_of(trial: FrozenTrial) -> str:
 
 
 def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> StructureFailures:
-    """Return what the failed launches of a study teach of structures.
+    """Return the evidence of a study's failed launches about structures.
 
     Args:
         trials: Trials; only finished ones are read.
@@ -117,7 +117,7 @@ def _components(knobs: Mapping[str, Any]) -> frozenset[_Component]:
 def _suspects(
     failed: Sequence[tuple[FrozenTrial, frozenset[_Component], int]], innocent: frozenset[_Component], largest: int
 ) -> set[frozenset[_Component]]:
-    """Return sets of components; a structure that has all of one set fails."""
+    """Return sets of components; a structure that contains a whole set fails."""
     by_error: dict[str, dict[frozenset[_Component], list[int]]] = {}
     found = set()
     for trial, components, size in failed:

@@ -4,8 +4,8 @@ A lineage is the set of trials that agree in every knob but the micro-batch. Mem
 the result of one trial (it fits, it is too large) bounds the micro-batches of the others. Samplers and pruners decide
 on lineages only, so any worker can continue any study.
 
-Trials are read through the user attributes ``outcome`` (value of ``Outcome``) and ``vetoed`` (why the trial was told
-without a launch). If a study sets neither, its trials are read by their state.
+Trials are read through the user attributes ``outcome`` (value of ``Outcome``) and ``vetoed`` (why the trial was
+finished without a launch). If a study sets neither, its trials are read by their state.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
 T = TypeVar("T")
 
 STRUCTURE = (ZERO_STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
-"""Knobs that decide where model states are stored, and so what fits and what is communicated."""
+"""Knobs that decide where model states are stored, and so memory use and communication."""
 
 PLAN_ATTR = "dsat:plan"
 """System attribute: the configuration a sampler plans for a trial, set before its parameters are suggested."""
@@ -70,7 +70,7 @@ RETRY_ATTR = "failed_trial"
 PEAK_MARGIN = 0.03
 """Relative difference between two metrics of a lineage above which it counts as real, not as noise."""
 PEAK_WIDTH = 0.1
-"""Relative width of the gap beside a peak at which its search stops: the metric is flat there."""
+"""Relative width of the gap next to a peak at which its search stops: the metric is flat there."""
 
 _FIXED_ATTR = "fixed_params"  # where Optuna 5 keeps the parameters of ``Study.enqueue_trial``
 
@@ -91,9 +91,9 @@ class Feasibility(StrEnum):
 def feasibility(trial: FrozenTrial) -> Feasibility:
     """Return what a trial shows about its micro-batch.
 
-    A job stopped in flight after a full step fits; running out of memory counts even if steps were reported before.
-    In a study that sets no ``outcome``, a pruned trial without reports counts as too large: studies mark infeasible
-    configurations this way.
+    A job stopped while running, after a full step, fits; running out of memory counts even if steps were reported
+    before. In a study that sets no ``outcome``, a pruned trial without reports counts as too large: studies mark
+    infeasible configurations this way.
     """
     if not trial.state.is_finished() or trial.user_attrs.get(VETOED):
         return Feasibility.UNKNOWN
@@ -151,7 +151,7 @@ class Lineage:
     params: Mapping[str, Any]
     """The knobs, without the micro-batch."""
     trials: tuple[FrozenTrial, ...]
-    """All trials of the lineage, by number, including those in flight."""
+    """All trials of the lineage, by number, including running trials."""
     micro_batch: str = MICRO_BATCH
     """Name of the micro-batch parameter."""
 
@@ -178,17 +178,17 @@ class Lineage:
 
     @cached_property
     def used(self) -> frozenset[int]:
-        """Micro-batches of all trials, including vetoed and failed ones: none is proposed again."""
+        """Micro-batches of all trials, including vetoed and failed trials: they are not proposed again."""
         return frozenset(map(self.size, self.trials))
 
     @cached_property
     def largest_fit(self) -> int | None:
-        """Largest micro-batch known to fit, None if there is none."""
+        """Largest micro-batch known to fit, or None."""
         return max(self._sizes(Feasibility.FITS), default=None)
 
     @cached_property
     def smallest_too_large(self) -> int | None:
-        """Smallest micro-batch known not to fit, None if there is none."""
+        """Smallest micro-batch known not to fit, or None."""
         return min(self._sizes(Feasibility.TOO_LARGE), default=None)
 
     def _sizes(self, wanted: Feasibility) -> list[int]:
@@ -212,7 +212,7 @@ class Lineage:
 
     @cached_property
     def first_number(self) -> int:
-        """Number of the first trial, -1 if there is none."""
+        """Number of the first trial, -1 without trials."""
         return self.trials[0].number if self.trials else -1
 
     @cached_property
@@ -227,7 +227,7 @@ class Lineage:
 
     @cached_property
     def distribution(self) -> IntDistribution | None:
-        """Distribution of the micro-batch in the latest trial that has one, None if none has."""
+        """Distribution of the micro-batch in the latest trial that has it, or None."""
         for trial in reversed(self.trials):
             found = micro_batches_of(trial.distributions.get(self.micro_batch))
             if found is not None:
@@ -261,7 +261,7 @@ class Lineage:
         return self.derived("measured", find)
 
     def best(self, direction: StudyDirection) -> FrozenTrial | None:
-        """Return the best completed trial with a metric, the earliest of ties; None if there is none."""
+        """Return the best completed trial with a metric, the earliest of ties, or None."""
 
         def find() -> FrozenTrial | None:
             measured = [t for t in self.trials if t.state == TrialState.COMPLETE and score(t) is not None]
@@ -314,8 +314,8 @@ class LineageGate(Protocol):
 def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> dict[str, Lineage]:
     """Group trials into lineages, ordered by their first trial.
 
-    Trials without an integer micro-batch parameter are left out. Parameters of unfinished trials are completed by those
-    they were enqueued with and by the sampler's plan.
+    Trials without an integer micro-batch parameter are left out. Parameters of unfinished trials are completed by their
+    enqueued parameters and the sampler's plan.
     """
     members: dict[str, list[FrozenTrial]] = {}
     params: dict[str, dict[str, Any]] = {}
@@ -349,7 +349,7 @@ def structure(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agrees(params: Mapping[str, Any], other: Mapping[str, Any], *, strict: bool = False) -> bool:
-    """Return whether knobs equal those of ``other`` where both have them; if strict, all of ``other`` are required."""
+    """Return whether shared knobs equal the values in ``other``; if strict, all of ``other`` are required."""
     missing = object()
     for name, value in other.items():
         found = params.get(name, missing)
@@ -393,7 +393,7 @@ def search_interval(lineage: Lineage, ceiling: int, *, floor: int = 1) -> tuple[
 
 
 def past_peak(lineage: Lineage, direction: StudyDirection) -> bool:
-    """Return whether a micro-batch above the best one was measured to be worse by more than ``PEAK_MARGIN``."""
+    """Return whether a micro-batch above the best was measured to be worse by more than ``PEAK_MARGIN``."""
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
     points = sorted((sign * value, size) for size, value in lineage.points())
     if not points:
@@ -403,11 +403,11 @@ def past_peak(lineage: Lineage, direction: StudyDirection) -> bool:
 
 
 def peak_gap(lineage: Lineage, distribution: IntDistribution, direction: StudyDirection) -> Sequence[int]:
-    """Return the unused micro-batches among which the best one lies, after a larger one was measured to be worse.
+    """Return the unused micro-batches around the peak of the metric, once a larger one was measured to be worse.
 
-    If the metric has one peak, the best micro-batch lies between the measured neighbours of the best measured one. The
-    wider of the two gaps beside it is returned; nothing if the peak was not passed yet, or if both gaps are narrower
-    than ``PEAK_WIDTH`` times the best micro-batch.
+    If the metric has one peak, the best micro-batch is between the measured neighbours of the best measured value.
+    The wider of these two gaps is returned; nothing if the peak was not passed yet, or if both gaps are narrower than
+    ``PEAK_WIDTH`` times the best micro-batch.
 
     Args:
         lineage: The lineage.
@@ -451,7 +451,7 @@ def middle(values: Sequence[int]) -> int:
 
 
 def visible_params(trial: FrozenTrial, micro_batch: str = MICRO_BATCH) -> dict[str, Any]:
-    """Return a trial's parameters; those of an unfinished trial are completed by its plan and enqueued parameters."""
+    """Return a trial's parameters; an unfinished trial's are completed by its plan and enqueued parameters."""
     if trial.state.is_finished():
         return dict(trial.params)
     plan = _plan(trial)

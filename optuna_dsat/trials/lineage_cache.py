@@ -1,12 +1,12 @@
 """A study's history as samplers and pruners read it, with results cached between decisions.
 
 Finished trials never change, so everything derived from them is kept between decisions: the lineage of each, and
-whatever samplers and pruners compute. Each reading gets the study's trials anew, but only trials that are new or were
+all results of samplers and pruners. Each reading gets the study's trials again, but only trials that are new or were
 unfinished before are processed. The cache holds derived data only: a fresh process computes the same and decides the
 same.
 
-Caches belong to a thread and to a storage object and are dropped with them; per storage, those of the studies used last
-are kept. A study that was deleted and created again is detected by its trials.
+Caches belong to a thread and to a storage object and are dropped with them; per storage, the caches of the studies used
+last are kept. A study that was deleted and created again is detected by its trials.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StudyHistory:
 
     Args:
         trials: The trials, by number.
-        pending: Those among them that are not finished.
+        pending: The unfinished trials among them.
         cache: Cache of the study.
     """
 
@@ -63,7 +63,7 @@ class StudyHistory:
 
     @property
     def lineages(self) -> Lineages:
-        """The lineages, including those of trials in flight; see ``optuna_dsat.trials.lineage.group``."""
+        """The lineages, including lineages of running trials; see ``optuna_dsat.trials.lineage.group``."""
         self._cache.place(self.pending)
         return self._cache.lineages
 
@@ -78,7 +78,7 @@ class StudyHistory:
         return self._cache.unreachable_keys | unreachable(self.pending, micro_batch=self._cache.micro_batch)
 
     def retries_before(self, number: int) -> int:
-        """Return the number of trials below ``number`` that repeat lost ones."""
+        """Return the number of trials below ``number`` that repeat lost trials."""
         in_flight = sum(RETRY_ATTR in trial.system_attrs for trial in self.pending if trial.number < number)
         return in_flight + bisect_left(self._cache.retries, number)
 
@@ -97,7 +97,7 @@ def read_history(
         micro_batch: Name of the micro-batch's parameter.
         without: Number of a trial to leave out: the one to decide on.
         again: False to reuse the last reading if it was for the same trial with ``again=False`` as well, so that all
-            knobs of a new lineage are drawn from one history.
+            knobs of a new lineage are drawn from the same history.
     """
     cache = _cache_of(study, micro_batch)
     last = cache.last
@@ -120,7 +120,7 @@ def trial_notes(study: Study, trial: FrozenTrial, make: Callable[[], T], *, micr
     Args:
         study: The study.
         trial: The trial.
-        make: Creates the notes if there are none.
+        make: Creates the notes if missing.
         micro_batch: Name of the micro-batch's parameter.
         begin: Whether to create them anew, as for a trial just created.
     """
@@ -134,7 +134,7 @@ def trial_notes(study: Study, trial: FrozenTrial, make: Callable[[], T], *, micr
 
 
 class _StudyCache:
-    """Cached data on one study, in one thread."""
+    """Cached data on a study, in a thread."""
 
     def __init__(self, micro_batch: str) -> None:
         self.micro_batch = micro_batch
@@ -192,7 +192,7 @@ class _StudyCache:
         return [*self._unfinished, *range(self._read_count, count)]
 
     def _continues(self, trials: Sequence[FrozenTrial]) -> bool:
-        """Return whether these are the trials read before, possibly with new ones."""
+        """Return whether these are the trials read before, possibly with new trials."""
         if len(trials) < self._read_count:
             return False
         return all(same_trial(known, trials[known.number]) for known in (*self.finished[:1], *self.finished[-1:]))
@@ -222,7 +222,7 @@ class _StudyCache:
         self._placed |= {trial.number: (key, _snapshot(trial)) for key, trial in added}
 
     def _change(self, added: Sequence[tuple[str, FrozenTrial]], gone: Sequence[int]) -> None:
-        """Add trials to lineages, and remove those in flight with the given numbers."""
+        """Add trials to lineages, and remove running trials with the given numbers."""
         groups: dict[str, list[FrozenTrial]] = {}
         out = set(gone)
         for key in [*(self._placed.pop(number)[0] for number in gone), *(key for key, _ in added)]:
@@ -253,7 +253,7 @@ class _StudyCache:
 
 
 def same_trial(known: FrozenTrial, trial: FrozenTrial | None) -> bool:
-    """Return whether a finished trial is the one read before under its number."""
+    """Return whether a finished trial is identical to the trial read before under its number."""
     return trial is known or (
         trial is not None
         and (trial._trial_id, trial.number, trial.state) == (known._trial_id, known.number, known.state)

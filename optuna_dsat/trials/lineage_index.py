@@ -47,7 +47,7 @@ class _Memoised:
 
 
 class StructureGroup(_Memoised):
-    """The lineages of one structure (ZeRO stage and offload)."""
+    """The lineages of a structure (ZeRO stage and offload)."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class StructureGroup(_Memoised):
         return self._choices[choice_of(name, value)]
 
     def put(self, lineage: Lineage) -> None:
-        """Add a lineage, or replace the one with its key."""
+        """Add a lineage, or replace the lineage with the same key."""
         self.drop(lineage.key)
         self.members[lineage.key] = lineage
         self._count(lineage, 1)
@@ -131,7 +131,7 @@ class Lineages(_Memoised, Mapping[str, Lineage]):
         return MappingProxyType(self._structures)
 
     def structure_group(self, params: Mapping[str, Any]) -> StructureGroup | None:
-        """Return the lineages with the structure of some knobs, None if there are none."""
+        """Return the lineages with the structure of some knobs, or None."""
         return self._structures.get(lineage_key(structure(params)))
 
     @property
@@ -140,7 +140,7 @@ class Lineages(_Memoised, Mapping[str, Lineage]):
         return self._tree
 
     def put(self, lineage: Lineage) -> None:
-        """Add a lineage, or replace the one with its key (and hence its knobs)."""
+        """Add a lineage, or replace the lineage with the same key (and hence the same knobs)."""
         self._invalidate()
         old = self._all.get(lineage.key)
         if old is None:

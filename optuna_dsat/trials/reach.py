@@ -1,11 +1,11 @@
-"""How large a micro-batch is worth a launch, whatever the memory holds: pure functions over lineages.
+"""Largest micro-batch worth a launch, regardless of memory: pure functions over lineages.
 
-Sizes are reached by doubling from those that ran before, so that a script whose own launch takes two seconds is not
-launched with all the samples that memory holds. A structure (ZeRO stage and offload) begins no higher than twice what
-ran before the study, or twice what paid for another structure: a size that was measured to gain over its half. From
+Sizes are reached by doubling from sizes that ran before, so that a script whose usual launch takes two seconds is not
+launched with all the samples that fit in memory. A structure (ZeRO stage and offload) starts at most at twice a size
+that ran before the study, or twice a size that paid for another structure (was measured to gain over its half). From
 there a launch may take twice the largest micro-batch that fitted the structure. Once a doubling was measured to gain
 less than ``LEAST_GAIN``, the structure goes no higher; where several lineages doubled to about the same size, the mean
-decides, as a single one tells gains of a few per cent from none only by chance.
+decides, as a single lineage cannot resolve gains of a few per cent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["DEAR", "LEAST_GAIN", "within_reach", "worth_its_seconds"]
 LEAST_GAIN = 0.02
 """Relative gain of a doubling below which a larger micro-batch is not worth a launch."""
 _ALIKE = math.sqrt(2)
-"""Factor between micro-batches up to which doublings that lead to them say the same."""
+"""Factor between micro-batches up to which doublings that lead to them count as equal evidence."""
 DEAR = 10.0
 """Seconds of a launch, relative to one at the user's own micro-batch, that no gain has to pay for."""
 
@@ -67,7 +67,7 @@ def within_reach(
 def worth_its_seconds(
     lineage: Lineage, lineages: Lineages, *, own: int, profile_steps: int, direction: StudyDirection
 ) -> float:
-    """Return the largest micro-batch of a lineage whose launch is not too long for what it may gain; infinite if any.
+    """Return the largest micro-batch of a lineage whose launch is worth its time; infinite if unlimited.
 
     Steps are taken to last as long per sample as at the largest micro-batch measured in the structure, which is an
     upper bound where larger micro-batches are more efficient; seconds outside the steps as long as there.
@@ -75,9 +75,9 @@ def worth_its_seconds(
     Args:
         lineage: The lineage, with or without trials.
         lineages: The lineages of the study.
-        own: Micro-batch of the user's own config.
+        own: Micro-batch of the baseline.
         profile_steps: Steps of a launch.
-        direction: Direction of the metric; of durations to minimize none is too long.
+        direction: Direction of the metric; if durations are minimized, no launch is too long.
     """
     if direction == StudyDirection.MINIMIZE:
         return math.inf
@@ -97,7 +97,7 @@ def worth_its_seconds(
 
 @dataclass(frozen=True, kw_only=True)
 class _Timed:
-    """What a measured launch took."""
+    """Cost of a measured launch."""
 
     micro_batch: int
     step_s: float
@@ -120,7 +120,7 @@ def _timed(lineages: Iterable[Lineage]) -> tuple[_Timed, ...]:
 
 
 def _last_gain(group: StructureGroup) -> float:
-    """Return the relative gain of the largest doubling measured in a structure, 0 without one."""
+    """Return the relative gain of the largest doubling measured in a structure, 0 without any."""
 
     def find() -> float:
         doublings = (gain for one in group.members.values() for gain in _gains(one))
@@ -130,12 +130,12 @@ def _last_gain(group: StructureGroup) -> float:
 
 
 def _halved(points: Sequence[tuple[int, float]], size: int) -> list[float]:
-    """Return the metrics measured at half a micro-batch or less: what its doubling is compared with."""
+    """Return the metrics measured at half a micro-batch or less, the reference of its doubling."""
     return [value for at, value in points if 2 * at <= size]
 
 
 def _known(lineages: Lineages, direction: StudyDirection) -> tuple[int, int | None]:
-    """Return the largest micro-batch that paid for any lineage, and the smallest that was too large for one.
+    """Return the largest micro-batch that paid for any lineage, and the smallest that was too large for any.
 
     Of durations, which grow with the micro-batch, the largest that fitted counts.
     """
@@ -161,11 +161,11 @@ def _largest_fit(group: StructureGroup) -> int:
 
 
 def _plateau(group: StructureGroup, direction: StudyDirection) -> int | None:
-    """Return the smallest micro-batch at which doublings gained too little for a structure, None without one.
+    """Return the smallest micro-batch at which doublings gained too little for a structure, or None.
 
-    What one lineage found flat counts with what others gained about there (``_ALIKE``): else, of many, that with the
-    unluckiest noise would bind all. Only metrics to maximize are judged, each against smaller micro-batches of the same
-    knobs.
+    A flat doubling is averaged with the gains of other lineages at similar sizes (``_ALIKE``): otherwise the lineage
+    with the unluckiest noise would limit all. Only metrics to maximize are judged, each against smaller micro-batches
+    of the same knobs.
     """
     if direction == StudyDirection.MINIMIZE:
         return None
@@ -190,7 +190,7 @@ def _gains(lineage: Lineage) -> list[tuple[int, float]]:
 
 
 def _doublings(lineage: Lineage) -> tuple[int, int | None]:
-    """Return what doublings of a lineage gained: the largest micro-batch before the first without gain, and that one.
+    """Return the largest micro-batch of a lineage before the first doubling without gain, and the one of that doubling.
 
     Each is compared with the best at half its size or less. 0 where none gained, None where all did.
     """
