@@ -49,17 +49,17 @@ RETRY_LIMIT_S = 60.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _SILENT_S = 2.0
-"""Seconds of a wait of which nothing is said."""
+"""Waits shorter than this many seconds are not logged."""
 
 _logger = logging.getLogger(__name__)
 
 _SQLITE_TRANSIENT = frozenset({5, 6, 8})
-"""SQLITE_BUSY, SQLITE_LOCKED and SQLITE_READONLY (https://www.sqlite.org/rescode.html); the low byte of extended codes,
-such as that of a folder that is read-only."""
+"""SQLITE_BUSY, SQLITE_LOCKED and SQLITE_READONLY (https://www.sqlite.org/rescode.html); they are the low byte of
+extended codes, such as SQLITE_READONLY_DIRECTORY."""
 _SQLITE_MOVED = 1032
 """SQLITE_READONLY_DBMOVED: the database file was moved or removed, which is permanent."""
 _SQLITE_ORPHAN, _POSTGRES_ORPHAN = 787, "23503"
-"""SQLITE_CONSTRAINT_FOREIGNKEY and ``foreign_key_violation``: the row that a new one belongs to was deleted."""
+"""SQLITE_CONSTRAINT_FOREIGNKEY and ``foreign_key_violation``: the parent of a new row was deleted."""
 _POSTGRES_READ_ONLY = "25006"
 """``read_only_sql_transaction``: the server is a standby, or was set read-only."""
 
@@ -70,9 +70,9 @@ connect now."""
 
 
 class CommitLostError(Exception):
-    """The connection broke while a transaction was committed, which may or may not have happened.
+    """The connection broke during a commit, which may or may not have succeeded.
 
-    It is none of SQLAlchemy's errors: after those Optuna creates a trial once more by itself, and there may be two.
+    Not a subclass of SQLAlchemy's errors: Optuna retries the creation of a trial after them, which may create it twice.
     """
 
     def __init__(self, error: DBAPIError) -> None:
@@ -81,7 +81,7 @@ class CommitLostError(Exception):
 
 
 def tell_lost_commits(engine: Engine) -> None:
-    """Have an engine raise ``CommitLostError`` where a connection breaks as it commits."""
+    """Make an engine raise ``CommitLostError`` if a connection breaks during a commit."""
 
     @event.listens_for(engine, "handle_error")
     def lost(context: ExceptionContext) -> None:
@@ -91,7 +91,7 @@ def tell_lost_commits(engine: Engine) -> None:
 
 
 def leave_read_only_servers(engine: Engine) -> None:
-    """Have an engine close connections to a server that is read-only: the next one may reach another server."""
+    """Make an engine close connections to a read-only server: the next connection may reach another server."""
 
     @event.listens_for(engine, "handle_error")
     def leave(context: ExceptionContext) -> None:
@@ -100,9 +100,9 @@ def leave_read_only_servers(engine: Engine) -> None:
 
 
 def _database_error(error: BaseException) -> DBAPIError | None:
-    """Return the database driver's error that caused an error; None if there is none.
+    """Return the database driver's error that caused an error, or None.
 
-    Optuna wraps driver errors. It may also query again while handling a broken connection; the driver's error is then
+    Optuna wraps driver errors. It may also query again while handling a broken connection. The driver's error is then
     the context of SQLAlchemy's ``PendingRollbackError``.
     """
     link: BaseException | None = error
@@ -135,7 +135,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _is_orphan(error: BaseException) -> bool:
-    """Return whether the row that a new one belongs to was deleted: only the deletion of a study does that."""
+    """Return whether the parent of a new row was deleted, which happens only if the study was deleted."""
     original = getattr(_database_error(error), "orig", None)
     code = getattr(original, "sqlite_errorcode", None), getattr(original, "sqlstate", None)
     return code in ((_SQLITE_ORPHAN, None), (None, _POSTGRES_ORPHAN))
@@ -150,14 +150,14 @@ def one_line_reason(error: BaseException) -> str:
 
 
 class _Outages:
-    """Databases that do not answer, of which the first thread that waits tells, and the first that waits no more."""
+    """Databases that do not respond. Start and end of each outage are logged once for all threads."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._since: dict[str, float] = {}
 
     def say(self, database: str, *, since: float, until: float, reason: str) -> None:
-        """Say once that a database is waited for."""
+        """Log once that a database does not respond."""
         with self._guard:
             if database in self._since:
                 return
@@ -167,7 +167,7 @@ class _Outages:
         )
 
     def over(self, database: str) -> None:
-        """Say that a database of which this was said answers again."""
+        """Log that a database responds again, if its outage was logged."""
         if not self._since:
             return
         with self._guard:
@@ -231,15 +231,16 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
 # Every call is retried after a transient error (see ``retry``). An error can also arrive after the database has
 # committed, if only the acknowledgement was lost; the retry then operates on its own result. Consequences by method:
 #
-# * Reads, attributes, intermediate values, parameters: the second write is idempotent. * ``set_trial_state_values`` to
-# a finished state: the retry finds the trial finished. This is accepted if the stored state is the requested one;
-# otherwise the error is raised (another worker has finished the trial). * ``set_trial_state_values`` to RUNNING: the
-# retry takes a trial that is running for its own. Trials are asked for under the database's lock; where that was lost
-# and another worker has it, only one of the two may claim its configuration. * ``create_new_trial``: each trial
-# carries the number of the request for it, by which the retry finds the one that was created: a second one would
-# count, and move the numbers of all after it. * ``create_new_study``: the retry reports that the name is taken; the
-# registry adopts a study that is still empty. * ``delete_study``: the retry finds no study, which is the requested
-# result.
+# * Reads, attributes, intermediate values, parameters: repeating the write is idempotent.
+# * ``set_trial_state_values`` to a finished state: the retry finds the trial finished. This is accepted if the stored
+#   state equals the requested state; otherwise the error is raised (another worker has finished the trial).
+# * ``set_trial_state_values`` to RUNNING: the retry assumes that a running trial is its own. Trials are asked for under
+#   the database's lock. If the lock was lost and another worker has the trial, only one of the two may claim its
+#   configuration.
+# * ``create_new_trial``: each trial stores the id of its request, so the retry finds the trial if it was created. A
+#   second trial would count as a trial and shift the numbers of all later trials.
+# * ``create_new_study``: the retry reports that the name is taken; the registry adopts a study that is still empty.
+# * ``delete_study``: the retry does not find the study, which is the requested result.
 
 R = TypeVar("R")
 
@@ -248,7 +249,7 @@ REQUEST = "dsat_request"
 
 
 class RetryingStorage(BaseStorage):
-    """Storage that retries the calls of another one after transient errors.
+    """Storage that retries the calls of the wrapped storage after transient errors.
 
     It does not implement Optuna's heartbeat; ``Heartbeat`` replaces it, survives errors and works with ask and tell.
 
@@ -276,7 +277,7 @@ class RetryingStorage(BaseStorage):
         return self._retry_again(lambda _again: work())
 
     def _retry_again(self, work: Callable[[bool], R]) -> R:
-        """Run ``work``, which is told whether it ran before; what that wrote may have been committed."""
+        """Run ``work(again)``. ``again`` is True for a retry: the earlier attempt may have been committed."""
         again = False
 
         def attempt() -> R:
