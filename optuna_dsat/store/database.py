@@ -34,11 +34,11 @@ _PAUSE_S = 0.02
 _ADVISORY_KEY = 0x64736174
 """Key of the advisory lock: the letters "dsat". Advisory locks are per database in PostgreSQL."""
 _WRITERS_KEY = _ADVISORY_KEY + 1
-"""Key that each transaction of the lock's holder shares until it ends."""
+"""Key that each transaction of the lock's owner shares until it ends."""
 
 
 class LockLostError(StorageError):
-    """The server freed the lock of the database while its holder worked; that transaction wrote nothing."""
+    """The server released the database's lock while its owner was working; the transaction wrote nothing."""
 
 
 def _timed_out(*, purpose: str, timeout_s: float) -> StorageError:
@@ -76,14 +76,14 @@ def file_lock(path: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator[Callable[[Connection], None]]:
-    """Hold a PostgreSQL advisory lock in a session of its own; the server releases it when the session ends.
+    """Hold a PostgreSQL advisory lock in a separate session; the server releases it when the session ends.
 
-    The restart of a server, or a cut connection, releases it while its holder works on. So each transaction of the
-    holder begins with the function that this yields: it raises ``LockLostError`` if the lock is gone, and otherwise
-    nobody else gets the lock before the transaction has ended.
+    A server restart or a broken connection releases the lock while its owner continues. So each transaction of the
+    owner begins with the function that this yields. It raises ``LockLostError`` if the lock is gone; otherwise no
+    other process gets the lock before the transaction has ended.
 
-    The session holds a second lock of a number drawn at random, which is free if the session is gone. A transaction
-    looks only after it has begun to share a third one, for which whoever gets the lock waits once.
+    The session holds a second lock with a random number, which is free if the session is gone. A transaction checks it
+    only after it shares a third lock, for which each new owner of the first lock waits once.
 
     Args:
         engine: An engine on the database.
@@ -96,11 +96,11 @@ def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator
     """
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         deadline = time.monotonic() + timeout_s
-        token = secrets.randbits(62) | 1 << 62  # of no key above
+        token = secrets.randbits(62) | 1 << 62  # differs from the keys above
         for key in (token, _ADVISORY_KEY, _WRITERS_KEY):
             while not connection.execute(select(func.pg_try_advisory_lock(key))).scalar_one():
                 if time.monotonic() > deadline:
-                    connection.invalidate()  # frees what it got
+                    connection.invalidate()  # releases the locks acquired so far
                     raise _timed_out(purpose=purpose, timeout_s=timeout_s)
                 time.sleep(_PAUSE_S)
         connection.execute(select(func.pg_advisory_unlock(_WRITERS_KEY)))
@@ -141,7 +141,7 @@ UNION ALL
 SELECT 'database ' || datname, datconnlimit, (SELECT rolsuper FROM pg_roles WHERE rolname = session_user)
 FROM pg_database WHERE datname = current_database()
 """
-"""Limits of connections, -1 for none, and whether they do not hold for who asks."""
+"""Connection limits (-1 for unlimited), and whether the current role is exempt from them."""
 _READ_ONLY = "dsat_read_only"
 _SQLITE_PRAGMAS = (
     f"PRAGMA busy_timeout={int(SQLITE_BUSY_TIMEOUT_S * 1000)}",
@@ -169,7 +169,7 @@ def engine_options(url: URL) -> dict[str, Any]:
 
 
 def _lenient_text(data: bytes) -> str:
-    """Return stored text; what is no UTF-8 in it, which SQLite keeps like any other, fails no query."""
+    """Decode stored text; replace invalid UTF-8, which SQLite accepts, instead of failing the query."""
     return data.decode("utf-8", errors="replace")
 
 
@@ -177,7 +177,7 @@ def _connect_timeout_s(url: URL) -> int:
     """Return libpq's timeout for a connection.
 
     Raises:
-        StorageUrlError: If the URL's is no whole number.
+        StorageUrlError: If the URL's timeout is not an integer.
     """
     given = str(url.query.get("connect_timeout", CONNECT_TIMEOUT_S))
     if not given.isascii() or not given.isdigit() or len(given) > len(str(_LONGEST_CONNECT_S)):
@@ -258,12 +258,12 @@ class Database:
         return found.st_dev, found.st_ino
 
     def require_present(self) -> None:
-        """Refuse to go on with an SQLite file that was removed or replaced since it was opened.
+        """Raise if the SQLite file was removed or replaced since it was opened.
 
-        SQLite itself goes on without a word with the file that has no name any more.
+        SQLite itself silently continues with the unlinked file.
 
         Raises:
-            StorageError: If the file is not the one that was opened.
+            StorageError: If the path no longer refers to the opened file.
         """
         if self._opened is None or self._file() == self._opened:
             return
@@ -284,12 +284,12 @@ class Database:
                 connection.execute(text("SELECT 1"))
 
     def _require_connections(self, connection: Connection) -> None:
-        """Refuse a PostgreSQL role or database that allows fewer connections than one process needs.
+        """Raise if a PostgreSQL role or database allows fewer connections than a process needs.
 
-        Its own would use them up, and each further one would be waited for in vain.
+        The process would exhaust the limit with its first connections and wait for the others in vain.
 
         Raises:
-            StorageUrlError: If it does.
+            StorageUrlError: If the limit is too low.
         """
         for what, allowed, exempt in connection.execute(text(_LIMITS)):
             if not exempt and 0 <= allowed < CONNECTIONS:
@@ -299,7 +299,7 @@ class Database:
                 )
 
     def run(self, work: Callable[[Session], T], *, read_only: bool = False, limit_s: float | None = None) -> T:
-        """Run ``work`` in one transaction and commit it; retry after a transient error.
+        """Run ``work`` in a transaction and commit it; retry after a transient error.
 
         Args:
             work: Called with the session. It must be idempotent: it may run again even after a commit.
@@ -327,15 +327,15 @@ class Database:
     def exclusive(self, purpose: str) -> Iterator[None]:
         """Hold the exclusive lock of this database, against other processes and threads.
 
-        It is released when the process ends, however it ends. On SQLite it is a lock on the file ``FILE-lock``
-        beside the database, on PostgreSQL an advisory lock in a session of its own. It is not reentrant.
+        It is released when the process ends, for any reason. On SQLite it locks the file ``FILE-lock`` next to the
+        database, on PostgreSQL it is an advisory lock in a separate session. It is not reentrant.
 
         Args:
             purpose: Purpose as a verb phrase ("create the tables"), for the error message.
 
         Raises:
             StorageError: If the lock was not free within two minutes, or the database is unreachable.
-            LockLostError: By a transaction of the block, if the server freed the lock meanwhile.
+            LockLostError: By a transaction of the block, if the server released the lock meanwhile.
         """
         self.require_present()
         if self.engine.dialect.name == "sqlite":
@@ -352,14 +352,14 @@ class Database:
             yield
 
     def exclusively(self, purpose: str, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, done under the exclusive lock, and again if the server freed that meanwhile.
+        """Run ``work`` under the exclusive lock and return its result; repeat it if the server released the lock.
 
         Args:
             purpose: As of ``exclusive``.
-            work: It must be idempotent: what it has written before it lost the lock is there when it runs again.
+            work: Must be idempotent: its writes before the loss of the lock are kept when it runs again.
 
         Raises:
-            StorageError: As ``exclusive``, or if the lock is lost time and again.
+            StorageError: As ``exclusive``, or if the lock is lost repeatedly.
         """
         deadline = time.monotonic() + self.retry_limit_s
         while True:
@@ -371,7 +371,7 @@ class Database:
                     raise
 
     def guard(self, engine: Engine) -> None:
-        """Make the transactions of an engine on this database keep to ``fenced``."""
+        """Apply ``fenced`` to the transactions of an engine on this database."""
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
@@ -381,10 +381,10 @@ class Database:
 
     @contextmanager
     def fenced(self, require: Callable[[Connection], None]) -> Iterator[None]:
-        """Begin each transaction of this thread with ``require``, which raises where it must not go on.
+        """Begin each transaction of this thread with ``require``, which raises if the transaction must not proceed.
 
-        What ``require`` reads and locks in the transaction itself holds until that is committed. A fence within another
-        one stands in its place.
+        Reads and row locks of ``require`` are part of the transaction and hold until its commit. A nested fence
+        replaces the outer fence.
         """
         outer = getattr(self._fence, "require", None)
         self._fence.require = require

@@ -1,7 +1,7 @@
 """Heartbeats: a thread records in the database which trials this process is running.
 
 Optuna's own heartbeat works with ``study.optimize`` only, and its thread ends at the first database error, after
-which running trials count as stale. This one works with ask and tell, and continues after any error.
+which running trials count as stale. ``Heartbeat`` works with ask and tell, and continues after any error.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Worker:
     """Boot and process namespace; process numbers and starts are comparable only if equal."""
     pid: int
     pid_started_at: float
-    """Clock ticks from the machine's boot to the process's start, which no step of the wall clock changes; they tell
-    processes of the same number apart.
+    """Clock ticks from the machine's boot to the process's start, unaffected by changes of the wall clock; distinguishes
+    processes with the same number.
     """
 
     def is_dead(self) -> bool:
@@ -71,7 +71,7 @@ class Worker:
             return True
         except PermissionError:
             pass
-        return Path(f"/proc/{self.pid}").exists()  # a zombie; else this user may not see it, or nobody can here
+        return Path(f"/proc/{self.pid}").exists()  # True for a zombie; False may mean that this user cannot see it
 
 
 def this_worker() -> Worker:
@@ -101,7 +101,7 @@ def server_time(session: Session) -> float:
 
 
 def delete_beat(session: Session, study_uuid: str, trial_number: int, *, worker: Worker | None = None) -> None:
-    """Delete the heartbeat of a trial, if there is one; that of one worker only, or for None whosever it is."""
+    """Delete the heartbeat of a trial, if present: only if it belongs to ``worker``, or for None in any case."""
     whose = () if worker is None else _belongs_to(worker)
     session.execute(
         delete(HeartbeatRow).where(
@@ -111,7 +111,7 @@ def delete_beat(session: Session, study_uuid: str, trial_number: int, *, worker:
 
 
 def _belongs_to(worker: Worker) -> tuple[ColumnElement[bool], ...]:
-    """Return the conditions of a worker's own rows; its name alone may be another's in a container like its own."""
+    """Return the conditions that select a worker's rows; names alone are not unique among identical containers."""
     return (
         HeartbeatRow.worker == worker.name,
         HeartbeatRow.machine == worker.machine,
@@ -143,7 +143,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def add(self, trial: optuna.Trial) -> None:
-        """Start the heartbeat of a trial; the first one is stored before this returns.
+        """Start the heartbeat of a trial; the first heartbeat is stored before this returns.
 
         Args:
             trial: A running trial of a study that the store created.
@@ -181,7 +181,7 @@ class Heartbeat:
                 self._thread.start()
 
     def remove(self, trial: optuna.Trial) -> None:
-        """Stop and delete the heartbeat of a trial, after the trial was told.
+        """Stop and delete the heartbeat of a trial, after ``study.tell``.
 
         Raises:
             StorageError: If the database failed.
@@ -189,12 +189,12 @@ class Heartbeat:
         self.remove_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def remove_number(self, study_uuid: str, number: int, *, limit_s: float | None = None) -> None:
-        """Stop and delete a heartbeat that ``add_number`` started; one that is another worker's by now stays.
+        """Stop and delete a heartbeat that ``add_number`` started; keep it if another worker has taken it over.
 
         Args:
             study_uuid: The study.
             number: The trial, or the task, which has a negative number.
-            limit_s: Seconds for which the database is waited for; None for its own limit.
+            limit_s: Seconds to wait for the database; None for the database's limit.
 
         Raises:
             StorageError: If the database failed.
@@ -205,7 +205,7 @@ class Heartbeat:
         self._database.run(lambda session: delete_beat(session, *key, worker=self._worker), limit_s=limit_s)
 
     def is_lost(self, trial: optuna.Trial) -> bool:
-        """Return whether another worker considered this one dead and requeued the trial.
+        """Return whether another worker considered this worker dead and requeued the trial.
 
         This happens if the process was suspended or disconnected from the database for long. The launch's result
         must be discarded: a copy of the trial runs elsewhere.
@@ -216,7 +216,7 @@ class Heartbeat:
         return not self.is_own(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def is_own(self, study_uuid: str, number: int) -> bool:
-        """Return whether a trial or another task of a study is still this worker's: the database has its heartbeat.
+        """Return whether this worker still owns a trial or another task: its heartbeat is in the database.
 
         Raises:
             StorageError: If the database failed.
@@ -225,7 +225,7 @@ class Heartbeat:
         return self._database.run(lambda session: session.scalar(one), read_only=True) is not None
 
     def stays_own(self, connection: Connection, study_uuid: str, number: int) -> bool:
-        """Do the same as ``is_own`` in a transaction; nobody else can take it over before that ends."""
+        """Do the same as ``is_own`` in a transaction; no other worker can take it over before the transaction ends."""
         return connection.scalar(self._own(study_uuid, number).with_for_update()) is not None
 
     def _own(self, study_uuid: str, number: int) -> Select[int]:
@@ -309,7 +309,7 @@ def claim(session: Session, study_uuid: str, config_key: str, trial_number: int,
 
 
 def _owner(session: Session, study_uuid: str, config_key: str) -> int | None:
-    """Return the number of the trial that holds the claim; None if none does."""
+    """Return the number of the trial that holds the claim, or None."""
     return session.scalar(
         select(ClaimRow.trial_number).where(
             ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key)
@@ -318,7 +318,7 @@ def _owner(session: Session, study_uuid: str, config_key: str) -> int | None:
 
 
 def release_claim(session: Session, study_uuid: str, config_key: str) -> None:
-    """Release the claim on a configuration, if there is one."""
+    """Release the claim on a configuration, if any."""
     session.execute(
         delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key))
     )
@@ -329,15 +329,15 @@ def release_trial(session: Session, study_uuid: str, trial_number: int) -> None:
     session.execute(delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.trial_number == trial_number))
 
 
-# A task of a study that one worker at a time does: its profile, its conclusion.
+# A task of a study that runs on one worker at a time: its profile, its conclusion.
 #
-# A worker that stands still for a minute (suspended, cut off from the database) loses its turn to another one. So what
-# it writes goes through ``held``: it looks under the lock of the database, by which a turn is taken, whose the turn
-# is, and again in each transaction, as a server that restarts frees the lock.
+# A worker that stops for a minute (suspended, cut off from the database) loses its turn to another worker. So its
+# writes go through ``held``, which checks the turn's owner under the database's lock, by which a turn is taken. It
+# checks again in each transaction, because a server restart releases the lock.
 
 
 class TurnLostError(Exception):
-    """Another worker has taken the turn over; nothing was written."""
+    """Another worker has taken over the turn; nothing was written."""
 
 
 class Turn:
@@ -358,13 +358,13 @@ class Turn:
 
     @contextmanager
     def held(self, purpose: str) -> Iterator[None]:
-        """Hold the turn for a block, which nobody can take over meanwhile; keep it brief and never nest it.
+        """Hold the turn for a block, so that no other worker can take it over; keep it brief and never nest it.
 
         Args:
             purpose: Purpose as a verb phrase ("store a round"), for the error message on a timeout.
 
         Raises:
-            TurnLostError: If it is another worker's by now.
+            TurnLostError: If another worker has taken it over.
             StorageError: If the database failed.
         """
         with self._database.exclusive(purpose):

@@ -1,4 +1,4 @@
-"""The store: facade of all persistent data of studies in one database."""
+"""Facade of all persistent data of studies in a database."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Store", "load_study"]
 T = TypeVar("T")
 
 _PROFILE_TASK, _CONCLUSION_TASK = -1, -2
-"""Heartbeat numbers of the worker that measures a study's profile, and of the one that concludes the study."""
+"""Heartbeat numbers of the profile task and of the conclusion task of a study."""
 
 
 class Store:
@@ -99,8 +99,8 @@ class Store:
             url: ``sqlite:///FILE`` or ``postgresql://USER@HOST:PORT/DATABASE``. The password may also come from
                 the environment or a password file, as libpq reads them.
             create: Whether to create a missing SQLite file, and our tables in a database of Optuna's alone; otherwise
-                both are errors, and nothing is written. What studies left that were deleted with Optuna's own tools
-                is then removed, too: those who only read need not wait for writers.
+                both are errors, and nothing is written. With ``create``, rows of studies that were deleted with Optuna's
+                tools are also removed; readers skip this, so that they need not wait for writers.
             retry_limit_s: Seconds for which calls are retried after a transient error.
             heartbeat_interval_s: Time between two heartbeats, in seconds.
             grace_s: Age from which a heartbeat is stale, in seconds.
@@ -144,7 +144,7 @@ class Store:
         return display_url(self._database.url)
 
     def require_present(self) -> None:
-        """Refuse to go on with a database that was removed or replaced. See ``Database.require_present``."""
+        """Raise if the database was removed or replaced. See ``Database.require_present``."""
         self._database.require_present()
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class Store:
         return self._registry.create(name, spec, direction=wanted)
 
     def find_study(self, name: str) -> StudyRecord | None:
-        """Return the study of this name; None if there is none or it was not created by optuna-dsat."""
+        """Return the study of this name; None if it does not exist or was not created by optuna-dsat."""
         return self._registry.find(name)
 
     def update_spec(self, study_uuid: str, spec: Mapping[str, Any]) -> None:
@@ -204,27 +204,27 @@ class Store:
         self._database.run(lambda session: leases.release_trial(session, study_uuid, trial_number))
 
     def exclusively(self, purpose: str, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, done under the exclusive lock of the database; keep it brief, never nest it.
+        """Run brief ``work`` under the exclusive lock of the database and return its result; never nest it.
 
         Args:
             purpose: Purpose as a verb phrase ("ask for a trial"), for the error message on a timeout.
-            work: It must be idempotent: it runs again if the server freed the lock meanwhile.
+            work: Must be idempotent: it runs again if the server released the lock meanwhile.
         """
         return self._database.exclusively(purpose, work)
 
     def find_profile(self, fingerprint: str) -> StoredProfile | None:
-        """Return the profile with this fingerprint, of any study; None if there is none."""
+        """Return the profile with this fingerprint, of any study, or None."""
         return self._database.run(lambda session: profiles.find_profile(session, fingerprint), read_only=True)
 
     def finish(self, trial: optuna.Trial, work: Callable[[], None]) -> bool:
-        """Finish a trial by ``work`` if it is still this worker's; return whether it is.
+        """Finish a trial by ``work`` if this worker still owns the trial; return whether it does.
 
-        Whoever takes a trial for lost holds the same lock of the database.
+        Reclaiming lost trials takes the same lock.
 
         Args:
             trial: A trial whose launch has ended.
-            work: Stores and tells the result; keep it brief. It runs again if the server freed the lock meanwhile,
-                unless the trial was told by then.
+            work: Stores the result and calls ``study.tell``; keep it brief. It runs again if the server released the
+                lock meanwhile, unless the trial is already finished.
         """
 
         def finished() -> bool:
@@ -237,7 +237,7 @@ class Store:
         return self._database.exclusively("finish a trial", finished)
 
     def profile_turn(self, study_uuid: str) -> AbstractContextManager[Turn | None]:
-        """Try to acquire the task of measuring a study's profile, which one worker at a time does.
+        """Try to acquire the task of measuring a study's profile, which runs on one worker at a time.
 
         The context yields None if another worker has it. It is released with the context, or when the process ends.
         """
@@ -255,7 +255,7 @@ class Store:
         try:
             yield Turn(self._database, self.heartbeat, study_uuid=study_uuid, number=task)
         except StorageError:
-            with suppress(StorageError):  # it was waited for long enough
+            with suppress(StorageError):  # already waited long enough
                 self.heartbeat.remove_number(study_uuid, task, limit_s=0.0)
             raise
         except BaseException:
@@ -264,7 +264,7 @@ class Store:
         self.heartbeat.remove_number(study_uuid, task)
 
     def save_profile(self, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
-        """Store the result of a profile launch; replaces one with the same fingerprint."""
+        """Store the result of a profile launch; replaces a profile with the same fingerprint."""
         self._database.run(lambda session: profiles.save_profile(session, fingerprint, profile, study_uuid=study_uuid))
 
     def record_launch(
@@ -325,7 +325,7 @@ class Store:
 
 
 def _usable_tables(database: Database) -> RDBStorage:
-    """Return Optuna's tables, after ours were checked, and both made where they are missing; the lock is held."""
+    """Check our tables, create missing tables of ours and Optuna's, and return the latter; the lock is held."""
     state = migrate.require_usable(database)
     rdb = open_optuna_tables(database)
     if state is not migrate.SchemaState.CURRENT:
@@ -334,7 +334,7 @@ def _usable_tables(database: Database) -> RDBStorage:
 
 
 def load_study(url: str, name: str) -> optuna.Study:
-    """Return a stored study that keeps no connection open between calls and needs no closing.
+    """Return a stored study that keeps no connection open between calls, so it need not be closed.
 
     Args:
         url: As of ``Store.open``; the database must exist.
@@ -343,7 +343,7 @@ def load_study(url: str, name: str) -> optuna.Study:
     Raises:
         StorageUrlError: If the URL cannot be opened, or its schema is older or newer than this version's.
         StorageError: If the database failed.
-        KeyError: If there is no such study.
+        KeyError: If the study does not exist.
     """
     Store.open(url, create=False).close()  # raises if the database cannot be used
     parsed = parse_url(url)
