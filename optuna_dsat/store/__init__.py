@@ -1,9 +1,9 @@
-"""Persistence of studies in one database (SQLite or PostgreSQL); the entry point is ``Store.open``.
+"""Persistence of studies in a database (SQLite or PostgreSQL); the entry point is ``Store.open``.
 
-``urls`` parses storage URLs, ``database`` opens them; ``tables`` and ``migrate`` define our schema; ``registry``,
-``claims``, ``profiles`` and ``launches`` read and write it; ``worker``, ``heartbeat`` and ``reclaim`` detect dead
-workers and requeue their trials; ``turn`` is a task that one worker at a time does; ``retry`` and ``retrying_storage``
-retry after transient database errors.
+``urls`` parses storage URLs, ``database`` opens them; ``tables`` and ``migrate`` define our schema, ``optuna_tables``
+opens Optuna's tables; ``registry``, ``profiles`` and ``launches`` read and write our tables; ``leases`` contains
+heartbeats, claims and exclusive tasks; ``reclaim`` detects dead workers and requeues their trials; ``retry`` retries
+after transient database errors.
 
 May import ``launch`` (for its reports), ``trials`` and ``runtime``; used by ``study``, ``report``, ``plan``,
 ``doctor``, ``tuning`` and ``cli``.

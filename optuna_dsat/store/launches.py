@@ -116,7 +116,7 @@ def read_steps(session: Session, study_uuid: str, launch_id: str) -> Sequence[St
 def read_step_times(session: Session, study_uuid: str, *, from_step: int) -> Mapping[str, tuple[float, ...]]:
     """Return launch id -> seconds of each global step from ``from_step`` on, on its slowest rank, in order.
 
-    Steps that the loss scaler skipped neither count nor are counted.
+    Steps that the loss scaler skipped are left out and do not advance the step count.
     """
     rows = session.execute(
         select(StepRow.launch_id, func.max(StepRow.latency_s))
@@ -134,7 +134,7 @@ def _launch(row: LaunchRow) -> StoredLaunch:
     """Return a stored launch.
 
     Raises:
-        ValueError: If the row holds what no launch is recorded with; names it.
+        ValueError: If the row contains an invalid value; the message names it.
     """
     if not is_launch_id(row.launch_id):  # it names a folder
         raise ValueError(f"launch_id is {row.launch_id[:60]!r}")

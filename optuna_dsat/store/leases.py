@@ -54,7 +54,7 @@ class Worker:
     """Boot and process namespace; process numbers and starts are comparable only if equal."""
     pid: int
     pid_started_at: float
-    """Clock ticks from the machine's boot to the process's start, unaffected by changes of the wall clock; distinguishes
+    """Clock ticks from the machine's boot to the process's start, unaffected by wall clock changes; distinguishes
     processes with the same number.
     """
 
@@ -71,7 +71,7 @@ class Worker:
             return True
         except PermissionError:
             pass
-        return Path(f"/proc/{self.pid}").exists()  # True for a zombie; False may mean that this user cannot see it
+        return Path(f"/proc/{self.pid}").exists()  # True for a zombie; False if hidden from this user or without /proc
 
 
 def this_worker() -> Worker:

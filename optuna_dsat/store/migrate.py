@@ -37,7 +37,7 @@ _NAMES = ("revision", "down_revision")
 
 
 def newest_revision(folder: Path) -> str | None:
-    """Return the one revision that no other builds on; None if there is not one, or a file cannot be read.
+    """Return the only revision that no other revision builds on; None if it is not unique or a file cannot be read.
 
     Args:
         folder: The folder ``versions`` of the migrations.
@@ -48,16 +48,16 @@ def newest_revision(folder: Path) -> str | None:
 
 
 def all_revisions(folder: Path) -> frozenset[str]:
-    """Return every revision; none if a file cannot be read.
+    """Return all revisions; empty if a file cannot be read.
 
     Args:
-        folder: As of ``newest_revision``.
+        folder: See ``newest_revision``.
     """
     return frozenset(_revisions_below(folder))
 
 
 def _revisions_below(folder: Path) -> dict[str, set[Any]]:
-    """Return each revision with those that it builds on; empty if a file cannot be read."""
+    """Return revision -> the revisions that it builds on; empty if a file cannot be read."""
     found: dict[str, set[Any]] = {}
     for path in folder.glob("*.py"):
         try:
@@ -73,7 +73,7 @@ def _revisions_below(folder: Path) -> dict[str, set[Any]]:
 
 
 def _assigned(node: ast.stmt) -> list[tuple[str, Any]]:
-    """Return the name and the value of a statement that gives a name a literal; empty for any other."""
+    """Return name and value of a statement that assigns a literal to a name; empty for other statements."""
     target = (
         node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
     )
@@ -91,7 +91,7 @@ VERSION_TABLE = "dsat_alembic_version"
 
 
 class SchemaState(StrEnum):
-    """A database's schema version compared to the one that this version of optuna-dsat uses."""
+    """A database's schema version compared to the schema of this version of optuna-dsat."""
 
     NEW = "new"
     """Our tables do not exist yet."""
@@ -120,7 +120,7 @@ def head() -> str:
     """Return the schema revision that this version of optuna-dsat uses.
 
     Raises:
-        FileNotFoundError: If there are no migrations.
+        FileNotFoundError: If the migrations are missing.
     """
     revision = newest_revision(migrations_path() / "versions")
     if revision is None:
@@ -198,7 +198,7 @@ def upgrade_locked(database: Database) -> str:
     from alembic.command import upgrade as alembic_upgrade
 
     def work() -> None:
-        with database.engine.begin() as connection:  # all or nothing: no half-made schema that looks like an older one
+        with database.engine.begin() as connection:  # all or nothing: a partial schema would look like an older schema
             alembic_upgrade(_config(connection), "head")
 
     retrying(work, database=database.shown, limit_s=database.retry_limit_s)

@@ -1,4 +1,4 @@
-"""Optuna's own tables in a database: created where they are missing, refused in another schema than this Optuna's."""
+"""Optuna's tables in a database: created if missing, rejected if their schema differs from this Optuna's."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _MIGRATIONS = Path(optuna.storages.__file__).parent / "_rdb" / "alembic" / "vers
 
 
 class _ReadyTables(RDBStorage):
-    """Tables that are all there in the newest schema.
+    """Tables that all exist in the newest schema.
 
-    ``RDBStorage`` finds that out by Alembic, whose import takes longer than Optuna's: here one statement did.
+    ``RDBStorage`` checks this with Alembic, whose import takes longer than Optuna's; here a single SQL statement did.
 
     Args:
         database: The database.
     """
 
     def __init__(self, database: Database) -> None:
-        # All that the constructor of RDBStorage sets, but for what is of no use in an up-to-date database.
+        # All attributes that RDBStorage's constructor sets, except those not needed for an up-to-date database.
         self.url = database.url.render_as_string(hide_password=False)
         self.engine_kwargs = engine_options(database.url)
         self.skip_compatibility_check = True
@@ -60,7 +60,7 @@ def open_optuna_tables(database: Database) -> RDBStorage:
     """Open Optuna's tables and create missing ones; the caller holds the database's lock.
 
     Raises:
-        StorageUrlError: If they cannot be used, or their schema is another than this Optuna's.
+        StorageUrlError: If they cannot be used, or their schema differs from this Optuna's.
         StorageError: If the database failed.
     """
     newest = newest_revision(_MIGRATIONS)
@@ -72,19 +72,19 @@ def open_optuna_tables(database: Database) -> RDBStorage:
 
 
 def refuse_unusable_tables(connection: Connection, *, shown: str) -> None:
-    """Refuse a database whose tables are another application's, or Optuna's in another schema; only reads.
+    """Raise if a database's tables belong to another application or to another Optuna schema; only reads.
 
     Args:
         connection: To the database.
         shown: The database's URL for display.
 
     Raises:
-        StorageUrlError: If a table has a name of Optuna's and is none of its, or the schema is not this Optuna's.
+        StorageUrlError: If a foreign table has the name of an Optuna table, or the schema differs from this Optuna's.
     """
     inspector = inspect(connection)
     present = set(inspector.get_table_names())
     current = _stamped(connection) if _VERSION_TABLE in present else None
-    if models.VersionInfoModel.__tablename__ not in present:  # else Optuna's, of whatever schema
+    if models.VersionInfoModel.__tablename__ not in present:  # otherwise Optuna's, in any schema
         if foreign := (current and _VERSION_TABLE) or _foreign_table(inspector, present):
             raise StorageUrlError(
                 f"The storage '{shown}' belongs to another application: its table '{foreign}' is not Optuna's. "
@@ -97,7 +97,7 @@ def refuse_unusable_tables(connection: Connection, *, shown: str) -> None:
 
 
 def _foreign_table(inspector: Inspector, present: Container[str]) -> str | None:
-    """Return a table with a name of Optuna's that lacks a column of Optuna's; None without one."""
+    """Return a table that has the name but not all columns of an Optuna table, or None."""
     for table in models.BaseModel.metadata.sorted_tables:
         there = {one["name"] for one in inspector.get_columns(table.name)} if table.name in present else None
         if there is not None and not {column.name for column in table.columns} <= there:
@@ -106,7 +106,7 @@ def _foreign_table(inspector: Inspector, present: Container[str]) -> str | None:
 
 
 def _stamped(connection: Connection) -> str | None:
-    """Return the schema's revision that Alembic's table holds; None if it is empty."""
+    """Return the schema's revision from Alembic's table; None if it is empty."""
     found = connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar()
     return None if found is None else str(found)
 
@@ -162,10 +162,10 @@ def _checked(database: Database, newest: str | None) -> RDBStorage:
 
 
 def has_our_tables(url: str) -> bool:
-    """Return whether a database that exists was made by optuna-dsat; True where it cannot be read, too.
+    """Return whether optuna-dsat created an existing database; also True if it cannot be read.
 
     Args:
-        url: As of ``Store.open``, which says what is wrong with one that cannot be read.
+        url: See ``Store.open``, which reports why a database cannot be read.
 
     Raises:
         StorageUrlError: As ``parse_url``.
@@ -178,15 +178,15 @@ def has_our_tables(url: str) -> bool:
 
 
 def refuse_others_database(url: str, name: str) -> None:
-    """Refuse a database without our tables in which a search could not make them, or could not make its study.
+    """Raise if a search could not create our tables or its study in a database without our tables.
 
     Args:
         url: As of ``Store.open``.
         name: Name of the study.
 
     Raises:
-        StorageUrlError: If its tables are another application's, or Optuna's in a schema that is not this Optuna's.
-        StudyConflictError: If Optuna has a study of this name there; a search would not take it over.
+        StorageUrlError: If its tables belong to another application, or their schema differs from this Optuna's.
+        StudyConflictError: If it contains an Optuna study of this name, which a search would not take over.
     """
     try:
         with _reading(parse_url(url)) as connection:

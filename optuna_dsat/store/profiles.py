@@ -28,7 +28,7 @@ class StoredProfile:
 
 
 def find_profile(session: Session, fingerprint: str) -> StoredProfile | None:
-    """Return the profile with this fingerprint; None if there is none."""
+    """Return the profile with this fingerprint, or None."""
     row = session.get(ProfileRow, fingerprint)
     if row is None:
         return None
@@ -38,7 +38,7 @@ def find_profile(session: Session, fingerprint: str) -> StoredProfile | None:
 
 
 def save_profile(session: Session, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
-    """Store a profile; replaces one with the same fingerprint."""
+    """Store a profile; replaces a profile with the same fingerprint."""
     row = {
         "fingerprint": fingerprint,
         "profile": dict(profile),

@@ -2,15 +2,15 @@
 
 A trial is lost if the process that ran it no longer exists (observed on the same machine), or if its heartbeat is
 older than the grace period *and* has not changed while this process observed it for two intervals. The second
-condition protects a study after a long outage of the database, or a clock that went forward, when all heartbeats are
-old and live workers need time to renew theirs; after one that went back this process's own clock counts. A running
-trial without a heartbeat is lost at once: trials are asked for and get their first heartbeat under the database's lock,
-so whoever holds that lock and finds none knows that the worker ended in between.
+condition protects a study after a long database outage or a forward clock jump, when all heartbeats are old and live
+workers need time to renew theirs. After a backward clock jump, only this process's own clock counts. A running trial
+without a heartbeat is lost immediately: trials are asked for and get their first heartbeat under the database's lock,
+so a missing heartbeat under this lock means that the worker ended in between.
 
 A lost trial is processed under the database's lock, in an order that can be interrupted anywhere and completed by
 another worker: set outcome and message, set state FAIL, release the claim, enqueue a copy, delete the heartbeat. The
 heartbeat row marks unfinished work. The change of state is atomic, so a trial that its worker finishes at the last
-moment stays finished. Where the server frees the lock meanwhile the remaining steps are done when it is held again.
+moment stays finished. If the server releases the lock meanwhile, the remaining steps follow when it is held again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GRACE_S = 60.0
 """Age from which a heartbeat is stale, in seconds."""
 
 MAX_LOSSES = 3
-"""Maximum times that a configuration is requeued after its worker died, since it may be what crashes machines."""
+"""Maximum times that a configuration is requeued after its worker died, since it may crash machines."""
 
 _LOSSES = "dsat_losses"
 """System attribute of a copy: number of workers that died running its configuration."""
@@ -74,7 +74,7 @@ class _Beat:
 
 
 class Reclaimer:
-    """Requeues the lost trials of one study.
+    """Requeues the lost trials of a study.
 
     Args:
         database: Our tables.
@@ -166,10 +166,10 @@ class Reclaimer:
         return bool(failed)
 
     def acquire_task(self, heartbeat: Heartbeat, number: int) -> bool:
-        """Acquire a task of the study that one worker at a time may do, unless a live worker holds it.
+        """Acquire an exclusive task of the study unless a live worker holds it.
 
         Args:
-            heartbeat: This process's; renews the task's heartbeat until its ``remove_number`` is called.
+            heartbeat: This process's heartbeat; renews the task's heartbeat until ``remove_number`` is called.
             number: The task's number, negative.
 
         Returns:
@@ -201,7 +201,7 @@ class Reclaimer:
         return server_time(session), beats
 
     def _add_missing_beats(self, session: Session, numbers: Sequence[int]) -> None:
-        """Add heartbeats of nobody for running trials without one, which mark them as lost; the lock is held."""
+        """Mark running trials without a heartbeat as lost by adding heartbeats without a worker; the lock is held."""
         row = {
             "study_uuid": self._uuid,
             "beat_at": server_time(session),
@@ -229,7 +229,7 @@ class Reclaimer:
         ]
 
     def _is_overdue(self, beat: _Beat, *, now: float, unchanged_s: float) -> bool:
-        """Whether a worker elsewhere is silent: a heartbeat of the future, after a clock went back, tells nothing."""
+        """Whether a remote worker is silent; heartbeats in the future (after a backward clock jump) are ignored."""
         if beat.beat_at > now:
             return unchanged_s > self._grace_s
         return now - beat.beat_at > self._grace_s and unchanged_s >= 2 * self._interval_s
@@ -237,7 +237,7 @@ class Reclaimer:
     def _fail_and_requeue(
         self, study: optuna.Study, trial: FrozenTrial, *, reason: str, counts: bool, failed: list[int]
     ) -> None:
-        """Do the remaining steps for one trial; the lock is held. ``failed`` gets its number if this call failed it."""
+        """Do the remaining steps for a trial; the lock is held. Add its number to ``failed`` if this call failed it."""
         if trial.state is TrialState.RUNNING and self._end(trial, reason):
             failed.append(trial.number)
         stored = self._storage.get_trial(trial._trial_id)
@@ -254,7 +254,7 @@ class Reclaimer:
             return False  # its worker is alive and has just finished it
 
     def _enqueue_copy(self, study: optuna.Study, lost: FrozenTrial, *, counts: bool) -> None:
-        """Enqueue a copy of a lost trial; one without parameters is drawn as the lost one would have been."""
+        """Enqueue a copy of a lost trial; without parameters, they are sampled as for the lost trial."""
         attrs = {key: value for key, value in lost.user_attrs.items() if key not in _LAUNCH_ATTRIBUTES}
         losses = int(lost.system_attrs.get(_LOSSES, 0)) + counts
         if losses > self._max_losses:
@@ -280,12 +280,12 @@ class Reclaimer:
 
 
 def _trial_numbers(numbers: Sequence[int]) -> list[int]:
-    """Return the numbers of trials; other tasks of a study have negative ones."""
+    """Return the numbers of trials; other tasks of a study have negative numbers."""
     return [number for number in numbers if number >= 0]
 
 
 def _origin(trial: FrozenTrial) -> int | None:
-    """Return the number of the trial that this one is a copy of; None if it is not a copy."""
+    """Return the number of the original of a copied trial; None if the trial is not a copy."""
     retried: list[int] = trial.system_attrs.get(_RETRY_HISTORY, [])
     return retried[-1] if retried else None
 

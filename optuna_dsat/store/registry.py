@@ -105,7 +105,7 @@ class Registry:
         return record
 
     def _optuna_study(self, name: str, direction: StudyDirection) -> int:
-        """Create the Optuna study, or adopt an empty one left by a process that was killed while creating it."""
+        """Create the Optuna study, or adopt an empty study left by a process that was killed while creating it."""
         try:
             return self._storage.create_new_study([direction], name)
         except DuplicatedStudyError:
@@ -119,7 +119,7 @@ class Registry:
         return study_id
 
     def find(self, name: str) -> StudyRecord | None:
-        """Return the study of this name; None if there is none or it was not created by optuna-dsat."""
+        """Return the study of this name; None if it does not exist or was not created by optuna-dsat."""
         study_uuid = self._uuids(name).get(name)
         if study_uuid is None:
             return None
@@ -129,7 +129,7 @@ class Registry:
         """Replace a study's spec, e.g. for a new budget; the caller must keep settings that affect comparability.
 
         Raises:
-            UsageError: If there is no such study.
+            UsageError: If the study does not exist.
         """
         text = json.dumps(spec, allow_nan=False)
 
@@ -155,7 +155,7 @@ class Registry:
         """Delete a study with all its trials, launches, steps and claims; its profile is kept.
 
         Raises:
-            UsageError: If there is no such study, or it was not created by optuna-dsat.
+            UsageError: If the study does not exist or was not created by optuna-dsat.
         """
         begun: list[str] = []
 
@@ -205,7 +205,7 @@ class Registry:
             .order_by(StudyModel.study_id)
         )
         if name is not None:
-            if storable(name) != name:  # no database can be asked for it
+            if storable(name) != name:  # cannot be queried in any database
                 return {}
             query = query.where(StudyModel.study_name == name)
         rows = self._database.run(lambda session: session.execute(query).all(), read_only=True)
@@ -213,7 +213,7 @@ class Registry:
 
 
 def _record(session: Session, study_uuid: str, name: str) -> StudyRecord | None:
-    """Return a study's record; None if there is no row."""
+    """Return a study's record; None if it has no row."""
     row = session.get(StudyRow, study_uuid)
     if row is None:
         return None

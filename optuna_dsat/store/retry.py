@@ -228,7 +228,7 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
 
 # Optuna storage that retries after transient errors, such as a server restart or a locked file.
 #
-# Every call is retried after a transient error (see ``retry``). An error can also arrive after the database has
+# Every call is retried after a transient error (see ``retrying``). An error can also arrive after the database has
 # committed, if only the acknowledgement was lost; the retry then operates on its own result. Consequences by method:
 #
 # * Reads, attributes, intermediate values, parameters: repeating the write is idempotent.

@@ -99,8 +99,8 @@ class Store:
             url: ``sqlite:///FILE`` or ``postgresql://USER@HOST:PORT/DATABASE``. The password may also come from
                 the environment or a password file, as libpq reads them.
             create: Whether to create a missing SQLite file, and our tables in a database of Optuna's alone; otherwise
-                both are errors, and nothing is written. With ``create``, rows of studies that were deleted with Optuna's
-                tools are also removed; readers skip this, so that they need not wait for writers.
+                both are errors, and nothing is written. With ``create``, rows of studies that were deleted with
+                Optuna's tools are also removed; readers skip this, so that they need not wait for writers.
             retry_limit_s: Seconds for which calls are retried after a transient error.
             heartbeat_interval_s: Time between two heartbeats, in seconds.
             grace_s: Age from which a heartbeat is stale, in seconds.

@@ -106,11 +106,11 @@ class LaunchRow(Base):
     missing_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_path: Mapped[str] = mapped_column(Text)
     conditions: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
-    """What went on beside it (``launch.conditions``); None from an older version."""
+    """Conditions on the machine during the launch (``launch.conditions``); None from an older version."""
 
 
 class StepRow(Base):
-    """One optimizer step of one rank."""
+    """An optimizer step of a rank."""
 
     __tablename__ = "dsat_steps"
 
@@ -132,14 +132,14 @@ class StepRow(Base):
     skipped: Mapped[bool] = mapped_column(Boolean, server_default=false())
     """Whether the loss scaler skipped it."""
     skipped_before: Mapped[int] = mapped_column(Integer, server_default="0")
-    """Earlier steps of the launch that were skipped; ``step`` minus this is its number among those that count."""
+    """Earlier steps of the launch that were skipped; ``step`` minus this is its number among the counted steps."""
     elements: Mapped[int] = mapped_column(BigInteger, server_default="0")
     """Elements of the inputs; 0 if not observed."""
     elements_are_tokens: Mapped[bool] = mapped_column(Boolean, server_default=false())
 
 
 class ClaimRow(Base):
-    """Exclusive right of one trial to run a configuration, enforced by the primary key."""
+    """Exclusive right of a trial to run a configuration, enforced by the primary key."""
 
     __tablename__ = "dsat_claims"
 

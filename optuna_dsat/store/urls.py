@@ -31,7 +31,7 @@ _LIBPQ_FILES = {
     "sslrootcert": ("PGSSLROOTCERT", "~/.postgresql/root.crt"),
     "sslcrl": ("PGSSLCRL", "~/.postgresql/root.crl"),
 }
-"""Files that libpq reads, by their option: the variable that names one, and where one lies by itself
+"""Connection option of a file that libpq reads -> environment variable and default path
 (https://www.postgresql.org/docs/current/libpq-connect.html)."""
 _SUPPORTED = "sqlite:///FILE and postgresql://USER@HOST:PORT/DATABASE are supported"
 
@@ -102,10 +102,10 @@ def database_exists(url: str) -> bool:
 
 
 def _check_texts(url: URL, shown: str) -> None:
-    """Refuse a NUL that is written as ``%00``: C libraries take what stands before it for the whole.
+    """Reject NUL characters written as ``%00``: C libraries would truncate the text there.
 
     Raises:
-        StorageUrlError: If there is one.
+        StorageUrlError: If the URL contains a NUL.
     """
     texts = [url.username, url.password, url.host, url.database, *(part for pair in url.query.items() for part in pair)]
     if "\0" in "".join(part for text in texts for part in ([text] if isinstance(text, str) else text or [])):
@@ -113,10 +113,10 @@ def _check_texts(url: URL, shown: str) -> None:
 
 
 def _check_options(url: URL, shown: str) -> None:
-    """Refuse options that SQLAlchemy cannot use, ignores, or takes for a part of an SQLite file's name.
+    """Reject options that SQLAlchemy cannot use, ignores, or treats as part of an SQLite file's name.
 
     Raises:
-        StorageUrlError: If there is one.
+        StorageUrlError: If the URL contains such an option.
     """
     try:
         with warnings.catch_warnings(action="error", category=SAWarning):
@@ -131,10 +131,10 @@ def _check_options(url: URL, shown: str) -> None:
 
 
 def _check_libpq_files(url: URL, shown: str) -> None:
-    """Refuse what libpq would read and wait for: a pipe, or a log of the kernel, as one of its files.
+    """Reject libpq files whose reading would block, such as pipes or kernel logs.
 
     Raises:
-        StorageUrlError: If there is one.
+        StorageUrlError: If reading a file would block.
     """
     for option, (variable, usual) in _LIBPQ_FILES.items():
         given = url.query.get(option) or os.environ.get(variable) or usual
@@ -146,17 +146,17 @@ def _check_libpq_files(url: URL, shown: str) -> None:
 
 
 def _is_waited_for(path: str | Path) -> bool:
-    """Return whether reading a file takes until somebody writes into it; not if it cannot be read at all."""
+    """Return whether reading a file blocks until another process writes to it; False if it cannot be read."""
     try:
         found = Path(path).expanduser()
         mode = found.stat().st_mode
         if not stat.S_ISREG(mode):
             return stat.S_ISFIFO(mode)
         with open_regular(found) as file:
-            while part := file.raw.read(2**20):  # None where more may come, nothing where the file ends
+            while part := file.raw.read(2**20):  # None if more may follow, empty at the end of the file
                 pass
             return part is None
-    except (OSError, RuntimeError, ValueError):  # one of them of a home that nobody knows
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: the home directory is unknown
         return False
 
 
@@ -188,7 +188,7 @@ def _checked_sqlite(url: URL, shown: str) -> URL:
 
 
 def _magic_of(path: Path, shown: str) -> bytes | None:
-    """Return the first bytes of a file; None if it has nothing yet, as a log of the kernel in /proc.
+    """Return the first bytes of a file; None if no data is available yet, as for a kernel log in /proc.
 
     Raises:
         StorageUrlError: If it cannot be read.
