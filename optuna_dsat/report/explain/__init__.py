@@ -1,1 +1,1 @@
-"""Why the result is what it is: contributions of settings, predictions, proposals."""
+"""Explanation of the result: contributions of settings, predictions, proposals."""

@@ -1,20 +1,19 @@
-"""Why a study's winner wins: against the user's own config, knob by knob, and what would make it faster still.
+"""Explains why a study's winner beats the baseline (the user's own config), knob by knob, and proposes improvements.
 
-A knob's contribution is the winner's metric over the metric with the user's value of this knob and the winner's values
-of all others. Where launches of the winner's structure differ in this knob only, it is measured
-(``optuna_dsat.report.explain.pairs``). Elsewhere it is predicted by the models that guided search fits to all launches
-of the study, whatever method searched; a prediction whose 95% interval contains 1 is not claimed: the knob was not
-measured separately.
+A knob's contribution is the winner's metric divided by the metric with the user's value of this knob and the winner's
+values of all others. It is measured where launches of the winner's structure differ in this knob only
+(``optuna_dsat.report.explain.pairs``). Otherwise it is predicted by the models that guided search fits to all launches
+of the study, for any search method. If the 95% interval of a prediction contains 1, no contribution is claimed: the
+knob was not measured separately.
 
-Such contributions alone need not multiply to the measured speed-up. What knobs do together beyond what each does alone
-is a factor, by the fitted formula of the step time. What is still missing is the remainder: knobs that were not
-measured separately, launches that differ by more than their settings, as on a machine that others became busy on, and
-errors of the models. All factors multiply to the measured speed-up. A speed-up that its factors contradict (a remainder
-that is not 1 with 95% certainty, though every knob has a factor) is not claimed.
+These contributions need not multiply to the measured speed-up. The interaction of the knobs is another
+factor, from the fitted formula of the step time. The remainder covers the rest: knobs that were not measured
+separately, launches that differ by more than their settings, as on a machine that became busy with other work, and
+model errors. All factors multiply to the measured speed-up. A speed-up is not claimed if its factors contradict it (a
+remainder that differs from 1 with 95% certainty, though every knob has a factor).
 
-What bounds the winner is its predicted step by resource (``StepTimeModel.bounds``). What to change or buy next is the
-same model evaluated with one thing changed (``optuna_dsat.report.explain.proposals``), so it holds as far as the model
-does.
+The winner's bottlenecks are its predicted step time by resource (``StepTimeModel.bounds``). Proposals evaluate the same
+model with a single change (``optuna_dsat.report.explain.proposals``), so they are only as accurate as the model.
 """
 
 from __future__ import annotations
@@ -47,44 +46,44 @@ __all__ = ["REMAINDER", "TOGETHER", "Contribution", "Explanation", "explain", "e
 TOGETHER, REMAINDER = "together", "remainder"
 """Sources of the two factors that belong to no single knob."""
 NOT_SEPARATE = "not measured separately"
-"""Why a knob has no factor of which the launches do not show the effect."""
+"""Reason for a missing factor: the launches do not show the knob's effect."""
 _Z95 = 1.96
-"""Standard deviations on either side that hold 95% of a normal distribution."""
+"""Half-width of the central 95% of a normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """The effect of one knob, or what no single knob explains."""
+    """The effect of a single knob, of all knobs together, or the remainder."""
 
     knob: str
     user: Any
     """The user's value."""
     winner: Any
     factor: float | None
-    """The winner's metric over that with the user's value, above 1 if the winner's is better; None if the user's value
-    would not run, or the launches do not show its effect.
+    """The winner's metric divided by the metric with the user's value, above 1 if the winner's value is better; None if
+    the user's value would not run, or the launches do not show its effect.
     """
     low: float | None
     high: float | None
     """Ends of the 95% interval; None without ``factor``."""
     source: str
-    """``measured`` or ``model``; ``together`` or ``remainder`` for what no single knob explains."""
+    """``measured`` or ``model``; ``together`` or ``remainder`` for factors of no single knob."""
     pairs: int = 0
     """Pairs of configurations that were compared; 0 if predicted."""
     note: str = ""
-    """Why there is no factor; empty if there is one."""
+    """Reason for a missing factor; empty with a factor."""
     brings: tuple[str, ...] = ()
-    """Other settings in ``factor``: with this one they come to apply, or no longer do."""
+    """Other settings included in ``factor``: this setting switches them on or off."""
 
     @property
     def spread(self) -> float:
-        """Standard deviation of a normal distribution with this 95% interval of the logarithm; 0 without a factor."""
+        """Standard deviation of the factor's logarithm, from its 95% interval; 0 without a factor."""
         return 0.0 if self.low is None or self.high is None else (math.log(self.high) - math.log(self.low)) / 2 / _Z95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Why the winner wins."""
+    """Explanation of the winner."""
 
     metric: str
     device: str
@@ -94,54 +93,54 @@ class Explanation:
     value: float
     """Its metric."""
     how_known: str = "by the few steps of the search, not confirmed"
-    """Whether ``value`` comes from rounds or from the search, in words."""
+    """Source of ``value`` as text: rounds or the search."""
     is_own: bool
-    """Whether it is the user's own config."""
+    """Whether the winner is the user's own config."""
     user_value: float | None
     """The metric of the user's own config; None if it was not measured."""
     metrics: Mapping[str, float]
     """All metrics of the winner, as the search measured it."""
     user_metrics: Mapping[str, float]
-    """Those of the user's own config; empty if it was not measured."""
+    """All metrics of the user's own config; empty if it was not measured."""
     speed_up: float | None
     """The measured ratio, above 1 if the winner is better; None if the user's own config was not measured."""
     contributions: tuple[Contribution, ...]
-    """One for each knob in which the two differ, largest effect first."""
+    """Contributions of the knobs in which the two configs differ, largest effect first."""
     together: Contribution | None
-    """What the knobs do together beyond what each does alone; None with fewer than two factors, or where the formula
-    does not reach.
+    """Interaction of the knobs beyond their separate effects; None with fewer than two factors, or if the formula does
+    not apply.
     """
     remainder: Contribution | None
-    """What of ``speed_up`` no other factor explains; None if there is nothing to explain."""
+    """Part of ``speed_up`` that no other factor explains; None if there is nothing to explain."""
     bounds: Mapping[str, float]
-    """compute, link, host, memory, overhead -> share of the winner's step; empty where the model does not reach."""
+    """compute, link, host, memory, overhead -> share of the winner's step; empty if the model does not apply."""
     peak_bytes: int | None
     """Measured peak of the worst rank; None if it was not measured."""
     device_bytes: int
-    """Memory of one device."""
+    """Memory of a device."""
     utilisation: float | None
     """Share of the GPU's peak FLOPS; None for a GPU that is not in the table."""
     noise: float
-    """Relative standard deviation from launch to launch that the intervals assume."""
+    """Relative standard deviation between launches that the intervals assume."""
     is_noise_measured: bool
-    """Whether ``noise`` comes from configurations that were launched more than once; otherwise it is assumed."""
+    """Whether ``noise`` was measured on repeated launches of a configuration; otherwise it is assumed."""
     proposals: tuple[str, ...]
     """What to change or buy next, largest gain first."""
 
     @property
     def factors(self) -> tuple[Contribution, ...]:
-        """All that have a factor; these multiply to ``speed_up``."""
+        """All contributions with a factor; the factors multiply to ``speed_up``."""
         every = (*self.contributions, self.together, self.remainder)
         return tuple(one for one in every if one is not None and one.factor is not None)
 
     @property
     def explained(self) -> Contribution | None:
-        """The product of all factors but the remainder; None without a remainder."""
+        """Product of all factors except the remainder; None without a remainder."""
         return None if self.remainder is None else _product([one for one in self.factors if one is not self.remainder])
 
     @property
     def contradicted(self) -> bool:
-        """Whether the factors contradict ``speed_up``: with 95% certainty they multiply to something else.
+        """Whether the product of the factors differs from ``speed_up`` with 95% certainty.
 
         A knob without a factor may explain any remainder.
         """
@@ -152,7 +151,7 @@ class Explanation:
 
     @property
     def bound(self) -> str | None:
-        """The largest of ``bounds``; None without any."""
+        """Name of the largest entry of ``bounds``; None if empty."""
         return max(self.bounds, key=lambda name: self.bounds[name], default=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -167,10 +166,10 @@ class Explanation:
 
 
 def explain_study(study: StoredStudy) -> tuple[Explanation, str]:
-    """Return why a study's winner wins, and its configuration in words.
+    """Return the explanation of a study's winner, and the winner's description.
 
     Raises:
-        UsageError: If nothing of it was measured, or its profile is gone.
+        UsageError: If the study has no measurement, or its profile is gone.
     """
     found = explained(study)
     if found is None or study.best is None:
@@ -179,7 +178,7 @@ def explain_study(study: StoredStudy) -> tuple[Explanation, str]:
 
 
 def explained(study: StoredStudy) -> Explanation | None:
-    """Return why a study's winner wins; None if nothing of it was measured, or its profile is gone."""
+    """Return the explanation of a study's winner; None if nothing was measured, or its profile is gone."""
     if study.best is None or study.planner is None:
         return None
     found = explain(
@@ -216,8 +215,8 @@ def explain(
         planner: The guided planner of the study's space.
         winner: The winning trial.
         baseline: The user's own config; None if it was not measured.
-        paired: The ratio of the two in rounds that measured both; None if there are none.
-        rounds: The confirmation; None if there is none.
+        paired: Ratio of winner to baseline in rounds that measured both; None without such rounds.
+        rounds: The confirmation, or None.
     """
     larger = planner.problem.metric in LARGER_IS_BETTER
     user = {} if baseline is None else visible_params(baseline.trial)
@@ -228,7 +227,7 @@ def explain(
     together = _together(trials, planner, winner=best, user=user, found=found)
     ratio = None if baseline is None else _ratio(baseline, winner, paired, pairs, maximize=larger)
     own = baseline is not None and baseline.trial.number == winner.trial.number
-    searched = MICRO_BATCH in best  # the user's own config has no parameters where it lies outside the space
+    searched = MICRO_BATCH in best  # the user's own config has no parameters if it is outside the space
     expected = planner.predict(trials, [_split(best)])[0] if searched else None
     seconds = {} if expected is None else dict(expected.bounds)
     total = sum(seconds.values())
@@ -271,7 +270,7 @@ def _split(params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 
 
 def _reverted(planner: GuidedPlanner, winner: Mapping[str, Any], knob: str, own: Any) -> dict[str, Any]:
-    """Return the winner with the user's value of one knob."""
+    """Return the winner with the user's value of a knob."""
     knobs, size = _split({**winner, knob: own})
     return {**planner.problem.space.completed(knobs), MICRO_BATCH: size}
 
@@ -279,7 +278,7 @@ def _reverted(planner: GuidedPlanner, winner: Mapping[str, Any], knob: str, own:
 def _contributions(
     trials: Sequence[FrozenTrial], planner: GuidedPlanner, pairs: Pairs, *, winner: dict[str, Any], user: dict[str, Any]
 ) -> Iterator[Contribution]:
-    """Yield one contribution for each knob in which winner and user differ."""
+    """Yield a contribution for each knob in which winner and user differ."""
     if MICRO_BATCH not in winner or not user:
         return
     before = planner.problem.space.completed(user) | {MICRO_BATCH: user.get(MICRO_BATCH)}
@@ -294,7 +293,7 @@ def _contributions(
 
 
 def _measured(pairs: Pairs, winner: dict[str, Any], other: dict[str, Any]) -> Contribution | None:
-    """Return the measured effect of the settings in which winner and other differ; None if no launches show it."""
+    """Return the measured effect of the settings in which winner and other differ; None if it was not measured."""
     effect = pairs.effect(winner, other)
     if effect is None:
         return None
@@ -316,7 +315,7 @@ def _differing(winner: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
 
 
 def _named(winner: Mapping[str, Any], other: Mapping[str, Any], differing: set[str]) -> str:
-    """Return the knob that was changed; others that differ follow from it: they apply to one side only."""
+    """Return the changed knob; other differing knobs are consequences that apply to one side only."""
     return next(name for name in winner if name in differing and name in other)
 
 
@@ -361,9 +360,9 @@ def _together(
     user: dict[str, Any],
     found: Sequence[Contribution],
 ) -> Contribution | None:
-    """Return what the knobs do together, by the formula: its ratio of winner to user over its ratios knob by knob.
+    """Return the knobs' interaction by the formula: its ratio of winner to user over the product of its knobs' ratios.
 
-    Its spread takes the formula's errors at all these configurations as independent.
+    The spread treats the formula's errors at these configurations as independent.
     """
     single = [one for one in found if one.factor is not None]
     if len(single) < 2 or len(single) < len(found):
@@ -397,7 +396,7 @@ def _ratio(
 
 
 def _remainder(ratio: float, spread: float, others: Sequence[Contribution]) -> Contribution:
-    """Return what of the measured ratio the other factors do not explain."""
+    """Return the part of the measured ratio that the other factors do not explain."""
     explained = _product(others)
     mean = math.log(ratio) - math.log(explained.factor or 1.0)
     unclaimed = any(one.note == NOT_SEPARATE for one in others)
@@ -406,14 +405,14 @@ def _remainder(ratio: float, spread: float, others: Sequence[Contribution]) -> C
 
 
 def _product(parts: Sequence[Contribution]) -> Contribution:
-    """Return the product of factors; launches that several of them share may err in all, so their spreads add up."""
+    """Return the product of factors. Spreads are added, because errors of shared launches are correlated."""
     known = [one for one in parts if one.factor is not None]
     mean = sum(math.log(one.factor) for one in known if one.factor is not None)
     return _factor("product", mean, sum(one.spread for one in known))
 
 
 def _factor(source: str, mean: float, spread: float, *, note: str = "") -> Contribution:
-    """Return a factor that belongs to no knob, by mean and standard deviation of its logarithm."""
+    """Return a factor of no single knob from mean and standard deviation of its logarithm."""
     return Contribution(
         knob=source,
         user=None,

@@ -1,8 +1,8 @@
-"""Why a run is slower than predicted: the step that was measured beside the one that the data sheet promises.
+"""Compares the winner's measured step time with the prediction from the data sheet, and looks for causes of a gap.
 
 The prediction is the step time's formula (``optuna_dsat.cost.step_time``) with the coefficients of the device's data
-sheet, nothing fitted; what it leaves open is its range. Causes are looked for where they leave traces of their own:
-phases that take longer than predicted, time outside them, uneven steps, and what went on beside the launch.
+sheet, without fitting; its range is the formula's uncertainty. Causes are reported if they left evidence: phases that
+take longer than predicted, time outside them, uneven steps, and other activity on the machine during the launch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from optuna_dsat.words import range_in_words, step_time_in_words, times_in_words
 __all__ = ["PredictionGap", "prediction_gap"]
 
 _Z90 = 1.645
-"""Standard deviations on either side that hold 90% of a normal distribution."""
+"""Half-width of the central 90% of a normal distribution, in standard deviations."""
 _WORTH_NAMING = 0.1
-"""Least share of a step, or of the cores, for a cause."""
+"""Minimum share of a step, or of the cores, for a cause."""
 _UNEVEN = 1.5
-"""Slowest step over the median one from which steps are called uneven."""
+"""Minimum ratio of the slowest to the median step at which steps are called uneven."""
 _COMPUTATION = (
     "attention that is not fused, recomputed activations, matrices whose sides are no multiples of 64, fp32 without "
     "TF32, or a micro-batch too small to fill the device"
@@ -42,7 +42,7 @@ _COLLECTIVES = "collectives over PCIe or sockets where NVLink is expected (`nvid
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionGap:
-    """The measured step of the winner beside the predicted one."""
+    """The winner's measured and predicted step."""
 
     measured_s: float
     predicted_s: float
@@ -51,23 +51,23 @@ class PredictionGap:
     high_s: float
     """Ends of the 90% interval."""
     basis: str
-    """What the prediction rests on, in words."""
+    """Basis of the prediction, as text."""
     by_data_sheet: bool
     predicted_phases: Mapping[str, float]
-    """``PHASES`` -> seconds; ``other`` is what passes outside forward, backward and step."""
+    """``PHASES`` -> seconds; ``other`` is the time outside forward, backward and step."""
     measured_phases: Mapping[str, float]
     """Likewise."""
     causes: tuple[str, ...]
-    """What was found, likeliest first; empty if the step is no slower than predicted."""
+    """Causes, likeliest first; empty if the step is as fast as predicted."""
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted."""
+        """Measured step time divided by the predicted step time."""
         return self.measured_s / self.predicted_s
 
     @property
     def verdict(self) -> str:
-        """The comparison in one sentence."""
+        """The comparison as a sentence."""
         measured = f"A step takes {step_time_in_words(self.measured_s)}"
         low, high = (step_time_in_words(end, digits=3) for end in (self.low_s, self.high_s))
         expected = f"{step_time_in_words(self.predicted_s, digits=3)} were to be expected ({range_in_words(low, high)})"
@@ -85,7 +85,7 @@ class PredictionGap:
 
 
 def prediction_gap(view: StudyView) -> PredictionGap | None:
-    """Return how the winner's measured step compares with its prediction; None if there is nothing to compare."""
+    """Compare the winner's measured step with its prediction; return None if there is nothing to compare."""
     if view.profiled is None or view.best is None:
         return None
     metrics = view.metrics_of(view.best)
@@ -98,7 +98,7 @@ def prediction_gap(view: StudyView) -> PredictionGap | None:
     measured["other"] = max(0.0, latency - sum(measured.values()))
     basis, by_sheet = _basis(view)
     slower = latency > (1 + _WORTH_NAMING) * seconds
-    phases = _slow_phases(config, predicted, measured)  # round figures of a CPU tell nothing of its phases
+    phases = _slow_phases(config, predicted, measured)  # a CPU's rough figures cannot explain its phases
     return PredictionGap(
         measured_s=latency,
         predicted_s=seconds,
@@ -132,7 +132,7 @@ def _predicted(view: StudyView, config: Mapping[str, Any]) -> tuple[dict[str, fl
 
 
 def _basis(view: StudyView) -> tuple[str, bool]:
-    """Return what the prediction rests on in words, and whether that is a data sheet."""
+    """Return the basis of the prediction as text, and whether it is a data sheet."""
     name = "" if view.profiled is None else view.profiled.profile.device_name
     gpu = gpu_of_device(name)
     if gpu is not None:
@@ -172,7 +172,7 @@ def _alike(predicted: Mapping[str, float], measured: Mapping[str, float]) -> boo
 
 
 def _look_at(phase: str, config: Mapping[str, Any], *, both: bool) -> str:
-    """Return where to look for the time that a phase takes too long.
+    """Return where to look for the excess time of a phase.
 
     Args:
         phase: The phase.
@@ -192,7 +192,7 @@ def _look_at(phase: str, config: Mapping[str, Any], *, both: bool) -> str:
 
 
 def _beside(view: StudyView) -> Iterator[str]:
-    """Yield what the winner's launch shows of uneven steps and of others on the machine."""
+    """Yield evidence in the winner's launch of uneven steps and of other activity on the machine."""
     report = None if view.best is None else view.last_report(view.best.trial)
     if report is None:
         return

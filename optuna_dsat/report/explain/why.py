@@ -1,4 +1,4 @@
-"""Why the winner wins, as rows and sentences of the report."""
+"""Explanation of the winner as rows and sentences of the report."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from optuna_dsat.words import bytes_in_words, metric_in_words, setting_in_words,
 __all__ = ["FactorRow", "PhaseRow", "Why", "factor_rows", "told_of", "why_of"]
 
 _WORTH_A_ROW = 0.005
-"""Least effect of a setting, relative to 1, that is worth a row of its own."""
+"""Minimum effect of a setting, relative to 1, for a separate row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorRow:
-    """What one setting contributes to the speed-up."""
+    """Contribution of a setting to the speed-up."""
 
     setting: str
     own: str
     """The user's value; empty if it does not apply there."""
     best: str
     factor: str
-    """Empty if there is none."""
+    """Empty without a factor."""
     between: str
-    """Its 95% interval; empty without one."""
+    """Its 95% interval; empty without a factor."""
     by: str
-    """How it is known, or why there is no factor."""
+    """Source of the factor, or the reason for a missing factor."""
     is_setting: bool = False
-    """Whether ``setting`` is the name of one."""
+    """Whether ``setting`` is the name of a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,15 @@ class PhaseRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
-    """Why the winner wins, what bounds it, and what to change or buy next."""
+    """Explanation of the winner, its bottlenecks, and what to change or buy next."""
 
     rows: tuple[FactorRow, ...]
     """Largest effect first; empty where there is nothing to compare with."""
     told: tuple[str, ...]
-    """What bounds the winner, and what speaks against the numbers."""
+    """Bottlenecks of the winner, and limitations of the numbers."""
     proposals: tuple[str, ...]
     prediction: str = ""
-    """How the winner's step compares with the one that the device's data sheet promises; empty without one."""
+    """Comparison of the winner's step with the prediction from the device's data sheet; empty without a prediction."""
     phases: tuple[PhaseRow, ...] = ()
     """The parts of both steps."""
     causes: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Why:
 
 
 def why_of(view: StudyView) -> Why | None:
-    """Return why the winner of a study wins; None before a launch was measured."""
+    """Return the explanation of a study's winner; None before a launch was measured."""
     found = explained(view)
     if found is None:
         return None
@@ -119,7 +119,7 @@ def _row(one: Contribution) -> FactorRow:
 
 
 def _shown(value: object) -> str:
-    """Return a setting's value as ``--fix`` takes it; empty if there is none."""
+    """Return a setting's value in the syntax of ``--fix``; empty for None."""
     return "" if value is None else setting_in_words(value)
 
 
@@ -128,7 +128,7 @@ def _plain(setting: str, *, factor: str, by: str) -> FactorRow:
 
 
 def told_of(found: Explanation) -> list[str]:
-    """Return what bounds the winner, and how full its memory and how busy its GPU is, as sentences."""
+    """Return sentences on the winner's bottlenecks, memory use and GPU utilisation."""
     largest = sorted(found.bounds.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= _WORTH_A_ROW)
     told = [f"A step of the winner goes into {shares} (fitted model): it is bound by {found.bound}."] if shares else []
@@ -143,7 +143,7 @@ def told_of(found: Explanation) -> list[str]:
 
 
 def _doubt(found: Explanation) -> Iterator[str]:
-    """Yield what speaks against the speed-up."""
+    """Yield limitations of the speed-up."""
     if found.contradicted and found.remainder is not None and found.remainder.factor is not None:
         yield (
             f"A factor of {times_in_words(found.remainder.factor)} remains that no setting explains, such as a machine "
