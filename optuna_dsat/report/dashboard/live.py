@@ -1,7 +1,7 @@
 """A study while it is searched: what runs now, and the report's page, read from the store whenever that has changed.
 
-Which trials are in flight stands in Optuna's tables. What their launches do, and those of the profile and of the
-finalists, is what their workers note (``optuna_dsat.study.live_state``).
+Optuna's tables contain the running trials. The progress of their launches, and of the profile's and the finalists'
+launches, comes from their workers' live state (``optuna_dsat.study.live_state``).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words
 __all__ = ["InFlight", "LiveStudy", "Now"]
 
 _LEAST_PAUSE_S = 2.0
-"""Least time between two renderings ..."""
+"""Minimum time between two renderings, in seconds ..."""
 _SHARE = 0.1
-"""... which take at most this share of a core: launches are being measured beside them."""
+"""... which take at most this share of a core, because launches are being measured at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """A launch that runs."""
+    """A running launch."""
 
     name: str
     """Number of its trial; ``profile``."""
@@ -47,25 +47,25 @@ class InFlight:
     """Its configuration."""
     elapsed: str
     now: str
-    """The step that runs, or what it does before the first has ended."""
+    """Current step, or the launch's phase before the end of the first step."""
     speed: str
     """Samples/s, or the metric of its steps so far; empty before the first."""
     to_best: str
-    """Its speed relative to the best's; empty if either is not known."""
+    """Its speed relative to the best; empty if either is unknown."""
     memory: str
-    """Peak of the fullest rank; empty before it is known."""
+    """Peak memory of the fullest rank; empty before it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Now:
-    """What a study does at one moment."""
+    """State of a study at a point in time."""
 
     told: str
-    """In one sentence."""
+    """The state as a sentence."""
     phases: tuple[str, ...]
-    """What the search itself does that may take long."""
+    """Current phases of the search itself that may take long."""
     done: int
-    """Launches that are over."""
+    """Finished launches."""
     budget: int
     in_flight: tuple[InFlight, ...]
     ended: bool
@@ -73,14 +73,14 @@ class Now:
 
 
 class LiveStudy:
-    """A study of a store, rendered anew when it has changed. Safe to use by several threads.
+    """A study of a store, rendered again when it has changed. Thread-safe.
 
     Args:
-        store: Where the study lives.
+        store: The study's store.
         name: The study.
 
     Raises:
-        UsageError: If there is no such study, or plotly is not installed.
+        UsageError: If the study does not exist, or plotly is not installed.
         UnreadableStudyError: If it cannot be read.
     """
 
@@ -96,11 +96,11 @@ class LiveStudy:
 
     @property
     def view(self) -> StudyView:
-        """The study as it was rendered last."""
+        """The study as last rendered."""
         return self._view
 
     def now(self) -> tuple[str, str]:
-        """Return the version of the study's part of the page, and what it does now as HTML.
+        """Return the version of the study's part of the page, and the study's current state as HTML.
 
         Raises:
             UsageError: If the study is gone.
@@ -108,7 +108,7 @@ class LiveStudy:
         """
         with self._lock:
             version, trials, attrs = self._read()
-            if self._refresh(version):  # which took a while: what runs now is another launch
+            if self._refresh(version):  # took a while: other launches may run now
                 _, trials, attrs = self._read()
             return self._version, self._now_html(trials, attrs)
 
@@ -139,7 +139,7 @@ class LiveStudy:
             )
 
     def _read(self) -> tuple[str, Sequence[FrozenTrial], Mapping[str, Any]]:
-        """Return what the study's part of the page depends on, as a text; the trials; the study's attributes."""
+        """Return the version of the study's part of the page as text, the trials, and the study's attributes."""
         record = record_of(self._store, self._name)
         trials = self._store.storage.get_all_trials(
             self._store.storage.get_study_id_from_name(self._name), deepcopy=False
@@ -151,7 +151,7 @@ class LiveStudy:
         return hashlib.sha256(seen.encode()).hexdigest()[:16], trials, attrs
 
     def _refresh(self, version: str) -> bool:
-        """Render the study's part of the page if it has changed, and the last time is long enough ago.
+        """Render the study's part of the page if it has changed and the last rendering is long enough ago.
 
         Returns:
             Whether it was rendered.
@@ -204,12 +204,12 @@ class LiveStudy:
 
 
 def _in_flight(view: StudyView, trial: FrozenTrial, noted: LaunchInFlight | None, *, best: float | None) -> InFlight:
-    """Return a trial in flight, with what its worker noted of its launch, if it is one that notes anything.
+    """Return a running trial, with its worker's live state of the launch if available.
 
     Args:
         view: The study.
         trial: The trial.
-        noted: What its worker noted; None if that is not known.
+        noted: Live state from its worker; None if unknown.
         best: Samples/s of the best so far; None if nothing was measured.
     """
     config, values = trial.user_attrs.get(attributes.CONFIG), trial.intermediate_values
@@ -230,7 +230,7 @@ def _in_flight(view: StudyView, trial: FrozenTrial, noted: LaunchInFlight | None
 
 
 def _noted(view: StudyView, row: LaunchInFlight, *, now: float, best: float | None) -> InFlight:
-    """Return a launch as its worker noted it."""
+    """Return a launch from its worker's live state."""
     limit = 0 if view.profiled is None else view.profiled.profile.device_memory_bytes
     peak = bytes_in_words(row.peak_bytes) if row.peak_bytes > 0 else ""
     rate = row.samples_per_s
@@ -256,7 +256,7 @@ def _told(
     running: int,
     ended: bool,
 ) -> str:
-    """Return one sentence on what the study does."""
+    """Return a sentence on the study's current state."""
     if ended:
         return "The search has ended."
     known = [max(0.0, one.left_s - (now - one.noted_at)) for one in notes if one.left_s is not None]

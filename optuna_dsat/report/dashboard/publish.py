@@ -1,7 +1,7 @@
 """Publishes a study to optuna-dashboard: notes, plots, metric name, artifacts.
 
-All of it is kept in the study's own storage, so any optuna-dashboard shows it, however it was started. Publishing again
-changes nothing unless the study has changed, and keeps what people wrote below a note's last line.
+All of it is kept in the study's own storage, so any optuna-dashboard shows it. Publishing again
+changes nothing unless the study has changed, and keeps text that users added below a note's last line.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NOTE_OF_TRIAL = re.compile(r"dashboard:(\d+):note_")
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What was written."""
+    """Summary of the written data."""
 
     study_id: int
     """Optuna's id of the study, part of its page's address."""
@@ -60,16 +60,16 @@ class Published:
     artifacts: int
     """Artifacts that are new."""
     store: FileSystemArtifactStore | None
-    """Where the artifacts are; None if the folder of the study's files is not on this machine."""
+    """Store of the artifacts; None if the folder of the study's files is not on this machine."""
     refused: tuple[str, ...] = ()
-    """Files that were not copied because they lead out of that folder."""
+    """Files that were not copied because they are links out of that folder."""
 
 
 class _CachedAttributes(RetryingStorage):
-    """A storage that reads a study's system attributes once, and skips writes that change nothing.
+    """A storage that reads a study's system attributes once and skips writes that change nothing.
 
-    optuna-dashboard keeps the notes of all trials in them, and searches them all for every note. While a trial is in
-    focus, it reads the attributes of that trial only: the time for all notes is then linear in their number.
+    optuna-dashboard keeps the notes of all trials in these attributes and searches all of them for every note. While a
+    trial is in focus, only its attributes are returned, so the total time for all notes is linear in their number.
     """
 
     def __init__(self, store: Store, study_id: int) -> None:
@@ -81,7 +81,7 @@ class _CachedAttributes(RetryingStorage):
 
     @contextmanager
     def focus(self, trial_id: int | None) -> Iterator[None]:
-        """Within the block, read the attributes of one trial only; None for those of the study itself."""
+        """Within the block, read the attributes of a single trial only; None for the study's own attributes."""
         self._focus = trial_id
         try:
             yield
@@ -101,7 +101,7 @@ class _CachedAttributes(RetryingStorage):
 
 
 def _trial_of(key: str) -> int | None:
-    """Return Optuna's id of the trial whose note an attribute is part of; None if it is no part of a trial's note."""
+    """Return Optuna's id of the trial whose note contains an attribute; None if it is not part of a trial's note."""
     found = _NOTE_OF_TRIAL.match(key)
     return None if found is None else int(found.group(1))
 
@@ -112,20 +112,20 @@ def is_installed() -> bool:
 
 
 def require_installed() -> None:
-    """Refuse to go on without optuna-dashboard.
+    """Raise if optuna-dashboard is missing.
 
     Raises:
-        UsageError: If it is not installed; says how to install it.
+        UsageError: If it is not installed; the message explains how to install it.
     """
     if not is_installed():
         raise UsageError("optuna-dashboard is not installed: pip install 'optuna-dsat[dashboard]'")
 
 
 def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
-    """Return where a study's artifacts are kept; None if the folder of its files is not on this machine.
+    """Return the store of a study's artifacts; None if the folder of its files is not on this machine.
 
     Raises:
-        UsageError: If the folder cannot be made.
+        UsageError: If the folder cannot be created.
     """
     if view.folder is None:
         return None
@@ -141,15 +141,15 @@ def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
 
 
 def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
-    """Write a study's notes, plots and artifacts to where optuna-dashboard finds them.
+    """Write a study's notes, plots and artifacts for optuna-dashboard.
 
     Args:
-        store: Where the study lives.
+        store: The study's store.
         name: The study.
         artifacts: Whether to copy logs and configs as well.
 
     Raises:
-        UsageError: If there is no such study, or optuna-dashboard is not installed.
+        UsageError: If the study does not exist, or optuna-dashboard is not installed.
         StorageError: If the database fails for longer than the store's retry limit.
     """
     require_installed()
@@ -179,7 +179,7 @@ def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
 
 
 def _save_notes(study: optuna.Study, view: StudyView, cached: _CachedAttributes) -> int:
-    """Save the notes that changed; return how many."""
+    """Save the changed notes; return their number."""
     changed = int(_save_note(study, study_note(view)))
     for trial in view.launched:
         with cached.focus(trial._trial_id):
@@ -188,7 +188,7 @@ def _save_notes(study: optuna.Study, view: StudyView, cached: _CachedAttributes)
 
 
 def _save_result(study: optuna.Study, view: StudyView) -> None:
-    """Write the result as a user attribute of the study: the dashboard lists these beside the best trial."""
+    """Write the result as a user attribute of the study, which the dashboard lists next to the best trial."""
     verdict = view.verdict
     told = "" if verdict is None else " ".join(verdict_in_words(verdict, metric=view.metric, device=view.spec.device))
     if told and study.user_attrs.get(attributes.RESULT) != told:

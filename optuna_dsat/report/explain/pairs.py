@@ -1,11 +1,11 @@
-"""What changing one setting does, by the launches of a study that differ in nothing else.
+"""Effect of changing a single setting, measured by a study's launches that differ in nothing else.
 
 All measurements are fitted by least squares, on logarithms: each configuration has a level, and each round of the
 confirmation an effect on all of its launches. A ratio of two configurations is a linear function of the measurements,
-so its variance counts each of them once, however many pairs share it. The noise from launch to launch is what the fit
-leaves, with its degrees of freedom (Searle 1971, Linear Models, chapter 5).
+so its variance counts each of them once, however many pairs share it. The noise between launches is the residual of
+the fit, with its degrees of freedom (Searle 1971, Linear Models, chapter 5).
 
-The search's measurement of a finalist is left out: it was chosen for it, so its noise is favourable on average.
+The search's measurement of a finalist is left out: the finalist was selected by it, so its noise is biased upwards.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Numbers: TypeAlias = npt.NDArray[Any]
 _ELSEWHERE = 0.3
 """Standard deviation of a setting's effect at other values of the other settings, relative to its effect."""
 _ASSUMED_DEGREES = 2
-"""Degrees of freedom of a noise that was not measured: a factor of 2 either way is likely."""
+"""Degrees of freedom of an assumed noise, which is likely to be wrong by a factor of 2 in either direction."""
 _SEARCH = 0
-"""Stands for a round in the measurements of the search."""
+"""Round number of the search's measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Measurement:
     key: str
-    """Of its configuration."""
+    """Key of its configuration."""
     round: int
     log: float
     """Logarithm of the metric, larger is better."""
     step_variance: float
-    """Variance of ``log`` by how the steps of the launch differ."""
+    """Variance of ``log`` due to the spread of the launch's steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Pairs:
         trials: The study's trials.
         rounds: The confirmation.
         maximize: Whether a larger metric is better.
-        assumed_noise: Relative standard deviation from launch to launch where none was repeated.
+        assumed_noise: Relative standard deviation between launches, used if no launch was repeated.
     """
 
     def __init__(self, trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, assumed_noise: float) -> None:
@@ -85,25 +85,25 @@ class Pairs:
         residuals = self._logs - design @ (self._solution @ self._logs)
         self._degrees = len(found) - int(np.linalg.matrix_rank(design)) if found else 0
         self.is_noise_measured = self._degrees > 0
-        """Whether launches of one configuration were repeated."""
+        """Whether launches of any configuration were repeated."""
         variance = float(residuals @ residuals) / self._degrees if self.is_noise_measured else assumed_noise**2
         self._variances = np.maximum(variance, [one.step_variance for one in found])
         self.noise = math.sqrt(variance)
-        """Relative standard deviation from launch to launch."""
+        """Relative standard deviation between launches."""
 
     @property
     def quantile(self) -> float:
-        """Standard errors on either side of a mean that are its 95% interval."""
+        """Half-width of a mean's 95% interval, in standard errors."""
         return student_t_975(self._degrees if self.is_noise_measured else _ASSUMED_DEGREES)
 
     def effect(self, winner: Mapping[str, Any], other: Mapping[str, Any]) -> Effect | None:
-        """Return what the winner's values of some settings do, None if no two configurations differ in just these.
+        """Return the effect of the winner's values of some settings; None if no pair differs in exactly these.
 
-        Configurations of the same structure count, those of which one is the winner most.
+        Only pairs of configurations of the same structure count. Pairs that contain the winner get the largest weight.
 
         Args:
             winner: The winner's settings.
-            other: The same with other values of some.
+            other: The winner's settings, with other values of some.
         """
         differing = {name for name in winner.keys() | other.keys() if winner.get(name) != other.get(name)}
         fixed = [name for name in STRUCTURE if name not in differing]
@@ -130,11 +130,11 @@ class Pairs:
         return wanted @ self._solution if np.allclose(wanted @ self._reproduced, wanted) else None
 
     def _combined(self, ratios: Sequence[Numbers], elsewhere: Sequence[bool]) -> Effect:
-        """Return the mean of ratios, weighted by how well each is known to tell of the winner."""
+        """Return the mean of ratios, weighted by their precision as estimates of the winner's effect."""
         rows = np.array(ratios)
         means, variances = rows @ self._logs, rows**2 @ self._variances
         spread = np.zeros(len(rows))
-        for _ in range(2):  # the second time with the spread of the first mean
+        for _ in range(2):  # the second pass uses the spread around the first mean
             weights = 1 / (variances + spread)
             weights /= weights.sum()
             mean = float(weights @ means)
@@ -144,7 +144,7 @@ class Pairs:
 
 
 def _key(trial: FrozenTrial) -> str:
-    """Return the key of a trial's configuration; the user's own may lie outside the space and have no parameters."""
+    """Return the key of a trial's configuration; the baseline may be outside the space and have no parameters."""
     params = visible_params(trial)
     return _text(params) if params else f"trial {trial.number}"
 
@@ -171,10 +171,10 @@ def _measurements(trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bo
 
 
 def _step_variance(trial: FrozenTrial, *, is_rate: bool) -> float:
-    """Return the variance of a metric's logarithm by how the counted steps of its launch differ; 0 for fewer than two.
+    """Return the variance of a metric's logarithm due to the spread of its counted steps; 0 for fewer than two steps.
 
-    A trial reports after each of them the metric over all until then: their mean time, or a rate in proportion to its
-    inverse.
+    After each counted step a trial reports the metric over all steps so far: their mean time, or a rate proportional to
+    its inverse.
     """
     reported = np.array([trial.intermediate_values[step] for step in sorted(trial.intermediate_values)])
     if len(reported) < 2 or reported.min() <= 0:

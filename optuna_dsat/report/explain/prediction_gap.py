@@ -58,7 +58,7 @@ class PredictionGap:
     measured_phases: Mapping[str, float]
     """Likewise."""
     causes: tuple[str, ...]
-    """Causes, likeliest first; empty if the step is as fast as predicted."""
+    """Causes, likeliest first; empty if the step is not slower than predicted."""
 
     @property
     def ratio(self) -> float:

@@ -1,6 +1,6 @@
-"""What to change or buy to make a study's winner faster still, each only where the machine and the study allow it.
+"""Proposals to change or buy something that makes a study's winner faster, as far as machine and study allow.
 
-A gain is that of the models fitted to the study's launches, with one thing changed.
+Gains are predicted by the models fitted to the study's launches, with a single change.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from optuna_dsat.words import faster_in_words
 __all__ = ["Situation", "proposals", "proposals_by_name"]
 
 _WORTH_SAYING = 0.02
-"""Least relative gain of a change that is proposed."""
+"""Minimum relative gain of a proposed change."""
 _FULL = 0.85
-"""Share of the device's memory from which it is taken to limit the micro-batch."""
+"""Minimum share of used device memory at which memory is assumed to limit the micro-batch."""
 _IDLE_GPU = 0.3
 """Share of a GPU's peak FLOPS below which a step bound by computation is limited by the model, not by the GPU."""
 _COMPUTE_BOUND = 0.7
-"""Share of a step from which computation is taken to bound it."""
+"""Minimum share of a step at which computation is assumed to be the bottleneck."""
 _MORE_STEPS = 4
-"""Factor on the accumulation steps that is proposed."""
+"""Proposed factor on the accumulation steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Situation:
     bounds: Mapping[str, float]
     """compute, link, host, memory, overhead -> share of the winner's step."""
     utilisation: float | None
-    """Share of the GPU's peak FLOPS that it reaches; None if not known."""
+    """Achieved share of the GPU's peak FLOPS; None if unknown."""
 
     @property
     def on_gpus(self) -> bool:
@@ -76,7 +76,7 @@ class Situation:
         return any(self.knobs.get(name, "none") != "none" for name in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM))
 
     def allows(self, *, micro_batch: int, more_steps: int = 1) -> bool:
-        """Whether global batch and data allow a micro-batch with so many times its accumulation steps."""
+        """Whether global batch and data allow a micro-batch with ``more_steps`` times its accumulation steps."""
         space = self.planner.problem.space
         steps = space.accumulation(micro_batch) * more_steps
         samples = micro_batch * steps
@@ -98,7 +98,7 @@ class Situation:
 
 @dataclass(frozen=True, kw_only=True)
 class _Change:
-    """A change that is proposed for what it gains."""
+    """A change and its predicted gain."""
 
     name: str
     on: Callable[[Situation], bool]
@@ -114,7 +114,7 @@ def proposals(now: Situation) -> list[str]:
 
 
 def proposals_by_name(now: Situation) -> dict[str, str]:
-    """Return what to change or buy next by the names of the changes, largest gain first."""
+    """Return name -> what to change or buy next, largest gain first."""
     gains = [(change.gain(now), change) for change in _CHANGES if change.on(now)]
     gains.sort(key=lambda one: one[0], reverse=True)
     worth = [(gain, change) for gain, change in gains if gain >= _WORTH_SAYING]
@@ -123,7 +123,7 @@ def proposals_by_name(now: Situation) -> dict[str, str]:
 
 
 def _on_computation(now: Situation) -> Iterator[tuple[str, str]]:
-    """Yield what to do about a step that is bound by computation, which no setting of DeepSpeed changes."""
+    """Yield proposals for a compute-bound step, which no DeepSpeed setting can speed up."""
     share = now.bounds.get("compute", 0)
     if share < _COMPUTE_BOUND:
         return
@@ -200,4 +200,4 @@ _CHANGES = (
         text=lambda now: "GPUs enough to hold what is offloaded to the host",  # noqa: ARG005 - as the others
     ),
 )
-"""All changes with the machines and studies that they are for."""
+"""All changes with their conditions on machine and study."""
