@@ -41,7 +41,7 @@ class Card:
 
 
 def cards_of(view: StudyView, winner: Winner | None, training: Training) -> Iterator[Card]:
-    """Yield the key figures of a study: the result's, its speed-ups, what a training saves, what the search took."""
+    """Yield the key figures of a study: the result, its speed-ups, savings of a training, cost of the search."""
     if winner is not None:
         best = performance_of(view, winner.standing)
         own = None if view.baseline is None or winner.is_own else performance_of(view, view.baseline)
@@ -55,7 +55,7 @@ def cards_of(view: StudyView, winner: Winner | None, training: Training) -> Iter
 
 
 def _best(view: StudyView, winner: Winner, best: Performance, own: Performance | None) -> Card:
-    """Return how fast the result is: in samples/s, unless a time is optimised."""
+    """Return the speed of the result: in samples/s, unless a time is optimised."""
     in_samples = view.metric in LARGER_IS_BETTER and best.samples_per_s is not None
     if in_samples and best.samples_per_s is not None:
         metric, value, other = "throughput", best.samples_per_s, None if own is None else own.samples_per_s
@@ -73,7 +73,7 @@ def _best(view: StudyView, winner: Winner, best: Performance, own: Performance |
 
 
 def _beside(view: StudyView, best: Performance, own: Performance | None) -> Iterator[Card]:
-    """Yield what else the result reaches, beside the user's own config."""
+    """Yield further figures of the result next to the user's own config's."""
     if best.samples_per_s and view.metric not in LARGER_IS_BETTER:
         remark = _yours(None if own is None else own.samples_per_s, _rate)
         yield Card(heading="Samples", value=_rate(best.samples_per_s), remark=remark)
@@ -107,7 +107,7 @@ def _yours(value: float | None, words: Callable[[float], str]) -> str:
 
 
 def _interval(metric: str, standing: Standing, scale: float, *, device: str) -> str:
-    """Return the 95% interval of a metric; ``scale`` is what the study's own is multiplied by."""
+    """Return the 95% interval of a metric, obtained from the study's metric by multiplying with ``scale``."""
     if standing.low is None or standing.high is None:
         return ""
     low, high = (metric_in_words(metric, end * scale, device=device) for end in (standing.low, standing.high))
@@ -164,7 +164,7 @@ def _over_own(winner: Winner) -> str:
 
 
 def _training(times: TrainingTime, device: str, *, is_own: bool) -> Card:
-    """Return what a whole training takes, and saves if the result is another config than the user's own."""
+    """Return the time of a whole training, and the time saved if the result is not the user's own config."""
     epochs = "An epoch" if times.epochs == 1 else f"{times.epochs:g} epochs"
     if is_own:
         costs = "" if times.price is None else f": {times.price:,.2f} at {times.price_per_gpu_hour:g} an hour"
@@ -184,7 +184,7 @@ def _training(times: TrainingTime, device: str, *, is_own: bool) -> Card:
 
 
 _BESIDE = ("profile", "measure finalists again", "compare losses")
-"""What launches beside those of the search are for."""
+"""Purposes of launches outside the search."""
 
 
 def _what_for(launch: StoredLaunch) -> str:

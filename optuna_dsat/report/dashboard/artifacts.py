@@ -38,18 +38,18 @@ __all__ = ["FOLDER", "LOG_LIMIT_BYTES", "Artifact", "artifacts_of", "log_without
 FOLDER = "artifacts"
 """Folder of the artifacts in a study's output directory."""
 LOG_LIMIT_BYTES = 256 * 1024
-"""Of a longer log only the end is kept: two logs of each of 8 ranks in 64 launches then take 256 MiB at most."""
+"""Longer logs are cut to their end: two logs of each of 8 ranks in 64 launches then take at most 256 MiB."""
 
 _STUDY_PREFIX = "artifacts:"
 _TRIAL_PREFIX = "dashboard:artifacts:{trial_id}:"
 _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "optuna-dsat/artifacts")
 _REMOVED = json.dumps(None)
-"""How optuna-dashboard marks an artifact that is gone."""
+"""Value with which optuna-dashboard marks a removed artifact."""
 _OUR_VERSION = 5
-"""Version of the UUIDs that are artifacts' ids here; Optuna's are of version 4."""
+"""UUID version of our artifact ids; Optuna uses version 4."""
 
 _Present: TypeAlias = dict[tuple[str, str], set[str]]
-"""(prefix, file name) -> keys of the artifacts that are recorded."""
+"""(prefix, file name) -> keys of the recorded artifacts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Artifact:
     """A file to offer."""
 
     trial_id: int | None
-    """Optuna's id of the trial it belongs to; None for the study itself."""
+    """Optuna's id of the artifact's trial; None for the study itself."""
     filename: str
     content: bytes
 
@@ -78,14 +78,14 @@ class Artifact:
 
 
 def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
-    """Return the end of a file, from the start of a line, after one line that says how much is left out.
+    """Return the end of a file from the start of a line, preceded by a line with the omitted size.
 
     Args:
         path: The file.
         limit_bytes: A file up to this size is returned whole.
 
     Raises:
-        OSError: If it cannot be read, is a link or no regular file.
+        OSError: If it cannot be read, is a link or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -102,7 +102,7 @@ def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
 
 
 def log_without_secrets(content: bytes) -> bytes:
-    """Return the end of a log as it is served to others; what is no text stays as it is."""
+    """Return the end of a log as served to others; binary content is unchanged."""
     if b"\0" in content:
         return content
     return hidden_text(content.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
@@ -115,7 +115,7 @@ def artifacts_of(view: StudyView, on_refused: Callable[[str], None] = lambda _: 
 
     Args:
         view: The study.
-        on_refused: Called with the name of each file that leads out of the study's folder, and is left out.
+        on_refused: Called with the name of each file left out because it leads out of the study's folder.
     """
     for name in (BEST_CONFIG, BEST_METRICS):
         content = _content(view, name, on_refused=on_refused)
@@ -148,7 +148,7 @@ def _logs(
 
 
 def _content(view: StudyView, *names: str, on_refused: Callable[[str], None]) -> bytes:
-    """Return the end of a file in the study's folder; empty if it is not there, or leads out of the folder."""
+    """Return the end of a file in the study's folder; empty if it is missing or leads out of the folder."""
     if view.folder is None:
         return b""
     try:
@@ -168,17 +168,17 @@ def save_artifacts(
     *,
     read_attributes: Callable[[], Mapping[str, Any]],
 ) -> int:
-    """Save artifacts for optuna-dashboard; return how many were new.
+    """Save artifacts for optuna-dashboard; return the number of new artifacts.
 
-    An earlier artifact of the same trial and name with other content is removed, and so is what a process that was
-    killed between two of these steps left.
+    An earlier artifact of the same trial and name with other content is removed, as are leftovers of a process that
+    was killed between two of these steps.
 
     Args:
         study: The study; its storage receives the records.
         study_uuid: The study's own identifier.
         artifacts: What to save.
         store: Receives the content.
-        read_attributes: Returns the study's system attributes as the database has them now.
+        read_attributes: Returns the study's current system attributes in the database.
     """
     storage, study_id, new = study._storage, study._study_id, 0
     with _writing(store._base_path) as remove_unrecorded:
@@ -206,9 +206,9 @@ def save_artifacts(
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[Callable[[_Present], None]]:
-    """Within the block, artifacts may be written to a folder; yield what removes those there without a record.
+    """Within the block, artifacts may be written to a folder; yield a function that removes its unrecorded artifacts.
 
-    It removes none while another process writes there, whose records may be yet to come.
+    The function removes nothing while another process writes there, because the records of that process may follow.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
@@ -229,7 +229,7 @@ def _writing(folder: Path) -> Iterator[Callable[[_Present], None]]:
 
 
 def _is_ours(identifier: str) -> bool:
-    """Whether an artifact was written here: the ids of what people upload are random ones."""
+    """Whether an artifact was written by this module; ids of users' uploads are random."""
     try:
         return uuid.UUID(identifier).version == _OUR_VERSION
     except ValueError:
@@ -237,7 +237,7 @@ def _is_ours(identifier: str) -> bool:
 
 
 def _present(attributes: Mapping[str, Any]) -> _Present:
-    """Return the artifacts that were written here and are recorded."""
+    """Return the recorded artifacts that this module wrote."""
     found: _Present = {}
     for key, value in attributes.items():
         prefix, separator, identifier = key.rpartition(":")

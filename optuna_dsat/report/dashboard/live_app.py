@@ -1,7 +1,7 @@
-"""The live page over HTTP: a WSGI application that only reads.
+"""The live page over HTTP: a read-only WSGI application.
 
-It answers to the names of this machine alone, so that no page of elsewhere can read it by pointing a name of its own
-here. Files are configs and logs of the study's launches, by names that are checked.
+It answers only requests for this machine's names, which prevents DNS rebinding: a foreign page could otherwise read it
+through a domain that resolves to this machine. It serves configs and logs of the study's launches by checked names.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def live_app(study: LiveStudy) -> WSGIApplication:
 
 
 def beside(ours: WSGIApplication, other: WSGIApplication) -> WSGIApplication:
-    """Return an application that serves the live page, and every path that is none of its by another application."""
+    """Return an application that serves the live page and forwards all other paths to another application."""
 
     def app(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         return (ours if _path(environ)[0] in _OURS else other)(environ, start)
@@ -74,13 +74,13 @@ def beside(ours: WSGIApplication, other: WSGIApplication) -> WSGIApplication:
 
 
 def guarded(app: WSGIApplication, *, host: str) -> WSGIApplication:
-    """Return an application that answers only requests for this machine's names and for addresses in numbers.
+    """Return an application that answers only requests for this machine's names and for numeric addresses.
 
-    What would change something is refused to pages of elsewhere.
+    Modifying requests from pages of other origins are rejected.
 
     Args:
         app: The application.
-        host: The address that it listens on.
+        host: The address to listen on.
     """
     names = {"localhost", host.lower()}
     if not _is_loopback(host):

@@ -49,11 +49,11 @@ __all__ = ["study_note", "trial_note"]
 
 _MAX_CHOICES = 8
 _LINE_CHARS = 80
-"""Most characters of a line of commands."""
+"""Maximum length of a command line, in characters."""
 
 
 def study_note(view: StudyView) -> str:
-    """Return the note of a study: best, what was tuned, model, memory, outcomes, how to go on."""
+    """Return the note of a study: best config, tuned settings, model, memory, outcomes, next commands."""
     parts = [f"# {literal(view.spec.name)}", _progress(view), "## Best", _best(view), "## What was tuned", _tuned(view)]
     if view.profiled is not None:
         parts += ["### Search space", _space(view), "## Model and hardware", _profile(view)]
@@ -117,7 +117,7 @@ def _best(view: StudyView) -> str:
 
 
 def _searched(view: StudyView, trial: FrozenTrial) -> str:
-    """Return how fast a measured trial was in the search."""
+    """Return the speed of a measured trial in the search."""
     metrics = trial.user_attrs.get(attributes.METRICS) or {}
     return speeds.value_in_words(metrics, trial.values[0], metric=view.metric, device=view.spec.device)
 
@@ -223,12 +223,12 @@ def _commands(view: StudyView) -> str:
     winner = winner_of(view)
     if winner is not None and winner.ended:
         lines += ["# train", winner.command]
-    # A line that does not fit widens the whole page of optuna-dashboard, paragraphs included.
+    # An overlong line widens the whole page of optuna-dashboard, including paragraphs.
     return fenced("\n".join(folded(line, width=_LINE_CHARS) for line in lines), "sh", limit_chars=WHOLE_CHARS)
 
 
 def trial_note(view: StudyView, trial: FrozenTrial) -> str:
-    """Return the note of a trial that was launched: what its outcome means, what to do, its metrics and memory.
+    """Return the note of a launched trial: meaning of its outcome, advice, metrics and memory.
 
     Args:
         view: The study.

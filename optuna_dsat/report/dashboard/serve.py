@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["ResultStorage", "ServedArtifacts", "optuna_app", "serve"]
 
 _PATIENCE_S = 60
-"""A connection without a request for so long is closed."""
+"""Seconds without a request after which a connection is closed."""
 
 
 class ResultStorage(RetryingStorage):
-    """A storage whose best trial of a study is the one that optuna-dsat hands over; no value is changed.
+    """A storage whose best trial of a study is optuna-dsat's result; values are unchanged.
 
-    Optuna takes the best value of the search, which rounds may have refuted.
+    Optuna would choose the best value of the search, which rounds may have refuted.
 
     Args:
         store: The database.
@@ -42,17 +42,17 @@ class ResultStorage(RetryingStorage):
         self._store = store
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
-        """Return the trial that is handed over; Optuna's own for a study that optuna-dsat did not make."""
+        """Return the trial of the result; Optuna's best trial for a study that optuna-dsat did not create."""
         name = self.get_study_name_from_id(study_id)
         best = None
         if self._store.find_study(name) is not None:
-            with suppress(UnreadableStudyError):  # one of a newer version: Optuna's own
+            with suppress(UnreadableStudyError):  # a study of a newer version: use Optuna's best trial
                 best = read_stored(self._store, name).best
         return super().get_best_trial(study_id) if best is None else best.trial
 
 
 class ServedArtifacts(FileSystemArtifactStore):
-    """A folder of artifacts whose logs are served without the secrets that a script printed; the files keep them."""
+    """A folder of artifacts whose logs are served without secrets printed by a script; files are unchanged."""
 
     def open_reader(self, artifact_id: str) -> BinaryIO:
         """Return the content of an artifact."""
@@ -61,7 +61,7 @@ class ServedArtifacts(FileSystemArtifactStore):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Serves each request in a thread of its own, which ends with the process."""
+    """Serves each request in a separate daemon thread."""
 
     daemon_threads = True
 
@@ -86,7 +86,7 @@ def optuna_app(store: Store, artifacts: FileSystemArtifactStore | None) -> WSGIA
 
     Args:
         store: The database to show.
-        artifacts: Where the artifacts are; None to offer none.
+        artifacts: Store of the artifacts; None to offer no artifacts.
     """
     from optuna_dashboard import wsgi
 
@@ -101,11 +101,11 @@ def serve(app: WSGIApplication, *, host: str, port: int, on_ready: Callable[[int
     Args:
         app: The application.
         host: Address to listen on.
-        port: Port to listen on; 0 for any free one.
+        port: Port to listen on; 0 for any free port.
         on_ready: Called with the port once the server listens.
 
     Raises:
-        UsageError: If the address cannot be listened on.
+        UsageError: If the server cannot listen on the address.
     """
     kind = _Server6 if ":" in host else _Server
     try:

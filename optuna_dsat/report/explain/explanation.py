@@ -6,11 +6,11 @@ values of all others. It is measured where launches of the winner's structure di
 of the study, for any search method. If the 95% interval of a prediction contains 1, no contribution is claimed: the
 knob was not measured separately.
 
-These contributions need not multiply to the measured speed-up. The interaction of the knobs is another
-factor, from the fitted formula of the step time. The remainder covers the rest: knobs that were not measured
-separately, launches that differ by more than their settings, as on a machine that became busy with other work, and
-model errors. All factors multiply to the measured speed-up. A speed-up is not claimed if its factors contradict it (a
-remainder that differs from 1 with 95% certainty, though every knob has a factor).
+These contributions need not multiply to the measured speed-up. The interaction of the knobs is another factor,
+from the fitted formula of the step time. The remainder covers the rest: knobs that were not measured separately,
+launches that differ by more than their settings, as on a machine that became busy with other work, and model errors.
+All factors multiply to the measured speed-up. A speed-up is not claimed if its factors contradict it (a remainder that
+differs from 1 with 95% certainty, though every knob has a factor).
 
 The winner's bottlenecks are its predicted step time by resource (``StepTimeModel.bounds``). Proposals evaluate the same
 model with a single change (``optuna_dsat.report.explain.proposals``), so they are only as accurate as the model.

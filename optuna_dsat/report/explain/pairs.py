@@ -5,7 +5,8 @@ confirmation an effect on all of its launches. A ratio of two configurations is 
 so its variance counts each of them once, however many pairs share it. The noise between launches is the residual of
 the fit, with its degrees of freedom (Searle 1971, Linear Models, chapter 5).
 
-The search's measurement of a finalist is left out: the finalist was selected by it, so its noise is biased upwards.
+The search's measurement of a finalist is left out: the finalist was selected by it, so its noise is favourable on
+average.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Pairs:
     def effect(self, winner: Mapping[str, Any], other: Mapping[str, Any]) -> Effect | None:
         """Return the effect of the winner's values of some settings; None if no pair differs in exactly these.
 
-        Only pairs of configurations of the same structure count. Pairs that contain the winner get the largest weight.
+        Only pairs of configurations of the same structure count. Pairs that contain the winner weigh more.
 
         Args:
             winner: The winner's settings.
