@@ -46,21 +46,21 @@ _CAVEAT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One fact of all studies."""
+    """A fact of all studies."""
 
     name: str
     cells: tuple[str, ...]
-    """By study; empty where it is not known."""
+    """Values by study; empty if unknown."""
 
     @property
     def differs(self) -> bool:
-        """Whether the studies differ in it."""
+        """Whether the studies differ in this fact."""
         return len(set(self.cells)) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """A study with what its result reaches."""
+    """A study with the performance of its result."""
 
     view: StudyView
     best: Performance | None
@@ -73,10 +73,10 @@ def render_comparison(views: Sequence[StudyView], *, training: Training | None =
 
     Args:
         views: At least two studies; the others are compared with the first.
-        training: The training that is to follow; None for one epoch of the data that each study knows.
+        training: The planned training; None for an epoch of each study's data.
 
     Raises:
-        UsageError: If there are fewer than two, or plotly is not installed.
+        UsageError: If there are fewer than two studies, or plotly is not installed.
     """
     if len(views) < 2:
         raise UsageError(_TOO_FEW)
@@ -114,7 +114,7 @@ def render_comparison(views: Sequence[StudyView], *, training: Training | None =
 
 
 def _names(views: Sequence[StudyView]) -> list[str]:
-    """Return the studies' names; with their databases where two have the same one."""
+    """Return the studies' names, with their databases if a name is not unique."""
     names = [view.spec.name for view in views]
     return [
         name if names.count(name) == 1 else f"{name} ({view.storage_url})"
@@ -134,7 +134,7 @@ def _figures_of(name: str, view: StudyView) -> ComparedStudy:
 
 
 def _scaling(views: Sequence[StudyView]) -> Iterator[Section]:
-    """Yield how samples/s grow with the devices of a launch, if the studies are a sweep over their number."""
+    """Yield the samples/s by number of devices per launch, if the studies are a sweep over this number."""
     if not _is_sweep(views):
         return
     device = views[0].spec.device
@@ -149,7 +149,7 @@ def _scaling(views: Sequence[StudyView]) -> Iterator[Section]:
 
 
 def _is_sweep(views: Sequence[StudyView]) -> bool:
-    """Whether studies search one script at different numbers of devices of one kind."""
+    """Whether the studies search the same script at different numbers of devices of the same kind."""
     counts = {view.spec.slots_per_trial for view in views}
     kinds = {view.spec.device for view in views}
     names = {view.profiled.profile.device_name for view in views if view.profiled is not None}
@@ -163,7 +163,7 @@ def _at_count(view: StudyView) -> AtCount:
 
 
 def _course(view: StudyView) -> Iterator[tuple[float, float]]:
-    """Yield seconds since the first launch, and the best samples/s so far: where that grew, and at the last launch."""
+    """Yield (seconds since the first launch, best samples/s so far) at each improvement and at the last launch."""
     if not view.launches:
         return
     rates = {
@@ -183,7 +183,7 @@ def _course(view: StudyView) -> Iterator[tuple[float, float]]:
 
 
 _Fact = tuple[str, Callable[[_Compared], str]]
-"""Name of a fact, and how it is read from a study; empty where it is not known."""
+"""Name of a fact, and the function that reads it from a study; returns an empty text if unknown."""
 
 
 def _rate(found: Performance | None) -> str:
@@ -225,7 +225,7 @@ def _per_slot(one: _Compared) -> str:
 
 
 _EACH = "speed per device"
-"""The row that is named by the kind of device."""
+"""The row whose name includes the kind of device."""
 _RESULT: tuple[_Fact, ...] = (
     ("configuration", lambda one: "" if one.best is None else one.best.words),
     ("speed", lambda one: _rate(one.best)),
@@ -278,11 +278,11 @@ _TUNED: tuple[_Fact, ...] = (
 
 
 def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> list[Row]:
-    """Return what the studies' results reach; facts that none of them has are left out.
+    """Return the facts of the studies' results; facts unknown for all studies are left out.
 
     Args:
-        views: The studies; speeds are also given as multiples of the first one's.
-        training: The training that is to follow; None for one epoch of the data that each study knows.
+        views: The studies; speeds are also given as multiples of the first study's speed.
+        training: The planned training; None for an epoch of each study's data.
     """
     wanted = training or Training()
     compared = _compared(views, wanted)
@@ -304,7 +304,7 @@ def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> 
 
 
 def _efficiencies(views: Sequence[StudyView]) -> tuple[str, ...]:
-    """Return the share of linear scaling at each study's number of devices; empty where nothing was measured."""
+    """Return the share of linear scaling at each study's number of devices; empty if nothing was measured."""
     ordered = sorted(map(_at_count, views), key=lambda one: one.devices)
     shares = dict(zip((one.devices for one in ordered), shares_of_linear([one.each for one in ordered]), strict=True))
     found = (shares[view.spec.slots_per_trial] for view in views)
@@ -340,9 +340,9 @@ def _rows(facts: Sequence[_Fact], compared: Sequence[_Compared]) -> list[Row]:
 
 
 def setting_rows(views: Sequence[StudyView]) -> list[Row]:
-    """Return the settings in which the best configs differ, by their dotted keys; a missing one is empty.
+    """Return the settings in which the best configs differ, by their dotted keys; missing settings are empty.
 
-    A study without a best config differs in none.
+    Studies without a best config are not compared.
     """
     found = [_settings(view) for view in views]
     known = [settings for settings in found if settings]

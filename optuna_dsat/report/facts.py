@@ -1,4 +1,4 @@
-"""Facts of a study that its notes and its HTML report both state."""
+"""Facts of a study shared by its notes and its HTML report."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def created(view: StudyView) -> str:
 
 
 def versions(view: StudyView) -> str:
-    """Return the versions of the libraries that the study was created with."""
+    """Return the library versions with which the study was created."""
     return ", ".join(f"{name} {version}" for name, version in sorted(view.record.versions.items()))
 
 
@@ -55,7 +55,7 @@ def outcome_counts(view: StudyView) -> list[tuple[Outcome, int]]:
 
 
 def fruitless_in_words(view: StudyView) -> str:
-    """Return what a search came to that measured nothing."""
+    """Describe the outcomes of a search that measured nothing."""
     ended = outcomes_in_words({outcome.value: count for outcome, count in outcome_counts(view)})
     return f"nothing could be measured: {ended}"
 

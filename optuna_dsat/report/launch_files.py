@@ -1,4 +1,4 @@
-"""The files of a study's launches that a page links to: configs and logs that exist, inside of the study's folder."""
+"""Links from a page to files of a study's launches: existing configs and logs inside the study's folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIVE_FILES = "files"
 _LOG = re.compile(r"(rank\d{1,5}\.(stdout|stderr)|agent)\.log")
 _CONFIG = RunDirectory(Path()).config.name
 _MOST_LAUNCHES = 12
-"""Launches of one trial whose files are linked."""
+"""Maximum number of launches per trial whose files are linked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class FileLink:
 
     label: str
     launch_id: str
-    """The launch that it is of."""
+    """The file's launch."""
     href: str
-    """Escaped as a part of an address, not as HTML."""
+    """URL-escaped, but not HTML-escaped."""
 
 
 def file_of(folder: Path, launch_id: str, name: str) -> Path | None:
-    """Return the path of a launch's config or log by its name; None if it is none, leads elsewhere or is not there.
+    """Return the path of a launch's config or log; None for other names, links out of the folder and missing files.
 
     Args:
         folder: The study's folder.
@@ -66,7 +66,7 @@ class Links:
     """Folder of the page; None for the live page, which serves the files itself."""
 
     def of(self, launch_ids: Sequence[str]) -> Iterator[FileLink]:
-        """Yield links to the config of the first of some launches, and to a log of each."""
+        """Yield links to the config of the first launch, and to a log of each launch."""
         for place, launch_id in enumerate(launch_ids[:_MOST_LAUNCHES]):
             beside = f" {place + 1}" if place else ""
             for label, name in (("config", _CONFIG), ("log", self._log(launch_id))):
@@ -74,7 +74,7 @@ class Links:
                     yield from self._link(f"{label}{beside}", launch_id, name)
 
     def _log(self, launch_id: str) -> str | None:
-        """Return the name of the log to open first: that of the rank concerned, else of rank 0."""
+        """Return the name of the log to open first: the log named in the launch's report, else rank 0's."""
         folder = self.view.folder
         if folder is None:
             return None

@@ -1,4 +1,4 @@
-"""What the notes for optuna-dashboard are made of, beside ``optuna_dsat.escape.markdown``."""
+"""Building blocks of notes for optuna-dashboard, in addition to ``optuna_dsat.escape.markdown``."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["OWN_TEXT", "WHOLE_CHARS", "json_block", "keep_own_text", "redacted"]
 OWN_TEXT = "*Written by optuna-dsat, anew at every refresh. What you write below this line is kept.*"
 """Last line of every generated note."""
 WHOLE_CHARS = 2**17
-"""Longest config or list of commands in a note; what is longer was not written by this program."""
+"""Maximum length of a config or list of commands in a note; longer texts were not written by this program."""
 
 
 def json_block(data: Mapping[str, Any]) -> Markdown:
-    """Return a JSON object as a block, without secrets."""
+    """Return a JSON object as a code block, without secrets."""
     return fenced(json.dumps(redacted(data), indent=2), "json", limit_chars=WHOLE_CHARS)
 
 
 def redacted(data: Any) -> Any:
-    """Return JSON data with the secrets in it replaced by ``***``."""
+    """Return JSON data with secrets replaced by ``***``."""
     return hidden_data(data)
 
 
 def keep_own_text(generated: str, present: str) -> str:
-    """Return the note to save: the generated text, and below it what people wrote into the present note.
+    """Return the note to save: the generated text followed by the users' text of the present note.
 
-    In a note by optuna-dsat that is the text below ``OWN_TEXT``; any other note is kept whole.
+    In a note by optuna-dsat the users' text is the text below ``OWN_TEXT``; any other note is kept whole.
     """
     _, mark, own = present.partition(OWN_TEXT)
     own = (own if mark else present).strip()

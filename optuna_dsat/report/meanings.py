@@ -1,4 +1,4 @@
-"""What the outcomes mean, in plain words."""
+"""Plain explanations of the outcomes."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ MEANING: Mapping[Outcome, tuple[str, str]] = {
     Outcome.PRUNED: ("The launch was stopped: it could not be among the best.", ""),
     Outcome.LOST: ("Its worker died, or the search was stopped.", "Nothing: a copy is run by whoever continues."),
 }
-"""Outcome -> what happened, and what to do if something can be done."""
+"""Outcome -> explanation, and advice if available."""

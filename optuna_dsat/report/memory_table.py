@@ -1,4 +1,4 @@
-"""Memory of every ZeRO stage and offload: predicted by the formulas, and the micro-batches that trials ran."""
+"""Memory of each ZeRO stage and offload: predictions of the formulas, and the micro-batches that trials ran."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = ["MemoryRow", "memory_table"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """Memory of one structure with the user's other settings: predicted, and observed."""
+    """Predicted and observed memory of a structure with the user's other settings."""
 
     words: str
     """The structure in words."""
     device_bytes: int
-    """Peak of one rank at micro-batch 1, by the formulas, without any correction by launches."""
+    """Peak of a rank at micro-batch 1, by the formulas, without correction by launches."""
     host_bytes: int
-    """Memory of one host at micro-batch 1, likewise."""
+    """Memory of a host at micro-batch 1, likewise."""
     ran: int | None
-    """Largest micro-batch that ran; None if none did."""
+    """Largest micro-batch that ran, or None."""
     too_large: int | None
-    """Smallest micro-batch that ran out of memory; None if none did."""
+    """Smallest micro-batch that ran out of memory, or None."""
 
 
 def memory_table(view: StudyView) -> tuple[MemoryRow, ...]:
-    """Return one row for each structure at the study's ZeRO stages; empty before the profile launch has ended."""
+    """Return a row for each structure at the study's ZeRO stages; empty before the end of the profile launch."""
     if view.profiled is None:
         return ()
     tried, base = _tried(view.trials), ds_config.effective(view.spec.ds_config)
@@ -59,9 +59,9 @@ def memory_table(view: StudyView) -> tuple[MemoryRow, ...]:
 
 
 def _structures(spec: StudySpec) -> Iterator[Structure]:
-    """Yield the structures of the study's stages, those that offload to NVMe after those of the same stage on the CPU.
+    """Yield the structures of the study's stages; within a stage, NVMe offload follows CPU offload.
 
-    DeepSpeed offloads to NVMe at ZeRO 3 only.
+    DeepSpeed supports NVMe offload at ZeRO 3 only.
     """
     for stage in sorted(set(spec.zero_stages)):
         of_stage = [one for one in STRUCTURES if one.stage == stage]
@@ -71,7 +71,7 @@ def _structures(spec: StudySpec) -> Iterator[Structure]:
 
 
 def _tried(trials: Sequence[FrozenTrial]) -> Mapping[Structure, tuple[list[int], list[int]]]:
-    """Return structure -> micro-batches that fitted, micro-batches that ran out of memory."""
+    """Return structure -> (micro-batches that fitted, micro-batches that ran out of memory)."""
     found: dict[Structure, tuple[list[int], list[int]]] = {}
     for trial in trials:
         config = trial.user_attrs.get(attributes.CONFIG)

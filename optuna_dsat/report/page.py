@@ -1,7 +1,7 @@
-"""The report of a study: one HTML file that needs no network.
+"""The report of a study: a single HTML file that works offline.
 
-plotly.js, styles and figures are embedded; a content security policy forbids loading anything. A section without
-content is left out; the page's end says why.
+plotly.js, styles and figures are embedded; a content security policy forbids loading anything. Empty sections are left
+out; the end of the page lists the reasons.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Section:
     lead: str
     """How to read it."""
     missing: str | None
-    """Why there is no figure; None if there is one."""
+    """Reason for a missing figure; None with a figure."""
     note: str
-    """The figure's own subtitle; empty if it has none."""
+    """The figure's subtitle, or an empty text."""
     figure: Mapping[str, Any] | None
-    """Data and layout for plotly.js; None if there is no figure."""
+    """Data and layout for plotly.js; None without a figure."""
 
 
 _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = (
@@ -112,8 +112,8 @@ def render(view: StudyView, *, links: Links | None = None, training: Training | 
 
     Args:
         view: The study.
-        links: Links to the files of its launches; None for none.
-        training: The training that is to follow; None for one epoch of the data that the study knows.
+        links: Links to the files of its launches, or None.
+        training: The planned training; None for an epoch of the study's data.
 
     Raises:
         UsageError: If plotly is not installed.
@@ -127,9 +127,9 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
 
     Args:
         view: The study.
-        links: Links to the files of its launches; None for none.
-        training: The training that is to follow.
-        with_why: Whether to explain the winner, for which models are fitted to all launches.
+        links: Links to the files of its launches, or None.
+        training: The planned training.
+        with_why: Whether to explain the winner, which fits models to all launches.
 
     Raises:
         UsageError: If plotly is not installed.
@@ -161,7 +161,7 @@ def _section(id: str, heading: str, lead: str, plot: Callable[[StudyView], go.Fi
 
 
 def figure_section(*, id: str, heading: str, lead: str, figure: go.Figure) -> Section:
-    """Return a figure as a section: its data and layout as plain values, or why there is none."""
+    """Return a figure as a section: its data and layout as plain values, or the reason for missing data."""
     missing = figures.missing(figure)
     note = figures.note_of(figure)
     drawn = None
@@ -184,7 +184,7 @@ def _sentence(text: str) -> str:
 
 
 def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str, Any]:
-    """Return the template's variables but figures and styles."""
+    """Return the template's variables except figures and styles."""
     winner = winner_of(view)
     text = "" if winner is None else json.dumps(winner.config, indent=2)
     return {
@@ -249,7 +249,7 @@ def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
 
 
 def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
-    """Yield the rows of the table of what was measured in rounds, best first."""
+    """Yield the rows of the table of configs measured in rounds, best first."""
     verdict = view.verdict
     if verdict is None or not verdict.is_by_rounds:
         return
@@ -277,14 +277,14 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
 
 
 def _rate_in_rounds(view: StudyView, number: int) -> str:
-    """Return the samples/s of a finalist in its rounds; empty where the metric says them."""
+    """Return the samples/s of a finalist in its rounds; empty if the metric already states them."""
     finalist = view.finalists.get(number)
     rate = None if finalist is None or view.metric == "throughput" else finalist.metrics.get("throughput")
     return metric_in_words("throughput", rate) if rate else ""
 
 
 def _between(ends: Sequence[str]) -> str:
-    """Return the ends of an interval in words, with their unit once if it is the same; empty without ends."""
+    """Format the ends of an interval, with a common unit stated once; empty without ends."""
     return range_in_words(*ends) if ends else ""
 
 
@@ -295,7 +295,7 @@ def _ratio(ratio: Ratio) -> str:
 
 
 def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
-    """Yield the finalists that could not be measured again: number, configuration and why."""
+    """Yield the finalists that could not be measured again: number, configuration and reason."""
     by_number = {trial.number: trial for trial in view.trials}
     for finalist in view.finalists.values():
         if finalist.value is None and finalist.number in by_number:
@@ -304,7 +304,7 @@ def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
 
 
 def _outcomes(view: StudyView) -> Iterator[tuple[str, int, str, str]]:
-    """Yield each outcome that occurred: its name, its count, what it means and what to do."""
+    """Yield each outcome that occurred: name, count, explanation and advice."""
     for outcome, count in outcome_counts(view):
         what, advice = MEANING[outcome]
         yield outcome.value.replace("_", " "), count, what, advice
@@ -344,7 +344,7 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
 
 
 def _rate(view: StudyView, trial: FrozenTrial, outcome: str) -> str:
-    """Return the samples/s of a measured launch; empty where the metric says them."""
+    """Return the samples/s of a measured launch; empty if the metric already states them."""
     rate = (trial.user_attrs.get(attributes.METRICS) or {}).get("throughput")
     if rate is None or outcome != Outcome.MEASURED or view.metric == "throughput":
         return ""
@@ -352,7 +352,7 @@ def _rate(view: StudyView, trial: FrozenTrial, outcome: str) -> str:
 
 
 def _commands(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str]]:
-    """Yield the purpose of a command, and the command."""
+    """Yield (purpose, command)."""
     if winner is not None and winner.ended:
         yield "Train with the best config", winner.command
     if view.is_fruitless or (winner is not None and winner.ended):

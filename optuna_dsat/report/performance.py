@@ -1,4 +1,4 @@
-"""What a configuration reaches, and what a whole training with it takes: the figures of the report's cards."""
+"""Performance of a configuration, and time and cost of a whole training with it: the figures of the report's cards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Performance", "Training", "TrainingTime", "performance_of", "trainin
 
 @dataclass(frozen=True, kw_only=True)
 class Performance:
-    """What one configuration of a study reached: in rounds if it was confirmed, else in the search."""
+    """Measured performance of a study's configuration: in rounds if it was confirmed, else in the search."""
 
     standing: Standing
     words: str
@@ -27,13 +27,13 @@ class Performance:
     samples_per_s: float | None
     """Over all ranks."""
     tokens_per_s: float | None
-    """Likewise; None if the inputs are not known to be tokens."""
+    """Over all ranks; None if the inputs are not known to be tokens."""
     step_s: float | None
     """Seconds of an optimizer step, end to end."""
     peak_bytes: int
     """Peak device memory of the worst rank; 0 if not known."""
     device_bytes: int
-    """Memory that a rank may take; 0 if not known."""
+    """Memory available to a rank; 0 if unknown."""
     flops_per_gpu: float | None
     """FLOP/s of a device; None where the FLOPs could not be counted."""
     utilisation: float | None
@@ -42,18 +42,18 @@ class Performance:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A whole training, as the user describes it."""
+    """A whole training as described by the user."""
 
     epochs: float = 1.0
     price_per_gpu_hour: float | None = None
-    """In whatever currency; None if not given."""
+    """In any currency; None if not given."""
     dataset_size: int | None = None
-    """Samples of the training data; None for what the study knows."""
+    """Samples of the training data; None for the study's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingTime:
-    """What a whole training takes under the user's own config and under the one that is handed over."""
+    """Time of a whole training with the user's own config and with the result."""
 
     samples: int
     """Samples of the training data."""
@@ -66,23 +66,23 @@ class TrainingTime:
 
     @property
     def saved_slot_hours(self) -> float:
-        """Hours of all devices together that the config handed over saves."""
+        """Device hours saved by the result, over all devices."""
         return (self.own_s - self.best_s) * self.slots / 3600
 
     @property
     def price(self) -> float | None:
-        """What the training with the config that is handed over costs; None without a price."""
+        """Cost of the training with the result; None without a price."""
         hours = self.best_s * self.slots / 3600
         return None if self.price_per_gpu_hour is None else hours * self.price_per_gpu_hour
 
     @property
     def saved_price(self) -> float | None:
-        """What these hours cost; None without a price."""
+        """Price of the saved device hours; None without a price per hour."""
         return None if self.price_per_gpu_hour is None else self.saved_slot_hours * self.price_per_gpu_hour
 
 
 def performance_of(view: StudyView, standing: Standing) -> Performance:
-    """Return what a measured configuration of a study reached."""
+    """Return the performance of a study's measured configuration."""
     trial = standing.trial
     metrics = {**view.metrics_of(standing), view.metric: standing.value}
     profile = None if view.profiled is None else view.profiled.profile
@@ -109,9 +109,9 @@ def _tokens_per_s(view: StudyView, metrics: Mapping[str, float]) -> float | None
 
 
 def training_times(view: StudyView, training: Training) -> TrainingTime | None:
-    """Return what a whole training takes under both configs; None if the data's size or one of the speeds is unknown.
+    """Return the time of a whole training with both configs; None if the data's size or a speed is unknown.
 
-    Both train on the same samples. That is no promise that both need as many to reach the same loss.
+    Both train on the same samples. They may need different numbers of samples to reach the same loss.
     """
     samples = training.dataset_size or epoch_samples(view.spec, view.profiled)
     if samples is None or view.best is None or view.baseline is None:

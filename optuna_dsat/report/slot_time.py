@@ -1,6 +1,6 @@
-"""How the slots of a search spent their time: pure functions over the launches of a study.
+"""Use of the slots' time in a search: pure functions over the launches of a study.
 
-A slot is a GPU, or a CPU rank, of one host. A launch consists of start-up (until the first step boundary), steps, and
+A slot is a GPU, or a CPU rank, of a host. A launch consists of start-up (until the first step boundary), steps, and
 exit (until its devices are free again). Between launches a slot is idle. A gap on all slots at once, much longer than a
 launch, is a pause of the study, not idle time.
 """
@@ -16,12 +16,12 @@ from optuna_dsat.store import StoredLaunch
 __all__ = ["PHASES", "Period", "Slot", "SlotTime", "Span", "account", "spans_of"]
 
 PHASES = ("profile", "start-up", "steps", "exit", "finalists", "idle")
-"""What a slot's time is spent on, in display order."""
+"""Uses of a slot's time, in display order."""
 
 _PAUSE_S = 60.0
-"""Least length of a gap on all slots that is a pause ..."""
+"""Minimum length of a gap on all slots that counts as a pause, in seconds ..."""
 _PAUSE_LAUNCHES = 5.0
-"""... and its least length in median launches; both hold."""
+"""... and in median launch durations; both must be exceeded."""
 _MIN_GAP_S = 0.01
 """Shorter gaps are within the clock's error."""
 
@@ -31,7 +31,7 @@ Slot = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One phase of a launch on all of its slots. Times are Unix times in seconds."""
+    """A phase of a launch on all of its slots. Times are Unix times in seconds."""
 
     phase: str
     """One of ``PHASES``."""
@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """A time without a pause. Unix times in seconds."""
+    """A period without a pause. Times are Unix times in seconds."""
 
     start: float
     end: float
@@ -56,7 +56,7 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotTime:
-    """How all slots that launches used spent their time."""
+    """Use of the time of all slots on which launches ran."""
 
     slots: tuple[Slot, ...]
     periods: tuple[Period, ...]
@@ -74,7 +74,7 @@ class SlotTime:
 
 
 def spans_of(row: StoredLaunch) -> tuple[Span, ...]:
-    """Return the phases of a launch; a profile launch and a finalist's are one span each."""
+    """Return the phases of a launch; launches of the profile and of finalists are a single span."""
     report = row.report
     slots = tuple((report.host, device) for device in report.devices)
     whole = {"profile": "profile", "confirm": "finalists"}.get(row.purpose)
@@ -91,7 +91,7 @@ def spans_of(row: StoredLaunch) -> tuple[Span, ...]:
 
 
 def account(launches: Sequence[StoredLaunch]) -> SlotTime:
-    """Return how the slots spent their time, from the first launch to the end of the last."""
+    """Return the use of the slots' time, from the start of the first launch to the end of the last."""
     spans = sorted((span for row in launches for span in spans_of(row)), key=lambda span: span.start)
     slots = tuple(sorted({slot for span in spans for slot in span.slots}))
     periods = _periods(launches)

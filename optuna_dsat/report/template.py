@@ -1,4 +1,4 @@
-"""Pages from templates: everything is escaped, and control characters are written out."""
+"""Pages from templates: all values are escaped, and control characters are written out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optuna_dsat.version import __version__
 __all__ = ["FILE_POLICY", "asset", "page_text", "plotly_script"]
 
 FILE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Content security policy of a page that is one file: nothing is loaded."""
+"""Content security policy of a self-contained page: nothing is loaded."""
 
 
 @cache
@@ -27,7 +27,7 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-        auto_reload=False,  # an upgrade beside a dashboard that runs
+        auto_reload=False,  # the package may be upgraded while a dashboard runs
         finalize=lambda value: plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
     environment.filters["prose"] = _prose
@@ -38,9 +38,9 @@ _QUOTED = re.compile(r"`([^`\n]+)`")
 
 
 def _prose(text: str) -> Any:
-    """Return escaped text, what stands in backticks as code.
+    """Return escaped text, with text in backticks as code.
 
-    No line ends within the name of an option: browsers break after hyphens.
+    Option names are not wrapped: browsers otherwise break lines after hyphens.
     """
     from markupsafe import Markup, escape
 
@@ -54,7 +54,7 @@ def _prose(text: str) -> Any:
 
 
 def asset(name: str) -> str:
-    """Return a file of the templates as it is."""
+    """Return a template file unchanged."""
     environment = _environment()
     text: str = environment.loader.get_source(environment, name)[0]
     return text
@@ -73,13 +73,13 @@ def plotly_script() -> str:
 
 
 def page_text(template: str, *, title: str, has_figures: bool, policy: str = FILE_POLICY, **values: Any) -> str:
-    """Return a page, or a part of one, as text.
+    """Return a page or a part of a page as text.
 
     Args:
         template: Name of the template.
         title: Title of the page.
-        has_figures: Whether it needs plotly.js in itself.
-        policy: Content security policy that the page itself states; empty where its server does.
+        has_figures: Whether to embed plotly.js.
+        policy: Content security policy stated in the page; empty if the server sends it.
         values: Further variables of the template.
     """
     from markupsafe import Markup

@@ -1,4 +1,4 @@
-"""A study as reports read it: once from the store, never written."""
+"""A read-only snapshot of a study for reports, read once from the store."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ __all__ = ["StudyView", "end_reason_of", "read_view"]
 
 @dataclass(frozen=True, kw_only=True)
 class StudyView(StoredStudy):
-    """A study with its launches, read at one moment."""
+    """A snapshot of a study with its launches."""
 
     launches: tuple[StoredLaunch, ...]
     step_times: Mapping[str, tuple[float, ...]]
-    """Launch id -> seconds of each counted step on its slowest rank, in order; without launches that counted none."""
+    """Launch id -> seconds of each counted step on its slowest rank, in order; only launches with counted steps."""
     storage_url: str
     """Without its password."""
     tokens_per_sample: float | None = None
-    """Of the inputs, padding included; None if they are not known to be tokens."""
+    """Tokens per sample including padding; None if the inputs are not known to be tokens."""
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder of the study's files; None if it is not on this machine, or not known to be this study's."""
+        """The folder of the study's files; None if it is not on this machine, or may belong to another study."""
         folder = self.spec.study_dir
         return folder if is_folder_of(folder, self.record.uuid, self.launches) else None
 
     @property
     def end_reason(self) -> str | None:
-        """Why the search ended, empty if that was not recorded; None before its end and after an interruption."""
+        """Reason for the end of the search, empty if not recorded; None before its end and after an interruption."""
         return None if self.running else end_reason_of(self.attributes)
 
     @property
@@ -52,19 +52,19 @@ class StudyView(StoredStudy):
 
     @cached_property
     def launched(self) -> tuple[FrozenTrial, ...]:
-        """Finished trials that were launched, by number."""
+        """Finished trials that were launched, ordered by number."""
         return tuple(
             t for t in self.trials if t.state.is_finished() and attributes.LAUNCH_ID in t.user_attrs
         )  # fmt: skip
 
     @cached_property
     def running(self) -> int:
-        """Number of trials in flight."""
+        """Number of running trials."""
         return sum(t.state is TrialState.RUNNING for t in self.trials)
 
     @cached_property
     def reports(self) -> Mapping[int, tuple[StoredLaunch, ...]]:
-        """The launches of each trial, confirmations included, by the trial's number."""
+        """Trial number -> launches, including confirmations."""
         found: dict[int, list[StoredLaunch]] = {}
         for row in self.launches:
             if row.trial_number is not None:
@@ -72,19 +72,19 @@ class StudyView(StoredStudy):
         return {number: tuple(rows) for number, rows in found.items()}
 
     def launch_ids(self, trial: FrozenTrial) -> tuple[str, ...]:
-        """Return the ids of a trial's launches; one whose worker died has files, but no report."""
+        """Return the ids of a trial's launches; a launch whose worker died has files but no report."""
         first = trial.user_attrs.get(attributes.LAUNCH_ID)
         names = [row.report.launch_id for row in self.reports.get(trial.number, ())]
         return tuple(dict.fromkeys([*([] if first is None else [first]), *names]))
 
     def last_report(self, trial: FrozenTrial) -> LaunchReport | None:
-        """Return the report of the trial's last launch, confirmations left out; None if there is none."""
+        """Return the report of the trial's last launch, confirmations excluded, or None."""
         own = [row.report for row in self.reports.get(trial.number, ()) if row.purpose == "trial"]
         return own[-1] if own else None
 
 
 def end_reason_of(study: Mapping[str, Any]) -> str | None:
-    """Return why a search without launches in flight ended, by the study's attributes; as ``StudyView.end_reason``."""
+    """Return the reason for the end of a search without running launches; see ``StudyView.end_reason``."""
     if attributes.WINNER not in study:
         return None
     reason = str(study.get(attributes.END_REASON, ""))
@@ -95,8 +95,8 @@ def read_view(store: Store, name: str) -> StudyView:
     """Read a study from the store.
 
     Raises:
-        UsageError: If there is no such study; names the existing ones.
-        UnreadableStudyError: If any of it is not what this version reads.
+        UsageError: If the study does not exist; lists the existing studies.
+        UnreadableStudyError: If this version cannot read a part of the study.
     """
     stored = read_stored(store, name)
     record = stored.record
@@ -113,7 +113,7 @@ def read_view(store: Store, name: str) -> StudyView:
 
 
 def _tokens_per_sample(store: Store, stored: StoredStudy) -> float | None:
-    """Return the tokens of a sample in the launch that measured the best config in the search."""
+    """Return the tokens per sample in the launch that measured the best config in the search."""
     launch_id = stored.measured[0].user_attrs.get(attributes.LAUNCH_ID) if stored.measured else None
     if launch_id is None:
         return None

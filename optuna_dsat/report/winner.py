@@ -1,4 +1,4 @@
-"""The best configuration of a study, with what reports say about it."""
+"""The best configuration of a study and its description in reports."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ __all__ = ["Winner", "winner_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Winner:
-    """The configuration that the verdict hands over; before a confirmation the best of the search."""
+    """The configuration selected by the verdict; before a confirmation the best of the search."""
 
     standing: Standing
     words: str
     ended: bool
     """Whether the search has ended."""
     told: tuple[str, ...]
-    """The verdict in words: how sure it is, the speed-ups, ties, noise, warnings."""
+    """The verdict as sentences: certainty, speed-ups, ties, noise, warnings."""
     how_known: str
-    """Whether the metric comes from rounds or from the search, in words."""
+    """Source of the metric as text: rounds or the search."""
     is_own: bool
     """Whether it is the user's own config."""
     config: Mapping[str, Any]
     """The DeepSpeed config, ready to train with, without secrets."""
     changes: tuple[Change, ...]
-    """How it differs from the user's own."""
+    """Differences from the user's own config."""
     command: str
     """The command that trains with it, without secrets."""
     advice: tuple[str, ...]
-    """What to consider with it: learning rate, changes of the script."""
+    """Advice for its use: learning rate, changes of the script."""
     speed_up: float | None
     """Over the user's own config; None if that was not measured."""
     speed_up_low: float | None
@@ -98,7 +98,7 @@ def winner_of(view: StudyView) -> Winner | None:
 
 
 def _advice(view: StudyView, config: Mapping[str, Any]) -> str:
-    """Return what may be changed in the script or in its settings."""
+    """Return advice on changes of the script or its settings."""
     if view.profiled is None:
         return ""
     copied = best_settings(view.spec, config, view.spec.study_dir)

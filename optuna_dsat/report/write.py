@@ -26,21 +26,21 @@ def default_path(view: StudyView) -> Path:
 
 
 def is_report(text: str) -> bool:
-    """Return whether a file's content is a report or a comparison."""
+    """Return whether a file contains a report or a comparison."""
     return '<meta name="generator" content="optuna-dsat ' in text
 
 
 def write_report(store: Store, name: str, path: Path | None = None, *, training: Training | None = None) -> Path:
-    """Write the report of a study as it is now; return the file. An existing one is replaced.
+    """Write the report of a study's current state and return the file; replaces an existing file.
 
     Args:
-        store: Where the study lives.
+        store: The study's store.
         name: The study.
         path: The HTML file; None for ``default_path``.
-        training: The training that is to follow; None for one epoch of the data that the study knows.
+        training: The planned training; None for an epoch of the study's data.
 
     Raises:
-        UsageError: If there is no such study, the file cannot be written, or plotly is not installed.
+        UsageError: If the study does not exist, the file cannot be written, or plotly is not installed.
         StorageError: If the database fails for longer than the store's retry limit.
     """
     view = read_view(store, name)
@@ -49,15 +49,15 @@ def write_report(store: Store, name: str, path: Path | None = None, *, training:
 
 
 def write_comparison(views: Sequence[StudyView], path: Path | None = None, *, training: Training | None = None) -> Path:
-    """Write several studies side by side; return the file. An existing one is replaced.
+    """Write several studies side by side and return the file; replaces an existing file.
 
     Args:
         views: At least two studies; the others are compared with the first.
         path: The HTML file; None for ``COMPARISON`` in the working directory.
-        training: The training that is to follow; None for one epoch of the data that each study knows.
+        training: The planned training; None for an epoch of each study's data.
 
     Raises:
-        UsageError: If there are fewer than two, the file cannot be written, or plotly is not installed.
+        UsageError: If there are fewer than two studies, the file cannot be written, or plotly is not installed.
     """
     return _write(Path(COMPARISON) if path is None else path, render_comparison(views, training=training))
 

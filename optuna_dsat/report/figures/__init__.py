@@ -1,4 +1,4 @@
-"""Plots of a study as plotly figures, like those of ``optuna.visualization``.
+"""Plots of a study as plotly figures, similar to ``optuna.visualization``.
 
 Every ``plot_`` function takes a study that optuna-dsat made, as Optuna loads it or as a ``StudyView``:
 
@@ -11,8 +11,8 @@ Every ``plot_`` function takes a study that optuna-dsat made, as Optuna loads it
 
 ``plot_metric`` and ``plot_progress`` need the trials only, and take any Optuna study that uses
 ``optuna_dsat.samplers``. ``optuna.visualization.plot_param_importances`` plots the importance of the knobs. A figure
-without data holds one sentence that says why, which ``missing`` returns. Values are plain lists, so figures travel as
-readable JSON to any version of plotly.js; no page colour is set, so they suit light and dark.
+without data contains a sentence with the reason, which ``missing`` returns. Values are plain lists, so figures become
+readable JSON for any version of plotly.js. No page colour is set, so figures suit light and dark pages.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ __all__ = [
 
 
 def require_plotly() -> None:
-    """Refuse to go on without plotly.
+    """Raise if plotly is missing.
 
     Raises:
-        UsageError: If it is not installed; says how to install it.
+        UsageError: If it is not installed; the message explains how to install it.
     """
     if importlib.util.find_spec("plotly") is None:
         raise UsageError("plotly is not installed: pip install 'plotly>=6'")
 
 
 def plot_metric(study: Source) -> go.Figure:
-    """Plot the metric over the micro-batch (samples per GPU and pass): a line per lineage, with its memory's edge.
+    """Plot the metric over the micro-batch (samples per GPU and pass): a line per lineage, with its memory limit.
 
-    A lineage is the trials that agree in every knob but the micro-batch. Throughput is in samples/s over all ranks,
+    A lineage is a set of trials that differ in the micro-batch only. Throughput is in samples/s over all ranks,
     FLOPS_per_gpu in FLOP/s, times in ms. A cross marks the smallest micro-batch that ran out of memory.
 
     Args:
@@ -95,12 +95,12 @@ def plot_metric(study: Source) -> go.Figure:
 
 
 def plot_progress(study: Source) -> go.Figure:
-    """Plot the metric of the launches in the order in which they ended, the best so far and the user's own config.
+    """Plot the launches' metric in order of their end, the best so far, and the user's own config.
 
-    These are values of the search; a star marks what rounds confirmed afterwards.
+    These are values of the search; a star marks the config that rounds confirmed afterwards.
 
     Args:
-        study: Any Optuna study with one objective, or a ``StudyView``.
+        study: Any single-objective Optuna study, or a ``StudyView``.
     """
     require_plotly()
     found = history_of(study)
@@ -112,7 +112,7 @@ def plot_progress(study: Source) -> go.Figure:
 def plot_memory(study: Source) -> go.Figure:
     """Plot the measured peak memory per rank (GiB) over the peak that was predicted when the trial was proposed.
 
-    Predictions are the memory model's, corrected by the launches that had ended by then: for ``guided`` its posterior.
+    Predictions come from the memory model, corrected by the launches finished by then; for ``guided``, its posterior.
 
     Args:
         study: A study that optuna-dsat made.
@@ -125,9 +125,9 @@ def plot_memory(study: Source) -> go.Figure:
 
 
 def plot_timeline(study: Source) -> go.Figure:
-    """Plot what each GPU (CPU rank) did over the time of the search: start-up, steps, exit, idle.
+    """Plot the activity of each GPU (CPU rank) over the time of the search: start-up, steps, exit, idle.
 
-    Times are wall time; pauses of the study are cut out and marked. Launches in flight are not drawn.
+    Times are wall time; pauses of the study are cut out and marked. Running launches are not drawn.
 
     Args:
         study: A study that optuna-dsat made.

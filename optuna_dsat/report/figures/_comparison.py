@@ -1,4 +1,4 @@
-"""Several studies side by side: their results, and how they came to them."""
+"""Several studies side by side: their results and their progress."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 __all__ = ["ComparedStudy", "comparison_figure", "course_figure"]
 
 _RATE = "throughput"
-"""The metric that is compared: every study has it, whatever it optimises."""
+"""The compared metric, which every study has, also if it optimises another metric."""
 _MOST_LINES = 4
-"""Lines of a study's name beside its bars; all of it stands in the table and in what a bar shows when pointed at."""
+"""Maximum lines of a study's name next to its bars; the table and the bars' hover text contain the full name."""
 _FAR_APART = 30.0
-"""Ratio of two results from which on one axis from 0 would show the smaller as nothing."""
+"""Minimum ratio of two results at which the smaller would be invisible on a common axis from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedStudy:
-    """What the figures show of a study."""
+    """Data of a study for the figures."""
 
     name: str
     best: float | None
@@ -33,11 +33,11 @@ class ComparedStudy:
     own: float | None
     """Samples/s of the user's own config; None if it was not measured."""
     course: tuple[tuple[float, float], ...]
-    """Seconds since the first launch, and the best samples/s so far: where that grew, and at the last launch."""
+    """(Seconds since the first launch, best samples/s so far) at each improvement and at the last launch."""
 
 
 def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
-    """Return the samples/s of each study's result, beside those of the user's own config."""
+    """Return the samples/s of each study's result and of the user's own config."""
     import plotly.graph_objects as go
 
     title, x = "Results side by side", Measure(_RATE).title

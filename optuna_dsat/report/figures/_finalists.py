@@ -38,13 +38,13 @@ class FinalistPoint:
 
 
 def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: str, device: str = "") -> go.Figure:
-    """Return the finalists' metrics with their 95% confidence intervals, beside those of the search.
+    """Return the finalists' metrics with 95% confidence intervals, next to their metrics in the search.
 
     Args:
         points: The finalists that could be measured, best first.
         metric: Name of the metric.
-        why_none: The sentence to show if there is none.
-        device: What a rank runs on, ``cuda`` or ``cpu``; empty if it is not known.
+        why_none: The sentence to show without finalists.
+        device: Device of a rank, ``cuda`` or ``cpu``; empty if unknown.
     """
     import plotly.graph_objects as go
 

@@ -1,4 +1,4 @@
-"""Peak memory as the memory model predicted it, and as it was measured."""
+"""Peak memory predicted by the memory model, and measured peak memory."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["BEST", "CONFIRMED", "EDGE", "USER", "metric_figure", "micro_batch_ticks"]
 
 EDGE = "out of memory"
-"""Name of the trace that shows where lineages run out of memory."""
+"""Name of the trace that shows the lineages' memory limits."""
 USER = "your own config"
 BEST = "best"
 CONFIRMED = ", as the rounds measured it"
-"""What is added to these names where rounds decided."""
+"""Suffix of these names if rounds decided."""
 
 _LEAST_TICKS = 3
 _MOST_TICKS = 6
@@ -48,18 +48,18 @@ def metric_figure(
     confirmed: Mapping[int, float] | None = None,
     device: str = "",
 ) -> go.Figure:
-    """Return the metric over the micro-batch: one line per lineage, with its out-of-memory edge.
+    """Return the metric over the micro-batch: a line per lineage, with its memory limit.
 
-    Lineages of the same ZeRO stage and offload share a colour and one entry of the legend. The edge of a lineage is
-    the smallest micro-batch that did not fit, drawn at the height of the largest that did, or on the axis if none did.
+    Lineages of the same ZeRO stage and offload share a colour and a legend entry. The memory limit of a lineage is the
+    smallest micro-batch that did not fit, drawn at the height of the largest that fitted, or on the axis without any.
 
     Args:
         trials: Any history; trials without a micro-batch parameter are shown only as the best or the user's own.
         metric: Name of the metric; times are given in seconds and shown in ms.
-        winner: Number of the trial to mark as the best; None for the one with the best value.
+        winner: Number of the trial to mark as the best; None for the trial with the best value.
         confirmed: Trial -> its metric in rounds, at which it is marked; None if no rounds decided.
         maximize: Whether a larger metric is better; None for the direction of the metric's name.
-        device: What a rank runs on, ``cuda`` or ``cpu``; empty if it is not known.
+        device: Device of a rank, ``cuda`` or ``cpu``; empty if unknown.
     """
     measure = Measure(metric, device)
     title = f"{measure.title.split(' (')[0].capitalize()} over micro-batch"
@@ -129,7 +129,7 @@ def _hover(trial: FrozenTrial, words: str, measure: Measure, value: float) -> st
 
 
 def _knobs(params: Mapping[str, Any]) -> list[str]:
-    """Return the knobs that are neither structure nor micro-batch, one a line."""
+    """Return the knobs other than structure and micro-batch, a line each."""
     return [
         f"{name} = {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{name} = {value}"
         for name, value in params.items()
@@ -138,7 +138,7 @@ def _knobs(params: Mapping[str, Any]) -> list[str]:
 
 
 def _edges(lineages: Sequence[Lineage], scale: float) -> go.Scatter:
-    """Return one trace of every lineage's edge, joined by a dotted line to its largest micro-batch that fitted."""
+    """Return a trace of all memory limits, each joined by a dotted line to the largest micro-batch that fitted."""
     import plotly.graph_objects as go
 
     x: list[int | None] = []
@@ -174,7 +174,7 @@ def _edges(lineages: Sequence[Lineage], scale: float) -> go.Scatter:
 
 
 def _mark(trial: FrozenTrial, name: str, symbol: str, *, measure: Measure, again: float | None) -> go.Scatter:
-    """Return the mark of a trial, at its metric in rounds, or at that of the search if there is none."""
+    """Return the mark of a trial at its metric in rounds or, without rounds, in the search."""
     import plotly.graph_objects as go
 
     config, value = trial.user_attrs[attributes.CONFIG], trial.values[0] if again is None else again

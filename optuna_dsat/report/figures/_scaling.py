@@ -1,4 +1,4 @@
-"""Samples/s per device over the number of devices: how many of them are worth it."""
+"""Samples/s per device over the number of devices, for choosing this number."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _RATE = "throughput"
 
 @dataclass(frozen=True, kw_only=True)
 class AtCount:
-    """What the search at one number of devices found."""
+    """Result of the search at a number of devices."""
 
     devices: int
     samples_per_s: float | None
-    """Of its result, over all devices; None if nothing was measured."""
+    """Samples/s of the result over all devices; None if nothing was measured."""
 
     @property
     def each(self) -> float | None:
-        """Samples/s of one device; None if nothing was measured."""
+        """Samples/s per device; None if nothing was measured."""
         return None if self.samples_per_s is None else self.samples_per_s / self.devices
 
 
 def scaling_figure(found: Sequence[AtCount], *, device: str) -> go.Figure:
-    """Return the samples/s of a device at each number of them, with its share of those at the least number.
+    """Return the samples/s per device by number of devices, with the ratio to the smallest number's samples/s.
 
     Args:
-        found: By ascending number of devices.
+        found: Results by ascending number of devices.
         device: ``cuda`` or ``cpu``.
     """
     import plotly.graph_objects as go

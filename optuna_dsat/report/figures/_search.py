@@ -29,11 +29,11 @@ __all__ = ["BEST_SO_FAR", "progress_figure"]
 BEST_SO_FAR = "best so far in the search"
 _NO_LAUNCH = "No launch has ended yet."
 _FEW_LAUNCHES = 10
-"""Most launches on an axis for which every whole number has a tick: there is no half of one."""
+"""Maximum number of launches for which every integer of the axis has a tick, to avoid fractional ticks."""
 
 
 def _ended(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Return the finished launches in the order in which they ended; lost ones are left out."""
+    """Return the finished launches in order of their end; lost launches are left out."""
     over = [
         t
         for t in trials
@@ -70,7 +70,7 @@ def progress_figure(
     confirmed: tuple[int, float] | None = None,
     device: str = "",
 ) -> go.Figure:
-    """Return the metric of every launch in the order in which they ended, the best so far, and the user's config.
+    """Return the launches' metric in order of their end, the best so far, and the user's config.
 
     All of these are values of the search. Launches without a metric are drawn on the axis, in the colour of their
     outcome.
@@ -78,9 +78,9 @@ def progress_figure(
     Args:
         trials: The study's trials.
         metric: Name of the metric.
-        maximize: Whether a larger one is better.
+        maximize: Whether a larger metric is better.
         confirmed: Trial and metric that rounds confirmed; None if no rounds decided.
-        device: What a rank runs on, ``cuda`` or ``cpu``; empty if it is not known.
+        device: Device of a rank, ``cuda`` or ``cpu``; empty if unknown.
     """
     import plotly.graph_objects as go
 
@@ -123,7 +123,7 @@ def progress_figure(
 def _outcome_trace(
     outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping[int, int], measure: Measure
 ) -> go.Scatter:
-    """Return the trace of the launches with one outcome; those without a metric are drawn on the axis."""
+    """Return the trace of the launches with a given outcome; launches without a metric are drawn on the axis."""
     import plotly.graph_objects as go
 
     values = [score(t) for t in own]
@@ -148,7 +148,7 @@ def _outcome_trace(
 
 
 def _confirmed_trace(number: int, value: float, *, place: int, measure: Measure) -> go.Scatter:
-    """Return the mark of what rounds confirmed, after the last launch of the search."""
+    """Return the mark of the confirmed trial, after the last launch of the search."""
     import plotly.graph_objects as go
 
     return go.Scatter(

@@ -20,7 +20,7 @@ from optuna_dsat.study.confirm.verdict import Verdict
 __all__ = ["History", "Source", "history_of", "view_of"]
 
 Source = StudyView | optuna.Study
-"""What every ``plot_`` function takes."""
+"""Argument type of every ``plot_`` function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,12 @@ class History:
 
     trials: tuple[FrozenTrial, ...]
     metric: str
-    """Name of the metric; ``value`` if the study does not name one."""
+    """Name of the metric; ``value`` if the study has no metric name."""
     maximize: bool
     verdict: Verdict | None
-    """What came of the study so far; None if nothing was measured, or optuna-dsat did not make the study."""
+    """Current outcome of the study; None if nothing was measured, or optuna-dsat did not create the study."""
     device: str = ""
-    """What a rank runs on, ``cuda`` or ``cpu``; empty if optuna-dsat did not make the study."""
+    """Device of a rank, ``cuda`` or ``cpu``; empty if optuna-dsat did not create the study."""
 
     @property
     def direction(self) -> StudyDirection:
@@ -43,7 +43,7 @@ class History:
 
     @property
     def winner(self) -> int | None:
-        """Number of the trial that is handed over; None without a verdict."""
+        """Number of the resulting trial; None without a verdict."""
         return None if self.verdict is None else self.verdict.handed_over
 
     @property
@@ -106,7 +106,7 @@ def view_of(source: Source) -> StudyView:
 
 
 def _url_of(storage: BaseStorage) -> str | None:
-    """Return the URL of a storage's database, also of a wrapped storage; None if it has none."""
+    """Return the URL of a storage's database, also of a wrapped storage; None without a database."""
     seen: Any = storage
     while seen is not None:
         engine = getattr(seen, "engine", None)

@@ -1,7 +1,7 @@
 """The common look of all figures: colours, symbols, layout, and figures without data.
 
-Figures set no colour of page or text, so that they suit a light page and a dark one; emphasis is drawn in ``INK``,
-which the report replaces by the colour of its text.
+Figures set no page or text colour, so they suit light and dark pages. Emphasis is drawn in ``INK``, which the report
+replaces with its text colour.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ __all__ = [
 ]
 
 INK = "#000000"
-"""Colour of emphasis; a dark page replaces it by a light one."""
+"""Colour of emphasis; dark pages replace it with a light colour."""
 WARNING = "#DB3A4A"
-"""Colour of what did not fit, and of limits; visible on light and dark backgrounds."""
+"""Colour of out-of-memory trials and of limits; visible on light and dark backgrounds."""
 NEUTRAL = "#8A8A8A"
 """Colour of guide lines."""
 
 _COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9B6BC9", "#A9745B", "#6F9A77", "#A0A000",
 )  # fmt: skip
-"""The first six are those of Okabe and Ito (2008), distinct for colour-blind readers."""
+"""The first six colours are from Okabe and Ito (2008), distinct for colour-blind readers."""
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "hexagon")
 
 OUTCOME_COLOURS: Mapping[Outcome, str] = {
@@ -96,11 +96,11 @@ class Measure:
 
     metric: str
     device: str = ""
-    """``cuda`` or ``cpu``: whether what a rank does is said of a GPU; empty if it is not known."""
+    """``cuda`` or ``cpu``: selects "GPU" or "rank" in titles and values; empty if unknown."""
 
     @property
     def title(self) -> str:
-        """Its name with its unit, as an axis shows it."""
+        """Axis title: the metric's name with its unit."""
         return _AXIS_TITLES.get(self.metric, self.metric).replace("{slot}", self._slot)
 
     @property
@@ -110,11 +110,11 @@ class Measure:
 
     @property
     def ticks(self) -> str | None:
-        """Format of the ticks of its axis; None for plotly's own."""
+        """Tick format of its axis; None for plotly's default."""
         return "~s" if self.metric == "FLOPS_per_gpu" else None
 
     def shown(self, value: float) -> str:
-        """Return a value with its unit; without one if the metric is none of ``METRICS``."""
+        """Return a value with its unit; without a unit if the metric is not in ``METRICS``."""
         if self.metric == "FLOPS_per_gpu":
             return f"{flops_in_words(value)}/s per {self._slot}"
         return metric_in_words(self.metric, value) if self.metric in METRICS else count_in_words(float(value))
@@ -139,10 +139,10 @@ class Palette:
 
 
 def lineage_words(trials: Sequence[FrozenTrial]) -> str:
-    """Return the structure of a lineage in words.
+    """Return the description of a lineage's structure.
 
     Args:
-        trials: The lineage's trials, at least one.
+        trials: The lineage's trials, not empty.
     """
     for trial in trials:
         if attributes.CONFIG in trial.user_attrs:
@@ -197,7 +197,7 @@ def lay_out(figure: go.Figure, *, title: str, x: str, y: str, note: str = "", **
 
 
 def empty_figure(why: str, *, title: str, x: str = "", y: str = "") -> go.Figure:
-    """Return a figure without data that shows one sentence saying why."""
+    """Return a figure without data that shows a sentence with the reason."""
     figure = lay_out(new_figure(), title=title, x=x, y=y, meta={"missing": why})
     figure.add_annotation(text=wrapped(why, 60), x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
     return figure
@@ -210,6 +210,6 @@ def note_of(figure: go.Figure) -> str:
 
 
 def missing(figure: go.Figure) -> str | None:
-    """Return why a figure has no data; None if it has some."""
+    """Return the reason why a figure has no data; None if it has data."""
     meta = figure.layout.meta
     return str(meta["missing"]) if isinstance(meta, dict) and "missing" in meta else None

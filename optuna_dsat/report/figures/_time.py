@@ -18,13 +18,13 @@ __all__ = ["timeline_figure"]
 
 _NO_LAUNCH = "No launch has ended yet, so there is no time to account for."
 _UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
-"""Least length of an axis in seconds, its unit in seconds, and the unit's name."""
+"""(Minimum length of an axis in seconds, its unit in seconds, the unit's name)."""
 _MANY_BARS = 4000
-"""With more bars only their middles have hover texts."""
+"""Number of bars above which only their centres have hover texts."""
 
 
 def timeline_figure(launches: Sequence[StoredLaunch], *, device: str) -> go.Figure:
-    """Return the phases of each slot over the time of the search: one row for each slot, idle time included.
+    """Return the phases of each slot over the time of the search: a row per slot, including idle time.
 
     Pauses of the study are cut out and marked.
 
@@ -102,7 +102,7 @@ def _bars(
     width: int,
     every_text: bool,
 ) -> go.Scatter:
-    """Return the bars of one phase as one line with gaps: thousands of rectangles would make the page slow."""
+    """Return the bars of a phase as a single line with gaps: thousands of rectangles would make the page slow."""
     import plotly.graph_objects as go
 
     x: list[float | None] = []
