@@ -33,7 +33,7 @@ __all__ = ["Card", "cards_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One key figure."""
+    """A key figure."""
 
     heading: str
     value: str
@@ -73,7 +73,7 @@ def _best(view: StudyView, winner: Winner, best: Performance, own: Performance |
 
 
 def _beside(view: StudyView, best: Performance, own: Performance | None) -> Iterator[Card]:
-    """Yield further figures of the result next to the user's own config's."""
+    """Yield further figures of the result, compared with the user's own config."""
     if best.samples_per_s and view.metric not in LARGER_IS_BETTER:
         remark = _yours(None if own is None else own.samples_per_s, _rate)
         yield Card(heading="Samples", value=_rate(best.samples_per_s), remark=remark)
@@ -115,7 +115,7 @@ def _interval(metric: str, standing: Standing, scale: float, *, device: str) -> 
 
 
 def _speed_ups(view: StudyView, winner: Winner) -> Iterator[Card]:
-    """Yield the speed-up over the user's own config; where the global batch changes, at both batches."""
+    """Yield the speed-up over the user's own config; at both global batches if they differ."""
     verdict = view.verdict
     if winner.is_own:
         by_rounds = verdict is not None and verdict.is_by_rounds and len(view.measured) > 1

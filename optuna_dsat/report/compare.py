@@ -1,4 +1,4 @@
-"""Several studies side by side on one page: models, machines, methods, before and after an upgrade.
+"""Several studies side by side on a page: models, machines, methods, before and after an upgrade.
 
 Their launches were not measured in common rounds, so ratios between studies are plain ratios, without an interval.
 """

@@ -31,7 +31,7 @@ def script_command_line(view: StudyView) -> str:
 
 
 def ranks_of_a_launch(view: StudyView) -> str:
-    """Return the slots of one launch, such as ``8 GPUs``, ``1 GPU`` or ``2 CPU ranks, 1.00 GiB each``."""
+    """Return the slots of a launch, such as ``8 GPUs``, ``1 GPU`` or ``2 CPU ranks, 1.00 GiB each``."""
     spec = view.spec
     slots, each = spec.slots_per_trial, " each" * (spec.slots_per_trial > 1)
     limit = f", {bytes_in_words(spec.device_memory_bytes)}{each}" if spec.device_memory_bytes else ""
@@ -39,7 +39,7 @@ def ranks_of_a_launch(view: StudyView) -> str:
 
 
 def created(view: StudyView) -> str:
-    """Return the local time at which the study was created."""
+    """Return the local creation time of the study."""
     return date_in_words(view.record.created_at)
 
 
@@ -49,7 +49,7 @@ def versions(view: StudyView) -> str:
 
 
 def outcome_counts(view: StudyView) -> list[tuple[Outcome, int]]:
-    """Return each outcome that occurred with its number of trials, most frequent first."""
+    """Return (outcome, number of trials), most frequent first."""
     found = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
     return [(Outcome(name), count) for name, count in found.most_common()]
 

@@ -24,7 +24,7 @@ class MemoryRow:
     """Predicted and observed memory of a structure with the user's other settings."""
 
     words: str
-    """The structure in words."""
+    """Description of the structure."""
     device_bytes: int
     """Peak of a rank at micro-batch 1, by the formulas, without correction by launches."""
     host_bytes: int

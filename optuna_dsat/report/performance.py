@@ -31,13 +31,13 @@ class Performance:
     step_s: float | None
     """Seconds of an optimizer step, end to end."""
     peak_bytes: int
-    """Peak device memory of the worst rank; 0 if not known."""
+    """Peak device memory of the worst rank; 0 if unknown."""
     device_bytes: int
     """Memory available to a rank; 0 if unknown."""
     flops_per_gpu: float | None
-    """FLOP/s of a device; None where the FLOPs could not be counted."""
+    """FLOP/s of a device; None if the FLOPs could not be counted."""
     utilisation: float | None
-    """Share of the device's peak FLOPS; None where the peak is not known."""
+    """Share of the device's peak FLOPS; None if the peak is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

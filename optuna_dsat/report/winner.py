@@ -38,7 +38,7 @@ class Winner:
     how_known: str
     """Source of the metric as text: rounds or the search."""
     is_own: bool
-    """Whether it is the user's own config."""
+    """Whether the winner is the user's own config."""
     config: Mapping[str, Any]
     """The DeepSpeed config, ready to train with, without secrets."""
     changes: tuple[Change, ...]
@@ -48,7 +48,7 @@ class Winner:
     advice: tuple[str, ...]
     """Advice for its use: learning rate, changes of the script."""
     speed_up: float | None
-    """Over the user's own config; None if that was not measured."""
+    """Speed-up over the user's own config; None if the latter was not measured."""
     speed_up_low: float | None
     """Lower end of its 95% interval, paired in rounds; None if rounds did not measure it."""
     speed_up_high: float | None

@@ -1,4 +1,4 @@
-"""Writes reports to files: of a study, and of several side by side."""
+"""Writes reports and comparisons of studies to files."""
 
 from __future__ import annotations
 

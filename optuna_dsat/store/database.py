@@ -304,7 +304,7 @@ class Database:
         Args:
             work: Called with the session. It must be idempotent: it may run again even after a commit.
             read_only: Whether it only reads; on SQLite it then does not wait for writers.
-            limit_s: Seconds for which it is retried; None for ``retry_limit_s``.
+            limit_s: Seconds for which to retry; None for ``retry_limit_s``.
 
         Returns:
             The result of ``work``.
@@ -355,7 +355,7 @@ class Database:
         """Run ``work`` under the exclusive lock and return its result; repeat it if the server released the lock.
 
         Args:
-            purpose: As of ``exclusive``.
+            purpose: See ``exclusive``.
             work: Must be idempotent: its writes before the loss of the lock are kept when it runs again.
 
         Raises:

@@ -24,7 +24,7 @@ class StoredLaunch:
 
     report: LaunchReport
     trial_number: int | None
-    """None for a launch that belongs to no trial."""
+    """None for a launch without a trial."""
     purpose: str
     attempt: int
     """0 for the first launch of a configuration."""
@@ -136,7 +136,7 @@ def _launch(row: LaunchRow) -> StoredLaunch:
     Raises:
         ValueError: If the row contains an invalid value; the message names it.
     """
-    if not is_launch_id(row.launch_id):  # it names a folder
+    if not is_launch_id(row.launch_id):  # it is used as a folder name
         raise ValueError(f"launch_id is {row.launch_id[:60]!r}")
     report = LaunchReport(
         launch_id=row.launch_id,

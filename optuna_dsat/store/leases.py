@@ -290,7 +290,7 @@ def claim(session: Session, study_uuid: str, config_key: str, trial_number: int,
         worker: Host and process, for display only.
 
     Returns:
-        Whether the trial holds the claim, also if it held it before (the call is idempotent).
+        Whether the trial holds the claim; also True if it held the claim before (the call is idempotent).
     """
     insert_or_skip(
         session,

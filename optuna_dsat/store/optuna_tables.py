@@ -40,7 +40,7 @@ class _ReadyTables(RDBStorage):
     """
 
     def __init__(self, database: Database) -> None:
-        # All attributes that RDBStorage's constructor sets, except those not needed for an up-to-date database.
+        # All attributes set by RDBStorage's constructor, except for attributes unused with an up-to-date database.
         self.url = database.url.render_as_string(hide_password=False)
         self.engine_kwargs = engine_options(database.url)
         self.skip_compatibility_check = True
@@ -57,7 +57,7 @@ class _ReadyTables(RDBStorage):
 
 
 def open_optuna_tables(database: Database) -> RDBStorage:
-    """Open Optuna's tables and create missing ones; the caller holds the database's lock.
+    """Open Optuna's tables and create missing tables; the caller holds the database's lock.
 
     Raises:
         StorageUrlError: If they cannot be used, or their schema differs from this Optuna's.
@@ -168,7 +168,7 @@ def has_our_tables(url: str) -> bool:
         url: See ``Store.open``, which reports why a database cannot be read.
 
     Raises:
-        StorageUrlError: As ``parse_url``.
+        StorageUrlError: See ``parse_url``.
     """
     try:
         with _reading(parse_url(url)) as connection:
@@ -181,7 +181,7 @@ def refuse_others_database(url: str, name: str) -> None:
     """Raise if a search could not create our tables or its study in a database without our tables.
 
     Args:
-        url: As of ``Store.open``.
+        url: See ``Store.open``.
         name: Name of the study.
 
     Raises:

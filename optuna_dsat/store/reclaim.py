@@ -134,7 +134,7 @@ class Reclaimer:
         return tuple(failed)
 
     def _reclaim_locked(self, study: optuna.Study, failed: list[int]) -> None:
-        """Do the same as ``reclaim``, adding to the numbers of the trials that it failed; the lock is held."""
+        """Do the same as ``reclaim`` and append the numbers of the failed trials to ``failed``; the lock is held."""
         _, beats = self._database.run(self._read, read_only=True)
         trials = study.get_trials(deepcopy=False)
         nobodys = [t.number for t in trials if t.state is TrialState.RUNNING and t.number not in beats]
@@ -229,7 +229,7 @@ class Reclaimer:
         ]
 
     def _is_overdue(self, beat: _Beat, *, now: float, unchanged_s: float) -> bool:
-        """Whether a remote worker is silent; heartbeats in the future (after a backward clock jump) are ignored."""
+        """Whether a remote worker is silent; for heartbeats in the future (clock set back) only our clock counts."""
         if beat.beat_at > now:
             return unchanged_s > self._grace_s
         return now - beat.beat_at > self._grace_s and unchanged_s >= 2 * self._interval_s

@@ -25,7 +25,7 @@ from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, LaunchRow, StepRow,
 __all__ = ["STUDY_UUID", "Registry", "StudyRecord"]
 
 STUDY_UUID = "dsat_study_uuid"
-"""User attribute of the Optuna study that holds the UUID by which our rows refer to it."""
+"""User attribute of the Optuna study with the UUID by which our rows refer to it."""
 
 _STUDY_TABLES = (StepRow, LaunchRow, ClaimRow, HeartbeatRow)
 _PACKAGES = ("optuna-dsat", "optuna", "deepspeed", "torch")
@@ -58,7 +58,7 @@ class Registry:
         self._storage = storage
 
     def create(self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection) -> StudyRecord:
-        """Create a study, or return the existing one if its spec is equal.
+        """Create a study, or return the existing study if its spec is equal.
 
         Args:
             name: Its name.

@@ -1,4 +1,4 @@
-"""Classifies database errors as transient or permanent, and retries work after transient ones.
+"""Classifies database errors as transient or permanent, and retries work after transient errors.
 
 A locked SQLite file, a restarting PostgreSQL server and a database that is read-only for the moment, as during a
 failover, are transient: the same work succeeds when retried. A full disk or an invalid statement are permanent. Work

@@ -140,7 +140,7 @@ class Store:
 
     @property
     def absolute_url(self) -> str:
-        """The storage URL that names the database from every folder, with the password masked."""
+        """The storage URL with an absolute path, valid in every folder, with the password masked."""
         return display_url(self._database.url)
 
     def require_present(self) -> None:
@@ -165,7 +165,7 @@ class Store:
     def create_study(
         self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection | str = "maximize"
     ) -> StudyRecord:
-        """Create a study, or return the existing one if its spec is equal. See ``Registry.create``."""
+        """Create a study, or return the existing study if its spec is equal. See ``Registry.create``."""
         wanted = StudyDirection[direction.upper()] if isinstance(direction, str) else direction
         return self._registry.create(name, spec, direction=wanted)
 
@@ -244,7 +244,7 @@ class Store:
         return self._turn(study_uuid, _PROFILE_TASK)
 
     def conclusion_turn(self, study_uuid: str) -> AbstractContextManager[Turn | None]:
-        """Try to acquire the task of concluding a study, as ``profile_turn``."""
+        """Try to acquire the task of concluding a study; see ``profile_turn``."""
         return self._turn(study_uuid, _CONCLUSION_TASK)
 
     @contextmanager
@@ -337,7 +337,7 @@ def load_study(url: str, name: str) -> optuna.Study:
     """Return a stored study that keeps no connection open between calls, so it need not be closed.
 
     Args:
-        url: As of ``Store.open``; the database must exist.
+        url: See ``Store.open``; the database must exist.
         name: Name of the study.
 
     Raises:

@@ -87,7 +87,7 @@ class LaunchRow(Base):
     study_uuid: Mapped[str] = mapped_column(_UUID, primary_key=True)
     launch_id: Mapped[str] = mapped_column(_KEY, primary_key=True)
     trial_number: Mapped[int | None] = mapped_column(Integer)
-    """None for a launch that belongs to no trial (a profile, a confirmation)."""
+    """None for a launch without a trial (a profile, a confirmation)."""
     purpose: Mapped[str] = mapped_column(String(32))
     attempt: Mapped[int] = mapped_column(Integer)
     """0 for the first launch of a configuration."""

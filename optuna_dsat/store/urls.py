@@ -95,7 +95,7 @@ def database_exists(url: str) -> bool:
     """Return whether an SQLite file exists; True for databases on a server, which are not checked.
 
     Raises:
-        StorageUrlError: As :func:`parse_url`.
+        StorageUrlError: See :func:`parse_url`.
     """
     parsed = parse_url(url)
     return parsed.get_backend_name() != "sqlite" or Path(str(parsed.database)).exists()

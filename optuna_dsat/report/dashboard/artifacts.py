@@ -1,7 +1,7 @@
 """Logs and configs of a study as artifacts that optuna-dashboard offers for download.
 
 Optuna's ``upload_artifact`` records an artifact with its trial, which Optuna forbids once the trial has finished, and
-logs are complete only then. So the record goes where optuna-dashboard also looks: to a system attribute of the study.
+logs are complete only then. So the record is a system attribute of the study, which optuna-dashboard also reads.
 An artifact's id is a hash of its study, trial, name and content; writing it again changes nothing.
 """
 
@@ -175,7 +175,7 @@ def save_artifacts(
 
     Args:
         study: The study; its storage receives the records.
-        study_uuid: The study's own identifier.
+        study_uuid: UUID of the study.
         artifacts: What to save.
         store: Receives the content.
         read_attributes: Returns the study's current system attributes in the database.

@@ -1,7 +1,7 @@
 """Publishes a study to optuna-dashboard: notes, plots, metric name, artifacts.
 
-All of it is kept in the study's own storage, so any optuna-dashboard shows it. Publishing again
-changes nothing unless the study has changed, and keeps text that users added below a note's last line.
+Everything is kept in the study's own storage, so any optuna-dashboard shows it, regardless of how it was started.
+Publishing again changes nothing unless the study has changed, and keeps text that users added below a note's last line.
 """
 
 from __future__ import annotations

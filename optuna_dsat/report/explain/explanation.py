@@ -1,7 +1,7 @@
 """Explains why a study's winner beats the baseline (the user's own config), knob by knob, and proposes improvements.
 
 A knob's contribution is the winner's metric divided by the metric with the user's value of this knob and the winner's
-values of all others. It is measured where launches of the winner's structure differ in this knob only
+values of all others. It is measured if launches of the winner's structure differ in this knob only
 (``optuna_dsat.report.explain.pairs``). Otherwise it is predicted by the models that guided search fits to all launches
 of the study, for any search method. If the 95% interval of a prediction contains 1, no contribution is claimed: the
 knob was not measured separately.
@@ -383,7 +383,7 @@ def _together(
 def _ratio(
     baseline: Standing, winner: Standing, paired: Ratio | None, pairs: Pairs, *, maximize: bool
 ) -> tuple[float, float] | None:
-    """Return the measured ratio with the standard deviation of its logarithm; None if either metric is 0."""
+    """Return (measured ratio, standard deviation of its logarithm); None if either metric is 0."""
     of_two_launches = pairs.quantile * pairs.noise * math.sqrt(2) / _Z95
     if paired is not None:
         return paired.value, of_two_launches if math.isinf(paired.half_width) else paired.half_width / _Z95

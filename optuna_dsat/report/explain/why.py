@@ -50,7 +50,7 @@ class Why:
     """Explanation of the winner, its bottlenecks, and what to change or buy next."""
 
     rows: tuple[FactorRow, ...]
-    """Largest effect first; empty where there is nothing to compare with."""
+    """Largest effect first; empty without a baseline."""
     told: tuple[str, ...]
     """Bottlenecks of the winner, and limitations of the numbers."""
     proposals: tuple[str, ...]
@@ -59,7 +59,7 @@ class Why:
     phases: tuple[PhaseRow, ...] = ()
     """The parts of both steps."""
     causes: tuple[str, ...] = ()
-    """Where to look if it is slower, likeliest first."""
+    """Possible causes if the step is slower, likeliest first."""
 
 
 def why_of(view: StudyView) -> Why | None:
@@ -86,7 +86,7 @@ def _phases(gap: PredictionGap) -> Iterator[PhaseRow]:
 
 
 def factor_rows(found: Explanation) -> list[FactorRow]:
-    """Return the factors of the speed-up, largest effect first; empty where there is nothing to compare with."""
+    """Return the factors of the speed-up, largest effect first; empty without a baseline."""
     if found.remainder is None or found.speed_up is None:
         return []
     small = [one for one in found.contributions if one.factor is not None and abs(one.factor - 1) < _WORTH_A_ROW]

@@ -20,10 +20,10 @@ class FinalistPoint:
     """A configuration that was measured again."""
 
     words: str
-    """Its configuration in words."""
+    """Description of its configuration."""
     number: int
     searched: float
-    """The metric in the search, from few steps."""
+    """The metric in the search, measured on few steps."""
     value: float
     """The metric in the confirmation."""
     low: float

@@ -54,7 +54,7 @@ def metric_figure(
     smallest micro-batch that did not fit, drawn at the height of the largest that fitted, or on the axis without any.
 
     Args:
-        trials: Any history; trials without a micro-batch parameter are shown only as the best or the user's own.
+        trials: Any history; trials without a micro-batch parameter are shown only as the best or the user's own config.
         metric: Name of the metric; times are given in seconds and shown in ms.
         winner: Number of the trial to mark as the best; None for the trial with the best value.
         confirmed: Trial -> its metric in rounds, at which it is marked; None if no rounds decided.

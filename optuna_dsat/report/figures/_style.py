@@ -158,7 +158,7 @@ def wrapped(words: str, width: int = 22, *, most_lines: int | None = None) -> st
     Args:
         words: The text.
         width: Characters of a line.
-        most_lines: Lines after which an ellipsis follows; None for no limit.
+        most_lines: Maximum lines, followed by an ellipsis; None for no limit.
     """
     lines = textwrap.wrap(words, width, max_lines=most_lines, placeholder="\u2026")
     return "<br>".join(map(figure_text, lines))
