@@ -25,6 +25,7 @@ class Example:
     command: tuple[str, ...]
     flags: tuple[str, ...] = ()
     visible: str = "4,1"
+    launches: int = 2
 
 
 EXAMPLES = {
@@ -48,6 +49,7 @@ EXAMPLES = {
         "accelerate",
         ("random", "train.py", "ds_config.json", "--arg-mapping", "train_micro_batch_size_per_gpu=--batch-size"),
         ("--", "--config", "ds_config.json", "--batch-size", "8"),
+        launches=3,  # one shows that --zero-stage does not set the stage here
     ),
     "lightning": Example(
         "lightning", ("random", "train.py", "ds_config.json"), ("--", "--config", "ds_config.json"), visible="4"
@@ -67,7 +69,7 @@ def test_an_example_is_tuned(machine: Machine, tmp_path: Path, name: str, launch
     search = Search(machine, folder, *example.command, *options, *example.flags, visible=example.visible).finish()
     gpus = [int(number) for number in example.visible.split(",")]
     assert search.result["launches"] == {"measured": 1}
-    assert [launch.report["devices"] for launch in search.launches] == [gpus] * 2
+    assert [launch.report["devices"] for launch in search.launches] == [gpus] * example.launches
     for launch in search.launches:
         assert {step["rank"] for step in launch.events("step_measured")} == set(range(len(gpus)))
     ran_as_they_should(search, forked=launcher == "warm")
