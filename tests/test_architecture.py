@@ -240,3 +240,32 @@ def test_the_way_of_one_trial_is_told_in_fifteen_modules() -> None:
     assert len(re.findall(r"^\d+\. ", told, flags=re.MULTILINE)) <= 15
     for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)`", told):
         assert name.replace("/", ".") in modules(), name
+
+
+FOREIGN = {
+    r"what (?:is|was|are|were|it|its|the|a|an|they|each|all|others|any|that|this|ranks|scripts)": 25,
+    r"those": 11,
+    r"(?:says|said|say)": 9,
+    r"(?:is|are) (?:no|none)": 10,
+    r"by (?:itself|themselves)|of (?:its|their) own": 7,
+    r"(?:stands?|lies?|bears?)": 5,
+    r"whoever|whatever": 4,
+    r"beside": 4,
+    r"hand(?:s|ed)? over": 1,
+}
+"""Wording that the field does not use -> most occurrences per 10,000 words of docstrings and comments. Lower a number
+when a folder was rewritten; Optuna has at most 2 of each.
+"""
+
+
+def test_docstrings_and_comments_are_in_plain_english() -> None:
+    prose = []
+    for path in modules().values():
+        source = path.read_text(encoding="utf-8")
+        nodes = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+        prose += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        prose += re.findall(r"# (.*)", source)
+    text = "\n".join(prose)
+    words = len(text.split())
+    rates = {pattern: 1e4 * len(re.findall(rf"\b(?:{pattern})\b", text, re.IGNORECASE)) / words for pattern in FOREIGN}
+    assert not {pattern: rate for pattern, rate in rates.items() if rate > FOREIGN[pattern]}
