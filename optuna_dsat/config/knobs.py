@@ -21,6 +21,7 @@ __all__ = [
     "OFFLOAD_PARAM",
     "PARTITION_COPY",
     "ZERO_STAGE",
+    "ZERO_STAGES",
     "Kind",
     "Knob",
     "Site",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 ZERO_STAGE = "zero_stage"
+ZERO_STAGES = (0, 1, 2, 3)
 OFFLOAD_OPTIMIZER = "offload_optimizer"
 OFFLOAD_PARAM = "offload_param"
 NVME = "offload_optimizer_nvme"
@@ -136,7 +138,7 @@ KNOBS: tuple[Knob, ...] = (
         name=ZERO_STAGE,
         path=_zero("stage"),
         kind="stage",
-        choices=(0, 1, 2, 3),
+        choices=ZERO_STAGES,
         where="always; 0 and 1 with pipeline parallelism",
         used_by="engine.DeepSpeedEngine._configure_zero_optimizer; pipe.engine.PipelineEngine asserts stage < 2.",
         applies=lambda _params, _site: True,
@@ -341,7 +343,7 @@ def normalise(name: str, kind: Kind, value: Any) -> Any:
             raise ConfigError(f"{name} is {as_written(value)}; it must be true or false.")
         return flags[value]
     number = _whole(name, value)
-    if kind == "stage" and number not in (0, 1, 2, 3):
+    if kind == "stage" and number not in ZERO_STAGES:
         raise ConfigError(f"{name} is {as_written(value)}; ZeRO stages are 0, 1, 2 and 3.")
     if kind == "ranks":
         number = number or 1  # DeepSpeed takes 0 for 1

@@ -11,7 +11,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.autotuning_section import parse_autotuning
 from optuna_dsat.config.documents import as_written
 from optuna_dsat.config.ds_config import AUTO, BATCH_KEYS, GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
-from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE
+from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE, ZERO_STAGES, Site
 from optuna_dsat.config.misspelt import correction, near_key
 from optuna_dsat.config.space_builder import site_of
 from optuna_dsat.config.user_file import knob_lists, shape_errors
@@ -233,12 +233,17 @@ def _of_ignored(config: Mapping[str, Any], probed: Mapping[str, Any]) -> Iterato
                 yield _finding([key], Status.NOTE, text)
 
 
+def _site(config: Mapping[str, Any]) -> Site:
+    """Return the facts of a config on which conflicts and the use of knobs depend."""
+    plain = {**config, ZERO: ds_config.zero_section(config)}
+    return site_of(plain, pipeline=False, nvme_only=False, one_rank=False)
+
+
 def _of_conflicts(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield what ZeRO refuses once there is a model."""
     zero = ds_config.zero_section(config)
     stage = zero.get("stage", 0)
-    site = site_of({**config, ZERO: zero}, pipeline=False, nvme_only=False, one_rank=False)
-    if site.prescaled and stage in (2, 3) and zero.get("reduce_scatter", True) is True:
+    if _site(config).prescaled and stage in (2, 3) and zero.get("reduce_scatter", True) is True:
         keys = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in config]
         text = f"ZeRO {stage} refuses that with reduce_scatter, which is on unless it is switched off"
         yield _finding(keys, Status.FATAL, text, f"Set {ZERO}.reduce_scatter to false")
@@ -254,7 +259,7 @@ def _of_unused(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield keys that DeepSpeed accepts and does not use at the config's ZeRO stage."""
     zero, plain = ds_config.zero_section(config), config.get(ZERO)
     stage = zero.get("stage", 0)
-    if not isinstance(plain, Mapping) or stage not in (0, 1, 2, 3):
+    if not isinstance(plain, Mapping) or stage not in ZERO_STAGES:
         return
     off = (None, False, AUTO, "none", {"device": "none"}, {"device": AUTO})
     if stage < 3:
@@ -268,7 +273,7 @@ def _of_unused(config: Mapping[str, Any]) -> Iterator[Finding]:
             value = value.get(part) if isinstance(value, Mapping) else None
         if value not in (None, AUTO) and knob.name not in (ZERO_STAGE, NVME):
             params[knob.name] = value
-    site = site_of({**config, ZERO: zero}, pipeline=False, nvme_only=False, one_rank=False)
+    site = _site(config)
     given = [knob for knob in KNOBS if params.get(knob.name) not in off and not knob.path[1].startswith(_OF_STAGE_3)]
     unused = [".".join(knob.path) for knob in given if knob.inert or not knob.applies(params, site)]
     if unused:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from optuna_dsat.config.knobs import ZERO_STAGES
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.metrics import METRICS, direction_of
@@ -61,7 +62,7 @@ def default_stages(method: str) -> tuple[int, ...]:
 
     The three methods of Determined's DeepSpeed Autotune keep its default; small models are fastest without ZeRO.
     """
-    return (0, 1, 2, 3) if method == "guided" else (1, 2, 3)
+    return ZERO_STAGES if method == "guided" else (1, 2, 3)
 
 
 class ScriptSpec(_Frozen):
@@ -236,7 +237,7 @@ class StudySpec(_Frozen):
             raise ValueError(f"the method is {self.method!r}; it must be one of {', '.join(METHODS)}")
         if self.metric not in METRICS:
             raise ValueError(f"--metric is {self.metric!r}; it must be one of {', '.join(METRICS)}")
-        unknown = [stage for stage in self.zero_stages if stage not in (0, 1, 2, 3)]
+        unknown = [stage for stage in self.zero_stages if stage not in ZERO_STAGES]
         if unknown or not self.zero_stages:
             raise ValueError(f"--zero-stages is {list(self.zero_stages)}; stages are 0, 1, 2 and 3")
         if self.end_profile_step < self.start_profile_step:

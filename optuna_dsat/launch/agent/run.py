@@ -378,10 +378,6 @@ class NodeLaunch:
         self.ended = True
 
 
-_RETURN_DEADLINE_S = 60.0
-"""Longest time for a GPU's memory to be back after the last process is gone."""
-
-
 class DeviceReturn:
     """Gives slots back to a pool; withholds those whose devices stay in use.
 
@@ -408,10 +404,10 @@ class DeviceReturn:
         if self._pool.is_free(launch.lease, launch.known):
             self._pool.give_back(launch.lease)
             return ""
-        if self._clock() - gone_at < _RETURN_DEADLINE_S:
+        if self._clock() - gone_at < _FREE_DEADLINE_S:
             return None
         self._withheld.append(launch)
-        return f" (not free after {_RETURN_DEADLINE_S:g} s: {self._pool.describe_use(launch.lease)})"
+        return f" (not free after {_FREE_DEADLINE_S:g} s: {self._pool.describe_use(launch.lease)})"
 
     def recheck(self) -> None:
         """Give back the withheld slots whose devices have become free."""

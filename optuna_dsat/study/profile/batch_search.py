@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.knobs import ZERO_STAGES
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import LaunchRecord
@@ -26,7 +27,6 @@ __all__ = ["find_batch_rule", "find_stage_option", "find_trainer"]
 
 _BATCHES = (ds_config.MICRO_BATCH, ds_config.TRAIN_BATCH)
 """Keys of the config whose options set the batch size."""
-_STAGES = (0, 1, 2, 3)
 
 
 def find_batch_rule(
@@ -180,13 +180,15 @@ def find_stage_option(
         wait: As for ``follow``.
     """
     own = _scripts_stage(spec, differences)
-    if record.batch_sources is None or own not in _STAGES or STAGE in spec.script.arg_mappings or not spec.follow_batch:
+    if STAGE in spec.script.arg_mappings or not spec.follow_batch:
+        return ""
+    if record.batch_sources is None or own not in ZERO_STAGES:
         return ""
     batch = {key: value for key, value in overlay.items() if key != ds_config.ZERO}
     options = [name for name, value in record.batch_sources.options.items() if value == own and means_stage(name)]
     for index, option in enumerate(options):
         # Higher stages first: they need less memory.
-        accepted = record.batch_sources.choices.get(option) or _STAGES
+        accepted = record.batch_sources.choices.get(option) or ZERO_STAGES
         for stage in sorted(set(accepted) - {own}, key=lambda other: (other < own, abs(other - own))):
             script = spec.script.model_copy(update={"args": tuple(with_option(spec.script.args, option, str(stage)))})
             request = launch_request(
