@@ -86,6 +86,8 @@ class SearchSpace:
     """The user's own ``zero_optimization`` section in its current form, lists resolved."""
     legacy_keys: tuple[str, ...] = ()
     """Deprecated spellings of knobs in the user's section, which overlays remove."""
+    allow_untested_optimizer: bool = False
+    """Whether overlays with ZeRO set ``zero_allow_untested_optimizer``."""
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -140,8 +142,9 @@ class SearchSpace:
         apply are removed, as they would be inherited otherwise: an ``offload_param`` is meaningless below ZeRO 3, and
         an ``offload_optimizer`` without ZeRO makes DeepSpeed build a CPU optimizer for parameters on the GPU.
         ``reduce_scatter`` is disabled at stages 2 and 3 if gradients are prescaled, because DeepSpeed refuses its
-        default there. ``zero_allow_untested_optimizer`` is never set: ZeRO flattens and splits parameters, and an
-        optimizer that reads their shapes then trains differently (``Profiled.zero_is_untested``).
+        default there. ``zero_allow_untested_optimizer`` is set only after a comparison of losses: ZeRO flattens and
+        splits parameters, and an optimizer that reads their shapes then trains differently
+        (``Profiled.zero_is_untested``).
 
         Args:
             params: As :meth:`suggest` returned them.
@@ -173,6 +176,8 @@ class SearchSpace:
                 params[MICRO_BATCH], gradient_accumulation_steps or self.accumulation(params[MICRO_BATCH])
             ),
         }
+        if self.allow_untested_optimizer and values[ZERO_STAGE]:
+            result["zero_allow_untested_optimizer"] = True
         return result
 
     def _written(self, tuned: TunedKnob, values: Mapping[str, Any]) -> Any:

@@ -89,6 +89,8 @@ class SpaceRequest:
     """Whether the script trains a pipeline module: ZeRO 0 and 1 only."""
     untested_optimizer: str = ""
     """Class of an optimizer for which only ZeRO 0 is searched; empty if there is none."""
+    allow_untested_optimizer: bool = False
+    """Whether configurations with ZeRO set ``zero_allow_untested_optimizer``."""
     device: str = "cuda"
     """``cuda`` or ``cpu``."""
     gradient_accumulation_steps: int | None = None
@@ -168,6 +170,7 @@ class _Builder:
             max_samples_per_rank=request.max_samples_per_rank,
             user_zero=self._zero,
             legacy_keys=self._legacy_keys(),
+            allow_untested_optimizer=request.allow_untested_optimizer,
         )
 
     def smallest_micro_batch(self) -> int:

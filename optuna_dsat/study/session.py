@@ -124,6 +124,7 @@ class Session:
             self._context,
             fingerprint=fingerprint(self.spec, device_names=self._request.device_names),
             reuse=self._request.reuse_profile,
+            compare_zero=self._request.check_loss,
         )
         profiled = turn.run()
         if profiled.trainer is not None:

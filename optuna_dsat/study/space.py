@@ -179,6 +179,7 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         untested_optimizer=(
             profiled.profile.optimizer if profiled is not None and profiled.zero_is_untested(spec) else ""
         ),
+        allow_untested_optimizer=profiled is not None and profiled.zero_was_compared(spec),
         device=spec.device,
         gradient_accumulation_steps=ds_config.batch_triangle(
             ds_config.effective(spec.ds_config),

@@ -130,6 +130,8 @@ class SimulatedResult:
     failed_at_step: int = 1
     """Global step (from 1) in which a failure occurs."""
     message: str = ""
+    loss: float | None = None
+    """Of every step; None if the script's losses are not observed."""
 
     @property
     def latency_s(self) -> float:
@@ -431,7 +433,7 @@ class _RankTimeline:
             step_s=result.step_s * factor,
             samples=self._micro_batch * self._accumulation,
             observed_micro_batch=self._micro_batch,
-            loss=None,
+            loss=result.loss,
             peak_allocated_bytes=result.peak_bytes,
             peak_reserved_bytes=result.peak_bytes,
             rss_bytes=0,

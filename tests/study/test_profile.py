@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,11 +24,11 @@ from optuna_dsat.study.profile import profile
 from optuna_dsat.study.profile.profile import profile_attempts
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.progress import Message, ProfileFinished
-from optuna_dsat.study.stored import read_stored
+from optuna_dsat.study.stored import read_stored, record_of
 from optuna_dsat.study.trust import what_runs
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
-from tests.harness.simulated import SimulatedResult
+from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import StudyBench
 
 SCRIPT = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json"}
@@ -130,6 +131,52 @@ def test_a_study_of_an_untested_optimizer_says_why_only_zero_0_is_searched(bench
     assert not any("zero_allow_untested_optimizer" in config for config in hill.configs)
     [text] = [news.text for news in bench.news if isinstance(news, Message) and "RowNorm" in news.text]
     assert '"zero_allow_untested_optimizer": true' in text
+
+
+def _with_losses(zero: float | None) -> Hill:
+    """Return a landscape of an untested optimizer whose losses are 1 without ZeRO, and ``zero`` with it."""
+
+    def run(config: Mapping[str, Any]) -> SimulatedResult:
+        uses_zero = config.get("zero_optimization", {}).get("stage", 0)
+        return SimulatedResult(startup_s=1, forward_s=1 / (1 + uses_zero), loss=zero if uses_zero else 1.0)
+
+    return Hill(optimizer="RowNorm", optimizer_tested=False, override=run)
+
+
+@pytest.mark.parametrize(("loss", "is_searched"), [(1.0, True), (1.01, False), (None, False)])
+def test_losses_that_agree_have_zero_searched_for_an_untested_optimizer(
+    bench: StudyBench, loss: float | None, is_searched: bool
+) -> None:
+    hill = _with_losses(loss)
+    spec = bench.spec(max_trials=6, confirm=0)
+    spec = spec.model_copy(update={"ds_config": {"train_micro_batch_size_per_gpu": 2}})
+    launcher = SimulatedLauncher(hill, total_slots=2)
+    result = bench.session(spec, launcher, check_loss=True).run()
+    assert result is not None
+    assert (result.config.get("zero_allow_untested_optimizer") is True) is is_searched
+    assert ("RowNorm" in result.advice) is is_searched
+    tried = {config.get("zero_optimization", {}).get("stage", 0) for config in hill.configs[5:]}
+    assert (tried > {0}) is is_searched
+    bench.session(spec.model_copy(update={"max_trials": 8}), launcher).run()  # it keeps its space
+    compared = [row for row in bench.store.launches(record_of(bench.store, "s").uuid) if "zero" in row.report.launch_id]
+    assert len(compared) == 3
+    other = spec.model_copy(update={"name": "without"})
+    without = bench.session(other, launcher).run()
+    assert without is not None
+    assert "zero_allow_untested_optimizer" not in without.config
+
+
+def test_a_stored_profile_is_completed_by_the_comparison_of_losses(bench: StudyBench) -> None:
+    launcher = SimulatedLauncher(_with_losses(1.0), total_slots=2)
+    config = {"train_micro_batch_size_per_gpu": 2}
+    spec = bench.spec(max_trials=1, confirm=0).model_copy(update={"ds_config": config})
+    bench.session(spec, launcher).run()
+    again = spec.model_copy(update={"name": "again", "max_trials": 6})
+    result = bench.session(again, launcher, check_loss=True).run()
+    assert result is not None
+    assert result.config["zero_allow_untested_optimizer"] is True
+    purposes = Counter(row.purpose for row in bench.store.launches(record_of(bench.store, "again").uuid))
+    assert purposes["profile"] == 0
 
 
 def test_of_the_thousands_of_modules_that_are_imported_the_packages_are_shown(bench: StudyBench) -> None:

@@ -70,6 +70,8 @@ def check_loss(
     launcher: Launcher,
     on_report: Callable[[LaunchReport, LaunchRecord], None],
     wait: SlotWait | None = None,
+    name: str = "",
+    steps: int = STEPS,
 ) -> LossCheck:
     """Launch the user's config twice and the best config once, at the user's batch; compare their first losses.
 
@@ -80,6 +82,8 @@ def check_loss(
         launcher: Where to launch.
         on_report: Called after each launch.
         wait: As for ``follow``.
+        name: Distinguishes the launches of several checks of a study.
+        steps: First global steps whose losses are compared.
 
     Raises:
         DeviceError: If other processes occupy the slots for too long.
@@ -92,22 +96,22 @@ def check_loss(
     added = {key: value for key, value in best.items() if key not in user}
     best_overlay = {**added, **batch, "zero_optimization": {**dict.fromkeys(removed), **zero}}
     losses: dict[str, Sequence[float]] = {}
-    for name, overlay in (("user", batch), ("user_again", batch), ("best", best_overlay)):
+    for which, overlay in (("user", batch), ("user_again", batch), ("best", best_overlay)):
         request = launch_request(
             spec,
-            launch_id=f"{_LAUNCHES}{name.replace('_', '-')}",
+            launch_id=f"{_LAUNCHES}{name and f'{name}-'}{which.replace('_', '-')}",
             purpose="confirm",
             overlay=overlay,
             start_profile_step=1,
-            end_profile_step=STEPS,
+            end_profile_step=steps,
         )
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)
         if report.outcome is not Outcome.MEASURED:
             ended = outcome_in_words(report.outcome)
             return _undecided(_precision(user), losses, f"the launch {request.launch_id} ended with {ended}")
-        boundaries = record.boundaries[:STEPS]  # skipped steps too: the data of each step are the same
-        losses[name] = [step.loss for step in boundaries if step.loss is not None]
+        boundaries = record.boundaries[:steps]  # skipped steps too: the data of each step are the same
+        losses[which] = [step.loss for step in boundaries if step.loss is not None]
     return compare(losses, precision=_precision(user))
 
 

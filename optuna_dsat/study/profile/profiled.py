@@ -72,6 +72,10 @@ class Profiled:
     """Variables of the environment that the script needs to train with DeepSpeed, besides its own."""
     preload: Preload = field(default_factory=Preload)
     """Modules that the script imports, for forked launches."""
+    trains_alike_with_zero: bool | None = None
+    """Whether the first losses with and without ZeRO agree; None if they were not compared."""
+    zero_comparison: str = ""
+    """This comparison in a sentence; empty if there was none."""
 
     @property
     def deepspeed_launcher(self) -> bool:
@@ -100,8 +104,17 @@ class Profiled:
         DeepSpeed refuses ZeRO with optimizers that it does not list as tested: ZeRO flattens and splits parameters, and
         an optimizer that reads their shapes trains differently then. The user accepts that by the config's
         ``zero_allow_untested_optimizer`` or by training with ZeRO already, as accelerate and the trainers allow.
-        They set the key for any optimizer, so where they run, only the file's counts.
+        They set the key for any optimizer, so where they run, only the file's counts. A comparison of losses with and
+        without ZeRO shows it, too (``ProfileTurn``).
         """
+        return self._needs_permission(spec) and not self.trains_alike_with_zero
+
+    def zero_was_compared(self, spec: StudySpec) -> bool:
+        """Return whether ZeRO is searched because its losses agree, so that configurations with ZeRO allow it."""
+        return self._needs_permission(spec) and bool(self.trains_alike_with_zero)
+
+    def _needs_permission(self, spec: StudySpec) -> bool:
+        """Return whether DeepSpeed refuses ZeRO with the script's optimizer unless a config allows it."""
         own = {key: values[0] for key, values in self.config_differences.items()}
         library = self.trainer is not None or self._has_accelerate
         config = ds_config.with_values(spec.ds_config, own)
@@ -134,7 +147,13 @@ class Profiled:
             settings_written: Whether a copy of the script's settings file has its batch size.
         """
         edits = self._edits(config, settings_written=settings_written)
-        return f"Without `optuna-dsat train`, change the script: {edits}" if edits else ""
+        found = [f"Without `optuna-dsat train`, change the script: {edits}"] if edits else []
+        if self.trains_alike_with_zero and config.get("zero_allow_untested_optimizer") is True:
+            found.append(
+                f"The config allows ZeRO with {self.profile.optimizer}, which DeepSpeed does not list as tested with "
+                f"ZeRO. With and without ZeRO: {self.zero_comparison}"
+            )
+        return " ".join(found)
 
     def trains_by_command(self, spec: StudySpec, config: Mapping[str, Any], *, settings_written: bool) -> bool:
         """Whether the script's own command, with a config's file, trains with all of that config.
@@ -187,6 +206,8 @@ class Profiled:
             "config_in_code": self.config_in_code,
             "environment": dict(self.environment),
             "preload": self.preload.to_json(),
+            "trains_alike_with_zero": self.trains_alike_with_zero,
+            "zero_comparison": self.zero_comparison,
         }
 
     @classmethod
@@ -239,4 +260,6 @@ class Profiled:
             config_in_code=record.get("config_in_code", False),
             environment=record.get("environment", {}),
             preload=Preload.from_json(record["preload"]) if "preload" in record else Preload(),
+            trains_alike_with_zero=record.get("trains_alike_with_zero"),
+            zero_comparison=record.get("zero_comparison", ""),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from optuna_dsat.launch.protocol import LaunchReport, Preload
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, Event
 from optuna_dsat.store import StoredProfile, Turn, TurnLostError
+from optuna_dsat.study.confirm.loss_check import check_loss
 from optuna_dsat.study.profile.profile import ProfileAttempt, measure_profile, own_batch
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
@@ -36,6 +38,11 @@ from optuna_dsat.words import count_in_words, differences_in_words, things_in_wo
 
 __all__ = ["ProfileTurn"]
 
+_COMPARED = "+zero"
+"""Suffix of a profile's fingerprint if losses with and without ZeRO were compared: its search space may be larger, so
+that studies without this comparison keep a profile of their own."""
+_COMPARED_STEPS = 20
+"""Steps of this comparison: optimizers differ by what they add up from step to step."""
 _WAIT_S = 1.0
 """Pause between two looks for a profile that another worker measures, in seconds."""
 
@@ -47,13 +54,16 @@ class ProfileTurn:
         context: The running study.
         fingerprint: Key of the profile in the store.
         reuse: Whether a stored profile replaces the profile launch.
+        compare_zero: Whether losses with and without ZeRO are compared if DeepSpeed does not list the optimizer as
+            tested with ZeRO.
     """
 
-    def __init__(self, context: StudyContext, *, fingerprint: str, reuse: bool) -> None:
+    def __init__(self, context: StudyContext, *, fingerprint: str, reuse: bool, compare_zero: bool = False) -> None:
         self._context = context
         self._spec = context.spec
         self._store = context.store
         self._reuse = reuse
+        self._compare_zero = compare_zero
         self._differences_said = False
         self._passes_said = False
         self.fingerprint = fingerprint
@@ -84,13 +94,8 @@ class ProfileTurn:
                 "The script builds its model within deepspeed.zero.Init, which is for ZeRO 3: only ZeRO 3 is searched. "
                 "Enter zero.Init at ZeRO 3 only (enabled=...) to have the other stages searched, too."
             )
-        if profiled.followed_by(self._spec).zero_stages == (0,) and profiled.zero_is_untested(self._spec):
-            self._context.say(
-                f"The script's optimizer, {profiled.profile.optimizer}, is not among those that DeepSpeed tests with "
-                "ZeRO, which flattens and splits the parameters: one that reads their shapes trains differently then. "
-                'Only ZeRO 0 is searched. If yours reads no shapes, add "zero_allow_untested_optimizer": true to the '
-                "config to have ZeRO 1 to 3 searched, too."
-            )
+        if words := self._optimizer_in_words(profiled):
+            self._context.say(words)
         if told := _data_in_words(profiled.followed_by(self._spec), profiled):
             self._context.say(told)
         if objective(self._spec, profiled) != self._spec.metric:
@@ -107,13 +112,17 @@ class ProfileTurn:
             with self._store.profile_turn(self._context.study_uuid) as turn:
                 stored = self._stored() if self._reuse or waiting else None
                 profiled = None if stored is None else Profiled.if_readable(stored.profile)
-                if profiled is not None:
+                if profiled is not None and not self._is_to_compare(profiled):
                     return profiled, True
                 if turn is not None:
-                    if stored is not None:
+                    reused = profiled is not None
+                    if stored is not None and not reused:
                         self._context.say("The stored profile cannot be read, and is measured anew.")
                     try:
-                        return self._measure(turn), False
+                        profiled = profiled or self._measure(turn)
+                        if self._is_to_compare(profiled):
+                            profiled = self._with_comparison(profiled, turn)
+                        return profiled, reused
                     except TurnLostError:
                         waiting = True
                         self._context.say("Another worker took the profile over while this one stood still.")
@@ -128,6 +137,12 @@ class ProfileTurn:
         A resumed study keeps its profile, even if a file in the script's folder has changed.
         """
         own = attributes_of(self._store, self._spec.name).get(attributes.FINGERPRINT)
+        compared = self.fingerprint + _COMPARED
+        if own == compared or self._compare_zero:
+            stored = self._store.find_profile(compared)
+            if stored is not None:
+                self.fingerprint = compared
+                return stored
         if own is not None and own != self.fingerprint and has_trials(self._store, self._spec.name):
             stored = self._store.find_profile(own)
             if stored is not None:
@@ -155,6 +170,67 @@ class ProfileTurn:
         with turn.held("store the profile"):
             self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
         return profiled
+
+    def _is_to_compare(self, profiled: Profiled) -> bool:
+        """Return whether losses with and without ZeRO are still to be compared; not once a search space is in use."""
+        return (
+            self._compare_zero
+            and profiled.trains_alike_with_zero is None
+            and profiled.zero_is_untested(self._spec)
+            and any(self._spec.zero_stages)
+            and not has_trials(self._store, self._spec.name)
+        )
+
+    def _with_comparison(self, profiled: Profiled, turn: Turn) -> Profiled:
+        """Compare the first losses with the least ZeRO stage to the user's; store the profile with the result.
+
+        Raises:
+            TurnLostError: If another worker took the profile over.
+        """
+        spec = profiled.followed_by(self._spec)
+        stage = min(stage for stage in self._spec.zero_stages if stage)
+        self._context.say(
+            f"Comparing the first {_COMPARED_STEPS} losses with and without ZeRO {stage}, as DeepSpeed does not list "
+            f"{profiled.profile.optimizer} as tested with ZeRO ..."
+        )
+        check = check_loss(
+            spec,
+            {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True},
+            data_parallel_size=profiled.data_parallel_size or spec.slots_per_trial,
+            launcher=self._context.launcher,
+            on_report=lambda report, record: self._context.record_launch(report, record, purpose="confirm"),
+            wait=self._context.wait,
+            name="zero",
+            steps=_COMPARED_STEPS,
+        )
+        found = check.message
+        if check.agrees is False:
+            allowed = f"{check.precision} explains {check.tolerance:g}"
+            found = f"With ZeRO {stage} the first losses differ by {check.difference:.1e}, and {allowed}."
+        profiled = replace(profiled, trains_alike_with_zero=check.agrees is True, zero_comparison=found)
+        self.fingerprint += _COMPARED
+        with turn.held("store the profile"):
+            self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
+        return profiled
+
+    def _optimizer_in_words(self, profiled: Profiled) -> str:
+        """Return which stages are searched for an optimizer that DeepSpeed does not list as tested; else empty."""
+        name = profiled.profile.optimizer
+        if profiled.zero_was_compared(self._spec):
+            return f"ZeRO is searched with {name}. With and without ZeRO: {profiled.zero_comparison}"
+        if profiled.followed_by(self._spec).zero_stages != (0,) or not profiled.zero_is_untested(self._spec):
+            return ""
+        remedy = (
+            profiled.zero_comparison
+            or "With --check-loss, the first losses with and without ZeRO are compared, and ZeRO is searched if they "
+            "agree."
+        )
+        return (
+            f"The script's optimizer, {name}, is not among those that DeepSpeed tests with ZeRO, which flattens and "
+            "splits the parameters: one that reads their shapes trains differently then. Only ZeRO 0 is searched. "
+            f'{remedy} If yours reads no shapes, add "zero_allow_untested_optimizer": true to the config to have ZeRO '
+            "1 to 3 searched, too."
+        )
 
     def _attempt_started(self, attempt: ProfileAttempt) -> None:
         self._context.observer(ProfileStarted(words=attempt.words, micro_batch=attempt.micro_batch))
