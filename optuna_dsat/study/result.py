@@ -113,7 +113,7 @@ class StudyResult:
     failures: str = ""
     """Structures without a successful launch, with their errors; empty without any."""
     launches: Mapping[str, int]
-    """Outcome -> number of trial launches."""
+    """Outcome -> number of trial launches; the launch that simplifies the best trial is one beyond ``--max-trials``."""
     slot_minutes: float
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
     device: str = "cuda"

@@ -39,6 +39,7 @@ __all__ = [
     "PREDICTED_PEAK_BYTES",
     "PURPOSE",
     "RESULT",
+    "SIMPLIFIES",
     "SKIPPED_STEPS",
     "STEPS_COMPLETED",
     "USER_CONFIG",
@@ -97,6 +98,8 @@ ERROR = "error"
 PURPOSE = "purpose"
 USER_CONFIG = "user_config"
 """Value of ``PURPOSE`` for the trial that measures the user's own config."""
+SIMPLIFIES = "simplifies"
+"""Number of the trial, best in the search, that this trial repeats without its drawn settings."""
 FINALISTS = "finalists"
 """Study attribute of older versions: the configurations that were measured again, once each."""
 CONFIRMATION = "confirmation"
@@ -125,9 +128,13 @@ def step_and_overhead_s(trial: FrozenTrial) -> tuple[float, float] | None:
 
 
 def launches_used(trials: Sequence[FrozenTrial]) -> int:
-    """Return the number of trials that count against the budget: launched, and not lost with their worker."""
+    """Return the number of trials that count against the budget: launched, and not lost with their worker.
+
+    The trial that simplifies the best does not count.
+    """
     return sum(
         LAUNCH_ID in trial.user_attrs
+        and SIMPLIFIES not in trial.user_attrs
         and trial.user_attrs.get(OUTCOME) != Outcome.LOST
         and (trial.state is TrialState.RUNNING or OUTCOME in trial.user_attrs)
         for trial in trials

@@ -105,7 +105,8 @@ def choose_finalists(
     model may be wrong, then the next best. If the method has a posterior, it decides which trials cannot be
     distinguished from the best. Trials that are surely worse than a tie are then excluded, as are trials from which
     three rounds are expected to gain less than ``--min-gain`` per launch, with launches as long as at this smallest
-    batch. The best trial at the user's global batch is added, for a speed-up between equal batches.
+    batch. The best trial at the user's global batch is added, for a speed-up between equal batches. A trial whose
+    simplification was no slower than a tie is replaced by it.
 
     Args:
         trials: All trials.
@@ -116,7 +117,7 @@ def choose_finalists(
         out: Numbers of trials that failed or were not better than the user's config in earlier rounds.
     """
     baseline = attributes.user_config_trial(trials)
-    left_out = {*out} if baseline is None else {*out, baseline.number}
+    left_out = {*out, *_simplified(candidates, spec)} | (set() if baseline is None else {baseline.number})
     others = [one for one in candidates if one.number not in left_out]
     own = [] if baseline is None or not spec.confirm else [baseline.number]
     if not spec.confirm or not others:
@@ -152,6 +153,20 @@ def choose_finalists(
         same = [one.number for one in measured if batches[one.number] == batch]
         chosen += [number for number in same[:1] if not set(same) & set(chosen)]
     return [*chosen, *own]
+
+
+def _simplified(candidates: Sequence[FrozenTrial], spec: StudySpec) -> set[int]:
+    """Return the trials that were measured without their settings, at most a tie slower."""
+    by_number = {trial.number: trial for trial in candidates}
+    found = set()
+    for trial in candidates:
+        complex_ = by_number.get(trial.user_attrs.get(attributes.SIMPLIFIES, -1))
+        if complex_ is None:
+            continue
+        ratio = speed_up(trial.values[0], complex_.values[0], maximize=spec.maximize)
+        if ratio is not None and ratio >= 1 - spec.tie:
+            found.add(complex_.number)
+    return found
 
 
 def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, tie: float) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.knobs import NVME
 from optuna_dsat.config.space_builder import SearchSpace
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import user_config
@@ -20,9 +22,10 @@ from optuna_dsat.study.search.methods import Method
 from optuna_dsat.study.search.recorder import TrialRecorder
 from optuna_dsat.study.search.running import Flight, frozen
 from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import STRUCTURE
 from optuna_dsat.words import config_in_words
 
-__all__ = ["Proposals", "Refusal"]
+__all__ = ["Proposals", "Refusal", "simplification_waits"]
 
 _MAX_REFUSALS = 200
 """Consecutive refused trials after which the search space counts as exhausted."""
@@ -104,8 +107,36 @@ class Proposals:
     def _within_budget(self) -> bool:
         """Whether another launch is within the budget even if all trials under consideration are launched."""
         trials = self._study.get_trials(deepcopy=False)
+        if simplification_waits(trials):
+            return True
         considered = sum(t.state is TrialState.RUNNING and attributes.LAUNCH_ID not in t.user_attrs for t in trials)
         return attributes.launches_used(trials) + considered < self._spec.max_trials
+
+    def enqueue_simplification(self) -> bool:
+        """Enqueue the best configuration with the user's or default settings, once; return whether it was.
+
+        Only its ZeRO stage, offloads and micro-batch stay: methods draw the other settings for every trial, so that the
+        best trial may have some that have no effect. If it is the user's config or this has been launched, there is
+        nothing to enqueue.
+        """
+
+        def work() -> bool:
+            trials = self._study.get_trials(deepcopy=False)
+            ranked = self._method.ranked(trials, maximize=self._spec.maximize)
+            if not ranked or attributes.PURPOSE in ranked[0].user_attrs:
+                return False
+            best = ranked[0]
+            if any(trial.user_attrs.get(attributes.SIMPLIFIES) == best.number for trial in trials):
+                return False
+            kept = {name: best.params[name] for name in (*STRUCTURE, NVME, MICRO_BATCH) if name in best.params}
+            params = {**self._space.completed(kept), **{name: kept[name] for name in (MICRO_BATCH,) if name in kept}}
+            launched = [trial.params for trial in trials if attributes.LAUNCH_ID in trial.user_attrs]
+            if params in launched:
+                return False
+            self._study.enqueue_trial(params, user_attrs={attributes.SIMPLIFIES: best.number})
+            return True
+
+        return self._store.exclusively("enqueue a simpler configuration", work)
 
     def consider(self, trial: optuna.Trial) -> Flight | Refusal:
         """Return the launch of a trial, or finish the trial and return why it is not launched."""
@@ -156,3 +187,8 @@ class Proposals:
         trial.set_user_attr(attributes.VETOED, reason)
         self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
         self._store.heartbeat.remove(trial)
+
+
+def simplification_waits(trials: Sequence[FrozenTrial]) -> bool:
+    """Return whether the trial that simplifies the best one is enqueued; no budget counts it."""
+    return any(trial.state is TrialState.WAITING and attributes.SIMPLIFIES in trial.user_attrs for trial in trials)

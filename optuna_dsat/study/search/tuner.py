@@ -27,7 +27,7 @@ from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.progress import StudyContext, TrialPhase, TrialStepped, uninterrupted
 from optuna_dsat.study.requests import phase_of
 from optuna_dsat.study.search.methods import Method
-from optuna_dsat.study.search.proposals import Proposals, Refusal
+from optuna_dsat.study.search.proposals import Proposals, Refusal, simplification_waits
 from optuna_dsat.study.search.recorder import TrialRecorder
 from optuna_dsat.study.search.running import Flight, Flights, frozen
 from optuna_dsat.trials import attributes
@@ -92,6 +92,9 @@ class Tuner:
         self._recorder.announce_search(total_slots=self._launcher.total_slots)
         try:
             reason = self._loop()
+            if self._spec.confirm and reason is not EndReason.TIMEOUT and self._proposals.enqueue_simplification():
+                self._context.say("Launching the best configuration without the settings that may have no effect.")
+                self._loop()
             self._wait_for_exits()
         except KeyboardInterrupt:
             reason = EndReason.INTERRUPTED
@@ -127,15 +130,9 @@ class Tuner:
         if self._flights.may_start():
             self._store.reclaim_stale(self._study)
         while self._flights.may_start():
-            trials = self._trials()
-            if attributes.launches_used(trials) >= self._spec.max_trials:
-                return EndReason.BUDGET
-            limit = self._spec.options.early_stopping
-            if limit is not None and attributes.launches_since_best(trials, maximize=self._spec.maximize) >= limit:
-                return EndReason.EARLY_STOPPING
-            if self._proposals.exhausted():
+            if (reason := self._end_reason()) is not None:
                 # Launches in flight may still open new configurations, for this worker or another.
-                return EndReason.EXHAUSTED if not self._flights.running else None
+                return None if reason is EndReason.EXHAUSTED and self._flights.running else reason
             trial = self._proposals.ask()
             if trial is None:
                 return None  # the trials under consideration may use up the budget, or be given back
@@ -146,6 +143,18 @@ class Tuner:
             elif flight is not Refusal.VETOED and self._any_running():
                 return None  # running trials, here or elsewhere, may open new configurations
         return None
+
+    def _end_reason(self) -> EndReason | None:
+        """Return why no further trial is asked for; None if one is."""
+        trials = self._trials()
+        if simplification_waits(trials):
+            return None
+        if attributes.launches_used(trials) >= self._spec.max_trials:
+            return EndReason.BUDGET
+        limit = self._spec.options.early_stopping
+        if limit is not None and attributes.launches_since_best(trials, maximize=self._spec.maximize) >= limit:
+            return EndReason.EARLY_STOPPING
+        return EndReason.EXHAUSTED if self._proposals.exhausted() else None
 
     def _handle(self, update: LaunchUpdate) -> None:
         if isinstance(update, Finished) and (exited := self._flights.exited(update.launch_id)) is not None:
