@@ -110,7 +110,7 @@ class Forking:
             self._notify(f"Launches run by plain torchrun, which takes seconds longer for each: {error}.")
 
     def may_repeat(self, launch: RunningLaunch) -> bool:
-        """Return whether the launch may be repeated plainly, or is a repetition. Its outcome is then known at its end."""
+        """Return whether the launch may be repeated plainly, or is a repetition. Its outcome is known at its end."""
         return launch.repeats is not None or (self._is_unproven(launch) and not launch.has_trained)
 
     def _is_unproven(self, launch: RunningLaunch) -> bool:
@@ -134,7 +134,7 @@ class Forking:
         self._warm.prove(preload)
 
     def suspect(self, launch: RunningLaunch, verdict: Verdict) -> FailedFork | None:
-        """Return the failure if the fork may be its cause: neither this launch nor a launch forked like it has trained."""
+        """Return the failure if the fork may be its cause: neither this launch nor one forked like it has trained."""
         self.learn_from(launch)
         if launch.repeats is not None and launch.has_trained and self._enabled:
             self.retreat(launch.repeats)

@@ -105,7 +105,7 @@ class WarmAgent:
         return self.returncode
 
     def _unreported(self) -> int | None:
-        """Return the exit code if the server fails to report the end because it was stopped; None while it may report."""
+        """Return the exit code if the server cannot report the end because it was stopped, else None."""
         code = None if self._key is None else exit_code_of(self._key)
         if code is None:
             return None
