@@ -184,9 +184,9 @@ def _by_uuid(entry: str, uuids: Sequence[str]) -> tuple[str | None, str]:
 
 
 DEFAULT_CPU_RANKS = 2
+"""Ranks of a launch on a machine without a GPU: the smallest number for which ZeRO partitions."""
 MOST_CPU_RANKS = 1024
 """Upper limit, far above the number of cores of any machine."""
-"""Ranks of a launch on a machine without a GPU: the smallest number for which ZeRO partitions."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 """Exists while NVIDIA's kernel driver is loaded, also in containers without a GPU."""

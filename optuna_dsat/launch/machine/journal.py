@@ -276,13 +276,13 @@ class LeftoverWatch:
             self._notify(removed.in_words())
 
     def check(self) -> None:
-        """Remove leftovers of tuners killed since the last check; does nothing if called within a few seconds."""
+        """Remove leftovers of tuners killed since the last check, at most every few seconds."""
         if time.monotonic() - self._looked > _WATCH_S:
             self.look()
             self._looked = time.monotonic()
 
     def look(self) -> None:
-        """Remove leftovers of killed tuners, except those that cannot be removed now."""
+        """Remove leftovers of killed tuners; skip leftovers that cannot be removed now."""
         with contextlib.suppress(UsageError, TimeoutError, OSError):  # reported when the next command starts
             if any_gone():
                 self.begin()
