@@ -235,7 +235,7 @@ def _own_failure(facts: LaunchFacts) -> Verdict | None:
 
 
 def _killed_from_outside(facts: LaunchFacts) -> Verdict | None:
-    """Return ``killed`` if other processes ended the ranks or torchrun; None if the ranks failed."""
+    """Return ``killed`` if others ended ranks (torchrun's record) or torchrun itself; None if the ranks failed."""
     recorded = [
         any(isinstance(event, RankFailed | RankFinished) for event in facts.events.get(rank, ()))
         for rank in range(facts.slots)
