@@ -1,8 +1,8 @@
-"""Launch the user's script for one trial, follow it, end it and report its outcome.
+"""Launch the user's script for a trial, follow it, end it and report its outcome.
 
-    protocol        requests, reports, and what a launcher promises
+    protocol        requests, reports, and the launcher interface
     launcher        takes slots, starts launches and advances them
-    launch          one running launch
+    launch          a running launch
     run_directory   files of a launch
     event_log       events and logs of the ranks
     measurement     steps of all ranks, metrics and their noise

@@ -1,25 +1,25 @@
-"""The outcome of a launch: pure functions of what was observed.
+"""The outcome of a launch: pure functions of its observations.
 
-Nothing here reads a log. The rules, in order of precedence:
+Logs are never parsed. The rules, in order of precedence:
 
 1. An ``out_of_memory`` record of any rank: it explains the communication errors of the others, and holds even if the
    launch was being stopped at that moment. Then a ``host_out_of_memory`` record.
 2. A stop of the launch: by the pruner, at its time limit, because all ranks were silent, or because the step time was
    known well enough (then rules 8 and 9 decide).
-3. A rank that the kernel killed for lack of host memory: SIGKILL not sent by the launcher, and no record. The kernel's
-   count of such kills decides. If it cannot be read, SIGKILL of a rank means ``host_out_of_memory``, since nothing else
-   commonly sends it; if it has not changed, another process sent it (rule 5).
-4. An ``out_of_data`` record (a loader that cannot fill one batch), then ``invalid_config``, then ``script_error``.
-5. A rank that ended without a record: by a fault of its own or with an exit code of its own (``script_error``), or by
-   a signal that others send, which may also have ended torchrun or the process it was forked from (``killed``). SIGABRT
-   and SIGTERM rank below a communication error: NCCL and gloo abort processes, and torchrun ends the siblings of a
-   failed rank with SIGTERM.
+3. A rank that the kernel killed because the host was out of memory: SIGKILL not sent by the launcher, and no record.
+   The kernel's count of such kills decides. If it cannot be read, SIGKILL of a rank means ``host_out_of_memory``, since
+   nothing else commonly sends it; if it has not changed, another process sent it (rule 5).
+4. An ``out_of_data`` record (a loader that cannot fill a batch), then ``invalid_config``, then ``script_error``.
+5. A rank that ended without a record: after a fault or with an exit code (``script_error``), or by a signal sent by
+   another process, which may also have ended torchrun or the process it was forked from (``killed``). SIGABRT and
+   SIGTERM rank below a communication error: NCCL and gloo abort processes, and torchrun ends the siblings of a failed
+   rank with SIGTERM.
 6. A ``communication_error`` record, or ranks that never started.
-7. A rank that ended before the profile steps were done: ``out_of_data`` if the script ended by itself while it
-   trained (``out_of_memory`` if an allocator counted failures, which the script then caught), else ``script_error``;
-   this also if so many steps were skipped that none is left to count.
-8. All profile steps done, but the engine was fed another batch than the configured one (``invalid_config``), or no
-   step that took time can be read (``script_error``).
+7. A rank that ended before the profile steps were done: ``out_of_data`` if the script ended normally while training
+   (``out_of_memory`` if an allocator counted failures, which the script then caught), else ``script_error``. Also if
+   so many steps were skipped that none is left to count.
+8. All profile steps done, but the engine's batch differs from the configured batch (``invalid_config``), or no step of
+   positive duration can be read (``script_error``).
 9. Otherwise the launch is measured.
 """
 
@@ -50,34 +50,34 @@ from optuna_dsat.words import steps_in_words, things_in_words
 __all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_batch"]
 
 _EXCERPT_LINES = 20
-"""Most lines of a traceback in a report, the last ones."""
+"""Maximum lines of a traceback in a report; the last lines are kept."""
 
 _SENT_BY_OTHERS = frozenset({*ENDING, signal.SIGKILL}) - {signal.SIGXCPU}
-"""Signals with which others end a process; no fault of its own raises one."""
+"""Signals sent by other processes to end a process; a process's own fault does not raise them."""
 
 _LEAST_SHARED_BYTES = 2**25
-"""Free bytes in shared memory below which a rank may not get what communication on the CPU needs."""
+"""Free bytes in shared memory below which communication on the CPU may fail."""
 
 _FROM_OUTSIDE = " from outside: neither by the search nor, by its count, by the kernel for want of memory"
 
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
-"""Signals that are more often the consequence of another rank's failure than a cause."""
+"""Signals that are usually the consequence of another rank's failure, not the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Outcome of a launch with what a report says of it."""
+    """Outcome of a launch with its message and details."""
 
     outcome: Outcome
     message: str
     error_excerpt: str = ""
     missing_bytes: int | None = None
     rank: int = 0
-    """Rank whose log is the most informative."""
+    """Rank with the most informative log."""
 
 
 def classify(facts: LaunchFacts) -> Verdict:
-    """Return the outcome of a launch by the rules of the module's docstring; the message names dropped lines."""
+    """Return the outcome of a launch by the rules in the module docstring; the message includes dropped lines."""
     verdict = _by_rules(facts)
     return replace(verdict, message=verdict.message + dropped_in_words(facts.dropped_lines))
 
@@ -104,7 +104,7 @@ def _by_rules(facts: LaunchFacts) -> Verdict:
 
 
 def observed_micro_batch(facts: LaunchFacts) -> int | None:
-    """Return the largest batch that an engine was fed in a counted step; None if none was observed.
+    """Return the largest batch fed to an engine in a counted step; None if none was observed.
 
     The last batch of an epoch may be smaller.
     """
@@ -126,7 +126,7 @@ def observed_micro_batch(facts: LaunchFacts) -> int | None:
 
 
 def _failures(facts: LaunchFacts, *outcomes: Outcome) -> list[RankFailed]:
-    """Return the failure records with one of ``outcomes``, the earliest first."""
+    """Return the failure records with one of ``outcomes``, earliest first."""
     found = [
         event
         for events in facts.events.values()
@@ -139,7 +139,7 @@ def _failures(facts: LaunchFacts, *outcomes: Outcome) -> list[RankFailed]:
 def _outcome_of(failed: RankFailed) -> Outcome:
     try:
         return Outcome(failed.outcome)
-    except ValueError:  # a newer runtime's word
+    except ValueError:  # an outcome of a newer runtime
         return Outcome.SCRIPT_ERROR
 
 
@@ -181,14 +181,14 @@ def _out_of_memory(facts: LaunchFacts) -> Verdict | None:
 def _stopped(facts: LaunchFacts) -> Verdict | None:
     if facts.stop is None:
         return None
-    if facts.stop.outcome is Outcome.MEASURED:  # enough steps were done
+    if facts.stop.outcome is Outcome.MEASURED:  # enough steps were measured
         message = facts.stop.message + _remarks(facts)
         return _batch_differs(facts) or Verdict(outcome=Outcome.MEASURED, message=message)
     return Verdict(outcome=facts.stop.outcome, message=facts.stop.message or f"stopped: {facts.stop.outcome.value}")
 
 
 def _deaths(facts: LaunchFacts) -> dict[int, int]:
-    """Return rank -> exit code of the ranks that left no record of their end."""
+    """Return rank -> exit code of the ranks without a record of their end."""
     return {
         rank: code
         for rank, code in sorted(facts.exit_codes.items())
@@ -235,7 +235,7 @@ def _own_failure(facts: LaunchFacts) -> Verdict | None:
 
 
 def _killed_from_outside(facts: LaunchFacts) -> Verdict | None:
-    """Tell processes that others ended from those that failed: torchrun's record, or the end of torchrun itself."""
+    """Return ``killed`` if others ended ranks (torchrun's record) or torchrun itself; None if the ranks failed."""
     recorded = [
         any(isinstance(event, RankFailed | RankFinished) for event in facts.events.get(rank, ()))
         for rank in range(facts.slots)
@@ -248,7 +248,7 @@ def _killed_from_outside(facts: LaunchFacts) -> Verdict | None:
     lost_others = bool(_failures(facts, Outcome.COMMUNICATION_ERROR))
     killed = [rank for rank, code in deaths.items() if not (lost_others and -code in _QUIET_SIGNALS)]
     if killed:
-        rank = min(killed, key=lambda one: -deaths[one] in _QUIET_SIGNALS)  # the siblings of the one that was meant
+        rank = min(killed, key=lambda one: -deaths[one] in _QUIET_SIGNALS)  # skip siblings of the killed rank
         text = f"rank {rank}: killed by {signal.Signals(-deaths[rank]).name}{_FROM_OUTSIDE}"
         return Verdict(outcome=Outcome.KILLED, message=text, rank=rank)
     number = _signal_of(facts.agent_exit_code)
@@ -260,7 +260,7 @@ def _killed_from_outside(facts: LaunchFacts) -> Verdict | None:
 
 
 def _signal_of(exit_code: int | None) -> int:
-    """Return the signal that ended a process, as the kernel or the process itself says; 0 for none."""
+    """Return the signal that ended a process, from its exit code (negative or above 128); 0 for none."""
     if exit_code is None:
         return 0
     return -exit_code if exit_code < 0 else max(0, exit_code - 128)
@@ -276,7 +276,7 @@ def _describe_death(rank: int, code: int, *, scarce: bool) -> str:
     full = "; a full /dev/shm is the usual cause"
     hints = {
         -signal.SIGBUS: full,
-        -signal.SIGSEGV: full if scarce else "",  # DeepSpeed's operator uses a buffer that it did not get
+        -signal.SIGSEGV: full if scarce else "",  # DeepSpeed's operator uses a buffer that was not allocated
         -signal.SIGXCPU: ", as its CPU time is limited (ulimit -t)",
     }
     return f"rank {rank}: killed by {name}{hints.get(code, '')}"
@@ -286,7 +286,7 @@ def _silent_death(facts: LaunchFacts) -> Verdict | None:
     deaths = _deaths(facts)
     loud = [rank for rank, code in deaths.items() if -code not in _QUIET_SIGNALS]
     unexplained = () if _failures(facts, Outcome.COMMUNICATION_ERROR) else deaths
-    quiet = sorted(unexplained, key=lambda rank: deaths[rank] == -signal.SIGTERM)  # torchrun's, to the siblings
+    quiet = sorted(unexplained, key=lambda rank: deaths[rank] == -signal.SIGTERM)  # sent by torchrun to the siblings
     started = {rank for rank, events in facts.events.items() if any(isinstance(e, RankStarted) for e in events)}
     candidates = [rank for rank in (*loud, *quiet) if rank in started]
     if not candidates:
@@ -303,7 +303,7 @@ def _communication(facts: LaunchFacts) -> Verdict | None:
         record = records[0]
         return _from_record(record, f"communication failed: {record.error_type}", cause=failure_line(record.message))
     other = _failures(facts, *(set(Outcome) - {Outcome.COMMUNICATION_ERROR}))
-    if other:  # a runtime that records lost, stalled and the like
+    if other:  # a runtime that records lost, stalled and similar outcomes
         return _from_record(other[0], other[0].error_type, cause=failure_line(other[0].message))
     missing = [rank for rank in range(facts.slots) if not facts.events.get(rank)]
     if missing:
@@ -361,7 +361,7 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
 
 
 def _allocation_failures(facts: LaunchFacts) -> dict[int, int]:
-    """Return rank -> times that its allocator ran out of memory, of the ranks that left a record of their end."""
+    """Return rank -> out-of-memory failures of its allocator, for ranks with a record of their end."""
     ends = (event for events in facts.events.values() for event in events if isinstance(event, RankFinished))
     return {end.rank: end.allocation_failures for end in ends if end.allocation_failures}
 
@@ -380,7 +380,7 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
                 f"{facts.micro_batch}",
             )
         return Verdict(
-            outcome=Outcome.OUT_OF_DATA,  # smaller ones may be what it feeds: a bound, whatever the reason is
+            outcome=Outcome.OUT_OF_DATA,  # the script may feed smaller batches: a bound, for any reason
             message=(
                 f"the config says train_micro_batch_size_per_gpu {facts.micro_batch}, but the script fed batches of at "
                 f"most {observed}. If its data set gives no more, set autotuning.max_train_micro_batch_size_per_gpu to "
@@ -399,14 +399,14 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
 
 
 def _training_samples(facts: LaunchFacts) -> int | None:
-    """Return the samples of one rank in an epoch of the data loader that feeds the engine; None if unknown."""
+    """Return the samples per rank and epoch of the engine's data loader; None if unknown."""
     found = [event for events in facts.events.values() for event in events if isinstance(event, BatchSourcesFound)]
     sizes = [size for event in found if (size := samples_per_rank(event)) is not None]
     return min(sizes, default=None)
 
 
 def _never_updated(facts: LaunchFacts) -> Verdict | None:
-    """Refuse a launch in which too many steps were skipped for one to count."""
+    """Reject a launch without counted steps because too many steps were skipped."""
     ends = [event for events in facts.events.values() for event in events if isinstance(event, RankFinished)]
     given_up = [end for end in ends if end.reason == STEPS_SKIPPED]
     if not given_up or _record(facts).counted:
@@ -435,7 +435,7 @@ def _never_updated(facts: LaunchFacts) -> Verdict | None:
 
 
 def _nothing_counts(facts: LaunchFacts) -> Verdict | None:
-    """Refuse a launch whose ranks did all profile steps and wrote none that can be counted."""
+    """Reject a launch whose ranks finished all profile steps but recorded no step that counts."""
     if _record(facts).counted:
         return None
     return Verdict(
@@ -448,7 +448,7 @@ def _nothing_counts(facts: LaunchFacts) -> Verdict | None:
 
 
 def _record(facts: LaunchFacts) -> LaunchRecord:
-    """Return the steps of a launch, merged over the ranks that wrote any event."""
+    """Return the steps of a launch, merged over the ranks that recorded any event."""
     record = LaunchRecord(world_size=len(facts.events), start_profile_step=facts.start_profile_step)
     for event in (event for events in facts.events.values() for event in events):
         record.add(event)
@@ -466,7 +466,7 @@ def _measured_message(facts: LaunchFacts) -> str:
 
 
 def _remarks(facts: LaunchFacts) -> str:
-    """Return what is to be known of the counted steps; empty if there is nothing."""
+    """Return remarks on the counted steps; empty if there are none."""
     record = _record(facts)
     counted = [step for step in record.steps if step.step >= facts.start_profile_step]
     evaluation_s = [step.evaluation_s for step in counted]

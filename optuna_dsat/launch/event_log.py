@@ -1,4 +1,4 @@
-"""The events of one launch, read from the files of its ranks."""
+"""The events of a launch, read from the files of its ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _EVENT_WORDS = {
     EngineReady: "the end of deepspeed.initialize",
     StepMeasured: "a step",
 }
-"""Type of an event -> words for it, for those that a launch may stall after."""
+"""Type of event -> its description, for events after which a launch may stall."""
 
 
 _CHUNK_BYTES = 2**20
-"""Most that is read at once."""
+"""Maximum bytes per read."""
 
 
 class EventTail:
@@ -43,7 +43,7 @@ class EventTail:
 
     def __init__(self, path: Path) -> None:
         self.dropped = 0
-        """Lines that held no event that this version can read."""
+        """Lines without an event that this version can read."""
         self._path = path
         self._offset = 0
         self._partial = b""
@@ -59,12 +59,12 @@ class EventTail:
                 while data := file.read(_CHUNK_BYTES):
                     self._offset += len(data)
                     events += self._decoded(data)
-        except OSError:  # not there yet, or the script put something else in its place
+        except OSError:  # not there yet, or replaced by the script
             return events
         return events
 
     def _decoded(self, data: bytes) -> list[Event]:
-        """Return the events of the lines that the next piece of the file completes."""
+        """Return the events of the lines completed by the next piece of the file."""
         *lines, self._partial = (self._partial + data).split(b"\n")
         written = [line for line in lines if line.strip()]
         decoded = (decode_event(line.decode("utf-8", errors="replace")) for line in written)
@@ -92,7 +92,7 @@ class EventLog:
         self._tails = {rank: EventTail(directory.events(rank)) for rank in range(slots)}
 
     def read(self, now: float) -> list[Event]:
-        """Return the new events of all ranks in the order of their times, and those of a rank as it wrote them."""
+        """Return the new events of all ranks, ordered by time; events of a rank stay in written order."""
         dated: list[tuple[float, Event]] = []
         for rank, tail in self._tails.items():
             written = tail.read()
@@ -110,7 +110,7 @@ class EventLog:
         return fresh
 
     def _to_its_end(self, rank: int, events: Sequence[Event]) -> list[Event]:
-        """Return a rank's new events up to the record of its end. What its script does later does not count."""
+        """Return a rank's new events up to the record of its end; later events of its script do not count."""
         if rank in self.ends:
             return []
         ends = (number for number, event in enumerate(events) if isinstance(event, RankFailed | RankFinished))
@@ -118,7 +118,7 @@ class EventLog:
 
     @property
     def dropped(self) -> int:
-        """Lines of all ranks that held no event of theirs that this version can read."""
+        """Lines of all ranks without an event of the rank that this version can read."""
         return sum(tail.dropped for tail in self._tails.values())
 
     def _all(self) -> list[Event]:
@@ -131,7 +131,7 @@ class EventLog:
 
     @property
     def ends(self) -> Mapping[int, RankFailed | RankFinished]:
-        """Rank -> record of its end, for the ranks that left one."""
+        """Rank -> record of its end, for the ranks with a record."""
         return {
             rank: event
             for rank, events in self.events.items()
@@ -141,7 +141,7 @@ class EventLog:
 
     @property
     def done(self) -> set[int]:
-        """Ranks that have completed all profile steps, or as many as they could."""
+        """Ranks that have completed all profile steps, or as many as possible."""
         return {
             rank
             for rank, end in self.ends.items()
@@ -160,15 +160,15 @@ class EventLog:
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether a rank has recorded that it ran out of device memory."""
+        """Whether a rank has reported that it is out of device memory."""
         return self.has_failed_with(Outcome.OUT_OF_MEMORY)
 
     def has_failed_with(self, *outcomes: Outcome) -> bool:
-        """Return whether a rank's last record is a failure with one of ``outcomes``."""
+        """Return whether the end of a rank is a failure with one of ``outcomes``."""
         return any(isinstance(end, RankFailed) and end.outcome in outcomes for end in self.ends.values())
 
     def progress_in_words(self, *, end_profile_step: int) -> str:
-        """Return how many steps were completed."""
+        """Describe how many steps were completed."""
         steps = [event for event in self._all() if isinstance(event, StepMeasured)]
         if not steps:
             return "no step was finished"
@@ -178,7 +178,7 @@ class EventLog:
         return f"{done}, with {skipped} more that the loss scaler skipped" if skipped else done
 
     def last_event_in_words(self, now: float) -> str:
-        """Return what the last event was, and how long ago."""
+        """Describe the last event and its age."""
         words = "its start"
         if events := self._all():
             last = max(events, key=lambda event: event.time)
@@ -188,14 +188,14 @@ class EventLog:
 
 # Limit on the size of a launch's logs: each keeps its beginning and its end.
 #
-# While the ranks write, the middle of a log is freed by a hole in the file, which changes neither the offsets of its
-# writers nor of its readers. After the launch the hole is replaced by a line that gives its size. File systems without
-# holes (``fallocate``, man 2 fallocate) shorten logs only after the launch.
+# While the ranks write, the middle of a log is freed by a hole in the file, which changes no offsets of writers or
+# readers. After the launch the hole is replaced by a line with its size. On file systems without holes
+# (``fallocate``, man 2 fallocate), logs are only shortened after the launch.
 
 START_BYTES = 2**20
-"""Bytes kept of the beginning of a log."""
+"""Bytes kept of the start of a log."""
 END_BYTES = 31 * 2**20
-"""Bytes kept of its end: 64 MiB a rank, with its standard output and standard error."""
+"""Bytes kept of its end. The two logs of a rank (standard output and error) keep 64 MiB in total."""
 _INTERVAL_S = 1.0
 _BLOCK_BYTES = 512
 """Unit of ``st_blocks`` (man 2 stat)."""
@@ -204,16 +204,16 @@ _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 
 
 def dropped_in_words(size: int) -> str:
-    """Return the line that a log has in place of ``size`` bytes."""
+    """Return the line that replaces ``size`` bytes of a log."""
     return f"optuna-dsat dropped {size} bytes here"
 
 
 class LogLimit:
-    """Keeps the logs of one launch within ``START_BYTES + END_BYTES`` each.
+    """Limits the logs of a launch to ``START_BYTES + END_BYTES`` each.
 
     Args:
-        paths: The logs; they need not exist yet. Links and files with several names are left as they are: a script
-            may have put them there.
+        paths: The logs; they need not exist yet. Links and files with several names are not changed: a script may have
+            put them there.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -221,7 +221,7 @@ class LogLimit:
         self._checked_at = float("-inf")
 
     def check(self, now: float) -> None:
-        """Free the middle of logs that are too long, at most once a second.
+        """Free the middle of logs that are too long, at most once per second.
 
         Args:
             now: Monotonic time, in seconds.
@@ -235,7 +235,7 @@ class LogLimit:
                     log.free_middle()
 
     def close(self) -> None:
-        """Replace the middle of logs that are too long by a line; call it once their writers are gone."""
+        """Replace the middle of logs that are too long by a line; call it after their writers have ended."""
         for path in self._paths:
             with contextlib.suppress(OSError), _Log(path) as log:
                 if log.size > START_BYTES + END_BYTES:

@@ -1,4 +1,4 @@
-"""What is known of an ended launch when its outcome is decided."""
+"""Observations of an ended launch, from which its outcome is decided."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class StopReason:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """Observations of a launch that is over."""
+    """Observations of an ended launch."""
 
     slots: int
     end_profile_step: int
     start_profile_step: int
     micro_batch: int | None
-    """Configured ``train_micro_batch_size_per_gpu``; None if the config leaves it open."""
+    """Configured ``train_micro_batch_size_per_gpu``; None if not configured."""
     events: Mapping[int, Sequence[Event]]
     """Rank -> events in the order written."""
     exit_codes: Mapping[int, int] = field(default_factory=dict)
-    """Rank -> exit code (negative: signal) of those that torchrun saw fail and the launcher did not kill."""
+    """Rank -> exit code (negative: signal) of ranks that torchrun saw fail, unless killed by the launcher."""
     agent_exit_code: int | None = None
     """Exit code of torchrun (negative: signal); None if the launcher ended it."""
     stop: StopReason | None = None
@@ -41,8 +41,8 @@ class LaunchFacts:
     oom_kills: int | None = None
     """Processes that the kernel killed for lack of memory during the launch; None if unknown."""
     shared_memory_free: int | None = None
-    """Free bytes in shared memory when it had ended; None if unknown."""
+    """Free bytes in shared memory after its end; None if unknown."""
     config_path: str = "ds_config.json"
     """Path of the user's DeepSpeed config, for the remedy in messages."""
     dropped_lines: int = 0
-    """Lines in the files of events that held none which this version can read."""
+    """Lines of the event files without an event that this version can read."""

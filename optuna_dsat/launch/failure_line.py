@@ -1,4 +1,4 @@
-"""The line on an exception of the script: the keys of the config that it names and its cause."""
+"""Summarise an exception of the script in a line: config keys and cause."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _SECTIONS = {
     "WandbConfig": "wandb",
     "ZenFlowConfig": "zero_optimization.zenflow",
 }
-"""Class of DeepSpeed 0.19 that checks a section -> the section's key."""
+"""DeepSpeed 0.19 class that validates a section -> the section's key."""
 _LONGEST = 400
-"""Characters of a line."""
+"""Maximum characters of a line."""
 
 
 def failure_line(message: str) -> str:
-    """Return an exception's message on one line.
+    """Return an exception's message in a single line.
 
-    The line of a validation error has the keys, their values and the reasons. A first line that announces others by a
-    colon is followed by these.
+    For a validation error, this contains the keys, their values and the reasons. A first line that ends with a colon
+    is followed by the other lines.
     """
     if refused := list(refused_values(message)):
         texts = [f"{key} is {value}: {reason}" if value else f"{key}: {reason}" for key, value, reason in refused]
@@ -53,7 +53,7 @@ def failure_line(message: str) -> str:
 
 
 def refused_values(message: str) -> Iterator[tuple[str, str, str]]:
-    """Yield dotted key, value and reason for each value that a validation error of DeepSpeed's config names."""
+    """Yield dotted key, value and reason for each value in a validation error of DeepSpeed's config."""
     first, *lines = message.splitlines() or [""]
     model = _VALIDATION.match(first)
     if model is None:
@@ -67,4 +67,4 @@ def refused_values(message: str) -> Iterator[tuple[str, str, str]]:
             unknown = found["type"] == "extra_forbidden"
             has_value = found["value"] and found["of"] != "dict" and not unknown
             yield key, found["value"] if has_value else "", "DeepSpeed has no such key" if unknown else found["text"]
-            key = None  # a line on further information follows
+            key = None  # the next line contains further information

@@ -1,7 +1,7 @@
-"""Changes of the user's folders during a launch whose writers are only redirected in Python.
+"""Detect changes of the user's folders during a launch whose writes are only redirected in Python.
 
-Subprocesses and libraries in C++ write past the redirection. Their changes are found by comparing the folders before
-and after the first launch, without reading any content.
+Subprocesses and C++ libraries bypass the redirection. Their changes are found by comparing the folders before and
+after the first launch, without reading any content.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ __all__ = ["FolderWatch", "State", "changed_paths", "snapshot"]
 
 _MOST_ENTRIES = 100_000
 _LIMIT_S = 2.0
-"""Bounds of one snapshot; what lies beyond them is not compared."""
+"""Limits of a snapshot; entries beyond them are not compared."""
 _SKIPPED = frozenset({"__pycache__", ".git"})
 
 State = tuple[int, int, int, int]
-"""Mode, size, time of modification in ns, inode."""
+"""Mode, size, modification time in ns, inode."""
 
 
 class FolderWatch:
     """Compares the user's folders before and after the profile launch.
 
-    On a cluster these are the head's: what nodes change in folders that they do not share with it is not seen.
+    On a cluster these are the head's folders. Changes by nodes in folders that are not shared with the head are not
+    detected.
 
     Args:
         output_dir: Folder of the study's launches.
@@ -41,11 +42,11 @@ class FolderWatch:
         self._before: Mapping[str, State] | None = None
 
     def begin(self, request: LaunchRequest) -> None:
-        """Note the folders' state before a launch."""
+        """Record the folders' state before a launch."""
         self._before = self._users_files(request)
 
     def check(self, launch: RunningLaunch) -> None:
-        """End the search where a launch without overlays has changed the user's files all the same.
+        """Raise if a launch without overlays has changed the user's files, which ends the search.
 
         Raises:
             ScriptFailedError: Names the first changed file.
@@ -70,11 +71,11 @@ class FolderWatch:
 
 
 def snapshot(folders: Collection[str], *, without: Collection[str]) -> Mapping[str, State]:
-    """Return path -> state of the files below folders.
+    """Return path -> state of the files in folders, recursively.
 
     Args:
         folders: Absolute paths.
-        without: Absolute paths that are left out, with all below them.
+        without: Absolute paths to exclude, with everything below them.
     """
     found: dict[str, State] = {}
     ahead, ends = [*dict.fromkeys(folders)], time.monotonic() + _LIMIT_S
@@ -90,13 +91,13 @@ def snapshot(folders: Collection[str], *, without: Collection[str]) -> Mapping[s
                         continue
                     status = entry.stat(follow_symlinks=False)
                     found[entry.path] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
-        except OSError:  # removed meanwhile, or another user's
+        except OSError:  # removed meanwhile, or not readable
             continue
     return found
 
 
 def changed_paths(before: Mapping[str, State], after: Mapping[str, State]) -> Sequence[str]:
-    """Return the files that were changed, made or removed between two snapshots, sorted."""
+    """Return the files that were changed, created or removed between two snapshots, sorted."""
     if max(len(before), len(after)) >= _MOST_ENTRIES:
         before = {path: state for path, state in before.items() if path in after}
         after = {path: state for path, state in after.items() if path in before}

@@ -1,4 +1,4 @@
-"""One launch followed to its end, while no other runs."""
+"""Follow a single launch to its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["DEFAULT_LIMIT_S", "MOST_KILLED", "SlotWait", "follow"]
 
 DEFAULT_LIMIT_S = 600.0
 _QUIET_S = 2.0
-"""Shortest wait that is reported."""
+"""Shortest reported wait."""
 _REMEDIES = (
     "Free them, or tune with fewer: --gpus-per-trial N, CUDA_VISIBLE_DEVICES=... for some, --only-free-gpus for those "
     "that are free at the start. --wait-for-gpus says how long to wait."
@@ -36,12 +36,12 @@ class SlotWait:
     Call ``check`` repeatedly while slots are missing, and ``reset`` once the launch has started or is given up.
 
     Args:
-        holders: Returns the present holders of the slots that are not free.
+        holders: Returns the current holders of the slots that are not free.
         slots: Slots of a launch.
         limit_s: Longest wait in seconds since the holders last changed; 0 to fail at once.
         study: Name of the study to resume after a failure; empty for none.
-        on_notice: Called with who holds what, once per change.
-        on_phase: Called with what is waited for once that is reported, and with nothing once it is over.
+        on_notice: Called with a description of the holders, once per change.
+        on_phase: Called with a description of a reported wait, and with an empty string at its end.
         clock: Monotonic time in seconds.
     """
 
@@ -69,7 +69,7 @@ class SlotWait:
         self._reported: frozenset[tuple[str, str]] | None = None
 
     def check(self) -> None:
-        """Note that slots are still missing.
+        """Record that slots are still missing.
 
         Raises:
             DeviceError: If the holders have been the same for longer than the limit; names them.
@@ -77,7 +77,7 @@ class SlotWait:
         now = self._clock()
         holders = self._holders()
         if any(holder.own for holder in holders):
-            self.reset()  # the launcher itself reports a launch that does not end
+            self.reset()  # the launcher reports its own launches that do not end
             return
         state = frozenset((holder.device, holder.who, holder.since) for holder in holders)
         if self._begun is None:
@@ -97,11 +97,11 @@ class SlotWait:
             self._on_phase(f"waiting for {devices or self._needed()}")
 
     def repeat(self, message: str) -> None:
-        """Report that a launch is repeated for a reason that is not its own."""
+        """Report that a launch is repeated for an external reason."""
         self._on_notice(f"Launched again: {message}.")
 
     def reset(self) -> None:
-        """Note that no slots are missing."""
+        """Record that no slots are missing."""
         if self._reported is not None:
             self._on_phase("")
         self._begun = self._state = self._reported = None
@@ -125,12 +125,12 @@ def _sentence(holders: Sequence[Holder]) -> str:
 
 
 MOST_KILLED = 3
-"""Further launches of one that others have killed."""
+"""Maximum repetitions of a launch that others have killed."""
 
 _RETRY_S = 0.5
-"""Pause between two attempts to start."""
+"""Interval between attempts to start."""
 _POLL_S = 0.05
-"""Poll during that pause, in which a launcher may raise because its devices do not become free."""
+"""Poll time between attempts; the launcher may raise because its devices do not become free."""
 
 
 def follow(
@@ -142,15 +142,15 @@ def follow(
     on_step: Callable[[GlobalStep], None] = lambda _: None,
     wait: SlotWait | None = None,
 ) -> tuple[LaunchRecord, LaunchReport]:
-    """Run one launch to its end and return its record and report; waits while others hold the slots.
+    """Run a launch to its end and return its record and report; waits while others hold the slots.
 
     A launch that others kill is repeated a few times, with a notice through ``wait``.
 
     Args:
-        launcher: Where to launch; no other launch of it may be running.
+        launcher: The launcher; no other launch of it may be running.
         request: The launch.
         on_event: Called with each event.
-        enough: Called with the counted steps after each global step; the launch ends as measured once it returns True.
+        enough: Called with the counted steps after each global step; if it returns True, the launch ends as measured.
         on_step: Called with each global step.
         wait: Reports who holds the slots and limits the wait; None for ten minutes without notices.
 
@@ -200,11 +200,11 @@ def _start(launcher: Launcher, request: LaunchRequest, wait: SlotWait) -> None:
 
 
 def _try_start(launcher: Launcher, request: LaunchRequest) -> bool:
-    """Start a launch if its slots are free; return whether they were."""
+    """Start a launch if its slots are free; return whether it was started."""
     if launcher.free_slots < request.slots:
         return False
     try:
         launcher.start(request)
-    except SlotsBusyError:  # another tuner on this machine was faster
+    except SlotsBusyError:  # another tuner on this machine took them first
         return False
     return True

@@ -24,7 +24,7 @@ from optuna_dsat.signals import ENDING, KEYBOARD, handling, is_told_again
 __all__ = ["run_full"]
 
 _WAIT_S = 0.5
-"""Pause between two attempts to take devices."""
+"""Interval between attempts to take devices."""
 
 
 def run_full(
@@ -40,21 +40,21 @@ def run_full(
 ) -> int:
     """Run a launch to its end in the foreground, on the user's terminal, and return its exit code.
 
-    Ctrl-C reaches torchrun, which ends the ranks; other signals to end (``ENDING``) are passed on to it. A second
-    request ends everything at once (``is_told_again``).
+    Ctrl-C reaches torchrun, which ends the ranks; other ending signals (``ENDING``) are forwarded to it. A second
+    signal kills everything at once (``is_told_again``).
 
     Args:
         request: The launch; its purpose is ``full``.
         devices: The devices to use.
-        output_dir: Folder of its run directory; None for a temporary one.
-        nvml: NVML to ask about GPUs; None for the machine's.
-        max_slots: Ranks that share the machine's cores; None for as many as there are devices.
-        stdout: Stream for its output; None for that of this process.
+        output_dir: Folder of its run directory; None for a temporary folder.
+        nvml: NVML interface; None for this machine's.
+        max_slots: Ranks that share the machine's cores; None for the number of devices.
+        stdout: Stream for its output; None for this process's standard output.
         wait_for_gpus_s: Longest wait for devices that others hold, since the holders last changed; 0 for none.
-        on_notice: Called with who holds them.
+        on_notice: Called with a description of their holders.
 
     Returns:
-        0, or the exit code of the rank that failed first (128 plus the number of a signal, as shells do).
+        0, or the exit code of the rank that failed first (128 plus the number of a signal, as in shells).
 
     Raises:
         ValueError: If the purpose is not ``full``.
@@ -74,7 +74,7 @@ def run_full(
         leavings = notes.begin()
         stack.callback(remove_noted, leavings)
         stack.callback(kill_leftovers, mark)
-        # A temporary one lies within the notes, which the next start removes if this process is killed.
+        # A temporary folder is inside the journal, which the next start removes if this process is killed.
         folder = leavings.with_suffix("") if output_dir is None else Path(output_dir)
         directory = write_run_directory(request, folder, leavings=leavings)
         prepared = prepare_launch(request, directory, lease, pool=pool, base_env=os.environ, mark=mark)
@@ -102,7 +102,7 @@ def _take(pool: SlotPool, slots: int, wait: SlotWait) -> SlotLease:
 
 
 def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> signal.Signals | None:
-    """Wait for a foreground process; return the signal by which it was told to end, None if it ended by itself."""
+    """Wait for a foreground process; return the signal that was forwarded to it, or None if it ended normally."""
     with _passed_on(agent) as received:
         agent.wait()
     return received[0] if received else None
@@ -110,10 +110,10 @@ def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> signal.Signals | None
 
 @contextlib.contextmanager
 def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
-    """Within the block, pass what ends this process on to another one; yield the list of the signals that came.
+    """Within the block, forward ending signals of this process to another process; yield the list of received signals.
 
-    torchrun ends its ranks then. What the keyboard sends has reached it already. A signal that is ignored stays so;
-    only the main thread can do this.
+    torchrun then ends its ranks. Signals from the keyboard have already reached it. Ignored signals remain ignored.
+    Only the main thread can do this.
     """
     received: list[signal.Signals] = []
 
@@ -131,7 +131,7 @@ def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]
 
 
 def _in_foreground() -> bool:
-    """Whether the keyboard's signals come to this process and to what it starts."""
+    """Return whether this process and its children receive signals from the keyboard."""
     try:
         with Path("/dev/tty").open("rb", buffering=0) as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

@@ -1,4 +1,4 @@
-"""How the user's files are protected from launches: the probe, and its result in words."""
+"""Protection of the user's files from launches: the probe, and descriptions of its result."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _STRENGTH = ("off", "python", "mount")
 
 
 def why_no_overlay(folder: Path) -> str:
-    """Return why launches whose run directories are in a folder get no overlays; empty if they do.
+    """Return why launches with run directories in a folder get no overlays; empty if they do.
 
-    It is tried in a process of its own, which takes some 30 ms.
+    Tries it in a separate process, which takes about 30 ms.
     """
     try:
         ended = subprocess.run(
@@ -38,13 +38,13 @@ def why_no_overlay(folder: Path) -> str:
 
 
 def weakest_isolation(launches: Iterable[Conditions]) -> Conditions:
-    """Return the conditions of the launch from which the user's files were protected least."""
+    """Return the conditions of the launch with the weakest protection of the user's files."""
     known = [each for each in launches if each.isolation in _STRENGTH]
     return min(known, key=lambda each: (_STRENGTH.index(each.isolation), not each.isolation_note), default=Conditions())
 
 
 def describe_isolation(conditions: Conditions) -> str:
-    """Return one sentence on how the user's files were protected; empty where that is not known."""
+    """Describe in a sentence how the user's files were protected; empty if unknown."""
     if not conditions.isolation:
         return ""
     if conditions.isolation == "off":

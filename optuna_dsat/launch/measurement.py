@@ -1,11 +1,11 @@
-"""Metrics of a launch from the steps that its ranks measured: pure functions.
+"""Metrics of a launch from the measured steps of its ranks: pure functions.
 
-Throughput is end to end: samples of the counted steps over all the wall time between their boundaries, data loading
-included. ``engine_throughput`` counts the engine's phases only. Steps that the loss scaler skipped do not count.
+Throughput is end to end: samples of the counted steps divided by the wall time between their boundaries, including data
+loading. ``engine_throughput`` counts the engine's phases only. Steps that the loss scaler skipped do not count.
 
-Where the inputs of the counted steps differ in size (dynamic padding), speed is stated per element as well, intervals
-are those of ratio estimators, and no launch ends early: configurations of one batch size then count the same steps,
-which are the same data if the script's order is reproducible.
+If the inputs of the counted steps differ in size (dynamic padding), speed is also reported per element, intervals are
+computed by ratio estimators, and launches never end early. Configurations of the same batch size then count the same
+steps, which contain the same data if the script's order is reproducible.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ __all__ = [
 ]
 
 _LEAST_VARIATION = 0.05
-"""Inputs that differ by no more than this, relative to their mean, count as equal."""
+"""Relative variation (range divided by mean) up to which input sizes count as equal."""
 
 _FEWEST_STEPS = 3
-"""Fewest steps for a step time to be certain: two may agree by chance."""
+"""Minimum number of steps for a step time to be certain: two may agree by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalStep:
-    """One optimizer step over all ranks. Durations in seconds are those of the slowest rank."""
+    """An optimizer step over all ranks. Durations are in seconds, of the slowest rank."""
 
     step: int
-    """Number among the steps that count, from 1; a skipped step has that of the next one."""
+    """Number among the counted steps, from 1; a skipped step has the number of the next step."""
     latency_s: float
     forward_s: float
     backward_s: float
     step_s: float
     samples: float
-    """Samples consumed by all data-parallel ranks together."""
+    """Samples consumed by all data-parallel ranks."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     rss_bytes: int
@@ -76,17 +76,18 @@ class GlobalStep:
     skipped: bool = False
     """Whether the loss scaler skipped it."""
     elements: float = 0.0
-    """Elements of the inputs of all data-parallel ranks together, padding included; 0 if not observed."""
+    """Input elements of all data-parallel ranks, including padding; 0 if not observed."""
     elements_are_tokens: bool = False
     """Whether ``elements`` counts tokens."""
 
 
 def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, configured_samples: int) -> GlobalStep:
-    """Merge the measurements of one global step over all ranks.
+    """Merge the measurements of a global step over all ranks.
 
     Args:
         steps: The same step, once per rank.
-        data_parallel_size: Ranks that consume different samples; ranks of one model-parallel group see the same.
+        data_parallel_size: Number of ranks with different samples; ranks of a model-parallel group see the same
+            samples.
         configured_samples: The engine's train batch size, used if no rank observed its input.
 
     Raises:
@@ -96,7 +97,7 @@ def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, confi
         raise ValueError(f"expected one step from every rank, got steps {sorted({s.step for s in steps})}")
     seen = [s.samples for s in steps if s.samples > 0]
     losses = [s.loss for s in steps if s.loss is not None and math.isfinite(s.loss)]
-    # Later stages of a pipeline are fed activations instead of tokens.
+    # Later stages of a pipeline receive activations instead of tokens.
     sized = [s for s in steps if s.elements_are_tokens] or [s for s in steps if s.elements > 0]
     return GlobalStep(
         step=steps[0].number,
@@ -117,13 +118,13 @@ def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, confi
 
 
 def without_rare_evaluation(steps: Sequence[GlobalStep]) -> list[GlobalStep]:
-    """Return the steps without the time in which the script evaluated or generated, if it does not at every step.
+    """Subtract evaluation and generation time from the steps, unless every step includes it.
 
-    What happens at every step, such as the generation of reinforcement learning, is part of the training. The first
-    step does not tell: scripts evaluate before they train.
+    Work in every step, such as generation in reinforcement learning, is part of the training. The first step is not
+    considered, because scripts evaluate before they train.
 
     Args:
-        steps: All steps of a launch so far, in their order.
+        steps: All steps of a launch so far, in order.
     """
     if all(step.evaluation_s > 0 for step in steps[1:]):
         return list(steps)
@@ -131,10 +132,10 @@ def without_rare_evaluation(steps: Sequence[GlobalStep]) -> list[GlobalStep]:
 
 
 def input_variation(steps: Sequence[GlobalStep]) -> float:
-    """Return by how much the elements per sample differ between steps: largest minus smallest, relative to their mean.
+    """Return the variation of elements per sample between steps: largest minus smallest, relative to their mean.
 
-    0 if they differ by no more than 5%, or if a step's inputs were not observed. A step of fewer samples, such as the
-    last of an epoch, is no variation.
+    0 if it is at most 5%, or if a step's inputs were not observed. A step of fewer samples, such as the last of an
+    epoch, is not a variation.
     """
     sizes = [step.elements / step.samples for step in steps if step.samples > 0 and step.elements > 0]
     if not sizes or len(sizes) < len(steps):
@@ -144,7 +145,7 @@ def input_variation(steps: Sequence[GlobalStep]) -> float:
 
 
 def per_element_metric(steps: Sequence[GlobalStep]) -> str | None:
-    """Return the name of the speed per element, one of ``PER_ELEMENT``; None for equal inputs that are no tokens."""
+    """Return the metric in ``PER_ELEMENT`` for these steps; None if inputs are not tokens and have equal size."""
     tokens, elements = PER_ELEMENT
     if steps and all(step.elements_are_tokens and step.elements > 0 for step in steps):
         return tokens
@@ -155,15 +156,15 @@ def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_si
     """Return the metrics of the counted steps.
 
     Args:
-        steps: Counted steps, warm-up already dropped.
+        steps: Counted steps, without warm-up.
         flops_per_sample: FLOPs of forward and backward, per sample.
-        world_size: Ranks that share the work.
+        world_size: Number of ranks.
 
     Returns:
         ``throughput`` (samples/s over all ranks), ``FLOPS_per_gpu`` (FLOP/s per rank), ``latency``, ``forward``,
-        ``backward``, ``step`` (seconds per optimizer step), ``engine_throughput`` (samples/s by the engine's phases
-        alone), ``peak_allocated_bytes``, ``peak_reserved_bytes``, ``rss_bytes``; where inputs are tokens also
-        ``tokens_per_s``, where others vary in size ``elements_per_s`` (of all ranks, padding included).
+        ``backward``, ``step`` (seconds per optimizer step), ``engine_throughput`` (samples/s counting the engine's
+        phases only), ``peak_allocated_bytes``, ``peak_reserved_bytes``, ``rss_bytes``; also ``tokens_per_s`` if inputs
+        are tokens, or ``elements_per_s`` if other inputs vary in size (over all ranks, including padding).
 
     Raises:
         ValueError: If ``steps`` is empty or their wall time is not positive.
@@ -211,18 +212,18 @@ def confidence_interval(
 ) -> Interval:
     """Return the metric over all steps with a 95% percentile-bootstrap interval over steps (Efron 1979).
 
-    Steps are resampled whole, so throughput keeps its ratio of sums. With few steps the interval is somewhat too
+    Whole steps are resampled, so throughput remains a ratio of sums. With few steps the interval is somewhat too
     narrow (about 5% at ten steps). Deterministic: the resampling is seeded.
 
-    Where inputs vary in size, the interval is that of a ratio estimator instead (``_ratio_interval``): that of
-    samples/s then contains the variation of the data, while for tokens/s each step's seconds are compared with its own
-    tokens.
+    If inputs vary in size, the interval is computed by a ratio estimator instead (``_ratio_interval``). The interval of
+    samples/s then includes the variation of the data, while for tokens/s each step's seconds are compared with the
+    tokens of the same step.
     """
     value = metrics_of(steps, flops_per_sample=flops_per_sample, world_size=world_size)[metric]
     pairs = [_RATIOS[metric](step) for step in steps]
     total, weight = _sums(pairs)
     if total <= 0 or weight <= 0:
-        return Interval(value=value, low=value, high=value)  # a phase that takes no time in a pipeline
+        return Interval(value=value, low=value, high=value)  # a phase without duration in a pipeline
     if input_variation(steps) and len(steps) > 1:
         return _ratio_interval(value, pairs)
     rng = random.Random(0)
@@ -249,15 +250,15 @@ _RATIOS: dict[str, Callable[[GlobalStep], tuple[float, float]]] = {
     "backward": lambda step: (step.backward_s, 1.0),
     "step": lambda step: (step.step_s, 1.0),
 }
-"""Metric -> numerator and denominator of one step; the metric is proportional to the ratio of their sums."""
+"""Metric -> numerator and denominator of a step; the metric is proportional to the ratio of their sums."""
 
 
 def _ratio_interval(value: float, pairs: Sequence[tuple[float, float]]) -> Interval:
-    """Return the 95% interval of the ratio of sums of independent pairs, both positive, by residuals and Student's t.
+    """Return the 95% interval of the ratio of sums of independent positive pairs, by residuals and Student's t.
 
-    With r = sum(y) / sum(x), the variance of r is that of the mean of y - r x, divided by the squared mean of x
-    (Cochran, Sampling Techniques, 3rd edition 1977, chapter 6, without finite population correction). On the logarithm
-    of r, so that the interval is positive. Known error: the variance is too small by the order of 1/n.
+    With r = sum(y) / sum(x), the variance of r is the variance of the mean of y - r x, divided by the squared mean of x
+    (Cochran, Sampling Techniques, 3rd edition 1977, chapter 6, without finite population correction). Computed on the
+    logarithm of r, so that the interval is positive. Known error: the variance is too small by the order of 1/n.
     """
     total, weight = _sums(pairs)
     residuals = [y - total / weight * x for y, x in pairs]
@@ -266,9 +267,9 @@ def _ratio_interval(value: float, pairs: Sequence[tuple[float, float]]) -> Inter
 
 
 def step_time_uncertainty(steps: Sequence[GlobalStep]) -> float:
-    """Return half the width of the 95% confidence interval of the mean step time, relative to that mean.
+    """Return half the width of the 95% confidence interval of the mean step time, relative to the mean.
 
-    Student's t interval, for independent steps: a drift over the steps widens it, an equal delay of all steps does not.
+    Student's t interval for independent steps: a drift over the steps widens it, an equal delay of all steps does not.
     Infinite for fewer than two steps.
     """
     if len(steps) < 2:
@@ -278,9 +279,9 @@ def step_time_uncertainty(steps: Sequence[GlobalStep]) -> float:
 
 
 def is_certain(steps: Sequence[GlobalStep], *, tolerance: float) -> bool:
-    """Return whether the step time is known well enough for a launch to end before its last profile step.
+    """Return whether the step time is known well enough to end a launch before its last profile step.
 
-    Never where inputs vary in size: configurations are then compared over the same steps.
+    Never if inputs vary in size: configurations are then compared over the same steps.
 
     Args:
         steps: Counted steps.
@@ -292,7 +293,7 @@ def is_certain(steps: Sequence[GlobalStep], *, tolerance: float) -> bool:
 
 
 class LaunchRecord:
-    """Events of one launch so far, steps merged over ranks.
+    """Events of a launch so far; steps are merged over ranks.
 
     Args:
         world_size: Ranks of the launch.
@@ -304,7 +305,7 @@ class LaunchRecord:
         self.start_profile_step = start_profile_step
         self.engine: EngineReady | None = None
         self.config_differences: Mapping[str, Sequence[Any]] = {}
-        """As ``EngineReady.config_differences``; known also of a launch that failed before it had an engine."""
+        """As ``EngineReady.config_differences``; also known if a launch failed before it had an engine."""
         self.profile: ProfileMeasured | None = None
         self.trainer: TrainerFound | None = None
         self.imported: ModulesImported | None = None
@@ -314,7 +315,7 @@ class LaunchRecord:
         self.environment: dict[str, str] = {}
         """Variables that the runtime set for the script: name -> value."""
         self.boundaries: list[GlobalStep] = []
-        """All steps, those that the loss scaler skipped included."""
+        """All steps, including steps skipped by the loss scaler."""
         self.events: list[StepMeasured] = []
         self._waiting: dict[int, list[StepMeasured]] = defaultdict(list)
 
@@ -330,33 +331,33 @@ class LaunchRecord:
 
     @property
     def steps_completed(self) -> int:
-        """Batches that the training has completed with the last step; those of a resumed one included."""
+        """Batches completed by the training up to the last step, including batches before a resume."""
         return max((event.steps_completed for event in self.events[-self.world_size :]), default=0)
 
     @property
     def input_variation(self) -> float:
-        """By how much the inputs of the counted steps vary in size; 0 if they do not (see ``input_variation``)."""
+        """Size variation of the inputs of the counted steps; 0 for none (see ``input_variation``)."""
         return input_variation(self.counted)
 
     @property
     def counted(self) -> list[GlobalStep]:
-        """Steps after the warm-up, without evaluation that does not happen at every step."""
+        """Steps after the warm-up, without evaluation time unless every step evaluates."""
         return [step for step in without_rare_evaluation(self.steps) if step.step >= self.start_profile_step]
 
     @property
     def observed_micro_batch(self) -> int | None:
-        """Largest batch that an engine was fed, in samples per rank and forward pass; None if none was seen."""
+        """Largest batch fed to an engine, in samples per rank and forward pass; None if none was observed."""
         seen = [event.observed_micro_batch for event in self.events if event.observed_micro_batch is not None]
         return max(seen, default=None)
 
     def differing_micro_batches(self, *, samples: int | None) -> tuple[int, ...]:
-        """Return the sizes of the batches that an engine was fed where they differ from step to step; () if alike.
+        """Return the sizes of the batches fed to an engine if they differ between steps, else an empty tuple.
 
-        The last batch of an epoch may be smaller. Where an epoch's end is not known, batches count as alike if at least
-        half of them have the largest size, and the first of each rank has.
+        The last batch of an epoch may be smaller. If the end of an epoch is unknown, batches count as equal if at least
+        half of them have the largest size, including the first batch of each rank.
 
         Args:
-            samples: Samples of one rank in an epoch; None if unknown.
+            samples: Samples per rank and epoch; None if unknown.
         """
         seen = [event for event in self.events if event.observed_micro_batch is not None]
         sizes = tuple(event.observed_micro_batch for event in seen if event.observed_micro_batch is not None)
@@ -371,10 +372,10 @@ class LaunchRecord:
 
     @property
     def passes_per_micro_batch(self) -> int:
-        """Forward passes of full micro-batches in each counted step, as a multiple of the engine's accumulation.
+        """Forward passes of full micro-batches in each counted step, divided by the engine's accumulation steps.
 
-        More than 1 where the script accumulates by itself, or feeds the engine several times for one backward; 1 where
-        steps disagree, or nothing was seen.
+        More than 1 if the script accumulates gradients itself, or feeds the engine several times per backward pass; 1
+        if steps disagree, or without observations.
         """
         if self.engine is None or self.engine.pipeline or self.observed_micro_batch is None:
             return 1
@@ -389,12 +390,12 @@ class LaunchRecord:
         return max((step.peak_allocated_bytes for step in self.boundaries), default=0)
 
     def add(self, event: Event) -> GlobalStep | None:
-        """Add an event; return the global step that it completes, None if it completes none that counts."""
+        """Add an event; return the global step that it completes, or None if there is none or it was skipped."""
         if isinstance(event, EngineReady):
             if self.engine is None:
                 self.engine = event
                 self.config_differences = self.config_differences or event.config_differences
-            elif event.rank == self.engine.rank:  # another engine of the script's proved to be the one that trains
+            elif event.rank == self.engine.rank:  # the script trains with another engine than first assumed
                 self.engine = event
                 self.config_differences = event.config_differences
         elif isinstance(event, ConfigDiffers):
@@ -427,12 +428,13 @@ class LaunchRecord:
         return None
 
     def data_at_most(self, batch: int) -> int:
-        """Return an upper bound on one rank's samples in the script's data, for a script that ended by itself.
+        """Return an upper bound on the samples per rank in the script's data, for a script that ended normally.
 
-        If the last step had fewer samples than a full one, they were used up; else less than one further step was left.
+        If the last step had fewer samples than a full step, the data were used up; otherwise less than a further step
+        was left.
 
         Args:
-            batch: Samples of one global step on one rank, as configured.
+            batch: Configured samples per global step and rank.
         """
         ranks = self.world_size if self.engine is None else self.engine.data_parallel_size
         seen = [step.samples / ranks for step in self.boundaries]
@@ -444,7 +446,7 @@ class LaunchRecord:
 
 
 def _worst_profile(known: ProfileMeasured | None, new: ProfileMeasured) -> ProfileMeasured:
-    """Return the profile with the most activation bytes: that rank is the first to run out of memory."""
+    """Return the profile with the most activation bytes: its rank is the first to run out of memory."""
     if known is None or new.activation_bytes_per_sample > known.activation_bytes_per_sample:
         return new
     return known

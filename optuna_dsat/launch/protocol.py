@@ -1,6 +1,6 @@
-"""The interface between tuner and launchers.
+"""The interface between the tuner and launchers.
 
-A launcher may run on other machines than the tuner: requests, updates and reports are plain values, never handles.
+A launcher may run on a different machine than the tuner: requests, updates and reports are plain values, never handles.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Facts on the machine while a launch measured its steps; None and empty stand for what is not known."""
+    """State of the machine while a launch measured its steps; None or empty if unknown."""
 
     window_s: float | None = None
-    """Length of the time that the facts are about, in seconds."""
+    """Length of the observed time, in seconds."""
     others_cpu_s: float | None = None
-    """CPU seconds that processes which are not the launch's used in that time."""
+    """CPU seconds used by processes outside the launch in that time."""
     cores: int | None = None
-    """Cores that the launch might use."""
+    """Cores available to the launch."""
     gpu_processes: tuple[str, ...] = ()
-    """Other processes on the launch's GPUs, each in words."""
+    """Descriptions of other processes on the launch's GPUs."""
     throttle_reasons: tuple[str, ...] = ()
-    """NVML's reasons for clocks below the highest, other than idleness, each in words."""
+    """Descriptions of NVML's reasons for clocks below the maximum, other than idleness."""
     isolation: str = ""
     """How the user's files were protected from the launch: ``mount``, ``python`` or ``off``; empty if unknown."""
     isolation_note: str = ""
-    """Folders that no overlay could be mounted on, and why."""
+    """Folders on which no overlay could be mounted, and why."""
 
     @property
     def others_share(self) -> float | None:
-        """Share of the cores' time that other processes took; None if unknown."""
+        """Share of the cores' time used by other processes; None if unknown."""
         if self.others_cpu_s is None or not self.window_s or not self.cores:
             return None
         return self.others_cpu_s / (self.window_s * self.cores)
@@ -65,7 +65,7 @@ class Conditions:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Conditions:
-        """Build from the output of ``to_json`` of this version or another."""
+        """Build from the output of ``to_json`` of any version."""
         known = {one.name for one in fields(cls)}
         found: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
@@ -91,13 +91,13 @@ class Preload:
     """Modules to import before ranks are forked."""
 
     modules: tuple[str, ...] = BASE_MODULES
-    """In the order of import. One that cannot be imported is skipped: the rank that needs it reports the error."""
+    """In import order. A module that cannot be imported is skipped: the rank that needs it reports the error."""
     operators: tuple[str, ...] = ()
     """Names of compiled operators of DeepSpeed (``deepspeed_shm_comm``)."""
     left_out: tuple[str, ...] = ()
-    """Packages that are not imported, nor modules that import them."""
+    """Excluded packages: neither they nor modules that import them are imported."""
     environment: tuple[str, ...] = ()
-    """Environment variables that the script changes, which no import may read before that."""
+    """Environment variables that the script changes, which no import may read beforehand."""
 
     @classmethod
     def learned(cls, imported: ModulesImported) -> Preload:
@@ -109,11 +109,11 @@ class Preload:
         )
 
     def changed(self, *, added: Sequence[str], left_out: Sequence[str]) -> Preload:
-        """Return a copy with modules added and packages left out."""
+        """Return a copy with added modules and excluded packages."""
         return replace(self, modules=(*self.modules, *added), left_out=(*self.left_out, *left_out))
 
     def to_json(self) -> dict[str, list[str]]:
-        """Return what ``from_json`` reads back."""
+        """Return the input of ``from_json``."""
         return {
             "modules": list(self.modules),
             "operators": list(self.operators),
@@ -123,7 +123,7 @@ class Preload:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Sequence[str]]) -> Preload:
-        """Build from what ``to_json`` returned."""
+        """Build from the output of ``to_json``."""
         return cls(
             modules=tuple(record["modules"]),
             operators=tuple(record["operators"]),
@@ -133,10 +133,10 @@ class Preload:
 
 
 _RANK = re.compile(r"^rank \d+: ")
-"""Prefix of a message that names the rank which failed first."""
+"""Prefix of a message that contains the rank that failed first."""
 _LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DROPPED = re.compile(r" \(\d+ lines? of events .*\)$")
-"""End of a message that names dropped lines, as ``dropped_in_words`` writes it."""
+"""Suffix of a message with the number of dropped lines, see ``dropped_in_words``."""
 
 
 def is_launch_id(text: str) -> bool:
@@ -145,13 +145,13 @@ def is_launch_id(text: str) -> bool:
 
 
 def dropped_in_words(lines: int) -> str:
-    """Return the end of a message on lines of events that could not be read; empty if there are none."""
+    """Return a message suffix with the number of unreadable event lines; empty if all could be read."""
     return f" ({lines} line{'s' * (lines > 1)} of events could not be read and were dropped)" if lines else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCommand:
-    """The user's training script as torchrun takes it."""
+    """The user's training script, as passed to torchrun."""
 
     script: str
     """Path of a Python file, or a module's name when ``is_module``."""
@@ -160,45 +160,45 @@ class ScriptCommand:
     cwd: str
     """Working directory of the script."""
     config_path: str
-    """The user's DeepSpeed config file; an argument that names it is replaced by the path of the trial's own."""
+    """The user's DeepSpeed config file. An argument with this path is replaced by the path of the trial's config."""
     arg_mappings: Mapping[str, str] = field(default_factory=dict)
-    """Key of the DeepSpeed config -> option of the script that is set to its value."""
+    """Key of the DeepSpeed config -> script option that is set to its value."""
     batch_source: Mapping[str, Any] = field(default_factory=dict)
-    """What the script's batch size follows by, apart from its options: see ``runtime/adapt/batch_sources.py``."""
+    """How the script derives its batch size, apart from its options: see ``runtime/adapt/batch_sources.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """One launch: a configuration and the steps to run it for."""
+    """A launch: a configuration and the steps to run."""
 
     launch_id: str
     """Unique name, also the name of the run directory (``trial-0007``, ``trial-0007-retry-1``, ``profile``)."""
     purpose: str
-    """``profile``, ``trial``, ``confirm`` or ``full`` (to the end, nothing measured or stopped early)."""
+    """``profile``, ``trial``, ``confirm`` or ``full`` (to the end; not measured, not stopped early)."""
     command: ScriptCommand
     ds_config: Mapping[str, Any]
-    """The whole DeepSpeed config of the launch, ready to train with."""
+    """The complete DeepSpeed config of the launch, ready to train with."""
     overlay: Mapping[str, Any]
-    """Laid over whatever config the script passes to ``deepspeed.initialize``; None removes a key."""
+    """Overrides the config that the script passes to ``deepspeed.initialize``; None removes a key."""
     slots: int
-    """Ranks to start, one per GPU (or CPU rank)."""
+    """Ranks to start; each uses a GPU (or is a CPU rank)."""
     start_profile_step: int = 3
     """First global step (from 1) that counts; the steps before it are warm-up."""
     end_profile_step: int = 5
-    """Last global step that counts; every rank leaves after it."""
+    """Last global step that counts; every rank exits after it."""
     device_memory_bytes: int | None = None
-    """What one rank may allocate; None for all there is."""
+    """Memory that a rank may allocate; None for all."""
     timeout_s: float | None = None
-    """Longest duration of the launch; None for no limit."""
+    """Time limit of the launch; None for no limit."""
     stall_s: float = 600.0
-    """Longest time without an event from any rank before the launch counts as stalled; until it trains, CPU time and
-    I/O of its processes extend it."""
+    """Longest time without an event from any rank before the launch counts as stalled. Before the first step, CPU time
+    and I/O of its processes extend it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables added for the launch."""
     isolation: str = "off"
     """How the user's files are protected: ``auto``, ``python`` or ``off`` (``runtime/isolation/world.py``)."""
     writable: tuple[str, ...] = ()
-    """Files and folders that the launch may change all the same."""
+    """Files and folders that the launch may change nevertheless."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,16 +208,16 @@ class LaunchReport:
     launch_id: str
     outcome: Outcome
     message: str
-    """One line for the user: what happened, where, and the remedy if there is one."""
+    """Message for the user in a single line: what happened, where, and the remedy if known."""
     exit_code: int | None
-    """Exit code of the launch command (negative: signal); None if it never ran or the launcher ended it, as it does
+    """Exit code of the launch command (negative: signal). None if it never ran or the launcher ended it, which it does
     once all ranks have recorded their end."""
     error_excerpt: str
     """Last lines of the traceback of the rank that failed first; empty without a failure."""
     missing_bytes: int | None
-    """Bytes of the allocation that failed first; None if unknown."""
+    """Size of the allocation that failed first; None if unknown."""
     log_path: str
-    """Path of the full log of the rank concerned, for the user to open."""
+    """Path of the full log of the relevant rank, for the user."""
     command: tuple[str, ...]
     """The launch command, without secrets."""
     host: str
@@ -227,17 +227,17 @@ class LaunchReport:
     started_at: float
     """Unix time."""
     startup_s: float
-    """From the start to the first step boundary, to the end if there is none."""
+    """From the start to the first step boundary, or to the end if no step was measured."""
     measured_s: float
-    """From the first step boundary to the last event of a rank, including a step that failed."""
+    """From the first step boundary to the last event of a rank, including a failed step."""
     exit_s: float
-    """From the last event of a rank until all processes are gone and the devices free."""
+    """From the last event of a rank until all processes are gone and the devices are free."""
     conditions: Conditions = field(default_factory=Conditions)
-    """What went on beside it while its steps were measured; empty where that was not looked at."""
+    """Other activity while its steps were measured; empty if not observed."""
 
     @property
     def cause(self) -> str:
-        """The message without rank that failed first and dropped lines, which may differ from launch to launch."""
+        """The message without parts that may differ between launches: the rank that failed first and dropped lines."""
         return _DROPPED.sub("", _RANK.sub("", self.message))
 
     @property
@@ -247,19 +247,19 @@ class LaunchReport:
 
     @property
     def failure_in_words(self) -> str:
-        """The cause, and the last line of the error where the cause does not say it."""
+        """The cause, with the last line of the error unless already included."""
         last = _RANK.sub("", self.error_excerpt.strip().rpartition("\n")[2].strip())
         return self.cause if last in self.cause else f"{self.cause} ({last})"
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the devices were held; ``startup_s`` covers them all if no step was measured."""
+        """Seconds for which the devices were held; equals ``startup_s`` if no step was measured."""
         return self.startup_s + self.measured_s + self.exit_s if self.measured_s > 0 else self.startup_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchUpdate:
-    """An update from a launcher; one of the subclasses."""
+    """An update from a launcher; see the subclasses."""
 
     launch_id: str
 
@@ -273,7 +273,7 @@ class Observed(LaunchUpdate):
 
 @dataclass(frozen=True, kw_only=True)
 class Settled(LaunchUpdate):
-    """The outcome of the launch is final, though its processes have not ended or its devices are not free yet.
+    """The outcome of the launch is final, but its processes may still run and its devices may not be free yet.
 
     Optional; precedes ``Finished``, so that the next launch can be chosen meanwhile.
     """
@@ -284,7 +284,7 @@ class Settled(LaunchUpdate):
 
 @dataclass(frozen=True, kw_only=True)
 class Finished(LaunchUpdate):
-    """The launch is over; its last update."""
+    """The launch has ended. This is its last update."""
 
     report: LaunchReport
 
@@ -298,50 +298,50 @@ class Holder:
     who: str
     """Description such as ``process 4711 (python, user anna)``, constant while the holder is the same."""
     used_bytes: int | None = None
-    """Device memory that it uses; None if unknown."""
+    """Device memory in use; None if unknown."""
     since: float = 0.0
-    """Unix time at which another tuner took the slot for its present launch; 0 for other holders."""
+    """Unix time at which another tuner took the slot for its current launch; 0 for other holders."""
     own: bool = False
     """Whether it is a launch of the same launcher."""
 
 
 class SlotsBusyError(RuntimeError):
-    """A launch asked for more slots than are free; another tuner on the machine may have been faster."""
+    """A launch needs more slots than are free, for example because another tuner on the machine took them first."""
 
 
 class Launcher(Protocol):
-    """Starts launches and follows them. All methods are called from one thread."""
+    """Starts and follows launches. All methods are called from a single thread."""
 
     @property
     def free_slots(self) -> int:
-        """Slots that a launch could take now, or as soon as launches that are settled have ended."""
+        """Slots available to a launch now, or as soon as settled launches have ended."""
         ...
 
     @property
     def total_slots(self) -> int:
-        """Slots this launcher manages, busy or free."""
+        """Slots managed by this launcher, busy or free."""
         ...
 
     @property
     def waiting(self) -> Collection[str]:
-        """Names of the launches that ``start`` took and that have no slots yet."""
+        """IDs of the started launches that have no slots yet."""
         ...
 
     def holders(self) -> Sequence[Holder]:
-        """Return what holds the slots that are not free, measured now, in the order of the slots."""
+        """Measure and return the holders of the slots that are not free, in the order of the slots."""
         ...
 
     def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
-        """Prepare what later launches share.
+        """Prepare shared requirements of later launches.
 
         Args:
-            preload: Modules that they import; a launcher may import them once, before a fork.
+            preload: Modules to import; a launcher may import them once, before a fork.
             operators: Class names of DeepSpeed's builders whose operators are compiled before the next launch.
         """
         ...
 
     def start(self, request: LaunchRequest) -> None:
-        """Start a launch; where its slots are those of launches that are settled, once these have ended.
+        """Start a launch. If its slots belong to settled launches, it starts once these have ended.
 
         Raises:
             SlotsBusyError: If fewer than ``request.slots`` slots are free; other tuners may have taken some since
@@ -350,30 +350,30 @@ class Launcher(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
-        """Return the updates since the last call; wait up to ``timeout_s`` seconds for one."""
+        """Return the updates since the last call; wait up to ``timeout_s`` seconds for updates."""
         ...
 
     def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
-        """End a launch at once; its ``Finished`` comes with a later ``poll``. Unknown or ended launches are ignored."""
+        """End a launch at once; a later ``poll`` returns its ``Finished``. Unknown or ended launches are ignored."""
         ...
 
     def close(self) -> None:
-        """End everything still running."""
+        """End all running launches."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """The part of one node in a launch that spans several, or that runs on a node of a cluster alone."""
+    """A node's part of a launch on several nodes, or on a single node of a cluster."""
 
     nodes: int
     node_rank: int
-    """Number of this node, from 0; its ranks follow those of the nodes before it."""
+    """Number of this node, from 0; its ranks follow the ranks of lower-numbered nodes."""
     address: str
-    """Address of node 0, as the other nodes reach it."""
+    """Address of node 0, as reached by the other nodes."""
     port: int
     interface: str = ""
-    """Network interface of this node on which the others are reached; empty for the libraries' own choice."""
+    """Network interface of this node for connections to the others; empty to let the libraries choose."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the input of ``from_json``."""

@@ -25,15 +25,15 @@ from optuna_dsat.secrecy.references import hidden_text
 __all__ = ["complete_report", "isolation_notice", "report_of", "report_of_unstarted", "write_report"]
 
 _EXPLAINED_BY_LOG = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
-"""Outcomes for which a report quotes the end of the log if no rank recorded a traceback."""
+"""Outcomes whose report quotes the end of the log if no rank recorded a traceback."""
 
 _FULL_DISK_BYTES = 2**20
-"""Free space below which a rank that died without a record is taken to have found the disk full."""
+"""Free space below which a full disk is assumed to explain a rank that ended without a record."""
 
 _EXCERPT_BYTES = 8192
 _EXCERPT_LINES = 20
 _CLOCK_SET_S = 2.0
-"""By how much two clocks may differ over a launch."""
+"""Maximum difference of two clocks over a launch."""
 
 
 def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
@@ -72,15 +72,15 @@ def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, no
 
 
 def isolation_notice(launch: RunningLaunch) -> str:
-    """Return how the user's files are protected from a launch; empty where that was switched off, or is not known."""
+    """Describe how the user's files are protected from a launch; empty if switched off or unknown."""
     return "" if launch.request.isolation == "off" else describe_isolation(launch.conditions)
 
 
 def _spent(launch: RunningLaunch, recorded: Sequence[Event]) -> tuple[float, float]:
-    """Return the seconds of a launch before the end of its first step, and those from there to its last event.
+    """Return the seconds of a launch before the end of its first step, and from there to its last event.
 
-    Ranks date their events by the machine's time. Where that was set meanwhile, or the machine slept, the moments count
-    at which the events were read, by a clock that nobody sets.
+    Ranks date their events by the system clock. If that was set, or the machine slept, the monotonic times at which
+    the events were read are used instead.
     """
     now, ended = time.monotonic(), time.time()
     if abs((ended - launch.started_unix) - (now - launch.started)) > _CLOCK_SET_S:
@@ -115,7 +115,7 @@ def report_of_unstarted(
 
 
 def complete_report(settled: LaunchReport, directory: RunDirectory, *, note: str, exit_s: float) -> LaunchReport:
-    """Return the final report of a launch that was settled before it ended, written if that is possible.
+    """Return the final report of a launch that was settled before it ended; also write it if possible.
 
     Args:
         settled: Its report so far.
@@ -124,7 +124,7 @@ def complete_report(settled: LaunchReport, directory: RunDirectory, *, note: str
         exit_s: Seconds from the last event of a rank to the end.
     """
     report = replace(settled, message=settled.message + note, exit_s=exit_s)
-    with contextlib.suppress(OutputError):  # what was measured is in it; the next launch meets the same disk
+    with contextlib.suppress(OutputError):  # returned anyway; the next launch will find the same disk
         directory.write_report(report)
     return report
 
@@ -139,7 +139,7 @@ def write_report(report: LaunchReport, directory: RunDirectory, *, facts: Launch
         output_dir: Folder of the run directories.
 
     Raises:
-        OutputError: If a full disk or an unwritable folder explains a failure that no rank recorded.
+        OutputError: If a full disk or a folder that is not writable explains a failure that no rank recorded.
     """
     unrecorded = report.outcome is Outcome.SCRIPT_ERROR and not any(
         isinstance(event, RankFailed) for events in facts.events.values() for event in events
@@ -149,7 +149,7 @@ def write_report(report: LaunchReport, directory: RunDirectory, *, facts: Launch
     except OutputError:
         if unrecorded:
             raise
-        return  # what was measured is in the report; the next launch meets the same disk
+        return  # the report has the measurements; the next launch will find the same disk
     lost = EXIT_EVENTS_LOST in facts.exit_codes.values()
     if unrecorded and (lost or shutil.disk_usage(output_dir).free < _FULL_DISK_BYTES):
         raise OutputError(
@@ -159,7 +159,7 @@ def write_report(report: LaunchReport, directory: RunDirectory, *, facts: Launch
 
 
 def _log_of(directory: RunDirectory, rank: int) -> Path:
-    """Return the most informative log: the rank's standard error, else its output, else torchrun's own."""
+    """Return the most informative log: the rank's standard error, else its output, else torchrun's output."""
     for path in (directory.stderr(rank), directory.stdout(rank)):
         with contextlib.suppress(OSError):
             if path.stat().st_size:

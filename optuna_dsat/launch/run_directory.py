@@ -1,13 +1,13 @@
-"""All paths of a launch's directory, in one class; its files are written atomically.
+"""All paths of a launch's directory in a single class; its files are written atomically.
 
-The directory of one launch:
+The directory of a launch:
 
     trial-0007/
-      ds_config.json      the launch's whole DeepSpeed config, ready to train with
-      overlay.json        laid over the config that the script passes to DeepSpeed
+      ds_config.json      the launch's complete DeepSpeed config, ready to train with
+      overlay.json        overrides of the config that the script passes to DeepSpeed
       launch.json         the launch description that every rank reads
       command.json        the command, its working directory, its devices
-      command.txt         the command as one line for a shell
+      command.txt         the command as a line for a shell
       env.json            environment variables, by an allow-list
       agent.json          exit codes and signals of failed ranks, as seen by torchrun
       report.json         the launch's report
@@ -16,7 +16,7 @@ The directory of one launch:
       logs/rank0.stdout.log, logs/rank0.stderr.log
       logs/rank0.stacks.log  stacks of rank 0 while it was silent
       trackers/           output of experiment trackers and TensorBoard
-      world/              what the launch changes of the user's files, while it runs (``runtime/isolation/world.py``)
+      world/              changes of the launch to the user's files, while it runs (``runtime/isolation/world.py``)
       world.json          which folders were protected, and how
 """
 
@@ -72,7 +72,7 @@ _RECORDED_PREFIXES = ("ACCELERATE_", "DS_BUILD_", "GLOO_", "NCCL_", "TORCH_NCCL_
 
 
 class OutputError(DsatError):
-    """A launch's directory cannot be written: a full disk, a quota or missing rights.
+    """A launch's directory cannot be written: a full disk, a quota or missing permissions.
 
     The study is intact; it can be resumed once the directory can be written again.
     """
@@ -81,7 +81,7 @@ class OutputError(DsatError):
 
 
 def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables on the allow-list, without what looks like a secret in their values."""
+    """Return the environment variables on the allow-list, without values that look like secrets."""
     return {
         name: hidden_text(environ[name], environ)
         for name in sorted(environ)
@@ -103,18 +103,18 @@ def _readable_errors(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The directory of one launch and all paths in it."""
+    """The directory of a launch and all paths in it."""
 
     root: Path
     leavings: Path | None = None
-    """File outside of it in which the launch's processes note what they may leave elsewhere; None for none."""
+    """Journal outside of it for leftovers of the launch's processes elsewhere; None for none."""
 
     @classmethod
     def create(cls, output_dir: Path, launch_id: str) -> RunDirectory:
-        """Create an empty directory for a launch; that of an earlier launch of the same name is renamed.
+        """Create an empty directory for a launch; rename the directory of an earlier launch with the same ID.
 
         Raises:
-            ValueError: If ``launch_id`` cannot be a directory's name.
+            ValueError: If ``launch_id`` is not a valid directory name.
             OutputError: If the directory cannot be created.
         """
         if not is_launch_id(launch_id):
@@ -131,7 +131,7 @@ class RunDirectory:
 
     @property
     def config(self) -> Path:
-        """The launch's own DeepSpeed config."""
+        """The launch's DeepSpeed config."""
         return self.root / "ds_config.json"
 
     @property
@@ -171,7 +171,7 @@ class RunDirectory:
 
     @property
     def trackers_dir(self) -> Path:
-        """Folder of experiment trackers' output, which they would otherwise upload."""
+        """Folder for the output of experiment trackers, which they would otherwise upload."""
         return self.root / "trackers"
 
     @property
@@ -191,12 +191,12 @@ class RunDirectory:
 
     @property
     def torchrun_dir(self) -> Path:
-        """Folder that torchrun creates for logs of its own; stays without files, since ranks write to ``log_dir``."""
+        """Folder that torchrun creates for its logs; remains empty, since ranks write to ``log_dir``."""
         return self.log_dir / "torchrun"
 
     @property
     def world(self) -> Path:
-        """Folder for what the launch changes of the user's files; removed after the launch."""
+        """Folder for the launch's changes to the user's files; removed after the launch."""
         return self.root / "world"
 
     @property
@@ -227,7 +227,7 @@ class RunDirectory:
     def write_text(self, path: Path, text: str) -> None:
         """Write ``text`` to ``path``, atomically.
 
-        A directory that the script has removed is made again; a link that it has put in its place is not followed.
+        Recreates a directory that the script has removed; does not follow a link put in its place.
 
         Raises:
             OutputError: If it cannot be written.
@@ -284,7 +284,7 @@ RANK_VARIABLES = frozenset(
         "WORLD_SIZE",
     }
 )
-"""Variables that torchrun sets for its ranks; a stale value would tie a launch to another job or a port in use."""
+"""Variables that torchrun sets for its ranks; a stale value would connect a launch to another job or a used port."""
 
 
 _TRACKER_PLACES: dict[str, Callable[[Path], str]] = {
@@ -293,7 +293,7 @@ _TRACKER_PLACES: dict[str, Callable[[Path], str]] = {
     "TENSORBOARD_LOGGING_DIR": lambda folder: str(folder / "tensorboard"),
     "WANDB_DIR": str,
 }
-"""Variable with a tracker's location -> that location in the launch's folder for trackers."""
+"""Variable with a tracker's location -> its value for a launch's folder for trackers."""
 
 
 TRACKER_FOLDERS = frozenset(_TRACKER_PLACES)

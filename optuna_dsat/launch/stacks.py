@@ -1,4 +1,4 @@
-"""Stacks of silent ranks: whether all of them stand still, and where."""
+"""Stacks of silent ranks: detect whether and where all of them are stuck."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class StackWatch:
         self._silent_since = 0.0
 
     def stand_still(self, now: float, *, silent_since: float, limit_s: float, ranks: Mapping[int, ProcessKey]) -> bool:
-        """Return whether the ranks have been silent for the limit, with the same stacks at its end as in its middle.
+        """Return whether the ranks have been silent for the limit, with equal stacks in the middle and at the end.
 
         Args:
             now: Monotonic time, as ``silent_since``.
             silent_since: Last event, or activity that counts.
-            limit_s: Silence from which on ranks that do not move are stalled.
+            limit_s: Silence after which ranks that make no progress count as stalled.
             ranks: Processes of all ranks; empty if they cannot be asked.
         """
         if silent_since != self._silent_since:
@@ -62,11 +62,11 @@ class StackWatch:
         later = self.taken()
         if len(later) == len(ranks) and later == self._earlier:
             return True
-        self._earlier = {}  # one of them moves: look again after another half of the limit
+        self._earlier = {}  # a rank makes progress: check again after another half of the limit
         return False
 
     def taken(self) -> dict[int, str]:
-        """Return rank -> stacks that it wrote when it was last asked, for the ranks that answered."""
+        """Return rank -> stacks written after the last request, for the ranks that answered."""
         found = {}
         for rank, offset in self._offsets.items():
             with suppress(OSError), open_regular(stacks_path(self._log_dir, rank)) as file:
@@ -86,7 +86,7 @@ class StackWatch:
 
 
 def describe_stacks(stacks: Mapping[int, str]) -> str:
-    """Return where each rank is: the line of the script, and the collective in which it waits; empty if unknown."""
+    """Describe the position of each rank: line of the script, and collective in which it waits; empty if unknown."""
     return "; ".join(f"rank {rank} {place}" for rank, text in sorted(stacks.items()) if (place := _place(text)))
 
 

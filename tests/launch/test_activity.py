@@ -1,4 +1,4 @@
-"""A launch that says nothing lives while it works: a checkpoint loads, an operator compiles. Time is a number here."""
+"""A silent launch lives while it works: a checkpoint loads, an operator compiles. Time is simulated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.harness.launches import request
 MIB = 2**20
 RANK, COMPILER = ProcessKey(7, 1), ProcessKey(8, 1)
 LIMIT_S = 40.0
-"""Looks are 5 seconds apart: a busy process takes a quarter of a second of CPU time between them."""
+"""Readings are 5 seconds apart: a busy process uses a quarter of a second of CPU time between them."""
 
 
 def watch() -> ActivityMonitor:
@@ -47,7 +47,7 @@ def look(
 @pytest.mark.parametrize(
     ("key", "done", "before_training", "after"),
     [
-        (RANK, ProcessUsage(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB), False, False),  # nothing since the look before
+        (RANK, ProcessUsage(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB), False, False),  # nothing since the last reading
         (RANK, ProcessUsage(cpu_s=10.2, ended_cpu_s=1.0, io_bytes=MIB), False, False),
         (RANK, ProcessUsage(cpu_s=10.3, ended_cpu_s=1.0, io_bytes=MIB), True, False),
         (RANK, ProcessUsage(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB + 4096), False, False),
@@ -134,7 +134,7 @@ STEP = StepMeasured(
 
 
 class SilentRankBench:
-    """One rank below an agent, both of them shells, followed as a launch with a clock that is told the time."""
+    """A rank below an agent, both of them shells, followed as a launch with a simulated clock."""
 
     def __init__(self, folder: Path, script: str, *, stall_s: float = 4.0) -> None:
         self.mark = new_mark()
@@ -160,7 +160,7 @@ class SilentRankBench:
             file.write(encode_event(event) + "\n")
 
     def pass_time(self, busy: psutil.Process | None) -> str:
-        """Let six seconds pass, in each of which the busy process works a little; return the stall's message."""
+        """Let six seconds pass, with a little CPU time of the busy process in each; return the stall's message."""
         for now in range(7):
             if busy is not None:
                 target_s = cpu_s(busy) + 0.07

@@ -1,4 +1,4 @@
-"""What goes on beside a launch while its steps are measured."""
+"""Other activity on the machine while a launch's steps are measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AGENT, RANK, WORKER, LATE = (ProcessKey(pid, 1) for pid in (10, 11, 12, 13))
 
 
 class Computer:
-    """A machine of two cores whose clock and CPU times are set; the ranks use what they are given."""
+    """A machine of two cores with settable clock and CPU times; the ranks use the given times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.time = 100.0
@@ -48,7 +48,7 @@ class Computer:
         return set(self.cpu_s)
 
     def passes(self, seconds: float, *, others_s: float, **own_s: float) -> None:
-        """Let time pass in which others and the launch's own processes compute."""
+        """Let time pass in which others and the launch's processes compute."""
         self.time += seconds
         self.busy_s += others_s + sum(own_s.values())
         for name, spent in own_s.items():
@@ -224,7 +224,7 @@ def test_a_real_launch_knows_what_went_on_beside_it(tmp_path: Path) -> None:
     assert report.outcome is Outcome.MEASURED, report
     seen: Mapping[str, object] = report.conditions.to_json()
     assert isinstance(seen["window_s"], float)
-    assert 1.0 < seen["window_s"] < 20.0  # five steps of 0.4 s, the ends of which the tuner may read late
+    assert 1.0 < seen["window_s"] < 20.0  # five steps of 0.4 s, whose ends the tuner may read late
     assert seen["cores"] == len(os.sched_getaffinity(0))
     share = report.conditions.others_share
     assert share is not None

@@ -22,7 +22,7 @@ def test_a_build_of_a_launch_is_told_as_long_as_it_lasts(tmp_path: Path) -> None
     assert told == []
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
-    with lock.open("w"):  # as its builder has it open
+    with lock.open("w"):  # as opened by its builder
         watch.check()
         watch.check()
         assert told == ["building cpu_adam (first use only, 1 to 3 min)"]

@@ -1,4 +1,4 @@
-"""Devices of an ended launch: given back once they are free, withheld and named once they are overdue."""
+"""Devices of an ended launch: returned once they are free, withheld and reported if they are overdue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU = f"gpu {uuid(0)} 81920 {{used}} NVIDIA H100 80GB HBM3"
 
 
 def started(machine: Machine, folder: Path) -> tuple[DeviceReturn, RunningLaunch]:
-    """Return a launch that sleeps on one GPU."""
+    """Return a launch that sleeps on a GPU."""
     pool = machine.pool("0")
     lease, mark = pool.take(1), new_mark()
     agent = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: mark})
@@ -43,7 +43,7 @@ def started(machine: Machine, folder: Path) -> tuple[DeviceReturn, RunningLaunch
 
 
 def ended(launch: RunningLaunch) -> float:
-    """End a launch at second 1 and follow it to its end; return when its last process was seen to be gone."""
+    """End a launch at second 1 and follow it to its end; return when its last process was found to be gone."""
     launch.end(StopReason(outcome=Outcome.PRUNED, message="enough"))
     launch.agent.wait()
     now = 1.0

@@ -1,4 +1,4 @@
-"""Programs are asked to end, and remove their temporary files; Python, and what does not listen, is killed."""
+"""Programs get SIGTERM and remove their temporary files; Python, and programs that ignore SIGTERM, are killed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Started = Callable[..., tuple["subprocess.Popen[str]", str]]
 
 @pytest.fixture
 def start(temporary: Path) -> Iterator[Started]:
-    """Start a marked program that writes a line once it is ready; return it, and its mark."""
+    """Start a marked program that writes a line once it is ready; return it and its mark."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*words: str) -> tuple[subprocess.Popen[str], str]:
@@ -115,7 +115,7 @@ def test_an_agent_that_ends_asks_what_is_below_it(start: Started, temporary: Pat
 
 @pytest.mark.parametrize("compiler", ["gcc", "g++"])
 def test_a_compiler_leaves_no_file(start: Started, temporary: Path, compiler: str) -> None:
-    """Its ``cc*.s``; gcc itself removes it, once it is told or what it started is."""
+    """Its ``cc*.s``; gcc removes this file itself when it, or the program it started, gets SIGTERM."""
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler} here")
     word = {"gcc": "c", "g++": "c++"}[compiler]
@@ -146,7 +146,7 @@ def test_a_program_that_does_not_end_is_killed(start: Started, script: str) -> N
 
 
 def test_an_interpreter_of_another_name_is_killed(start: Started, tmp_path: Path) -> None:
-    """Its library tells what it is, where it has one; else its name does."""
+    """An interpreter is recognised by its library if it has one, else by its name."""
     name = tmp_path / "pypy-of-ours"
     shutil.copy(Path(sys.executable).resolve(), name)
     code = "signal.signal(signal.SIGTERM, lambda *_: exit(3)); print('ready', flush=True); time.sleep(60)"

@@ -1,4 +1,4 @@
-"""Files of events, as ranks append to them."""
+"""Event files, as appended to by ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A measured script ends as by ``sys.exit``: its exit handlers run, for a few seconds, and change no outcome."""
+"""A measured script ends as by ``sys.exit``: its exit handlers run for a few seconds and change no outcome."""
 
 from __future__ import annotations
 

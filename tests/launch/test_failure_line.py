@@ -1,4 +1,4 @@
-"""One line on an exception, with the keys that it names."""
+"""Single-line summaries of exceptions, with the config keys in them."""
 
 from __future__ import annotations
 

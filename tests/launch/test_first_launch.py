@@ -1,4 +1,4 @@
-"""What a launcher builds for its launches is built with the first of them: where none comes, nothing is started."""
+"""A launcher starts its helpers with its first launch; without launches, nothing is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch changes past the redirection is found by comparing folders."""
+"""Changes by a launch that bypass the redirection are found by comparing folders."""
 
 from __future__ import annotations
 

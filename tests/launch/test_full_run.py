@@ -1,4 +1,4 @@
-"""What ends a training in the foreground ends its ranks, and leaves nothing; a small process stands for torchrun."""
+"""Signals that end a foreground training end its ranks and leave nothing behind; a small process replaces torchrun."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         env=environ,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # no keyboard: Ctrl-C of who runs the tests is none of the training's
+        start_new_session=True,  # no keyboard: Ctrl-C in the test run must not reach the training
     ) as process:
         yield process
         process.kill()

@@ -1,4 +1,4 @@
-"""What a launch's processes note goes with them, also when they are killed."""
+"""Leftovers recorded by a launch's processes are removed with them, even if they are killed."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_only_folders_in_the_temporary_folder_are_noted(tmp_path: Path, monkeypa
 
 
 def test_a_buffer_of_the_same_name_that_is_in_use_stays(tmp_path: Path) -> None:
-    """The next launch on the same port has it mapped."""
+    """The next launch on the same port has mapped it."""
     record, path = tmp_path / "record", SHARED_MEMORY / f"optuna-dsat-test-{os.getpid()}"
     with path.open("wb+") as file:
         file.write(b"buffer")
@@ -157,6 +157,6 @@ def test_temporary_files_go_with_a_launch_and_no_other(tmp_path: Path) -> None:
     first, second, own = map(Path, said.split())
     assert record.read_text().count('"file"') == 3, "one was removed by its maker"
     second.unlink()
-    second.symlink_to(own)  # no file of the launch's
+    second.symlink_to(own)  # not a file of the launch
     assert remove_noted(record) == Removed(files=1)
     assert (first.exists(), second.is_symlink(), own.exists()) == (False, True, True)

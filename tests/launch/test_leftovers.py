@@ -1,4 +1,4 @@
-"""What a tuner leaves that was killed is removed by whoever comes next, and nothing else is."""
+"""Leftovers of a killed tuner are removed by the next start, and nothing else is removed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def tuner(notes: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def rank_of(tuner: subprocess.Popen[str]) -> tuple[int, list[Path]]:
-    """Return the number of a tuner's rank, and what that has in shared memory: tracked, and not."""
+    """Return the PID of a tuner's rank, and its files in shared memory: tracked and untracked."""
     assert tuner.stdout is not None
     pid, *shared = tuner.stdout.readline().split()
     return int(pid), [Path(one) for one in shared]
@@ -123,7 +123,7 @@ def test_a_tuner_that_ends_by_itself_leaves_no_notes(tuner: subprocess.Popen[str
     rank, shared = rank_of(tuner)
     os.kill(rank, 9)
     tuner.communicate()
-    for path in shared:  # this tuner follows no launch, so it removes none of that
+    for path in shared:  # this tuner follows no launch, so it removes none of these
         path.unlink(missing_ok=True)
     assert list(notes.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""The next launch waits ready while the one before it ends."""
+"""The next launch is prepared while the previous launch ends."""
 
 from __future__ import annotations
 

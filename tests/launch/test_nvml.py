@@ -1,4 +1,4 @@
-"""What NVML may answer on real machines beside numbers; none of it ends a search."""
+"""Answers of NVML on real machines other than numbers; none of them ends a search."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPUTE, GRAPHICS = "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphi
 MEMORY = "nvmlDeviceGetMemoryInfo"
 PARTS = [f"MIG-{letter}0000000-1111-2222-3333-444444444444" for letter in "ab"]
 GONE = 2**22 + 1
-"""A process number that Linux never gives."""
+"""A process number that Linux never assigns."""
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, NO_PERMISSION, GPU_IS_LOST, UNKNOWN])

@@ -1,4 +1,4 @@
-"""What a search makes of a machine's GPUs before anything is launched."""
+"""How a search detects a machine's GPUs before anything is launched."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def nothing_but_this_machine(machine: Machine, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "train.py").write_text("")
     (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 2}))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where lock files lie
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # location of the lock files
     monkeypatch.setitem(sys.modules, "pynvml", machine.pynvml())
     machine.gpus(4)
     before = signal.getsignal(signal.SIGTERM)  # the command sets its own

@@ -1,4 +1,4 @@
-"""A daemon that forks twice, has a session of its own and no environment ends with the launch that started it."""
+"""A daemon that forks twice, with a separate session and no environment, ends with the launch that started it."""
 
 from __future__ import annotations
 

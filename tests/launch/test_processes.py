@@ -40,7 +40,7 @@ TREE = (
 
 @pytest.fixture
 def tree() -> Iterator[tuple[str, int]]:
-    """A marked process with a child, one in another session, and an orphan."""
+    """A marked process with a child, a process in another session, and an orphan."""
     mark = new_mark()
     process = subprocess.Popen(
         [sys.executable, "-c", TREE], env={**os.environ, MARK_ENV: mark}, stdout=subprocess.PIPE, text=True
@@ -108,7 +108,7 @@ def _marked_elsewhere() -> set[int]:
 
 
 def test_launches_of_a_living_tuner_in_another_namespace_are_left_alone() -> None:
-    """A container that shares the host: its processes are seen here, under other numbers than its marks have."""
+    """A container that shares the host: its processes are visible here, under other numbers than in its marks."""
     unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("no PID namespace can be made here")
@@ -121,7 +121,7 @@ def test_launches_of_a_living_tuner_in_another_namespace_are_left_alone() -> Non
     ) as container:
         assert container.stdout is not None
         assert container.stdout.readline() == "started\n"
-        # A process has no environment to be seen for an instant after it was started.
+        # For an instant after its start, the environment of a process is not visible.
         wait_until(lambda: bool(_marked_elsewhere()), what="its processes are visible from here")
         assert not _marked_elsewhere() & set(kill_leftovers())
         assert container.communicate()[0] == "None\n", "its rank still runs"
@@ -151,7 +151,7 @@ def test_a_process_key_is_not_fooled_by_a_reused_number() -> None:
 
 
 def test_a_child_whose_parent_ended_at_the_fork_ends_too() -> None:
-    """Its parent is another process by the time that it asks."""
+    """Its parent is another process by the time it checks."""
     code = (
         "import os, sys\n"
         "from optuna_dsat.runtime.process import die_with_parent\n"

@@ -1,4 +1,4 @@
-"""The part of one node in a launch over several: its command, its environment, its port."""
+"""A node's part of a launch on several nodes: its command, its environment, its port."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ assert remove_noted(here / "record").folders == 1
 assert not left.exists()
 """
 _PR_CAPBSET_DROP, _OF_FILES = 24, (1, 2, 3)
-"""``linux/prctl.h``, and what lets root into files that are shut: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER."""
+"""``linux/prctl.h``; capabilities by which root opens protected files: CAP_DAC_OVERRIDE, _DAC_READ_SEARCH, _FOWNER."""
 
 
 def test_a_folder_that_a_script_has_shut_is_removed_all_the_same(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A clock that is set while a launch runs changes neither what the launch took nor the order of its events."""
+"""A clock that is set during a launch changes neither its measured durations nor the order of its events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step(number: int, at: float) -> StepMeasured:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[RunningLaunch]:
-    """Give a launch that began ten seconds ago."""
+    """Return a launch that started ten seconds ago."""
     mark = new_mark()
     agent = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: mark})
     launch = RunningLaunch(
@@ -49,7 +49,7 @@ def launch(tmp_path: Path) -> Iterator[RunningLaunch]:
 def test_a_launch_takes_what_it_took(
     launch: RunningLaunch, monkeypatch: pytest.MonkeyPatch, by_s: float, after: int
 ) -> None:
-    """It is set before its first step, between its steps, or when all have ended."""
+    """The clock is set before its first step, between its steps, or after all have ended."""
     clock, begun = time.time, launch.started
     written = EventWriter(launch.directory.events(0))
     read: list[Event] = []

@@ -1,4 +1,4 @@
-"""What launches make in shared memory is known while they live, and nothing of others' is taken for theirs."""
+"""Files of launches in shared memory are known while they live, and files of others are never attributed to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for path in sys.argv[1:]:
 print("mapped", flush=True)
 time.sleep(600)
 """
-"""Maps files, makes those that are not there."""
+"""Maps files; creates missing files."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def names() -> Iterator[list[Path]]:
 
 
 def mapping(*paths: Path, mark: str = "") -> subprocess.Popen[str]:
-    """Start a process that has files mapped once this returns."""
+    """Start a process that has mapped the files when this returns."""
     process = subprocess.Popen(
         [sys.executable, "-c", MAPS, *map(str, paths)],
         env={**os.environ, **({MARK_ENV: mark} if mark else {})},
@@ -67,7 +67,7 @@ def killed(process: subprocess.Popen[str]) -> None:
 
 
 def old(path: Path) -> None:
-    """Make a file that has been there for an hour."""
+    """Create a file that is an hour old."""
     path.write_bytes(b"data" * 1024)
     os.utime(path, (time.time() - 3600, time.time() - 3600))
 
@@ -98,7 +98,7 @@ def test_what_a_process_made_that_others_killed_is_removed_and_a_users_own_file_
     launch._processes.add_rank(0, rank.pid)
     launch.advance(1.0)
     assert json.loads((tmp_path / "record").read_text()) == {"path": str(made), "inode": made.stat().st_ino}
-    killed(rank)  # by no tuner of ours
+    killed(rank)  # not by one of our tuners
     killed(agent)
     now = 1.0
     while launch.gone_at is None:
@@ -149,7 +149,7 @@ def test_a_name_that_was_there_before_is_left_whatever_its_file(tmp_path: Path, 
     old(replaced)
     watch = SharedMemoryWatch(lambda: (rank.pid,), record=tmp_path / "record")
     other.write_bytes(b"new" * 1024)
-    other.rename(replaced)  # as a script does that replaces its data
+    other.rename(replaced)  # as done by a script that replaces its data
     rank = mapping(replaced)
     try:
         watch.check(0.0)
@@ -198,7 +198,7 @@ def test_processes_are_not_looked_at_again_and_again(names: list[Path]) -> None:
     for tick in range(1000):
         now = tick * 0.02
         if tick == 100:
-            names[0].touch()  # another's, now and later
+            names[0].touch()  # a file of another owner, now and later
         watch.check(now)
     assert looks[0] == 2.0
     assert 3 <= len(looks) <= 8

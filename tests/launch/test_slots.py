@@ -22,11 +22,11 @@ from optuna_dsat.launch.machine.slots import SlotPool
 
 GIB = 2**30
 GONE = 2**22 + 1
-"""A process number that Linux never gives."""
+"""A process number that Linux never assigns."""
 
 
 class FakeNvml:
-    """Stands in for the module ``pynvml``: GPUs of 80 GiB, with what is in use on each."""
+    """Replaces the module ``pynvml``: GPUs of 80 GiB, with settable memory use and processes."""
 
     class NVMLError(Exception):
         pass
@@ -74,7 +74,7 @@ def fake() -> FakeNvml:
 def gpu_pool(fake: FakeNvml, tmp_path: Path, *, visible: str | None = None, **options: Any) -> SlotPool:
     nvml = Nvml(fake)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    clock = iter(range(0, 10**6, 10))  # every look is a fresh one
+    clock = iter(range(0, 10**6, 10))  # every reading is new
     return SlotPool(
         detect_devices(environ=environ, nvml=nvml),
         nvml=nvml,

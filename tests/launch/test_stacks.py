@@ -1,4 +1,4 @@
-"""Whether silent ranks stand still, and where they are."""
+"""Whether silent ranks are stuck, and where they are."""
 
 from __future__ import annotations
 

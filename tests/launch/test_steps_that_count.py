@@ -1,4 +1,4 @@
-"""Which steps count: those that the loss scaler skipped do not, and inputs of unequal size are not equal work."""
+"""Counted steps: steps skipped by the loss scaler do not count, and inputs of unequal size are unequal work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.launch.test_measurement import engine, global_steps, step_of
 
 
 def scaled(skips: str, *, rank: int = 0, samples: int = 8) -> Iterator[StepMeasured]:
-    """Yield the steps of a rank, ``x`` for a skipped one; the n-th takes n seconds."""
+    """Yield the steps of a rank, ``x`` for a skipped step; step n takes n seconds."""
     for index, sign in enumerate(skips):
         before = skips[:index].count("x")
         yield step_of(
@@ -125,7 +125,7 @@ def test_a_script_that_ends_among_skipped_steps_is_out_of_data() -> None:
 def test_the_batch_of_warm_up_is_not_compared_behind_skipped_steps() -> None:
     facts = facts_of("xx.....", "profile_done", start_profile_step=2)
     first, *rest = facts.events[0][3:]
-    assert isinstance(first, StepMeasured)  # the first that counts, and warm-up
+    assert isinstance(first, StepMeasured)  # the first counted step, and warm-up
     events = {0: [*facts.events[0][:3], replace(first, observed_micro_batch=64), *rest], 1: facts.events[1]}
     assert observed_micro_batch(replace(facts, events=events)) == 8
 
@@ -217,7 +217,7 @@ def test_no_launch_ends_early_where_inputs_vary() -> None:
 
 
 def simulated(rng: random.Random, count: int) -> list[GlobalStep]:
-    """Return steps of 8 padded sequences, with times of 10 ms and 0.1 ms a token, off by 3%."""
+    """Return steps of 8 padded sequences that take 10 ms plus 0.1 ms per token, off by 3%."""
     lengths = [max(rng.uniform(20, 120) for _ in range(8)) for _ in range(count)]
     seconds = [(0.01 + 1e-4 * 8 * length) * rng.gauss(1.0, 0.03) for length in lengths]
     return sized(lengths, seconds, samples=8)

@@ -1,4 +1,4 @@
-"""The process that launches are forked from stands still, as after SIGSTOP: nothing waits for it for long."""
+"""If the fork server is stopped, as after SIGSTOP, nothing waits for it for long."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENVIRON = {**os.environ, "DS_ACCELERATOR": "cpu"}
 @pytest.fixture
 def launches(tmp_path: Path) -> Iterator[WarmLaunches]:
     made = WarmLaunches(tmp_path / "warm.log")
-    made.prepare(Preload(modules=("colorsys",)))  # nothing that takes long
+    made.prepare(Preload(modules=("colorsys",)))  # a quick import
     made.begin(ENVIRON)
     made.wait()
     yield made

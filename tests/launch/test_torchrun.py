@@ -71,7 +71,7 @@ def test_a_launch_is_measured_and_leaves_its_directory(launcher: TorchrunLaunche
     updates = updates_until_finished(launcher)
     report = reports(updates)["trial-0000"]
     assert report.outcome is Outcome.MEASURED, report
-    assert report.exit_code in (0, None)  # torchrun was ended, or was faster
+    assert report.exit_code in (0, None)  # torchrun was ended, or ended earlier
     assert report.devices == (0, 1)
     assert_gone(report.pids)
     assert len(report.pids) == 3
@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_ends_the_launch(launcher: TorchrunLauncher, cwd: 
     victim = next(event.pid for event in events(updates, RankStarted) if event.rank == 1)
     os.kill(victim, signal.SIGKILL)
     report = reports(updates_until_finished(launcher))["trial-0000"]
-    assert report.outcome in (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY)  # by what the kernel tells
+    assert report.outcome in (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY)  # by the kernel's count
     assert "rank 1: killed" in report.message
     assert_gone(report.pids)
 
@@ -200,7 +200,7 @@ def test_a_tuner_that_is_killed_takes_its_launch_along(cwd: Path) -> None:
     while any(ProcessKey.of(pid) for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert_gone(ranks)
-    kill_leftovers()  # the orphans that the script had started itself
+    kill_leftovers()  # the orphans started by the script
     assert_gone(own)
     assert own_processes(process.pid) == []
 

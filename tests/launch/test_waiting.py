@@ -25,7 +25,7 @@ TUNER = Holder(device="GPU 0", who="another optuna-dsat (process 812)", since=1.
 
 
 class Wait:
-    """A wait whose time passes when told so."""
+    """A wait with a simulated clock."""
 
     def __init__(self, *holders: Holder, limit_s: float = 600.0, slots: int = 2, study: str = "") -> None:
         self.holders: Sequence[Holder] = holders
@@ -62,7 +62,7 @@ def test_a_wait_that_is_reported_is_a_phase_until_it_is_over() -> None:
 
 @contextmanager
 def process(name: str, folder: Path) -> Iterator[int]:
-    """Run something that sleeps under this name until the end of the block."""
+    """Run a sleeping process with this name until the end of the block."""
     program = folder / name
     program.symlink_to(sys.executable)
     child = subprocess.Popen(
@@ -162,7 +162,7 @@ def test_processes_are_named_with_program_user_and_memory(machine: Machine, tmp_
         one, other = pool.holders()
     user = psutil.Process().username()
     assert one == Holder(device="GPU 0", who=f"process {pid} (train-llama, user {user})", used_bytes=5 * GIB)
-    assert other == Holder(device="GPU 1", who="process 4194305 (far-4194305)")  # of another namespace: NVML names it
+    assert other == Holder(device="GPU 1", who="process 4194305 (far-4194305)")  # in another namespace: NVML names it
     machine.gets(f"refuse nvmlSystemGetProcessName {NOT_SUPPORTED}")
     assert pool.holders()[-1].who == "process 4194305"
 
@@ -232,7 +232,7 @@ def test_a_lock_names_its_owner_while_that_lives(tmp_path: Path) -> None:
     assert lock_owner(path) is None
     held = lock(path)
     assert held is not None
-    path.write_text(f"{2**22 + 1}\n")  # as one that ended and could not be overwritten
+    path.write_text(f"{2**22 + 1}\n")  # as of an ended process that could not overwrite it
     owner = lock_owner(path)
     assert owner is not None
     assert owner.pid is None

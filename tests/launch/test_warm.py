@@ -1,4 +1,4 @@
-"""Launches forked from a warm process, on the CPU: nobody can tell them from plain ones, or from one another."""
+"""Launches forked from a warm process, on the CPU: indistinguishable from plain launches and from each other."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def temporary() -> Iterator[Path]:
-    """The launches' folder for temporary files, of a name that is short enough for sockets."""
+    """The launches' folder for temporary files, with a name that is short enough for sockets."""
     with tempfile.TemporaryDirectory() as made:
         yield Path(made)
 
@@ -118,7 +118,7 @@ def test_a_forked_rank_finds_what_a_started_one_does(
 
 
 def test_the_profile_launch_finds_deepspeed_imported(launcher: TorchrunLauncher, folder: Path, tmp_path: Path) -> None:
-    """And still says all that it used, so that nothing is missing before the next fork."""
+    """It also reports all modules it used, so that none is missing before the next fork."""
     script, found = tmp_path / "looks.py", tmp_path / "found"
     script.write_text(
         f"import sys\nopen({str(found)!r}, 'w').write(str('deepspeed' in sys.modules))\n"
@@ -174,7 +174,7 @@ def test_output_goes_to_the_rank_s_own_files(launcher: TorchrunLauncher, folder:
 
 
 def descendants() -> set[psutil.Process]:
-    """Return the living processes below this one."""
+    """Return the living descendants of this process."""
     found = psutil.Process().children(recursive=True)
     return {process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
 
@@ -220,7 +220,7 @@ def test_a_rank_that_dies_is_explained_by_torchrun(
     launcher: TorchrunLauncher, folder: Path, end: str, said: str
 ) -> None:
     report, _ = run(launcher, request(folder, launch_id=f"dies-{end}", args=("--end", end, "--end-rank", "1")))
-    killed = (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY)  # by what the kernel tells
+    killed = (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY)  # by the kernel's count
     assert report.outcome in (killed if end == "kill" else (Outcome.SCRIPT_ERROR,)), report
     assert said in report.message
     assert_gone(report.pids)
@@ -269,7 +269,7 @@ def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_fo
     try:
         for victim in ("agent", "parent"):
             report = killed(victim)
-            assert report.outcome in (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY), report  # by what the kernel tells
+            assert report.outcome in (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY), report  # by the kernel's count
             assert "killed" in report.message
             assert_gone(report.pids)
         launcher.start(request(folder, launch_id="again", script=STUB))
@@ -310,7 +310,7 @@ def state_request_with_env(folder: Path, launch_id: str, env: dict[str, str]) ->
 
 
 class TestWhatMustNotBeImported:
-    """Packages whose import would spoil every fork; small ones of the test's own stand for them."""
+    """Packages whose import would make forks unusable; the test replaces them by small packages."""
 
     @pytest.fixture
     def warm(self, tmp_path: Path) -> Iterator[WarmLaunches]:
@@ -319,14 +319,14 @@ class TestWhatMustNotBeImported:
         made.close()
 
     def start(self, warm: WarmLaunches, tmp_path: Path, *modules: str) -> Preload:
-        """Have the parent import, without torch, and return what it was left with."""
+        """Have the parent import modules, without torch, and return its remaining preload."""
         warm.prepare(Preload(modules=modules))
         warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
         warm.wait()
         return warm.preload
 
     def test_a_parent_that_is_killed_is_started_again(self, warm: WarmLaunches, tmp_path: Path) -> None:
-        """Between launches, and while it imports; not without end."""
+        """Between launches and during imports, but only a limited number of times."""
         (tmp_path / "slow_package.py").write_text("import time\ntime.sleep(1.0)")
         self.start(warm, tmp_path, "slow_package")
         seen: list[int] = []
@@ -337,7 +337,7 @@ class TestWhatMustNotBeImported:
             warm._server.process.wait()
             warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
         assert warm._server is not None
-        warm._server.process.kill()  # before its imports are done
+        warm._server.process.kill()  # before its imports are finished
         warm.wait()
         assert warm._server.process.pid not in seen
         assert warm._server.process.poll() is None
@@ -390,7 +390,7 @@ class TestWhatMustNotBeImported:
 
 
 def test_a_forked_launch_that_fails_is_repeated_plainly(folder: Path, tmp_path: Path) -> None:
-    """A script that wants to be the first to import a module stands for one that cannot be forked."""
+    """A script that must be the first to import a module represents scripts that cannot be forked."""
     script = tmp_path / "refuses.py"
     script.write_text(
         "import sys\nassert 'torch._dynamo' not in sys.modules, 'I want it fresh'\n"

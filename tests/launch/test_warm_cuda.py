@@ -1,6 +1,6 @@
-"""Warm launches leave CUDA alone before the fork, and know when they did not: on the CPU, a small library as driver.
+"""Warm launches use no CUDA before the fork, and detect if an import did: on the CPU, with a small driver library.
 
-What a rank itself does on CUDA is tried in ``tests/cuda``.
+CUDA in the ranks themselves is tested in ``tests/cuda``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if "CUDA_SPY" in os.environ:
     note(" ".join(["started", *sys.orig_argv]))
     ImportWatch({"torch.cuda": watch}).install()
 """
-"""A ``sitecustomize``: it notes every question about GPUs with the process that asks."""
+"""A ``sitecustomize`` that records every GPU query with the process that makes it."""
 
 INITIALISES = "import ctypes\nctypes.CDLL('libcuda.so.1').cuInit(0)\n"
 
@@ -85,15 +85,15 @@ if "spoiler" in sys.modules:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
     deepspeed.DeepSpeedEngine.__init__ = refuse
 """
-"""The beginning of a script whose ``deepspeed.initialize`` fails only where a module was imported before the fork."""
+"""Start of a script whose ``deepspeed.initialize`` fails only if a module was imported before the fork."""
 
 
 MORE_IMPORTERS = tuple(f"importer_{number}" for number in range(8))
-"""More than the parent may be started anew."""
+"""More than the allowed restarts of the parent."""
 
 
 class IdleGpus:
-    """NVML of GPUs that nobody uses."""
+    """NVML with unused GPUs."""
 
     def use(self, _gpu: str) -> GpuUse:
         return GpuUse(used_bytes=0, processes={})
@@ -201,7 +201,7 @@ class TestVariablesThatTheScriptChanges:
         names = ("odd_package", "importer_of_importer", "importer", *MORE_IMPORTERS, "asks_whether_it_is_there")
         warm = WarmLaunches(tmp_path / "warm.log")
         try:
-            # The shell's own value is no better than none: what the script sets counts.
+            # The shell's value must be ignored like a missing value: the script's value counts.
             warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "ODD_HOME": "/shell", "OTHER": "1"})
             warm.prepare(Preload(modules=names, environment=environment))
             warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "ODD_HOME": "/shell", "OTHER": "1"})
@@ -211,7 +211,7 @@ class TestVariablesThatTheScriptChanges:
             warm.close()
 
 
-# Two "GPUs" whose ranks compute on the CPU; nobody says how many threads they may have.
+# Two "GPUs" whose ranks compute on the CPU; the number of threads is not set.
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def asked(folder: Path, launch_id: str, **changes: Any) -> LaunchRequest:
 
 @pytest.fixture(scope="module")
 def profiled(folder: Path, notices: list[str]) -> Iterator[tuple[TorchrunLauncher, LaunchReport, list[LaunchUpdate]]]:
-    """Return a launcher that has run a profile launch, and what came of it."""
+    """Return a launcher that has run a profile launch, and the result of that launch."""
     (folder / "warm").mkdir()
     (folder / "asks_for_gpus.py").write_text("import torch\nGPUS = torch.cuda.device_count()\n")
     launcher = make(folder, notices, warm=True, CUDA_SPY=str(folder / "spy.log"))

@@ -1,1 +1,1 @@
-"""A machine's side of a launch: write its files, start it, follow it and end it."""
+"""A machine's part of a launch: write its files, start it, follow it and end it."""

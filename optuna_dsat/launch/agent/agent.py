@@ -1,19 +1,19 @@
-"""The agent of one node: does on it what the launcher of one machine does on its own, by order of a head.
+"""The agent of a node: runs launches for a head as the launcher does on a single machine.
 
-Orders and news are JSON objects; ``do`` and ``news`` name them:
+Commands and messages are JSON objects with their kind in ``do`` and ``news``:
 
-    (none)    -> hello     who this is: names, versions, machine
-    ping      -> pong      the node's time, for the offset of its clock
-    look      -> seen      devices and files that a study needs, and which of them are missing; node 0 opens doors
-    reach     -> reached   which of node 0's doors answer from here
-    port      -> port      a port that is free here
-                 phase     what takes long here; empty once it is over
+    (none)    -> hello     identity: names, versions, machine
+    ping      -> pong      the node's time, for its clock offset
+    look      -> seen      devices and files required by a study, and which are missing; node 0 starts to listen
+    reach     -> reached   addresses of node 0 that answer from here
+    port      -> port      a free port on this node
+                 phase     a slow activity here; empty at its end
     prepare   -> prepared  imports before a fork, compiled operators
     launch    -> started, then events, log, state and usage, then gone, tracker and free; or failed
     end       -> gone      kills a launch (``ranks_only``: all but torchrun)
     leave                  ends everything
 
-All calls come from one thread, which lives as long as the launches: the kernel ends them with it.
+All calls come from a single thread, which lives as long as the launches: the kernel ends them with it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from optuna_dsat.launch.warm.forking import IMPORTING, Forking
 __all__ = ["VERSIONED", "NodeAgent", "digest_of", "versions"]
 
 VERSIONED = ("optuna-dsat", "torch", "deepspeed")
-"""Packages that have to be the same on all nodes."""
+"""Packages whose versions must be equal on all nodes."""
 
 
 @cache
 def versions() -> Mapping[str, str]:
-    """Return the versions of Python and of the packages that have to be the same on all nodes."""
+    """Return the versions of Python and of the packages that must be equal on all nodes."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in VERSIONED:
         with suppress(PackageNotFoundError):
@@ -62,7 +62,7 @@ def versions() -> Mapping[str, str]:
 
 
 def digest_of(path: Path) -> str:
-    """Return a digest of a file's content; ``folder`` for a folder, empty for what is not there."""
+    """Return a digest of a file's content; ``folder`` for a folder, empty if missing."""
     if path.is_dir():
         return "folder"
     try:
@@ -72,12 +72,12 @@ def digest_of(path: Path) -> str:
 
 
 class NodeAgent:
-    """Runs launches on this node by order of a head. The first news is its hello.
+    """Runs launches on this node as commanded by a head. The first message is its hello.
 
     Args:
-        node: Number of the node in its place.
-        name: What the cluster calls the node.
-        environ: Environment that launches inherit from; None for this process's own.
+        node: Number of the node in its allocation.
+        name: The cluster's name of the node.
+        environ: Environment inherited by launches; None for this process's environment.
         clock: Monotonic time in seconds.
     """
 
@@ -95,14 +95,14 @@ class NodeAgent:
         self._clock = clock
         self._heard = clock()
         self._left = False
-        self._news: deque[dict[str, Any]] = deque()  # a thread that compiles appends to it, too
+        self._news: deque[dict[str, Any]] = deque()  # a compiling thread appends to it, too
         self._notes = TunerNotes(Path.cwd())
         self._machine: Machine | None = None
         self._launches: dict[str, NodeLaunch] = {}
         self._doors: Doorbell | None = None
         self._compiling: threading.Thread | None = None
         self._phases: dict[str, str] = {}
-        """What takes long, by who says so."""
+        """Slow activity by its source."""
         self._told_phase = ""
         self._builds = BuildWatch(self._environ, on_phase=partial(self._phases.__setitem__, "builds"))
         self._say(
@@ -117,11 +117,11 @@ class NodeAgent:
 
     @property
     def leaving(self) -> bool:
-        """Whether this process is to end: it was told so, or the head has been silent for too long."""
+        """Whether this process should exit: on request, or because the head has been silent for too long."""
         return self._left or self._clock() - self._heard > HEARD_S
 
     def take(self, order: Mapping[str, Any]) -> None:
-        """Carry out an order, or begin with it. An order that is not known is answered, too."""
+        """Carry out a command, or start to. Unknown commands are answered, too."""
         self._heard = self._clock()
         actions: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "ping": self._ping,
@@ -140,7 +140,7 @@ class NodeAgent:
             action(order)
 
     def advance(self) -> list[dict[str, Any]]:
-        """Let all launches go on; return the news since the last call."""
+        """Advance all launches; return the messages since the last call."""
         now = time.monotonic()
         for launch in list(self._launches.values()):
             self._news.extend(launch.advance(now))
@@ -159,7 +159,7 @@ class NodeAgent:
             self._say("phase", words=phase)
 
     def close(self) -> None:
-        """End everything, and wait until it is gone."""
+        """End everything, and wait for its end."""
         for launch in self._launches.values():
             launch.end()
         for launch in self._launches.values():
@@ -181,7 +181,7 @@ class NodeAgent:
         self._left = True
 
     def _look(self, order: Mapping[str, Any]) -> None:
-        """Look for devices and files; ``why`` says in words what is missing."""
+        """Check devices and files; ``why`` in the message describes missing items."""
         files = {path: digest for path, digest in order["files"].items() if digest_of(Path(path)) != digest}
         why, devices = "", None
         try:
@@ -236,7 +236,7 @@ class NodeAgent:
 
     def _new_folder(self) -> tuple[Path, Path]:
         leavings = self._notes.begin()
-        return leavings.with_suffix(""), leavings  # among the notes, which the next start removes if this one is killed
+        return leavings.with_suffix(""), leavings  # in the journal, so removed at the next start if killed
 
     def _notice(self, text: str) -> None:
         self._say("notice", text=text)
@@ -248,7 +248,7 @@ class NodeAgent:
         self._say("port", launch_id=order["launch_id"], port=free_port(order["address"]))
 
     def _prepare(self, order: Mapping[str, Any]) -> None:
-        """Set what is imported before forks, and compile operators beside all else."""
+        """Set the modules to import before forks, and compile operators in the background."""
         machine = self._machine
         if machine is None:
             return

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _OWN_PREFIXES = ("OPTUNA_DSAT_", "PET_", "TORCHELASTIC_")
-"""Prefixes of variables of the tuner, or of a torchrun above it, that a launch must not inherit (PET_*: torchrun's
+"""Prefixes of variables of the tuner, or of a parent torchrun, that a launch must not inherit (PET_*: torchrun's
 defaults)."""
 
 
@@ -56,8 +56,8 @@ _QUIET_TRACKERS = {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
 }
-"""Settings that keep what a trial logs to experiment trackers on this machine; downloads of models and data sets still
-work. A value of "disabled" set by the user is kept."""
+"""Settings that keep a trial's experiment tracking on this machine; downloads of models and data sets still work. A
+value of "disabled" set by the user is kept."""
 
 
 def torchrun_command(
@@ -67,10 +67,10 @@ def torchrun_command(
     rendezvous: Rendezvous | None = None,
     python: str = sys.executable,
 ) -> tuple[str, ...]:
-    """Return the launch's command as plain torchrun, that of one node where ``rendezvous`` is given.
+    """Return the launch's command as plain torchrun; with ``rendezvous``, the command of a node.
 
-    On one machine a rendezvous on port 0 lets the operating system choose the port, so that concurrent launches do not
-    clash; the ranks' own store shares that port.
+    On a single machine a rendezvous on port 0 lets the operating system choose the port, so that concurrent launches do
+    not clash; the ranks' store shares this port.
     """
     return (
         python,
@@ -78,13 +78,13 @@ def torchrun_command(
         "torch.distributed.run",
         *_meeting(request, rendezvous),
         *("--max_restarts", "0"),
-        *("--log_dir", str(directory.torchrun_dir)),  # else torchrun leaves a folder among the temporary files
+        *("--log_dir", str(directory.torchrun_dir)),  # else torchrun leaves a folder in the temporary directory
         *rank_words(request),
     )
 
 
 def rank_words(request: LaunchRequest) -> tuple[str, ...]:
-    """Return what torchrun starts on each rank, which needs ``rank_variables``."""
+    """Return the program and arguments that torchrun starts on each rank, which need ``rank_variables``."""
     script = request.command
     return (
         *("-m", "optuna_dsat.runtime"),
@@ -95,7 +95,7 @@ def rank_words(request: LaunchRequest) -> tuple[str, ...]:
 
 
 def rank_variables(directory: RunDirectory) -> dict[str, str]:
-    """Return the variables by which a rank finds its launch description."""
+    """Return the variables through which a rank finds its launch description."""
     return {LAUNCH_ENV: str(directory.launch)}
 
 
@@ -142,16 +142,16 @@ def launch_environment(
     """Return the environment of a launch.
 
     Args:
-        base: The tuner's own environment.
-        request: The launch; its ``env`` overrides ``base``, but not what the launch itself needs.
+        base: The tuner's environment.
+        request: The launch; its ``env`` overrides ``base``, but not variables required by the launch.
         directory: Its run directory.
         devices: Its devices.
         kind: ``cuda`` or ``cpu``.
-        total_slots: Ranks that may run at once on this machine, over all launches.
+        total_slots: Maximum number of concurrent ranks on this machine, over all launches.
         mark: Mark of the launch's processes.
-        cores: CPU cores to share; None for those this process may use.
-        rendezvous: Where the nodes of the launch meet; None for a launch on this machine alone.
-        python: Interpreter of the launch. Its folder is added to the end of ``PATH``: DeepSpeed looks there for ninja
+        cores: CPU cores to share; None for the cores available to this process.
+        rendezvous: Rendezvous of the launch's nodes; None for a launch on this machine alone.
+        python: Interpreter of the launch. Its folder is appended to ``PATH``: DeepSpeed looks there for ninja
             when it compiles its operators, and the virtual environment may not be activated.
     """
     environ = {
@@ -168,7 +168,7 @@ def launch_environment(
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible_id for device in devices)
     else:
         environ["LOCAL_SIZE"] = str(len(devices))
-    # Set for started and forked ranks alike: torchrun's default is one thread, a fork's that of its parent.
+    # Set for started and forked ranks alike: torchrun's default is one thread, a fork inherits its parent's number.
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
     environ.update(rank_variables(directory))
@@ -177,7 +177,7 @@ def launch_environment(
 
 
 def _network(rendezvous: Rendezvous | None) -> Mapping[str, str]:
-    """Return variables that say by which interface ranks reach each other; what the user has set takes precedence."""
+    """Return variables with the interface by which ranks reach each other; the user's values take precedence."""
     if rendezvous is None or rendezvous.address == LOOPBACK:
         return LOOPBACK_ENVIRONMENT
     return {"GLOO_SOCKET_IFNAME": rendezvous.interface} if rendezvous.interface else {}
@@ -210,9 +210,9 @@ def package_dir() -> Path:
 
 @functools.cache
 def needs_python_path(python: str = sys.executable) -> bool:
-    """Whether a fresh interpreter finds no optuna_dsat or another than the running one.
+    """Return whether a fresh interpreter imports no optuna_dsat, or a different copy than this process.
 
-    That is so if the package was found through the working directory or a changed ``sys.path``.
+    This happens if the package was found through the working directory or a changed ``sys.path``.
     """
     code = "import optuna_dsat; print(optuna_dsat.__file__)"
     answer = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False, cwd="/")
@@ -222,7 +222,7 @@ def needs_python_path(python: str = sys.executable) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedLaunch:
-    """Command and environment of a launch whose run directory is written."""
+    """Command and environment of a launch with an existing run directory."""
 
     directory: RunDirectory
     argv: list[str]
@@ -240,7 +240,7 @@ def write_run_directory(request: LaunchRequest, output_dir: Path, *, leavings: P
     Args:
         request: The launch.
         output_dir: Folder of the run directories.
-        leavings: File in which its processes note what they may leave elsewhere; None for none.
+        leavings: Journal for leftovers of its processes elsewhere; None for none.
 
     Raises:
         OutputError: If it cannot be written.
@@ -274,7 +274,7 @@ def prepare_launch(
         pool: The pool they are from.
         base_env: Environment to inherit from.
         mark: Mark of the launch's processes.
-        rendezvous: Where the nodes of the launch meet; None for a launch on this machine alone.
+        rendezvous: Rendezvous of the launch's nodes; None for a launch on this machine alone.
 
     Raises:
         OutputError: If they cannot be written.
@@ -335,7 +335,7 @@ def _world(request: LaunchRequest, directory: RunDirectory) -> WorldPlan:
 
 
 def _nvme_paths(config: Any) -> Iterator[str]:
-    """Yield the folders to which DeepSpeed swaps: it removes its files itself, and no overlay may slow it down."""
+    """Yield DeepSpeed's swap folders: DeepSpeed removes its files itself, and an overlay would slow it down."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             if key == "nvme_path" and isinstance(value, str):

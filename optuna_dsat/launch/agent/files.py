@@ -1,6 +1,6 @@
-"""Files of one launch on a node: events and logs are passed on to the head as they grow, trackers' output at its end.
+"""Files of a launch on a node: events and logs are forwarded to the head as they grow, trackers' output at the end.
 
-Events and logs are sent also where node and head share a file system, since one of a network shows them late.
+Events and logs are also sent if node and head share a file system, since network file systems show changes late.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from optuna_dsat.launch.run_directory import RunDirectory
 __all__ = ["TOKEN", "GrowingFile", "LaunchFiles", "TrackerFiles", "append_events", "append_log", "write_tracker"]
 
 TOKEN = ".token"
-"""File in the head's folder for trackers whose content shows to a node that it is the same folder there."""
+"""File in the head's tracker folder by whose content a node recognises that it sees the same folder."""
 
 _MOST_AT_ONCE = 2**18
-"""Bytes of one file that are passed on in one look."""
+"""Maximum bytes of a file forwarded at a time."""
 _MOST_BEHIND = 8 * 2**20
-"""Bytes by which what is passed on of one log may be behind its end, before a part is left out."""
+"""Maximum unsent bytes of a log, before a part is skipped."""
 _MOST_OF_TRACKERS = 32 * 2**20
-"""Bytes of what one node's trackers wrote in a launch that are passed on at all."""
+"""Maximum total bytes of tracker files forwarded per node and launch."""
 
 
 class GrowingFile:
-    """Reads what is appended to a file.
+    """Reads data appended to a file.
 
     Args:
         path: The file; it need not exist yet.
@@ -44,7 +44,7 @@ class GrowingFile:
         self._partial = b""
 
     def read(self) -> bytes:
-        """Return what was appended since the last call, up to a bound."""
+        """Return data appended since the last call, up to a limit."""
         try:
             if self.path.stat().st_size <= self.sent_bytes:
                 return b""
@@ -57,7 +57,7 @@ class GrowingFile:
         return data
 
     def skip_to(self, behind_bytes: int) -> int:
-        """Leave out what is further from the end of the file than a number of bytes; return the bytes left out."""
+        """Skip to the last ``behind_bytes`` bytes of the file; return the number of bytes skipped."""
         with suppress(FileNotFoundError):
             skipped = self.path.stat().st_size - behind_bytes - self.sent_bytes
             if skipped > 0:
@@ -72,7 +72,7 @@ class GrowingFile:
 
 
 class LaunchFiles:
-    """Event files and logs of the ranks of one node, and the log of its torchrun.
+    """Event files and logs of the ranks on a node, and the log of its torchrun.
 
     Args:
         directory: The run directory on the node.
@@ -95,11 +95,12 @@ class LaunchFiles:
                 yield rank, lines
 
     def log_texts(self, *, last: bool = False) -> Iterator[tuple[str, str]]:
-        """Yield (name of the file, text) for each log that grew since the last call.
+        """Yield (file name, text) for each log that grew since the last call.
+
+        Text in the middle of a log is skipped if it is written faster than forwarded.
 
         Args:
-            last: Whether this is the last call: what is too long for it is left out. So is, in the middle of a log,
-                what is written faster than it is passed on.
+            last: Whether this is the last call, which skips all text that does not fit.
         """
         for name, file in self._logs.items():
             behind = _MOST_AT_ONCE if last else _MOST_BEHIND
@@ -111,12 +112,12 @@ class LaunchFiles:
 
 
 class TrackerFiles:
-    """What trackers wrote on this node, for the head's folder of them; what node 1 wrote lies in ``node1`` there.
+    """Forwards this node's tracker files to the head's tracker folder; files of node 1 are put in its ``node1``.
 
     Args:
         folder: Folder for trackers of the launch on this node.
         node: Number of the node.
-        on_notice: Called with what is left out.
+        on_notice: Called with a description of files that are left out.
     """
 
     def __init__(self, folder: Path, *, node: int, on_notice: Callable[[str], None]) -> None:
@@ -125,7 +126,7 @@ class TrackerFiles:
         self._notify = on_notice
 
     def hand_over(self, target: Path, token: str) -> Iterator[dict[str, Any]]:
-        """Move all files to the head's folder if that is seen from here, else yield them in pieces.
+        """Move all files to the head's folder if it is visible from here, else yield them in pieces.
 
         Args:
             target: The head's folder.
@@ -158,7 +159,7 @@ def _content(path: Path) -> str:
 
 
 def _pieces(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Yield a file as it was when this began; an empty one is one empty piece."""
+    """Yield a file's content in pieces; an empty file is a single empty piece."""
     with path.open("rb") as file:
         begin = 0
         while (data := file.read(_MOST_AT_ONCE)) or not begin:
@@ -169,7 +170,7 @@ def _pieces(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def append_events(directory: RunDirectory, message: Mapping[str, Any], *, ahead_s: float) -> None:
-    """Append a rank's lines to its event file, their times moved to the head's clock."""
+    """Append a rank's lines to its event file, with times converted to the head's clock."""
     lines = [str(line) for line in message["lines"]]
     if ahead_s:
         lines = [_moved(line, by_s=-ahead_s) for line in lines]
@@ -186,13 +187,13 @@ def _moved(line: str, *, by_s: float) -> str:
 
 
 def append_log(directory: RunDirectory, message: Mapping[str, Any]) -> None:
-    """Append to one of the logs."""
+    """Append to a log."""
     with (directory.log_dir / Path(message["file"]).name).open("a", encoding="utf-8") as file:
         file.write(message["text"])
 
 
 def write_tracker(directory: RunDirectory, message: Mapping[str, Any]) -> None:
-    """Write a piece of a file of a node's trackers; one with a path out of their folder is left alone."""
+    """Write a piece of a node's tracker file; paths outside the tracker folder are ignored."""
     name = PurePosixPath(str(message["file"]))
     if name.is_absolute() or ".." in name.parts:
         return

@@ -1,7 +1,7 @@
-"""What heads and agents say to each other: launch requests as JSON, and long lines in pieces.
+"""Wire format between heads and agents: launch requests as JSON, and long lines in pieces.
 
-An engine may join the output of many agents into one stream, and keep only short lines whole. A message is therefore
-written as lines of at most ``_PIECE`` bytes, ``NODE+piece`` for all but the last one, ``NODE.piece`` for that.
+An engine may join the output of many agents into a single stream, and keep only short lines whole. A message is
+therefore written as lines of at most ``_PIECE`` bytes: ``NODE+piece``, and ``NODE.piece`` for the last line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 __all__ = ["HEARD_S", "Joiner", "decode_line", "request_from_json", "request_to_json", "to_lines"]
 
 _PIECE = 960
-"""Bytes of a message in one line: SLURM passes on lines of up to 1,024 bytes whole."""
+"""Message bytes per line: SLURM forwards lines of up to 1,024 bytes whole."""
 
 
 def request_to_json(request: LaunchRequest) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def to_lines(node: int, message: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def decode_line(line: bytes) -> Mapping[str, Any] | None:
-    """Return the JSON object in a line; None if there is none."""
+    """Return the JSON object in a line, or None."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -50,11 +50,11 @@ def decode_line(line: bytes) -> Mapping[str, Any] | None:
 
 
 class Joiner:
-    """Puts messages together again from the lines of all nodes; other lines are kept for the user to read."""
+    """Reassembles messages from the lines of all nodes; other lines are kept for the user."""
 
     def __init__(self) -> None:
         self.strays: list[str] = []
-        """The last lines that were none of ours, such as what a node's shell prints."""
+        """The last lines that are not messages, such as output of a node's shell."""
         self._partial = b""
         self._pieces: dict[int, list[bytes]] = {}
 
@@ -82,4 +82,4 @@ class Joiner:
 
 
 HEARD_S = 25.0
-"""Silence of the head after which an agent ends all its launches and itself."""
+"""Silence of the head after which an agent ends all its launches and exits."""

@@ -1,1 +1,1 @@
-"""One machine: GPUs and their owners, host memory, processes, operators, and the clean-up journal."""
+"""A single machine: GPUs and their owners, host memory, processes, operators, and the clean-up journal."""

@@ -1,4 +1,4 @@
-"""Keeps CUDA uninitialised in processes that others are forked from.
+"""Keeps CUDA uninitialised in processes from which others are forked.
 
 Once a process has initialised the CUDA driver (``cuInit``), every CUDA call in its forked children fails ("Cannot
 re-initialize CUDA in forked subprocess"). So neither the fork server nor torchrun's agent may call CUDA, which is
@@ -26,13 +26,13 @@ _QUERIES = ("device_count", "is_available")
 but fall back on the driver where NVML does not answer, and for MIG devices always."""
 
 _originals: dict[str, Any] = {}
-"""Name -> the function of ``torch.cuda`` that is replaced at present."""
+"""Name -> the original of the currently replaced function of ``torch.cuda``."""
 
 
 def driver_is_initialised() -> bool:
     """Return whether this process has initialised the CUDA driver, so that no child forked from it can use CUDA.
 
-    Asks the driver's library if it is loaded; it is not loaded for this. If it cannot be asked, an open
+    Queries the driver's library if it is loaded, but never loads it. If the library cannot be queried, an open
     ``/dev/nvidia-uvm`` decides, which ``cuInit`` opens (not under WSL, nor on Jetson).
     """
     torch = sys.modules.get("torch")
@@ -72,9 +72,9 @@ def cuda_hidden() -> Iterator[None]:
 
 
 def use_named_gpu_count(torch: Any) -> None:
-    """Make torch count the GPUs that ``CUDA_VISIBLE_DEVICES`` names, without CUDA calls, until ``restore_cuda``.
+    """Make torch count the GPUs listed in ``CUDA_VISIBLE_DEVICES``, without CUDA calls, until ``restore_cuda``.
 
-    For imports before a fork: the count is that of the ranks and needs no ``cuInit``. Does nothing if the variable is
+    For imports before a fork: the count is valid for the ranks and needs no ``cuInit``. Does nothing if the variable is
     not set.
 
     Args:

@@ -1,6 +1,6 @@
 """The devices of this machine: GPUs reported by NVML, or ranks on the CPU.
 
-Never imports torch and never creates a CUDA context: the tuner must not take memory from what it measures.
+Never imports torch and never creates a CUDA context: the tuner must not use memory of the GPUs it measures.
 The NVML part has not been run on a machine with a GPU yet.
 """
 
@@ -37,7 +37,7 @@ __all__ = [
     "refuse_other_builds",
 ]
 
-# Devices other than NVIDIA's GPUs: none is supported, and the user is told before a search runs on the CPU instead.
+# Devices other than NVIDIA GPUs are not supported; the user is informed before a search runs on the CPU instead.
 #
 # The platform torch was built for is read from its version (``2.9.0+rocm6.4``, ``2.9.0+xpu``: the wheels of
 # pytorch.org), without importing it.
@@ -57,10 +57,10 @@ _SUPPORTED = "optuna-dsat tunes on NVIDIA GPUs that NVML knows, and on the CPU"
 
 
 def refuse_other_builds(environ: Mapping[str, str]) -> None:
-    """Refuse a build of torch or a setting of DeepSpeed for devices other than NVIDIA's GPUs and the CPU.
+    """Raise for a build of torch, or a setting of DeepSpeed, for devices other than NVIDIA GPUs and the CPU.
 
     Raises:
-        UsageError: If there is one; names what is supported and how to tune on the CPU.
+        UsageError: With the supported devices, and how to tune on the CPU.
     """
     wanted = environ.get("DS_ACCELERATOR", "")
     if wanted not in ("", "cuda", "cpu"):
@@ -78,7 +78,7 @@ def refuse_other_builds(environ: Mapping[str, str]) -> None:
 
 
 def other_devices() -> tuple[str, ...]:
-    """Return a line for the user on each unsupported GPU of this machine."""
+    """Return a line for the user about each unsupported GPU of this machine."""
     return tuple(
         f"This machine has {what}, which is not used: {_SUPPORTED}."
         for name, what in _NODES.items()
@@ -93,14 +93,14 @@ def _torch_version() -> str:
         return ""
 
 
-# The GPUs that ``CUDA_VISIBLE_DEVICES`` names, parsed as CUDA does, and the entries that CUDA ignores.
+# Parser of ``CUDA_VISIBLE_DEVICES`` that follows CUDA's rules, including the entries that CUDA ignores.
 #
 # By the CUDA programming guide (environment variables) entries are indices or UUIDs, which may be shortened to a
-# unique prefix, and parsing ends at the first invalid one. Other rules are those of ``torch/cuda/__init__.py`` of
+# unique prefix, and parsing ends at the first invalid entry. Other rules follow ``torch/cuda/__init__.py`` of
 # torch 2.13 (``_parse_visible_devices``, ``_transform_uuid_to_ordinals``): the first entry decides whether indices,
 # ``GPU-`` or ``MIG-`` entries are read and an entry of another kind ends the list; a number counts up to its last
-# digit (``1gpu2`` is 1). A GPU that is named twice leaves CUDA with none; here it counts once, since every launch gets
-# a variable of its own.
+# digit (``1gpu2`` is 1). CUDA sees no GPU if one is repeated; here it counts once, since every launch gets a separate
+# value of the variable.
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NUMBER = re.compile(r"\+?(\d+)")
@@ -112,7 +112,7 @@ class Visible:
     """The GPUs that the variable makes visible."""
 
     gpus: tuple[str, ...]
-    """Index of each GPU as text; the UUID of a MIG instance, or of a GPU that does not report its own."""
+    """Index of each GPU as text; the UUID of a MIG instance, or of a GPU that does not report its UUID."""
     by_uuid: bool = False
     """Whether the variable names GPUs by UUIDs."""
     notices: tuple[str, ...] = ()
@@ -120,12 +120,12 @@ class Visible:
 
 
 def is_part(gpu: str) -> bool:
-    """Whether this is the UUID of a MIG instance."""
+    """Return whether this is the UUID of a MIG instance."""
     return gpu.startswith(_PART)
 
 
 def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
-    """Return the GPUs that ``text`` names, in its order; all for None.
+    """Return the GPUs listed in ``text``, in its order; all for None.
 
     Args:
         text: Value of the variable; None if it is not set.
@@ -155,7 +155,7 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
 
 
 def _resolve(entry: str, first: str, uuids: Sequence[str]) -> tuple[str | None, str]:
-    """Return the GPU that an entry names; None and the reason if it names none or differs in kind from the first."""
+    """Return the GPU of an entry; None and the reason if it is invalid or differs in kind from the first entry."""
     number = _NUMBER.match(entry)
     kinds = [next((kind for kind in (_GPU, _PART) if one.startswith(kind)), "") for one in (entry, first)]
     if kinds[0] != kinds[1]:
@@ -175,7 +175,7 @@ def _resolve(entry: str, first: str, uuids: Sequence[str]) -> tuple[str | None, 
 def _by_uuid(entry: str, uuids: Sequence[str]) -> tuple[str | None, str]:
     matching = [index for index, uuid in enumerate(uuids) if uuid and uuid.startswith(entry)]
     if not matching and not all(uuids):
-        return entry, ""  # possibly that of a GPU which does not report its own
+        return entry, ""  # may be a GPU that does not report its UUID
     if not matching:
         return None, f"{entry!r} is none of this machine's GPUs"
     if len(matching) > 1:
@@ -184,15 +184,15 @@ def _by_uuid(entry: str, uuids: Sequence[str]) -> tuple[str | None, str]:
 
 
 DEFAULT_CPU_RANKS = 2
+"""Ranks of a launch on a machine without a GPU: the smallest number for which ZeRO partitions."""
 MOST_CPU_RANKS = 1024
-"""Far more ranks than the cores of any machine train anything on."""
-"""Ranks of a launch on a machine without a GPU: the smallest number at which ZeRO partitions anything."""
+"""Upper limit, far above the number of cores of any machine."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 """Exists while NVIDIA's kernel driver is loaded, also in containers without a GPU."""
 
 _CONTROL = Path("/dev/nvidiactl")
-"""Exists if a process may use that driver."""
+"""Exists if a process can use that driver."""
 
 _ON_THE_CPU = f"or set {VARIABLE}= (empty) to tune on the CPU."
 
@@ -205,15 +205,15 @@ _CGROUP_LIMITS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU, one MIG instance of a GPU, or one rank's share of the CPU."""
+    """A GPU, a MIG instance of a GPU, or the share of the CPU of a rank."""
 
     index: int
-    """NVML's index of a GPU (that of ``nvidia-smi``); CPU ranks and MIG instances count from 0."""
+    """NVML's index of a GPU, as in ``nvidia-smi``; CPU ranks and MIG instances count from 0."""
     visible_id: str
     """Entry of ``CUDA_VISIBLE_DEVICES``; empty on the CPU."""
     name: str
     memory_bytes: int
-    """Memory of the GPU, that of the host if the GPU has none of its own; on the CPU an equal share of the host's."""
+    """Memory of the GPU, or of the host if the GPU shares it; on the CPU an equal share of the host's memory."""
     uuid: str = ""
     """UUID of a GPU; empty if NVML does not report it, and on the CPU."""
 
@@ -230,16 +230,16 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Devices that launches may run on."""
+    """Devices available to launches."""
 
     kind: str
     """``cuda`` or ``cpu``."""
     devices: tuple[Device, ...]
     host_memory_bytes: int
     notices: tuple[str, ...] = ()
-    """Lines for the user about the detection: a GPU that is left out, an entry that CUDA ignores."""
+    """Lines for the user about the detection: excluded GPUs, entries ignored by CUDA."""
     left_out: int = 0
-    """GPUs that do not answer."""
+    """Number of GPUs that do not respond."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -248,9 +248,9 @@ class Devices:
 
     @property
     def per_launch(self) -> int:
-        """Most devices of one launch: all, 1 if they are MIG instances.
+        """Maximum number of devices of a launch: all, or 1 for MIG instances.
 
-        A process sees one instance only, however many it may use (NVIDIA MIG user guide, "Running CUDA applications").
+        A process sees a single instance, however many are visible (NVIDIA MIG user guide, "Running CUDA applications").
         """
         return 1 if any(is_part(device.visible_id) for device in self.devices) else len(self.devices)
 
@@ -301,20 +301,20 @@ def cpu_devices(ranks: int) -> Devices:
 def detect_devices(
     *, environ: Mapping[str, str] | None = None, nvml: Nvml | None = None, cpu_ranks: int | None = None
 ) -> Devices:
-    """Return the GPUs that this process may use, CPU ranks if there is none.
+    """Return the GPUs that this process may use, or CPU ranks if it has none.
 
     ``CUDA_VISIBLE_DEVICES`` is honoured. Its numbers are taken in the order of the PCI bus, which is also the order
-    given to launches (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); CUDA's own default differs only between unlike GPUs. A GPU
-    that does not answer is left out, and the others are then named by their UUIDs, which no missing GPU shifts.
+    given to launches (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); CUDA's default differs only between unlike GPUs. GPUs that do
+    not respond are excluded, and the others are then identified by UUID, because a missing GPU shifts the indices.
 
     Args:
-        environ: Environment to read, this process's for None.
-        nvml: NVML to ask, the machine's for None.
+        environ: Environment to read; None for this process's environment.
+        nvml: NVML interface; None for this machine's.
         cpu_ranks: CPU ranks if there is no GPU; None for 2.
 
     Raises:
-        DeviceError: If the NVIDIA driver is loaded but neither it nor any GPU that is named answers.
-        UsageError: If ``cpu_ranks`` is less than 1, or torch is built for GPUs of other makers.
+        DeviceError: If the NVIDIA driver is loaded but neither it nor any visible GPU responds.
+        UsageError: If ``cpu_ranks`` is less than 1, or torch is built for GPUs of other vendors.
     """
     environ = os.environ if environ is None else environ
     cpu = cpu_devices(DEFAULT_CPU_RANKS if cpu_ranks is None else cpu_ranks)
@@ -336,7 +336,7 @@ def detect_devices(
 
 
 def _without_nvml(error: NvmlError) -> tuple[str, ...]:
-    """Return the notices for a machine whose NVML does not answer, where launches run on the CPU.
+    """Return the notices for a machine without NVML, where launches run on the CPU.
 
     Raises:
         DeviceError: If there is an NVIDIA driver nevertheless.
@@ -360,10 +360,10 @@ def _without_nvml(error: NvmlError) -> tuple[str, ...]:
 
 
 def _look_at(visible: Visible, nvml: Nvml, *, host_memory: int) -> Devices:
-    """Return the GPUs that answer; the others are left out with a notice.
+    """Return the GPUs that respond; exclude the others with a notice.
 
     Raises:
-        DeviceError: If none answers.
+        DeviceError: If no GPU responds.
     """
     found: list[Device] = []
     lost: list[str] = []

@@ -1,7 +1,8 @@
-"""Activity of a launch's processes between events, as while a checkpoint loads or an operator compiles.
+"""Activity of a launch's processes between events, such as while a checkpoint loads or an operator compiles.
 
-Activity is CPU time, or bytes read and written, since the previous reading. Once the ranks train, their own is ignored,
-since a rank that waits in a collective may spin; that of their descendants, such as a compiler, still counts.
+Activity is CPU time, or bytes read and written, since the previous reading. Once the ranks train, their activity is
+ignored because a rank that waits in a collective may spin. Activity of their descendants, such as a compiler, still
+counts.
 """
 
 from __future__ import annotations
@@ -36,29 +37,27 @@ __all__ = [
 
 MAX_STALL_LIMITS = 3
 """Silence, in multiples of the stall limit, after which activity no longer keeps a launch alive: ranks may spin in
-their first step for ever.
-"""
+their first step forever."""
 
 _READING_INTERVAL_S = 5.0
-"""Time between two readings; each takes some milliseconds."""
+"""Interval between readings; each takes some milliseconds."""
 _READINGS_PER_LIMIT = 4
 """Fewest readings within a stall limit."""
 _BUSY_CORES = 0.05
-"""Cores above which a process counts as active. A rank that waits on a socket, with its helper threads, takes less than
-a hundredth; one that loads or compiles takes most of a core.
-"""
+"""Cores above which a process counts as active. A rank that waits on a socket, with its helper threads, uses less than
+0.01 cores; a process that loads or compiles uses most of a core."""
 _BUSY_BYTES = 2**20
 """Bytes between two readings above which a process counts as active: logs and heartbeats write kilobytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessUsage:
-    """Resources that one process has used since its start."""
+    """Resources that a process has used since its start."""
 
     cpu_s: float = 0.0
-    """CPU time of its own."""
+    """CPU time of the process, without descendants."""
     ended_cpu_s: float = 0.0
-    """CPU time of its descendants that have ended and were waited for."""
+    """CPU time of descendants that have ended and were waited for."""
     io_bytes: int = 0
     """Bytes read and written, by system calls and from disk; 0 if unknown."""
 
@@ -97,14 +96,14 @@ class ActivityMonitor:
         ranks: Collection[ProcessKey],
         trained: bool,
     ) -> None:
-        """Compare with the previous reading, if there was one since the last event.
+        """Compare with the previous reading, if it was taken after the last event.
 
         Args:
-            readings: Use of the ranks and all their descendants.
+            readings: Resource usage of the ranks and all their descendants.
             now: Time of the readings.
             last_event: Time of the last event.
             ranks: The ranks among ``readings``.
-            trained: Whether a step was measured, after which the ranks' own activity does not count.
+            trained: Whether a step was measured, after which the activity of ranks does not count.
         """
         before, read_at = self._readings, self._read_at
         self._readings, self._read_at = readings, now
@@ -123,7 +122,7 @@ class ActivityMonitor:
 
 
 def read_usage(keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessUsage]:
-    """Return the resources used by each process, except those that have ended or cannot be read."""
+    """Return the resources used by each process, except for processes that have ended or cannot be read."""
     found: dict[ProcessKey, ProcessUsage] = {}
     for key in keys:
         with suppress(psutil.Error):
@@ -134,7 +133,7 @@ def read_usage(keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessUsage]:
                 ended_cpu_s=times.children_user + times.children_system,
                 io_bytes=_io_bytes(process),
             )
-            if key.alive:  # else the number may be that of a later process
+            if key.alive:  # else the PID may have been reused
                 found[key] = reading
     return found
 
@@ -142,7 +141,7 @@ def read_usage(keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessUsage]:
 def _io_bytes(process: psutil.Process) -> int:
     try:
         io = process.io_counters()
-    except (psutil.AccessDenied, AttributeError, NotImplementedError):  # another system than Linux, or another user
+    except (psutil.AccessDenied, AttributeError, NotImplementedError):  # not Linux, or another user's process
         return 0
     through_calls = io.read_chars + io.write_chars
     return int(through_calls + io.read_bytes + io.write_bytes)  # memory-mapped files count only in the latter
@@ -153,18 +152,18 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(*, membership: Path = _MEMBERSHIP, root: Path = _ROOT) -> int:
-    """Return what processes may allocate now without the kernel ending one.
+    """Return the memory that processes can allocate now without being killed by the kernel.
 
     Args:
-        membership: File that names the control groups of this process.
-        root: Where control groups are mounted.
+        membership: File that lists the control groups of this process.
+        root: Mount point of the control groups.
     """
     available = int(psutil.virtual_memory().available)
     return max(0, min([available, *_rooms(membership, root)]))
 
 
 def _rooms(membership: Path, root: Path) -> Iterator[int]:
-    """Yield the bytes that are left below each limit of the control groups, outermost first (cgroup v2 and v1)."""
+    """Yield the bytes left below each limit of the control groups, outermost first (cgroup v2 and v1)."""
     try:
         lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -185,7 +184,7 @@ def _rooms(membership: Path, root: Path) -> Iterator[int]:
 
 
 def _room(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    """Return the bytes that are left in a control group, read files counted as free; None if it has no limit."""
+    """Return the bytes left in a control group, counting its page cache as free; None if it has no limit."""
     try:
         limit, usage = (int((folder / name).read_text(encoding="ascii")) for name in (limit_name, usage_name))
         statistics = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
@@ -199,11 +198,11 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def own_folder(*below: str, parent: Path | None = None) -> Path:
-    """Return a folder that nobody else may read or write; made if it is missing.
+    """Return a folder that no other user can read or write; create it if missing.
 
     Args:
-        below: Names of folders within it.
-        parent: Where it lies; None for the system's folder for temporary files.
+        below: Names of nested folders in it.
+        parent: Its parent; None for the system's folder for temporary files.
 
     Raises:
         UsageError: If another user, or a link, has taken its name.
@@ -224,18 +223,18 @@ def own_folder(*below: str, parent: Path | None = None) -> Path:
     return folder
 
 
-# Watches what goes on beside a launch while its steps are measured.
+# Observes other activity on the machine while the steps of a launch are measured.
 #
-# CPU time of others is that of the cores that the launch may use, less that of the launch's own processes, between two
-# readings: the first when the warm-up ends, the last at the latest step. Readings are taken by the tuner, which counts
-# as another process, as do the launches of other slots.
+# CPU time of others is the CPU time of the cores available to the launch minus the CPU time of its processes, between
+# two readings: the first at the end of the warm-up, the last at the latest step. Readings are taken by the tuner,
+# which counts as another process, as do launches in other slots.
 
 _USE_INTERVAL_S = 0.1
-"""Shortest time between two readings of known processes, which take some tenths of a millisecond."""
+"""Minimum interval between readings of known processes, which take some tenths of a millisecond."""
 _SEARCH_INTERVAL_S = 1.0
-"""Shortest time between two searches for processes and two questions to NVML, which take milliseconds."""
+"""Minimum interval between searches for processes and NVML queries, which take milliseconds."""
 _SHORTEST_WINDOW_S = 0.5
-"""Windows below this say nothing: the kernel counts in hundredths of a second, for each core and each process."""
+"""Shortest usable window: the kernel counts in hundredths of a second, per core and per process."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _BUSY_FIELDS = (0, 1, 2, 5, 6)
@@ -246,12 +245,12 @@ contain the time of guests.
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSight:
-    """The GPUs of a launch at one moment."""
+    """State of a launch's GPUs at a point in time."""
 
     processes: tuple[str, ...] = ()
-    """Other processes that compute on them, in words."""
+    """Descriptions of other processes that compute on them."""
     throttle_reasons: tuple[str, ...] = ()
-    """Reasons for lower clocks, in words."""
+    """Descriptions of the reasons for lower clocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,22 +258,22 @@ class _Reading:
     time: float
     busy_s: float
     own_s: Mapping[ProcessKey, float]
-    """Process of the launch -> its CPU time, for those that have ended the last one known."""
+    """Process of the launch -> its CPU time; the last known value for ended processes."""
 
 
 @dataclass(kw_only=True)
 class BesideWatch:
-    """Compares the CPU time of the machine with that of one launch, and looks at its GPUs."""
+    """Compares the CPU time of the machine and of a launch, and observes the launch's GPUs."""
 
     start_profile_step: int
     ranks: Callable[[], Collection[ProcessKey]]
     """Returns the ranks."""
     find: Callable[[], Collection[ProcessKey]]
-    """Returns all processes of the launch that live now."""
+    """Returns all living processes of the launch."""
     look: Callable[[Collection[int]], GpuSight] = lambda _: GpuSight()
-    """Looks at the launch's GPUs, given its processes' numbers."""
+    """Observes the launch's GPUs, given the PIDs of its processes."""
     cores: Collection[int] = field(default_factory=lambda: os.sched_getaffinity(0))
-    """Cores that the launch may use, as it inherits them from this process."""
+    """Cores available to the launch, inherited from this process."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -286,7 +285,7 @@ class BesideWatch:
         self._throttle_reasons: dict[str, None] = {}
 
     def update(self, events: Sequence[Event]) -> None:
-        """Take a reading if new events of the launch hold the end of the warm-up or of a step that counts."""
+        """Take a reading if the events include the end of the warm-up or of a counted step."""
         if not any(map(self._is_boundary, events)):
             return
         now = self.clock()
@@ -301,7 +300,7 @@ class BesideWatch:
             self._last = reading
 
     def _is_boundary(self, event: Event) -> bool:
-        """Return whether an event is at the beginning of the first step that counts, or at the end of a later one."""
+        """Return whether an event starts the first counted step or ends a later step."""
         if isinstance(event, StepMeasured):
             return event.number >= self.start_profile_step - 1 and not event.skipped
         return isinstance(event, EngineReady) and self.start_profile_step == 1
@@ -313,7 +312,7 @@ class BesideWatch:
         self._throttle_reasons |= dict.fromkeys(sight.throttle_reasons)
 
     def _read(self) -> _Reading | None:
-        """Return a reading; None if a rank is gone, since its CPU time is not known then, or ``/proc`` is not there."""
+        """Return a reading; None without ``/proc``, or if a rank has ended and its CPU time is unknown."""
         now, busy_s = self.clock(), busy_seconds(self.cores)
         times = {key: cpu_seconds(key) for key in self._found}
         if busy_s is None or any(times.get(key) is None for key in self.ranks()):
@@ -324,7 +323,7 @@ class BesideWatch:
 
     @property
     def conditions(self) -> Conditions:
-        """What went on so far; CPU times are None if the steps took too short a time to tell."""
+        """Activity observed so far; CPU times are None if the window is too short to measure them."""
         on_gpus = Conditions(gpu_processes=tuple(self._gpu_processes), throttle_reasons=tuple(self._throttle_reasons))
         first, last = self._first, self._last
         if first is None or last is None or last.time - first.time < _SHORTEST_WINDOW_S:
@@ -339,7 +338,7 @@ class BesideWatch:
 
 
 def busy_seconds(cores: Collection[int]) -> float | None:
-    """Return the time that processes have used cores since the machine's start; None if unknown."""
+    """Return the CPU time of all processes on these cores since boot, in seconds; None if unknown."""
     try:
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
     except OSError:

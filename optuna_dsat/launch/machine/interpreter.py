@@ -1,4 +1,4 @@
-"""Whether Python starts with the variables that launches are to have."""
+"""Check that Python starts with the environment variables of launches."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from optuna_dsat.secrecy.shapes import hidden
 __all__ = ["why_python_does_not_start"]
 
 _START_S = 10.0
-"""Seconds that Python may take to start before it is left to a launch to tell."""
+"""Time limit in seconds for Python to start, after which a problem is left for a launch to report."""
 _FATAL = "Fatal Python error: "
 _MOST_CHARS = 300
 
 
 def why_python_does_not_start(variables: Mapping[str, str]) -> str | None:
-    """Return why Python does not start with variables, such as a ``PYTHONHASHSEED`` that is no number; None if it does.
+    """Return why Python does not start with these variables, such as an invalid ``PYTHONHASHSEED``; None if it does.
 
     Args:
-        variables: What is set beside the variables of this process.
+        variables: Variables added to the environment of this process.
     """
     try:
         ended = subprocess.run(
@@ -35,7 +35,7 @@ def why_python_does_not_start(variables: Mapping[str, str]) -> str | None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None  # a launch tells of it
+        return None  # a launch will report it
     if ended.returncode == 0:
         return None
     said = ended.stderr.decode("utf-8", errors="replace").splitlines()

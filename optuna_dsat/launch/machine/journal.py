@@ -1,9 +1,9 @@
-"""Removes what launches leave behind, whatever ended them: processes, shared memory, folders, files, build locks.
+"""Remove leftovers of launches, however they ended: processes, shared memory, folders, files and build locks.
 
-A launch that ends while its tuner lives is cleaned up by that at once (``remove_noted``). What a killed tuner leaves is
-removed by the next start of any command that launches, and by tuners that run beside it (``remove_leftovers``): its
-processes by their marks (``launch/machine/processes.py``), those without one and all else by its notes
-(``launch/machine/journal.py``).
+While its tuner lives, a finished launch is cleaned up at once (``remove_noted``). Leftovers of a killed tuner are
+removed when the next launching command starts, and by tuners that run at the same time (``remove_leftovers``).
+Processes are found by their marks (``launch/machine/processes.py``). Unmarked processes and all other leftovers are
+found by the tuner's clean-up journal (this module).
 """
 
 from __future__ import annotations
@@ -44,40 +44,41 @@ __all__ = [
     "remove_noted",
 ]
 
-# Notes of a tuner on what its launches may leave behind, in a folder of the user's own until it is removed.
+# Clean-up journal of a tuner: lists possible leftovers of its launches, in a folder of the user, until removed.
 #
-# launches/NAME.lock locked by the tuner while it lives, whatever ends it, and seen so from every namespace
-# launches/NAME/tuner JSON: number of its process, where that counts, folder of its run directories
-# launches/NAME/3.jsonl what one launch may leave: JSON lines, paths of its ranks (``runtime/adapt/journal.py``), files
-# in shared memory (``launch/machine/shared_memory.py``) and processes (``launch/machine/tree.py``)
+# launches/NAME.lock     locked by the tuner while it lives, however it ends; visible from every namespace
+# launches/NAME/tuner    JSON: process number and its PID namespace, folder of its run directories
+# launches/NAME/3.jsonl  possible leftovers of a launch: JSON lines, paths of its ranks (``runtime/adapt/journal.py``),
+#                        files in shared memory (``launch/machine/shared_memory.py``) and processes
+#                        (``launch/machine/tree.py``)
 
 _FOLDER = "launches"
 _LOCK = ".lock"
 _TUNER = "tuner"
 _OTHERS_S = 86400.0
-"""Age from which the notes of another container are removed here: it is taken to be gone."""
+"""Age from which journals of another container are removed here, because that container is assumed to be gone."""
 
 
 class TunerNotes:
-    """Notes of this process; written once the first launch needs them.
+    """Clean-up journal of this process; created for the first launch.
 
     Args:
         output_dir: Folder of the run directories.
-        folder: Folder of all tuners' notes; None for that of the user.
+        folder: Folder of all tuners' journals; None for the user's folder.
     """
 
     def __init__(self, output_dir: Path, *, folder: Path | None = None) -> None:
         self._output_dir = output_dir
         self._parent = folder
         self._own: Path | None = None
-        self._descriptor: int | None = None  # never closed by a collection of this object: launches may outlive it
+        self._descriptor: int | None = None  # never closed by garbage collection: launches may outlive this object
         self._count = 0
 
     def begin(self) -> Path:
-        """Return the file in which the next launch notes what it may leave.
+        """Return the file that will list the leftovers of the next launch.
 
         Raises:
-            UsageError: If the user's own folder cannot be used.
+            UsageError: If the user's folder cannot be used.
         """
         if self._own is None:
             self._own, self._descriptor = _claim(self._parent)
@@ -89,7 +90,7 @@ class TunerNotes:
         return record
 
     def close(self) -> None:
-        """Remove the notes; what they name has been removed."""
+        """Remove the journal, after the leftovers it lists have been removed."""
         if self._own is not None and self._descriptor is not None:
             _remove(self._own)
             os.close(self._descriptor)
@@ -100,18 +101,18 @@ class TunerNotes:
 
 @dataclass(frozen=True, kw_only=True)
 class GoneTuner:
-    """The notes of a tuner that is gone."""
+    """Journal of a tuner that has ended."""
 
     pid: int | None
-    """Number of its process; None if the notes do not say, or it counts elsewhere."""
+    """Its process number; None if not recorded or from another PID namespace."""
     output_dir: Path | None
-    """Folder of its run directories; None if the notes do not say."""
+    """Folder of its run directories; None if not recorded."""
     records: tuple[Path, ...]
-    """What each of its launches noted."""
+    """Journal files of its launches."""
 
 
 def any_gone(folder: Path | None = None) -> bool:
-    """Whether there are notes of tuners that are gone; costs next to nothing.
+    """Return whether there are journals of tuners that have ended; cheap.
 
     Args:
         folder: As for ``gone_tuners``.
@@ -122,13 +123,13 @@ def any_gone(folder: Path | None = None) -> bool:
 
 @contextlib.contextmanager
 def gone_tuners(folder: Path | None = None) -> Iterator[tuple[GoneTuner, ...]]:
-    """Yield the notes of tuners that are gone, which no other process looks at meanwhile; they are removed at the end.
+    """Yield the locked journals of tuners that have ended; remove them at the end.
 
     Args:
-        folder: Folder of all tuners' notes; None for that of the user.
+        folder: Folder of all tuners' journals; None for the user's folder.
 
     Raises:
-        UsageError: If the user's own folder cannot be used.
+        UsageError: If the user's folder cannot be used.
     """
     with _gone(folder) as found:
         yield tuple(found.values())
@@ -140,7 +141,7 @@ def gone_tuners(folder: Path | None = None) -> Iterator[tuple[GoneTuner, ...]]:
 
 @contextlib.contextmanager
 def _gone(folder: Path | None) -> Iterator[dict[Path, GoneTuner]]:
-    """Yield the notes of tuners that are gone, by their folders, and keep other processes from them."""
+    """Yield the journals of tuners that have ended by folder, locked against other processes."""
     parent = own_folder(_FOLDER) if folder is None else folder
     held = [(path, lock) for path in sorted(parent.glob(f"*{_LOCK}")) if (lock := _try_lock(path)) is not None]
     try:
@@ -152,12 +153,12 @@ def _gone(folder: Path | None) -> Iterator[dict[Path, GoneTuner]]:
 
 
 def _leave_no_empty_folder(parent: Path) -> None:
-    with contextlib.suppress(OSError):  # there are notes of others
+    with contextlib.suppress(OSError):  # it has journals of other tuners
         parent.rmdir()
 
 
 def _claim(parent: Path | None) -> tuple[Path, int]:
-    """Return a new folder for notes and the descriptor of its lock, which is held."""
+    """Create a journal folder; return it and the descriptor of its lock, which is held."""
     while True:
         path = (own_folder(_FOLDER) if parent is None else parent) / f"{uuid.uuid4().hex}{_LOCK}"
         try:
@@ -165,13 +166,13 @@ def _claim(parent: Path | None) -> tuple[Path, int]:
         except FileNotFoundError:  # another tuner has just removed the empty folder
             continue
         descriptor = _try_lock(path)
-        if descriptor is not None:  # else somebody took it for one of a tuner that is gone
+        if descriptor is not None:  # else another process assumed that its tuner had ended
             path.with_suffix("").mkdir(mode=0o700)
             return path.with_suffix(""), descriptor
 
 
 def _try_lock(path: Path) -> int | None:
-    """Lock a file; return its descriptor, None if another process holds it or has removed it."""
+    """Lock a file; return its descriptor, or None if another process holds or has removed it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -187,7 +188,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _read(own: Path) -> GoneTuner | None:
-    """Return notes; None for those that are left to another container of this machine: its shared memory is its own."""
+    """Return a journal; None if it is left to another container on this machine, which has separate shared memory."""
     pid = output_dir = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         tuner = json.loads((own / _TUNER).read_text(encoding="utf-8"))
@@ -210,13 +211,13 @@ def _remove(own: Path) -> None:
 
 
 _WATCH_S = 5.0
-"""Pause between two looks for tuners beside this one that were killed."""
+"""Interval between checks for other tuners that were killed."""
 
 _CLOCK_S = 1.0
-"""By how much the start of a process, counted in ticks since boot, and the times of files may differ."""
+"""Tolerance between process start times, counted in ticks since boot, and file times."""
 
 _PARTIAL = re.compile(r"\..+\.(?P<pid>\d+)")
-"""Name of a file that was being written (``runtime/files.py``)."""
+"""Name of a partially written file (``runtime/files.py``)."""
 
 _WORDS = {
     "processes": ("process", "processes"),
@@ -230,7 +231,7 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Removed:
-    """How much was removed, by kind."""
+    """Number of removed items by kind."""
 
     processes: int = 0
     shared_memory: int = 0
@@ -246,18 +247,18 @@ class Removed:
         return any(getattr(self, one.name) for one in fields(self))
 
     def in_words(self) -> str:
-        """Return a line for people; empty if nothing was removed."""
+        """Return a summary for the user; empty if nothing was removed."""
         counts = [(getattr(self, name), words) for name, words in _WORDS.items()]
         found = [f"{count} {words[count > 1]}" for count, words in counts if count]
         return f"Removed what a killed run had left: {', '.join(found)}." if found else ""
 
 
 class LeftoverWatch:
-    """Removes what killed tuners left: at the start of a command that launches, while it runs, and at its end.
+    """Removes leftovers of killed tuners: when a launching command starts, while it runs, and when it ends.
 
     Args:
         environ: Environment of launches.
-        on_notice: Called with what was removed.
+        on_notice: Called with a summary of the removed items.
     """
 
     def __init__(self, environ: Mapping[str, str], *, on_notice: Callable[[str], None]) -> None:
@@ -266,7 +267,7 @@ class LeftoverWatch:
         self._looked = time.monotonic()
 
     def begin(self) -> None:
-        """Remove everything that is left.
+        """Remove all leftovers.
 
         Raises:
             UsageError, TimeoutError: As ``remove_leftovers``.
@@ -275,27 +276,27 @@ class LeftoverWatch:
             self._notify(removed.in_words())
 
     def check(self) -> None:
-        """Remove what a tuner left that was killed since the last look; looks every few seconds only."""
+        """Remove leftovers of tuners killed since the last check, at most every few seconds."""
         if time.monotonic() - self._looked > _WATCH_S:
             self.look()
             self._looked = time.monotonic()
 
     def look(self) -> None:
-        """Remove what a tuner left that was killed; what cannot be removed is left to whoever comes next."""
-        with contextlib.suppress(UsageError, TimeoutError, OSError):  # said at the start of that
+        """Remove leftovers of killed tuners; skip leftovers that cannot be removed now."""
+        with contextlib.suppress(UsageError, TimeoutError, OSError):  # reported when the next command starts
             if any_gone():
                 self.begin()
 
 
 def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -> Removed:
-    """Remove what tuners of this user on this machine left that are gone, and build locks that nobody holds.
+    """Remove leftovers of this user's ended tuners on this machine, and build locks that nobody holds.
 
     Args:
         environ: Environment of launches.
-        notes: Folder of all tuners' notes; None for that of the user.
+        notes: Folder of all tuners' journals; None for the user's folder.
 
     Raises:
-        UsageError: If the user's own folder cannot be used.
+        UsageError: If the user's folder cannot be used.
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
     """
     seen = _made_by(find_leftovers())
@@ -309,10 +310,10 @@ def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -
 
 
 def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
-    """Remove what is noted of a launch, and the notes; call it once all its processes are gone that bear its mark.
+    """Remove the leftovers in a launch's journal, and the journal. All processes with its mark must be gone.
 
     Args:
-        record: Its notes.
+        record: Journal file of the launch.
         seen: Files in shared memory that its processes made.
 
     Raises:
@@ -324,11 +325,11 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
         lines = []
     values: list[Any] = []
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):  # cut off
+        with contextlib.suppress(ValueError, RecursionError):  # truncated line
             values.append(json.loads(line))
     processes, noted = end_noted(values), {*seen}
     for value in values:
-        with contextlib.suppress(ValueError, TypeError, KeyError, OSError):  # no path, or gone
+        with contextlib.suppress(ValueError, TypeError, KeyError, OSError):  # not a path, or gone
             if (path := noted_path(value)) is not None:
                 noted.add(path)
     there = {path for path in noted if _is_there(path)}
@@ -346,7 +347,7 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a folder, and what a script or an overlay has shut in it."""
+    """Remove a folder, including subfolders whose permissions a script or an overlay has restricted."""
 
     def open_and_retry(remove: Callable[..., Any], path: str, _error: Any) -> None:
         with contextlib.suppress(OSError):
@@ -360,7 +361,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _remove_file(value: Any) -> bool:
-    """Remove the temporary file that a line of notes names, if it names one that is there; return whether it did."""
+    """Remove the temporary file named by a journal line, if any; return whether it existed."""
     path = value.get("file") if isinstance(value, dict) else None
     if not isinstance(path, str) or not Path(path).is_absolute():
         return False
@@ -372,7 +373,7 @@ def _remove_file(value: Any) -> bool:
 
 
 def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:
-    """Return the files in shared memory that processes of launches made, by name and by time of writing."""
+    """Return the files in shared memory made by processes of launches, judged by name and modification time."""
     found: set[Path] = set()
     for mark in {one.mark for one in processes}:
         pids = [one.key.pid for one in processes if one.mark == mark]
@@ -392,10 +393,10 @@ def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:
 
 
 def _remove_shared_memory(paths: Collection[Path]) -> int:
-    """Remove files in shared memory that no process uses; return how many."""
+    """Remove files in shared memory that no process uses; return their number."""
     there = {path for path in paths if _is_there(path)}
     if there:
-        there -= shared_memory_of(_all_processes())  # a launch of today may have the name that one of yesterday had
+        there -= shared_memory_of(_all_processes())  # a new launch may reuse the file names of an old launch
     removed = 0
     for path in there:
         with contextlib.suppress(OSError):  # another user's by now, or gone
@@ -407,12 +408,12 @@ def _remove_shared_memory(paths: Collection[Path]) -> int:
 def _is_there(path: Path) -> bool:
     try:
         return path.is_absolute() and not path.is_symlink() and path.exists()
-    except (OSError, ValueError):  # no path that a file system takes
+    except (OSError, ValueError):  # not a valid path
         return False
 
 
 def _remove_partial_files(tuner: GoneTuner) -> Removed:
-    """Remove files that a tuner was writing when it was killed, in the folder of its study and of its launches."""
+    """Remove partially written files of a killed tuner, in the folders of its study and launches."""
     if tuner.pid is None or tuner.output_dir is None:
         return Removed()
     found = [*tuner.output_dir.glob(".*"), *tuner.output_dir.glob("*/.*")]

@@ -1,4 +1,4 @@
-"""Which address of a node the others reach; names of nodes are never resolved, since they often mean nothing there."""
+"""Find an address of a node that others can reach. Host names are never resolved: nodes often cannot resolve them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import psutil
 __all__ = ["Doorbell", "addresses", "free_port", "interface_of", "machine_id", "reached"]
 
 _REACH_S = 3.0
-"""Longest wait for an address to answer."""
+"""Longest wait for a connection."""
 
 
 def machine_id() -> str:
-    """Return what tells machines apart, and network namespaces of one: equal ones share their loopback address."""
+    """Return an ID of this machine and its network namespace; equal IDs share a loopback address."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}:{Path('/proc/self/ns/net').readlink()}"
@@ -24,7 +24,7 @@ def machine_id() -> str:
 
 
 def addresses() -> list[tuple[str, str]]:
-    """Return (interface, IPv4 address) of this machine, without those that only it reaches."""
+    """Return (interface, IPv4 address) pairs of this machine, without loopback addresses."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = [
         (name, one.address)
@@ -36,7 +36,7 @@ def addresses() -> list[tuple[str, str]]:
 
 
 def interface_of(address: str) -> str:
-    """Return the interface that has an address of this machine; empty if none has."""
+    """Return the interface with this address; empty if there is none."""
     for name, all_ in psutil.net_if_addrs().items():
         if any(one.address == address for one in all_):
             return name
@@ -44,30 +44,30 @@ def interface_of(address: str) -> str:
 
 
 def free_port(address: str) -> int:
-    """Return a port of this machine that nobody uses now."""
+    """Return an unused port of this machine."""
     with socket.create_server((address, 0)) as server:
         return int(server.getsockname()[1])
 
 
 class Doorbell:
-    """Listens on addresses of this machine, so that others can try which of them they reach."""
+    """Listens on addresses of this machine, so that other nodes can test whether they reach them."""
 
     def __init__(self, own: Sequence[str]) -> None:
         self._stack = ExitStack()
         self.open: list[tuple[str, int]] = []
-        """(address, port) of each that is listened on."""
+        """(address, port) of each listening socket."""
         for address in own:
             with suppress(OSError):
                 server = self._stack.enter_context(socket.create_server((address, 0)))
                 self.open.append((address, int(server.getsockname()[1])))
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         self._stack.close()
 
 
 def reached(doors: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
-    """Return (address, own interface towards it) of each of another node's addresses that answers from here."""
+    """Return (address, local interface) for each of another node's addresses that accepts a connection."""
     found = []
     for address, port in doors:
         with suppress(OSError), socket.create_connection((address, port), timeout=_REACH_S) as connection:

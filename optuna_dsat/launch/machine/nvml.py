@@ -1,7 +1,7 @@
-"""The queries to NVML, NVIDIA's management library for GPUs; each returns a value or raises ``NvmlError``.
+"""Queries to NVML, NVIDIA's management library for GPUs; each returns a value or raises ``NvmlError``.
 
 Written from NVIDIA's NVML documentation. A value is absent if the machine cannot report it: WSL, virtual GPUs, MIG and
-GPUs that share the host's memory do not support every query, and permissions or an older driver may forbid one.
+GPUs that share the host's memory do not support every query, and permissions or an older driver may forbid it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ARGUMENT_VERSION_MISMATCH, _DEPRECATED = 25, 26
 _CANNOT_BE_HAD = frozenset(
     {None, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED}
 )
-"""Codes that concern the query, not the GPU's health; None: ``pynvml`` of another version failed itself."""
+"""Codes that concern the query, not the GPU's health; None: another version of ``pynvml`` failed itself."""
 
 _UNNAMED = "NVIDIA GPU"
 
@@ -44,7 +44,7 @@ _THROTTLE_REASONS = {
     0x40: "temperature (hardware)",
     0x80: "power brake",
 }
-"""``nvmlClocksEventReasons`` (NVML API reference), without idleness, the user's own clock settings and a display's."""
+"""``nvmlClocksEventReasons`` (NVML API reference), excluding idleness, clocks set by the user and display clocks."""
 
 
 class DeviceError(DsatError):
@@ -52,10 +52,10 @@ class DeviceError(DsatError):
 
 
 class NvmlError(DeviceError):
-    """NVML refused a query or is missing.
+    """NVML is missing or rejected a query.
 
     Attributes:
-        code: NVML's own code (``nvmlReturn_t``); None if the failure is not NVML's.
+        code: NVML's error code (``nvmlReturn_t``); None if the error is not from NVML.
     """
 
     def __init__(self, message: str, *, code: int | None = None) -> None:
@@ -78,26 +78,26 @@ class GpuFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuUse:
-    """Use of a GPU at one moment."""
+    """Use of a GPU at a point in time."""
 
     used_bytes: int | None
     """Memory in use by all processes; None if NVML does not report it."""
     processes: Mapping[int, int] | None
-    """Compute processes: process number -> bytes in use, 0 if NVML does not report them; None if NVML lists no
-    processes. Inside a container the list may be empty or hold numbers of the host. Processes that also count as
-    graphics, as a desktop's do, are left out."""
+    """Compute processes: PID -> bytes in use, 0 if NVML does not report them; None if NVML lists no processes. Inside a
+    container the list may be empty or contain PIDs of the host. Processes that also count as graphics, such as a
+    desktop's, are excluded."""
 
 
 class Nvml:
-    """All that is asked of NVML (package ``nvidia-ml-py``, module ``pynvml``). Every failure is an ``NvmlError``.
+    """Interface to NVML (package ``nvidia-ml-py``, module ``pynvml``). Every failure is an ``NvmlError``.
 
-    A GPU is asked for by its index, as text, or by its UUID.
+    GPUs are identified by index, as text, or by UUID.
 
     Args:
-        module: A stand-in for ``pynvml``, for tests; None imports the real one.
+        module: A replacement for ``pynvml``, for tests; None imports the real module.
 
     Raises:
-        NvmlError: If the package or the driver's library is missing, or does not answer.
+        NvmlError: If the package or the driver's library is missing, or does not respond.
     """
 
     def __init__(self, module: Any = None) -> None:
@@ -125,7 +125,7 @@ class Nvml:
         return self._handles[gpu]
 
     def _ask(self, function: str, *args: Any) -> Any:
-        """Return the answer to a query; None if this machine cannot give it."""
+        """Return the result of a query; None if this machine does not support it."""
         try:
             return self._call(function, *args)
         except NvmlError as error:
@@ -152,7 +152,7 @@ class Nvml:
         """Return identity and size of a GPU.
 
         Raises:
-            NvmlError: If it does not answer.
+            NvmlError: If it does not respond.
         """
         handle = self._handle(gpu)
         index = self._ask("nvmlDeviceGetIndex", handle)
@@ -170,7 +170,7 @@ class Nvml:
         """Return the use of a GPU.
 
         Raises:
-            NvmlError: If the GPU does not answer: lost, or in need of a reset.
+            NvmlError: If the GPU does not respond: lost, or in need of a reset.
         """
         handle = self._handle(gpu)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
@@ -193,14 +193,14 @@ class Nvml:
         }
 
     def throttle_reasons(self, gpu: str) -> tuple[str, ...]:
-        """Return the reasons, in words, for which a busy GPU's clocks are below what it was set to; empty if unknown.
+        """Describe why a busy GPU's clocks are below their setting; empty if unknown.
 
         Raises:
-            NvmlError: If the GPU does not answer.
+            NvmlError: If the GPU does not respond.
         """
         handle = self._handle(gpu)
         mask = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if mask is None:  # its name in older versions of the package
+        if mask is None:  # the name in older versions of the package
             mask = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return tuple(words for bit, words in _THROTTLE_REASONS.items() if int(mask or 0) & bit)
 

@@ -2,8 +2,8 @@
 
     python -P -m optuna_dsat.launch.machine.operators TUNER_PID BUILDER...
 
-prints a line of JSON for each builder, ``[builder, why it could not be compiled, empty if it was]``, and before it
-``[builder]`` where a compiler is needed. A process of its own, since on a GPU the compilation queries CUDA for the
+prints a line of JSON for each builder, ``[builder, error]`` with an empty error on success. If a compiler is needed,
+``[builder]`` is printed first. This is a separate process because on a GPU the compilation queries CUDA for the
 device's capability.
 """
 
@@ -48,7 +48,7 @@ def extensions_dir(environ: Mapping[str, str]) -> Path:
 
 
 def remove_stale_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """Remove build locks that nobody holds; return them.
+    """Remove build locks that no process holds; return them.
 
     Args:
         environ: Environment of the launches.
@@ -57,7 +57,7 @@ def remove_stale_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def held_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """Return the locks of builds that go on, each in the folder of what is built.
+    """Return the locks of running builds, each in the folder of its operator.
 
     Args:
         environ: Environment of the launches.
@@ -71,7 +71,7 @@ def _locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 BUILDING = "building {} (first use only, 1 to 3 min)"
-"""Phase of whoever waits for a compiler."""
+"""Phase shown while waiting for a compiler."""
 _NAMES = {
     "AsyncIOBuilder": "async_io",
     "CPUAdagradBuilder": "cpu_adagrad",
@@ -82,16 +82,16 @@ _NAMES = {
     "FusedLionBuilder": "fused_lion",
     COMMUNICATION: "deepspeed_shm_comm",
 }
-"""Class of the builder -> its ``NAME`` in DeepSpeed 0.19.8, which is that of the folder and the library."""
+"""Builder class -> its ``NAME`` in DeepSpeed 0.19.8, used for the folder and the library."""
 
 
 def operator_name(builder: str) -> str:
-    """Return the name of the operator of a builder; the builder's own if it is not known."""
+    """Return the operator name of a builder; the builder's name if unknown."""
     return _NAMES.get(builder, builder)
 
 
 def is_built(builder: str, environ: Mapping[str, str]) -> bool:
-    """Whether torch's folder of compiled extensions has the operator of a builder.
+    """Return whether torch's folder of compiled extensions has the operator of a builder.
 
     Args:
         builder: Class name of DeepSpeed's builder.
@@ -102,20 +102,20 @@ def is_built(builder: str, environ: Mapping[str, str]) -> bool:
 
 
 _LIMIT_S = 900.0
-"""Longest time to compile; an operator for CUDA takes some minutes."""
+"""Time limit for compilation; an operator for CUDA takes some minutes."""
 _LOCKS_S = 5.0
-"""Pause between looks at locks that are in the way."""
+"""Interval between checks of blocking locks."""
 
 
 def compile_operators(
     builders: Sequence[str], environ: Mapping[str, str], *, on_phase: Callable[[str], None] = lambda _: None
 ) -> dict[str, str]:
-    """Compile the operators that are not compiled yet; return builder -> reason for those that failed.
+    """Compile the missing operators; return builder -> error for those that failed.
 
     Args:
         builders: Class names of DeepSpeed's builders.
         environ: Environment of the launches.
-        on_phase: Called with what is compiled, and with nothing once it is over.
+        on_phase: Called with the current activity, and with an empty string at the end.
     """
     command = [sys.executable, "-P", "-m", "optuna_dsat.launch.machine.operators", str(os.getpid()), *builders]
     mark = new_mark()
@@ -136,7 +136,7 @@ def compile_operators(
         except subprocess.TimeoutExpired:
             return dict.fromkeys(builders, f"it took more than {_LIMIT_S:g} s")
         finally:
-            if process.poll() is None:  # with its compilers, which would write on
+            if process.poll() is None:  # with its compilers, which would continue to write
                 process.kill()
                 kill_leftovers(mark)
                 process.wait()
@@ -149,7 +149,7 @@ def compile_operators(
 def _answers(
     process: subprocess.Popen[bytes], environ: Mapping[str, str], *, until: float, on_phase: Callable[[str], None]
 ) -> dict[str, str]:
-    """Return what a process says of each builder; locks that it waits for are removed once they are stale.
+    """Return the process's result per builder; remove locks that it waits for once they are stale.
 
     Raises:
         subprocess.TimeoutExpired: If it has not ended at ``until``, a time of ``time.monotonic``.
@@ -188,7 +188,7 @@ def _compile(name: str) -> str:
     try:
         builder = get_accelerator().create_op_builder(name)
         if builder is None or builder.NAME == "deepspeed_not_implemented":
-            return ""  # this device has no such operator, nor needs it
+            return ""  # this device does not have or need such an operator
         builder.load(verbose=False)
     except Exception as error:  # noqa: BLE001 - any error is reported to the user
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -196,7 +196,7 @@ def _compile(name: str) -> str:
 
 
 def main(tuner_pid: int, builders: Sequence[str]) -> None:
-    """Compile and print the result; the compilers' output goes to standard error. Ends with the tuner."""
+    """Compile and print the results; redirect the compilers' output to standard error. Ends with the tuner."""
     die_with_parent(tuner_pid)
     from torch.utils import file_baton
 
@@ -214,15 +214,15 @@ if __name__ == "__main__":
 
 
 _LOOK_S = 1.0
-"""Pause between two looks."""
+"""Interval between checks."""
 
 
 class BuildWatch:
-    """Looks for builds in torch's folder of compiled extensions.
+    """Detects builds in torch's folder of compiled extensions.
 
     Args:
         environ: Environment of the launches.
-        on_phase: Called with what is built, and with nothing once it is over.
+        on_phase: Called with the current builds, and with an empty string at the end.
         clock: Monotonic time in seconds.
     """
 
@@ -240,14 +240,14 @@ class BuildWatch:
         self._told = ""
 
     def check(self) -> None:
-        """Look now and then; call it while launches run."""
+        """Check for builds at most every ``_LOOK_S``; call it while launches run."""
         if self._clock() - self._looked < _LOOK_S:
             return
         self._looked = self._clock()
         self._tell(", ".join(sorted({lock.parent.name for lock in held_locks(self._environ)})))
 
     def end(self) -> None:
-        """Note that no launch runs."""
+        """Report that no launch runs."""
         self._tell("")
 
     def _tell(self, names: str) -> None:

@@ -35,12 +35,12 @@ __all__ = [
 ]
 
 _TRY_S, _PAUSE_S = 0.012, 0.004
-"""Time for an attempt, and pause within it: ``lock_owner`` of another tuner holds the lock for an instant."""
+"""Time limit of an attempt, and pause within it: ``lock_owner`` of another tuner holds the lock for an instant."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockOwner:
-    """Another holder of a lock."""
+    """Another process that holds a lock."""
 
     pid: int | None
     """Process number; None if the lock file does not name a living process."""
@@ -59,7 +59,7 @@ def lock_path(folder: Path, device_id: str) -> Path:
 
 
 def lock(path: Path) -> BaseFileLock | None:
-    """Return the lock at ``path``, held until it is released or this process ends; None if another holder has it."""
+    """Return the lock at ``path``, held until released or until this process ends; None if another process holds it."""
     held = _try_lock(path)
     if held is not None:
         _write(path, f"{os.getpid()}\n")
@@ -74,7 +74,7 @@ def unlock(locks: Collection[BaseFileLock]) -> None:
 
 
 def lock_owner(path: Path) -> LockOwner | None:
-    """Return who holds the lock at ``path``, None if nobody does."""
+    """Return the owner of the lock at ``path``; None if it is not held."""
     if not path.exists():
         return None
     free = _try_lock(path)
@@ -86,7 +86,7 @@ def lock_owner(path: Path) -> LockOwner | None:
         since = path.stat().st_mtime
     except OSError:
         text, since = "", 0.0
-    known = text.isdigit() and ProcessKey.of(int(text)) is not None  # else left by a process that has ended
+    known = text.isdigit() and ProcessKey.of(int(text)) is not None  # else left by an ended process
     return LockOwner(pid=int(text) if known else None, since=since)
 
 
@@ -100,7 +100,7 @@ def _try_lock(path: Path) -> BaseFileLock | None:
         return None
     except PermissionError:
         if path.exists():
-            return None  # its owner alone may write it
+            return None  # only its owner may write it
         raise
     return found
 
@@ -117,7 +117,7 @@ UNNAMED = "a process that NVML does not name"
 
 _FOREIGN_SHARE = 0.2
 """Share of a GPU's memory in use, without a launch of ours, above which it counts as held by others even if NVML lists
-no compute process (as in containers). A desktop takes less."""
+no compute process (as in containers). A desktop uses less."""
 
 _MPS_SERVER = "nvidia-cuda-mps-server"
 """Server of NVIDIA's multi-process service: idle on every GPU; its clients are listed separately."""
@@ -129,9 +129,9 @@ def label(device: Device, *, kind: str) -> str:
 
 
 def foreign_holders(device: Device, use: GpuUse, nvml: Nvml) -> list[Holder]:
-    """Return who computes on a GPU that no launch of ours holds; empty if it is free.
+    """Return the holders of a GPU that is not used by our launches; empty if it is free.
 
-    If NVML lists no process, a large share of memory in use counts as an unnamed one.
+    If NVML lists no process, a large share of memory in use counts as an unnamed holder.
     """
     gpu = label(device, kind="cuda")
     found = []
@@ -154,13 +154,13 @@ def another_tuner(device: Device, owner: LockOwner, use: GpuUse | None) -> Holde
 
 
 def holders_in_words(holders: Sequence[Holder]) -> str:
-    """Return one phrase: each device with who holds it."""
+    """Describe all holders in a single phrase, grouped by device."""
     devices = dict.fromkeys(holder.device for holder in holders)
     return "; ".join(f"{name}: {users_in_words([h for h in holders if h.device == name])}" for name in devices)
 
 
 def users_in_words(holders: Sequence[Holder]) -> str:
-    """Return one phrase: who holds a device, and how much of its memory."""
+    """Describe the holders of a device and their memory in a single phrase."""
     return " and ".join(
         holder.who if holder.used_bytes is None else f"{holder.who}, {bytes_in_words(holder.used_bytes)}"
         for holder in holders
@@ -176,11 +176,11 @@ def _name_and_user(pid: int, nvml: Nvml) -> tuple[str, str]:
 
 
 _TOLERANCE_BYTES = 64 * 2**20
-"""Memory that may stay in use above the baseline: drivers keep a few MiB, a CUDA context takes 200 or more."""
+"""Memory that may stay in use above the baseline: drivers keep a few MiB, a CUDA context uses 200 or more."""
 
 
 class GpuMonitor:
-    """Measures GPUs, and reports when one stops answering or answers again.
+    """Measures GPUs, and reports when a GPU stops responding or responds again.
 
     Args:
         nvml: NVML.
@@ -191,12 +191,12 @@ class GpuMonitor:
         self._nvml = nvml
         self._on_notice = on_notice
         self._errors: dict[int, str] = {}
-        """Index of each GPU that does not answer -> NVML's error."""
+        """Index of each GPU that does not respond -> NVML's error."""
         self.indices_shifted = False
         """Whether a GPU was ever missing, after which CUDA may number the others differently."""
 
     def _use(self, device: Device) -> GpuUse | None:
-        """Return a GPU's use; None if it does not answer."""
+        """Return a GPU's use; None if it does not respond."""
         name = label(device, kind="cuda")
         try:
             use = self._nvml.use(device.nvml_id)
@@ -211,12 +211,12 @@ class GpuMonitor:
         return use
 
     def is_unavailable(self, device: Device) -> bool:
-        """Return whether others compute on a GPU that no launch of ours holds, or it does not answer."""
+        """Return whether other processes compute on a GPU not used by our launches, or it does not respond."""
         use = self._use(device)
         return use is None or bool(foreign_holders(device, use, self._nvml))
 
     def holders(self, device: Device, owner: LockOwner | None) -> list[Holder]:
-        """Return the holders of a GPU that no launch of ours holds.
+        """Return the holders of a GPU not used by our launches.
 
         Args:
             device: The GPU.
@@ -231,13 +231,13 @@ class GpuMonitor:
         return foreign_holders(device, use, self._nvml)
 
     def baseline_bytes(self, device: Device) -> int:
-        """Return the memory in use that no living process accounts for; 0 if unknown."""
+        """Return the memory in use that is not attributed to a living process; 0 if unknown."""
         return _unattributed_bytes(self._use(device), ())
 
     def is_free_of(self, device: Device, own: Collection[int], *, baseline_bytes: int) -> bool:
-        """Return whether none of our processes, by number, is listed on a GPU and the memory is back to its baseline.
+        """Return whether a GPU lists none of the PIDs in ``own`` and its memory is back to the baseline.
 
-        A GPU that does not answer counts as free; it is not taken until it answers.
+        A GPU that does not respond counts as free; it is not taken until it responds.
         """
         use = self._use(device)
         if use is None:
@@ -247,14 +247,14 @@ class GpuMonitor:
         return _unattributed_bytes(use, own) - baseline_bytes <= _TOLERANCE_BYTES
 
     def sight(self, device: Device, own: Collection[int]) -> GpuSight:
-        """Return what goes on beside a launch on one of its GPUs.
+        """Return the activity of other processes on a GPU of a launch.
 
-        Where NVML lists none of the launch's processes, as in a container with numbers of its own, it is not known
-        which are others'.
+        If NVML lists none of the launch's processes, as in a container with a separate PID namespace, others cannot be
+        identified.
 
         Args:
             device: The GPU.
-            own: Numbers of the launch's processes.
+            own: PIDs of the launch's processes.
         """
         use, gpu = self._use(device), label(device, kind="cuda")
         if use is None:
@@ -272,7 +272,7 @@ class GpuMonitor:
         )
 
     def use_in_words(self, device: Device, *, baseline_bytes: int) -> str:
-        """Return memory and processes of a GPU, in words."""
+        """Describe memory and processes of a GPU."""
         use, name = self._use(device), label(device, kind="cuda")
         if use is None:
             return f"{name} does not answer"
@@ -284,7 +284,7 @@ class GpuMonitor:
 
 
 def _unattributed_bytes(use: GpuUse | None, own: Collection[int]) -> int:
-    """Return the memory in use that no living process of others accounts for; 0 if unknown."""
+    """Return the memory in use that is not attributed to living processes of others; 0 if unknown."""
     if use is None or use.used_bytes is None:
         return 0
     others = sum(

@@ -1,9 +1,9 @@
-"""The processes of a launch: marked, found and signalled, even after the tuner was killed.
+"""The processes of a launch: mark, find and signal them, even after the tuner was killed.
 
-torchrun puts every rank into a session of its own, a rank may start data loaders, and orphans are re-parented, so
+torchrun puts every rank into a separate session, a rank may start data loaders, and orphans are re-parented, so
 process groups do not identify the processes of a launch. An environment variable does: descendants inherit it, and
-``/proc`` shows it (Linux). Its value names the tuner and where its process number counts, so that another process of
-the same place can find launches whose tuner is gone. What was started without it is found by its descent
+``/proc`` shows it (Linux). Its value contains the tuner's PID and PID namespace, so that another process in the same
+namespace can find launches whose tuner is gone. Processes without the variable are found by their ancestors
 (``launch/machine/tree.py``).
 """
 
@@ -54,10 +54,10 @@ _START_TIME_FIELD = 19
 """Index of the start time (clock ticks since boot) after the command's name in ``/proc/PID/stat``: proc(5)."""
 
 _EXIT_STATUS_FIELD = 49
-"""Index of the exit status, as of ``wait``, likewise."""
+"""Index of the exit status, as of ``wait``, in the same file."""
 
 _CPU_TIME_FIELDS = (11, 12)
-"""Indices of the CPU time (clock ticks) in user and in kernel mode, likewise."""
+"""Indices of the CPU time (clock ticks) in user and in kernel mode, in the same file."""
 
 _ENV_START_FIELD = 47
 """Index of the address of the initial environment after the command's name in ``/proc/PID/stat``: proc(5)."""
@@ -65,7 +65,7 @@ _ENV_START_FIELD = 47
 
 @dataclass(frozen=True)
 class ProcessKey:
-    """Identity of a process, distinct from a later one with the same number."""
+    """Identity of a process, distinct from a later process with the same PID."""
 
     pid: int
     start_ticks: int
@@ -73,18 +73,18 @@ class ProcessKey:
 
     @classmethod
     def of(cls, pid: int) -> ProcessKey | None:
-        """Return the key of a living process; None if there is none (a zombie is dead)."""
+        """Return the key of a living process; None if there is no such process (zombies count as dead)."""
         start = start_ticks(pid)
         return None if start is None else cls(pid, start)
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs."""
+        """Whether the process is still running."""
         return ProcessKey.of(self.pid) == self
 
 
 def cpu_seconds(key: ProcessKey) -> float | None:
-    """Return the CPU time of a process itself, a zombie too; None if it is gone."""
+    """Return the CPU time of a process without descendants, also of a zombie; None if it is gone."""
     try:
         text = Path(f"/proc/{key.pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -96,9 +96,9 @@ def cpu_seconds(key: ProcessKey) -> float | None:
 
 
 def exit_code_of(key: ProcessKey) -> int | None:
-    """Return the exit code (negative: signal) of a process that has ended and that its parent has not waited for.
+    """Return the exit code (negative: signal) of a zombie process.
 
-    None while it runs, and where its parent has waited for it.
+    None while it runs, and after its parent has waited for it.
     """
     try:
         text = Path(f"/proc/{key.pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -121,17 +121,17 @@ def read_command(pid: int) -> list[str]:
 
 @dataclass(frozen=True)
 class LaunchProcess:
-    """A process that belongs to a launch."""
+    """A process of a launch."""
 
     key: ProcessKey
     mark: str
 
     @property
     def orphaned(self) -> bool:
-        """Whether the tuner that started the launch is gone; False where that cannot be seen from here.
+        """Whether the tuner that started the launch is gone; False if that cannot be determined from here.
 
-        A process number counts in its own namespace only, and containers that share a host see one another's processes
-        where one is told to use the host's: what belongs to a tuner of another namespace is never judged.
+        PIDs are valid only within their namespace. Containers that use the host's PID namespace see each other's
+        processes, so processes of tuners in other namespaces are never judged.
         """
         _, _, tuner = self.mark.partition(":")
         pid, start, *place = tuner.split(":", 2) if tuner.count(":") > 1 else ("", "", "")
@@ -148,13 +148,13 @@ def new_mark() -> str:
 
 
 def take_mark(mark: str) -> None:
-    """Replace this process's mark by another one of the same tuner.
+    """Replace this process's mark by another mark of the same tuner.
 
-    ``/proc`` shows the environment that a process was *started* with, read from the process's own memory; a fork has
-    that of its parent, so the old mark is overwritten there (proc(5): ``environ``, field 50 of ``stat``).
+    ``/proc`` shows the environment that a process was *started* with, read from the process's memory. A fork has its
+    parent's, so the old mark is overwritten in memory (proc(5): ``environ``, field 50 of ``stat``).
 
     Raises:
-        ValueError: If this process has no mark, or one of another length.
+        ValueError: If this process has no mark, or a mark of different length.
         OSError: If ``/proc`` cannot be read.
     """
     initial = Path("/proc/self/environ").read_bytes()
@@ -172,7 +172,7 @@ def take_mark(mark: str) -> None:
 
 
 def _mark_of(pid: int) -> str | None:
-    """Return the mark of a process; None if it has none, is gone, or is another user's."""
+    """Return the mark of a process; None if it has none, is gone, or belongs to another user."""
     prefix = f"{MARK_ENV}=".encode()
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -187,7 +187,7 @@ def has_mark(pid: int, mark: str) -> bool:
 
 
 def find_marked(mark: str | None = None) -> list[LaunchProcess]:
-    """Return the living processes of this user, except this one, with ``mark`` (any mark for None)."""
+    """Return this user's living processes with ``mark`` (any mark for None), except for this process."""
     found: list[LaunchProcess] = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -217,7 +217,7 @@ def children_of(keys: Iterable[ProcessKey]) -> set[ProcessKey]:
 
 
 def end_processes(keys: Iterable[ProcessKey]) -> None:
-    """Send SIGKILL to each process that still runs. Does not wait."""
+    """Send SIGKILL to each process that is still running. Does not wait."""
     for key in keys:
         if key.alive:
             with contextlib.suppress(psutil.Error):
@@ -225,7 +225,7 @@ def end_processes(keys: Iterable[ProcessKey]) -> None:
 
 
 def stop_processes(keys: Iterable[ProcessKey]) -> None:
-    """Send SIGSTOP to each process that still runs."""
+    """Send SIGSTOP to each process that is still running."""
     for key in keys:
         if key.alive:
             with contextlib.suppress(psutil.Error):
@@ -233,7 +233,7 @@ def stop_processes(keys: Iterable[ProcessKey]) -> None:
 
 
 def kernel_oom_kills() -> int | None:
-    """Return how many processes the kernel has killed for lack of memory; None if it is not known.
+    """Return how many processes the kernel's OOM killer has killed; None if unknown.
 
     Counted for this process's control group if version 2 is in use (``memory.events``), else for the whole machine
     (``/proc/vmstat``, Linux 4.13 or newer).
@@ -261,39 +261,39 @@ KILL_LIMIT_S = 10.0
 """Longest time for processes to end after SIGKILL."""
 
 _PROGRAMS_S = 1.0
-"""Time that programs have to remove their temporary files once they are asked to end."""
+"""Time for programs to remove their temporary files after SIGTERM."""
 
 _CLEANERS_S = 1.0
-"""Time that cleaners have."""
+"""Time for cleaners."""
 
 _CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Words of the commands of processes that remove shared memory once those that made it are gone."""
+"""Commands of processes that remove shared memory once the processes that created it are gone."""
 
 _PYTHON = re.compile(r"python|pypy")
-"""Matches the name of an interpreter of Python."""
+"""Matches the name of a Python interpreter."""
 
 _PYTHON_LIBRARY = re.compile(rb"/lib(?:python|pypy)[^/\n]*$", re.MULTILINE)
-"""Matches a line of ``/proc/PID/maps`` that names the library of an interpreter."""
+"""Matches a line of ``/proc/PID/maps`` that names the library of a Python interpreter."""
 
 
 class Ending:
-    """Ends processes, called again and again until none of them is left.
+    """Terminate processes. Call ``end`` repeatedly until it returns an empty set.
 
-    A compiler, or a shell with a trap, removes its temporary files when it is told to end by SIGTERM: programs have a
-    moment for that, and so has what they start for it. Python processes of a launch are killed at once: what a handler
-    in them does, such as saving a checkpoint, is not wanted. Cleaners wait for the end of all others by themselves, and
-    are not asked.
+    Programs such as compilers, or shells with a trap, remove their temporary files on SIGTERM. They and their
+    children have ``_PROGRAMS_S`` for this. Python processes of a launch are killed at once: their handlers, which may
+    save a checkpoint, should not run. Cleaners exit when all other processes have ended, and get no signal before
+    ``_CLEANERS_S``.
     """
 
     def __init__(self) -> None:
         self._began: float | None = None
         self._began_ticks = 0
-        """The same moment as the starts of processes are counted."""
+        """The same time in clock ticks since boot, as for process starts."""
         self._spared: set[ProcessKey] = set()
-        """Programs that have been asked, or that were started since."""
+        """Programs that have received SIGTERM, or have been started since."""
 
     def end(self, keys: Iterable[ProcessKey]) -> set[ProcessKey]:
-        """Ask or kill each process that still runs, all but cleaners; return those. Does not wait."""
+        """Terminate or kill each running process except cleaners; return these processes. Does not wait."""
         alive = {key for key in keys if key.alive}
         if not alive:
             return set()
@@ -318,39 +318,39 @@ def _ticks() -> int:
 
 
 def _ask(keys: Iterable[ProcessKey]) -> None:
-    """Send SIGTERM to each process that still runs, parents first: a shell goes on when what it waits for has ended."""
+    """Send SIGTERM to each running process, parents first: a shell continues when its child ends."""
     for key in sorted(keys, key=lambda one: (one.start_ticks, one.pid)):
         with contextlib.suppress(psutil.Error):
             psutil.Process(key.pid).terminate()
 
 
 def _is_cleaner(pid: int) -> bool:
-    """Whether a process removes from shared memory by itself what others left there, once all of these are gone."""
+    """Return whether a process removes leftover shared memory of other processes when these are gone."""
     return any(name in word for word in read_command(pid) for name in _CLEANERS)
 
 
 def _is_program(pid: int) -> bool:
-    """Whether a process runs something else than Python; False where that cannot be seen."""
+    """Return whether a process runs a program other than Python; False if unknown."""
     try:
         if _PYTHON.search(Path(f"/proc/{pid}/exe").readlink().name):
             return False
         return not _PYTHON_LIBRARY.search(Path(f"/proc/{pid}/maps").read_bytes())
-    except OSError:  # gone, or another user's
+    except OSError:  # gone, or another user's process
         return False
 
 
 def refuse_survivors(keys: Iterable[ProcessKey], *, since: float, limit_s: float = KILL_LIMIT_S) -> None:
-    """Raise an error if processes that were killed are still there long after a moment of the monotonic clock.
+    """Raise if killed processes are still there a long time after ``since`` (monotonic).
 
     Raises:
-        TimeoutError: If that is more than ``limit_s`` ago, which only an uninterruptible wait in the kernel explains.
+        TimeoutError: After more than ``limit_s``, which only an uninterruptible wait in the kernel explains.
     """
     if time.monotonic() - since > limit_s:
         raise TimeoutError(f"Processes {sorted(key.pid for key in keys)} still run {limit_s:g} s after SIGKILL.")
 
 
 def end_with_descendants(keys: Iterable[ProcessKey]) -> int:
-    """End processes and all below them, wait until they are gone, and return how many there were.
+    """End processes and their descendants, wait until they are gone, and return their number.
 
     Raises:
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
@@ -366,16 +366,16 @@ def end_with_descendants(keys: Iterable[ProcessKey]) -> int:
 
 
 def kill_leftovers(mark: str | None = None, *, timeout_s: float = KILL_LIMIT_S) -> tuple[int, ...]:
-    """End every process with ``mark``, or for None those of all launches whose tuner is gone.
+    """End all processes with ``mark``; for None, all processes of launches whose tuner is gone.
 
     Repeats until none is found, since a process may start another while it is ended.
 
     Args:
         mark: Mark of a launch.
-        timeout_s: Longest time to repeat, in seconds.
+        timeout_s: Time limit in seconds.
 
     Returns:
-        The numbers of the processes that were there.
+        The PIDs of the ended processes.
 
     Raises:
         TimeoutError: If some still run after ``timeout_s``, which only an uninterruptible wait in the kernel explains.

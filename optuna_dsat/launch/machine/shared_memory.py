@@ -1,8 +1,9 @@
-"""Files in shared memory: which processes use them, and which a launch has made.
+"""Find which processes use files in shared memory, and which files a launch has created.
 
-A process that is killed leaves what it made there: torch's ``torch_*``, ``psm_*`` of multiprocessing, NCCL's
-``nccl-*``. Hardly anything but a mapping tells whose a file is, so it is looked for while the processes live, and noted
-at once: a tuner may be killed as well. What lay there before the launch is another's, whoever maps it.
+A killed process leaves its files there: torch's ``torch_*``, ``psm_*`` of multiprocessing, NCCL's ``nccl-*``. Usually
+only a mapping shows which process owns a file, so owners are looked up while the processes live and recorded at once,
+because the tuner may be killed as well. Files that existed before the launch are never attributed to it, even if it
+maps them.
 """
 
 from __future__ import annotations
@@ -21,20 +22,19 @@ from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
 __all__ = ["MAKERS", "SharedMemoryWatch", "free_shared_bytes", "noted_path", "shared_memory_of"]
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
-"""Pauses between two looks at the processes while there are files of unknown makers: the first, doubled up to the last.
-"""
+"""Intervals between checks of the processes while files of unknown creators exist: first, doubled up to the last."""
 
 MAKERS = re.compile(
     r"torch_|psm_|pym-|nccl-|deepspeed_|sem\.|__KMP_REGISTERED_LIB_|ucx_shm_posix_|cuda\.shm\.|\d{6}_[a-z_]+$"
 )
-"""Names by torch, Python's multiprocessing, NCCL, DeepSpeed, OpenMP, UCX, CUDA and MosaicML's loaders. A process that
-has mapped a file of another name may not have made it."""
+"""Names used by torch, Python's multiprocessing, NCCL, DeepSpeed, OpenMP, UCX, CUDA and MosaicML's loaders. A process
+that has mapped a file of another name may not have created it."""
 _BY_TORCH = re.compile(r"torch_(?P<pid>\d+)_.*")
-"""Name of a file that torch shares; it has the number of the process that made it."""
+"""Name of a file shared by torch; contains the PID of the process that created it."""
 
 
 def free_shared_bytes() -> int | None:
-    """Return how many bytes are free in shared memory; None where there is none."""
+    """Return how many bytes are free in shared memory; None if it does not exist."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
@@ -46,7 +46,7 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
     found: set[Path] = set()
     prefix = f"{SHARED_MEMORY}/"
     for pid in pids:
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # another user's process, or gone
             lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
             mapped = (line[place:] for line in lines if (place := line.find(prefix)) >= 0)
             found.update(Path(path) for path in mapped if not path.endswith(" (deleted)"))
@@ -60,10 +60,10 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
 
 
 def noted_path(value: Any) -> Path | None:
-    """Return the path that a line of a launch's notes names; None if another file has that name by now.
+    """Return the path in a journal line; None if another file has that name by now.
 
     Args:
-        value: The line's JSON: a path, or of a file in shared memory path and inode.
+        value: JSON of the line: a path, or the path and inode of a file in shared memory.
 
     Raises:
         TypeError, KeyError: If it is neither.
@@ -76,11 +76,11 @@ def noted_path(value: Any) -> Path | None:
 
 
 class SharedMemoryWatch:
-    """Finds what the processes of a launch make in shared memory, from the moment at which it is made.
+    """Finds files created by the processes of a launch in shared memory, from their creation on.
 
     Args:
-        find: Returns the numbers of the launch's living processes.
-        record: File that notes what is found; None to note nothing.
+        find: Returns the PIDs of the launch's living processes.
+        record: Journal file for these files; None to record nothing.
     """
 
     def __init__(self, find: Callable[[], Iterable[int]], *, record: Path | None = None) -> None:
@@ -94,11 +94,11 @@ class SharedMemoryWatch:
 
     @property
     def found(self) -> frozenset[Path]:
-        """Files that the launch made."""
+        """Files created by the launch."""
         return frozenset(self._found)
 
     def check(self, now: float) -> None:
-        """Look whose the files are that were not there before; costs next to nothing where there are none."""
+        """Look for the owners of new files; costs next to nothing if there are no new files."""
         unknown = frozenset(one for one in _files() - self._before if SHARED_MEMORY / one[0] not in self._found)
         if unknown - self._unknown:
             self._pause_s, self._look_at = _PAUSE_S, now
@@ -109,7 +109,7 @@ class SharedMemoryWatch:
         self.add(self._find())
 
     def add(self, pids: Iterable[int]) -> None:
-        """Note what of these processes' files was not there before the launch."""
+        """Record the files of these processes that did not exist before the launch."""
         numbers = {pid for pid in pids if _shares_memory(pid)}
         used = {path.name for path in shared_memory_of(numbers) if path.parent == SHARED_MEMORY}
         names = {name for name, _ in self._before}
@@ -130,7 +130,7 @@ class SharedMemoryWatch:
 
 
 def _shares_memory(pid: int) -> bool:
-    """Return whether a process sees this process's shared memory, not that of its launch alone."""
+    """Return whether a process sees this process's shared memory, not a private mount of its launch."""
     try:
         return Path(f"/proc/{pid}/root{SHARED_MEMORY}").stat().st_dev == SHARED_MEMORY.stat().st_dev
     except OSError:  # gone
@@ -138,7 +138,7 @@ def _shares_memory(pid: int) -> bool:
 
 
 def _files() -> frozenset[tuple[str, int]]:
-    """Return name and inode of what lies in shared memory."""
+    """Return names and inodes of all files in shared memory."""
     try:
         with os.scandir(SHARED_MEMORY) as entries:
             return frozenset((entry.name, entry.inode()) for entry in entries)

@@ -1,4 +1,4 @@
-"""Allocation of slots (GPUs or CPU ranks) to launches; given back once they are measurably free."""
+"""Allocation of slots (GPUs or CPU ranks) to launches; slots are returned once measured to be free."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SURVEY_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class SlotLease:
-    """Devices taken for one launch."""
+    """Devices of a launch."""
 
     devices: tuple[Device, ...]
     baseline_bytes: Mapping[int, int]
-    """GPU index -> memory in use before the launch that no living process of another user of the GPU accounts for."""
+    """GPU index -> memory in use before the launch that is not attributed to living processes of others."""
     locks: tuple[BaseFileLock, ...] = ()
     """The GPUs' locks against other tuners on this machine."""
 
@@ -41,22 +41,22 @@ class SlotLease:
 
 
 class SlotPool:
-    """The devices that launches may take.
+    """The pool of devices for launches.
 
-    GPUs that other processes use, and GPUs that do not answer, are not taken. A lock file per GPU, in the user's
-    own folder, keeps two tuners of a user from taking the same one; other users' are seen by their processes.
+    GPUs that other processes use, and GPUs that do not respond, are not taken. A lock file per GPU, in the user's
+    folder, keeps two tuners of a user from taking the same GPU. Tuners of other users are detected by their processes.
 
     Args:
         devices: All devices.
-        max_slots: Most devices in use at a time; None for all.
-        nvml: NVML to ask about GPUs; None for the machine's.
-        lock_dir: Folder of the lock files; None for one in the user's own.
+        max_slots: Maximum number of devices in use at a time; None for all.
+        nvml: NVML to query GPUs; None for this machine's.
+        lock_dir: Folder of the lock files; None for a folder of the user.
         clock: Monotonic time in seconds.
-        on_notice: Called when a GPU stops answering or answers again.
+        on_notice: Called when a GPU stops responding or responds again.
 
     Raises:
         UsageError: If ``max_slots`` is less than 1.
-        DeviceError: If there are GPUs but NVML does not answer.
+        DeviceError: If there are GPUs but NVML does not respond.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SlotPool:
 
     @property
     def total(self) -> int:
-        """Slots that may be in use at once, including GPUs that others use at present."""
+        """Slots that may be in use at once, including GPUs currently used by others."""
         return self._limit
 
     @property
@@ -117,7 +117,7 @@ class SlotPool:
         return [device for device in rest if device.index not in self._survey[1]]
 
     def holders(self) -> tuple[Holder, ...]:
-        """Return the holders of the slots that are not free, measured now, in the order of the slots."""
+        """Measure and return the holders of the slots that are not free, in the order of the slots."""
         return tuple(holder for device in self._devices.devices for holder in self._holders_of(device))
 
     def _holders_of(self, device: Device) -> list[Holder]:
@@ -129,11 +129,11 @@ class SlotPool:
         return self._gpus.holders(device, lock_owner(self._lock_path(device)))
 
     def sight(self, lease: SlotLease, own: Collection[int]) -> GpuSight:
-        """Return what goes on beside a launch on its GPUs; nothing on the CPU.
+        """Return the activity of other processes on a launch's GPUs; nothing on the CPU.
 
         Args:
             lease: The launch's devices.
-            own: Numbers of its processes.
+            own: PIDs of its processes.
         """
         seen = [] if self._gpus is None else [self._gpus.sight(device, own) for device in lease.devices]
         return GpuSight(
@@ -189,12 +189,11 @@ class SlotPool:
         return chosen, locks
 
     def is_free(self, lease: SlotLease, own: Collection[ProcessKey] = ()) -> bool:
-        """Whether the devices of an ended launch are measured to be free again.
+        """Return whether the devices of an ended launch are measured to be free again.
 
         A GPU is free if NVML lists none of our processes on it and the memory not attributed to living processes of
-        others is within 64 MiB of its value before the launch. Inside some containers NVML lists process numbers of the
-        host; no memory is attributed to those. CPU ranks are free once their processes are gone, which the caller
-        ensures.
+        others is within 64 MiB of its value before the launch. Inside some containers NVML lists PIDs of the host; no
+        memory is attributed to these. CPU ranks are free once their processes are gone, which the caller ensures.
         """
         if self._gpus is None:
             return True
@@ -205,7 +204,7 @@ class SlotPool:
         )
 
     def describe_use(self, lease: SlotLease) -> str:
-        """Return what still uses the devices of a launch, in words."""
+        """Describe the remaining use of a launch's devices."""
         if self._gpus is None:
             return "nothing"
         return "; ".join(
@@ -222,11 +221,11 @@ class SlotPool:
 
 
 def only_free(devices: Devices, *, nvml: Nvml | None = None, lock_dir: Path | None = None) -> Devices:
-    """Return the GPUs that nobody uses now, with a notice that names the others; CPU ranks are returned unchanged.
+    """Return the GPUs that are not in use, with a notice about the others; CPU ranks are returned unchanged.
 
     Args:
         devices: All devices.
-        nvml: NVML to ask; None for the machine's.
+        nvml: NVML interface; None for this machine's.
         lock_dir: As for ``SlotPool``.
 
     Raises:

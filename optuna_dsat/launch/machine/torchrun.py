@@ -2,12 +2,16 @@
 
     python -m optuna_dsat.launch.machine.torchrun RECORD TUNER_PID TORCHRUN_ARGUMENTS...
 
-The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with seven differences. The kernel kills it when
-the thread that started it ends, and so with the tuner, also if that is killed. If ranks fail, it writes their exit
-codes and signals to RECORD as JSON: torchrun itself only logs them, and outcomes are not read from logs. Ended by a
-signal, it leaves with 128 and its number, as shells do. It serves one machine, so it does not wait for others. It never
-calls CUDA (``launch/machine/cuda.py``). It enters the launch's own view of the file system
-(``runtime/isolation/world.py``). It ends after all that a measured launch has started (``launch/machine/tree.py``).
+The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with seven differences:
+
+- The kernel kills it when the thread that started it ends, and so with the tuner, even if that is killed.
+- If ranks fail, it writes their exit codes and signals to RECORD as JSON. torchrun only logs them, and outcomes are
+  never parsed from logs.
+- If a signal ends it, its exit code is 128 plus the signal, as in shells.
+- It serves a single machine, so it does not wait for others.
+- It never calls CUDA (``launch/machine/cuda.py``).
+- It enters the launch's private view of the file system (``runtime/isolation/world.py``).
+- It ends after all processes that a measured launch has started (``launch/machine/tree.py``).
 """
 
 from __future__ import annotations
@@ -30,22 +34,22 @@ from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
 
 __all__ = ["LOOPBACK", "LOOPBACK_ENVIRONMENT", "main", "store_on_loopback"]
 
-# Ports of a launch: on one machine they are open to this machine alone, else on the address of node 0 alone.
+# Ports of a launch listen on the loopback address, or for several machines on the address of node 0 only.
 #
-# torch's store, which the agent makes for the rendezvous and the ranks share, listens on every address of the machine
-# whatever the endpoint says. Gloo and NCCL take the address that the host's name means.
+# torch's store, which the agent creates for the rendezvous and shares with the ranks, listens on all addresses of the
+# machine regardless of the endpoint. Gloo and NCCL use the address that the host name resolves to.
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Variables of a launch that spans no second machine; what the user has set is kept."""
+"""Variables of a launch on a single machine; the user's values take precedence."""
 
 
 @contextlib.contextmanager
 def store_on_loopback() -> Iterator[None]:
-    """Within this context, torchrun makes its stores on sockets that are bound to the address that is asked for.
+    """Within this context, torchrun binds its stores to the requested address only.
 
-    Those are the rendezvous' own, and the one that it makes for the ranks: on the loopback address for a launch on one
-    machine, else on that of node 0. A version of torch that makes them elsewhere is left as it is.
+    Applies to the rendezvous' store and to the store for the ranks. The address is the loopback address for a launch on
+    a single machine, else the address of node 0. A version of torch that creates stores elsewhere is not changed.
     """
     from torch.distributed.elastic.rendezvous import (
         c10d_rendezvous_backend,
@@ -97,10 +101,10 @@ def _write_record(path: Path, failures: Mapping[int, Any]) -> None:
 
 
 def _hasten_rendezvous() -> None:
-    """Remove what one machine does not need from the rendezvous, together some 0.3 s of a launch.
+    """Skip work in the rendezvous that a single machine does not need, which saves about 0.3 s per launch.
 
-    That is a random delay, which spreads nodes in time, and the search through all modules for the name of the calling
-    function, recorded for events that are not used. Another version of torch may have neither.
+    This is a random delay, which spreads nodes in time, and the search through all modules for the name of the calling
+    function, recorded for unused events. Other versions of torch may have neither.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 

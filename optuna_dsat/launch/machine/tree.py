@@ -1,4 +1,4 @@
-"""The processes of one launch: torchrun, the ranks and their descendants."""
+"""The processes of a launch: torchrun, the ranks and their descendants."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class AgentHandle(Protocol):
-    """A running torchrun; ``subprocess.Popen`` is one."""
+    """A running torchrun, such as a ``subprocess.Popen``."""
 
     @property
     def pid(self) -> int:
@@ -59,7 +59,7 @@ class AgentHandle(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """Check whether it has ended; return the exit code, None while it runs."""
+        """Return the exit code, or None while it runs."""
         ...
 
     def wait(self) -> int:
@@ -76,7 +76,7 @@ def _load_failures(record: Path) -> list[Mapping[str, float]]:
 
 
 def read_exit_codes(record: Path, *, without: Sequence[int] = ()) -> dict[int, int]:
-    """Return rank -> exit code as recorded by the agent, except of the processes in ``without``."""
+    """Return rank -> exit code as recorded by the agent, except for the processes in ``without``."""
     return {
         int(failure["rank"]): int(failure["exit_code"])
         for failure in _load_failures(record)
@@ -87,8 +87,8 @@ def read_exit_codes(record: Path, *, without: Sequence[int] = ()) -> dict[int, i
 def first_failure_code(record: Path) -> int | None:
     """Return the exit code (negative: signal) of the rank that failed first; None if the agent recorded none.
 
-    torchrun counts in whole seconds and also lists the ranks that it ended itself (SIGTERM). Of two that ended in the
-    same second, one that was killed by a signal is the cause: the other lost its connection to it.
+    torchrun counts in whole seconds and also lists the ranks that it ended itself (SIGTERM). If two ranks ended within
+    the same second and a signal killed one of them, that rank is the cause: the other lost its connection to it.
     """
 
     def order(failure: Mapping[str, float]) -> tuple[bool, float, bool]:
@@ -100,22 +100,22 @@ def first_failure_code(record: Path) -> int | None:
     return int(failures[0]["exit_code"]) if failures else None
 
 
-# Orphans of a launch: torchrun's agent adopts them, so that they are found whatever they do to be forgotten.
+# Orphans of a launch: torchrun's agent adopts them, so they are found even if they detach.
 #
-# A daemon forks twice, starts a session of its own and may clear its environment: neither parents nor the launch's
-# mark tell then whose it is. The kernel makes it a child of the nearest ancestor that adopts orphans (prctl(2),
-# ``PR_SET_CHILD_SUBREAPER``): the agent, or where that was killed the process that launches are forked from. What may
-# outlive them all is noted, so that the next start ends it.
+# A daemon forks twice, starts a new session and may clear its environment, so neither its parents nor the launch's
+# mark identify it. The kernel re-parents it to the nearest ancestor that adopts orphans (prctl(2),
+# ``PR_SET_CHILD_SUBREAPER``): the agent or, if that was killed, the process from which launches are forked. Processes
+# that may outlive both are recorded, so that the next start ends them.
 
 _PR_SET_CHILD_SUBREAPER = 36
 """``linux/prctl.h``."""
 
 _PAUSE_S = 0.5
-"""Pause between two looks at the processes of a launch, each of which takes about a millisecond a rank."""
+"""Interval between checks of a launch's processes; each takes about a millisecond per rank."""
 
 
 def adopt_orphans() -> None:
-    """Have processes below this one become its children when their parents end. Does nothing outside Linux."""
+    """Make orphaned descendants children of this process. Does nothing outside Linux."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -126,10 +126,10 @@ def own_children() -> set[ProcessKey]:
 
 
 def end_children(*, but: Collection[ProcessKey] = ()) -> None:
-    """End the children of this process and all below them, and wait until they are gone.
+    """End the descendants of this process, and wait until they are gone.
 
     Args:
-        but: Children that are left alone, with all below them.
+        but: Children to spare, with all their descendants.
     """
     began, ending = time.monotonic(), Ending()
     while time.monotonic() - began < KILL_LIMIT_S and (left := own_children() - {*but}):
@@ -137,25 +137,25 @@ def end_children(*, but: Collection[ProcessKey] = ()) -> None:
         time.sleep(0.005)
     for pid in _children(os.getpid()) - {key.pid for key in but}:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)  # an adopted child is a zombie until then
+            os.waitpid(pid, os.WNOHANG)  # an adopted child remains a zombie until then
 
 
 def _children(pid: int) -> set[int]:
-    """Return the numbers of a process's children, zombies too; costs little, however many processes there are."""
+    """Return the PIDs of a process's children, including zombies; cheap with any number of processes."""
     found: set[int] = set()
-    with contextlib.suppress(OSError, ValueError):  # gone, or a kernel that does not say
+    with contextlib.suppress(OSError, ValueError):  # gone, or not supported by the kernel
         for thread in Path(f"/proc/{pid}/task").iterdir():
             found.update(map(int, (thread / "children").read_text(encoding="ascii").split()))
     return found
 
 
 class OrphanWatch:
-    """Finds the processes of a launch while they live, and notes those that have lost its mark.
+    """Finds the processes of a launch while they live, and records those that have lost its mark.
 
     Args:
-        roots: Returns the processes that all others descend from.
+        roots: Returns the processes from which all others descend.
         mark: Mark of the launch.
-        record: File that notes what is found without the mark; None to note nothing.
+        record: Journal file for processes without the mark; None to record nothing.
     """
 
     def __init__(self, roots: Callable[[], Iterable[ProcessKey]], *, mark: str, record: Path | None = None) -> None:
@@ -166,7 +166,7 @@ class OrphanWatch:
         self._look_at = 0.0
 
     def check(self, now: float) -> Collection[ProcessKey]:
-        """Return what was found so far; ``now`` is monotonic."""
+        """Return all processes found so far; ``now`` is monotonic."""
         if now >= self._look_at:
             new = self._descendants() - self._found
             self._look_at = now + _PAUSE_S
@@ -193,10 +193,10 @@ class OrphanWatch:
 
 
 def end_noted(values: Iterable[Any]) -> int:
-    """End what a launch's notes name and all below it, wait until it is gone, and return how many there were.
+    """End the processes listed in a journal and their descendants; wait for their end and return their number.
 
     Args:
-        values: The JSON of the notes' lines; those that name no process of this machine are passed over.
+        values: JSON values of the journal's lines; lines that do not name a process of this machine are skipped.
 
     Raises:
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
@@ -212,11 +212,11 @@ def _noted(value: Any) -> ProcessKey | None:
 
 
 class LaunchProcesses(Protocol):
-    """What a running launch asks of its processes and does to them, on this machine or on nodes of a cluster."""
+    """Process operations of a running launch, on this machine or on nodes of a cluster."""
 
     @property
     def known(self) -> frozenset[ProcessKey]:
-        """All processes of the launch ever seen."""
+        """All processes of the launch seen so far."""
         ...
 
     @property
@@ -226,15 +226,15 @@ class LaunchProcesses(Protocol):
 
     @property
     def shared_memory(self) -> frozenset[Path]:
-        """Files in shared memory of this machine that its processes made."""
+        """Files in this machine's shared memory created by its processes."""
         ...
 
     def look(self, now: float) -> None:
-        """Note its processes, and what they have made in shared memory so far; ``now`` is monotonic."""
+        """Update its processes and their files in shared memory; ``now`` is monotonic."""
         ...
 
     def add_rank(self, rank: int, pid: int) -> None:
-        """Note the process of a rank, if it lives."""
+        """Record the process of a rank, if it lives."""
         ...
 
     def dead_ranks(self) -> set[int]:
@@ -246,14 +246,14 @@ class LaunchProcesses(Protocol):
         ...
 
     def usage(self) -> Mapping[ProcessKey, ProcessUsage]:
-        """Return what the ranks and all their descendants have used."""
+        """Return the resource usage of the ranks and all their descendants."""
         ...
 
     def exit_codes(self, record: Path) -> dict[int, int]:
-        """Return rank -> exit code of those that torchrun saw fail and that were not killed by the launcher.
+        """Return rank -> exit code of ranks that failed according to torchrun, except those killed by the launcher.
 
         Args:
-            record: File that torchrun's agent leaves in the run directory.
+            record: File that torchrun's agent writes to the run directory.
         """
         ...
 
@@ -266,16 +266,16 @@ class LaunchProcesses(Protocol):
         ...
 
     def kill_all(self) -> None:
-        """Kill everything, torchrun last: it adopts what loses its parent."""
+        """Kill everything, torchrun last, because it adopts orphans."""
         ...
 
     def sweep(self) -> bool:
-        """Kill what remains; return whether none was left."""
+        """Kill the remaining processes; return whether there were none."""
         ...
 
 
 def end_launch(processes: LaunchProcesses) -> None:
-    """Kill everything of a launch, and wait until it is gone.
+    """Kill all processes of a launch, and wait until they are gone.
 
     Raises:
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
@@ -293,7 +293,7 @@ class ProcessTree:
     Args:
         agent: torchrun.
         mark: Mark of the launch's processes.
-        leavings: File that notes what they make in shared memory; None to note nothing.
+        leavings: Journal file for their leftovers (shared memory, unmarked processes); None to record nothing.
     """
 
     def __init__(self, agent: AgentHandle, *, mark: str, leavings: Path | None = None) -> None:
@@ -312,7 +312,7 @@ class ProcessTree:
 
     @property
     def known(self) -> frozenset[ProcessKey]:
-        """All processes of the launch ever seen."""
+        """All processes of the launch seen so far."""
         return frozenset(self._known)
 
     @property
@@ -322,25 +322,25 @@ class ProcessTree:
 
     @property
     def killed(self) -> tuple[int, ...]:
-        """Numbers of the processes that were killed here."""
+        """PIDs of the processes killed here."""
         return tuple(self._killed)
 
     @property
     def shared_memory(self) -> frozenset[Path]:
-        """Files in shared memory that its processes made, as far as they were seen to use them."""
+        """Files in shared memory created by its processes, as far as observed."""
         return self._shared_memory.found
 
     def look(self, now: float) -> None:
-        """Note its processes, and what they have made in shared memory so far; ``now`` is monotonic."""
+        """Update its processes and their files in shared memory; ``now`` is monotonic."""
         self._known |= {*self._orphans.check(now)}
         self._shared_memory.check(now)
 
     def usage(self) -> dict[ProcessKey, ProcessUsage]:
-        """Return what the ranks and all descendants of torchrun have used."""
+        """Return the resource usage of the ranks and all descendants of torchrun."""
         return read_usage(self.descendants() | self.ranks)
 
     def exit_codes(self, record: Path) -> dict[int, int]:
-        """Return rank -> exit code of those that torchrun saw fail and that were not killed here."""
+        """Return rank -> exit code of ranks that failed according to torchrun, except those killed here."""
         return read_exit_codes(record, without=self.killed)
 
     def has_killed(self, pid: int) -> bool:
@@ -348,7 +348,7 @@ class ProcessTree:
         return pid in self._killed
 
     def add_rank(self, rank: int, pid: int) -> None:
-        """Note the process of a rank, if it lives and is one of this launch: a script may write what it likes."""
+        """Record the process of a rank if it lives and belongs to this launch: a script could report any PID."""
         key = ProcessKey.of(pid)
         if key is not None and (has_mark(pid, self._mark) or key in self.descendants()):
             self._known.add(key)
@@ -378,9 +378,9 @@ class ProcessTree:
         self._kill(self._descendants_and_ranks())
 
     def kill_all(self) -> None:
-        """Kill all descendants of torchrun; ``sweep`` kills torchrun itself once there are none left.
+        """Kill all descendants of torchrun; ``sweep`` kills torchrun itself once they are gone.
 
-        Until then it is stopped, so that it neither starts nor signals ranks and yet adopts what loses its parent.
+        Until then torchrun is stopped, so that it does not start or signal ranks but still adopts orphans.
         """
         if self._agent_key is not None:
             stop_processes({self._agent_key})
@@ -390,9 +390,9 @@ class ProcessTree:
             self._kill({self._agent_key})
 
     def sweep(self) -> bool:
-        """Kill the remaining processes, re-parented ones included; return whether none was left and torchrun is reaped.
+        """Kill the remaining processes, also re-parented ones; return True once all are gone and torchrun is reaped.
 
-        Called repeatedly, since a process may start another while it is killed.
+        Call it repeatedly, since a process may start another while it is killed.
         """
         self._agent.poll()
         left = {process.key for process in find_marked(self._mark)}
@@ -408,5 +408,5 @@ class ProcessTree:
         self._known |= alive
         self._shared_memory.add(key.pid for key in alive)
         agent = {key for key in alive if key == self._agent_key}
-        end_processes(agent)  # it is stopped, and would not hear that it is asked
+        end_processes(agent)  # it is stopped and would not react to SIGTERM
         self._killed |= {key.pid for key in agent | self._ending.end(alive - agent)}

@@ -1,8 +1,8 @@
-"""The interface between the launcher of a cluster and the engines that hold its places.
+"""The interface between the cluster launcher and the engines that hold its allocations.
 
-An engine asks a cluster's own scheduler for places, starts a ``NodeAgent`` (``launch/agent/agent.py``) on each node of
-one, and carries orders to the agents and their news back. Both are JSON objects, whose meaning no engine knows, apart
-from ``ping_order``. Nodes of a place are numbered from 0.
+An engine requests allocations from the cluster's scheduler and starts a ``NodeAgent`` (``launch/agent/agent.py``) on
+each node. It passes commands to the agents and returns their messages. Both are JSON objects that engines do not
+interpret, apart from ``ping_order``. Nodes of an allocation are numbered from 0.
 """
 
 from __future__ import annotations
@@ -28,116 +28,116 @@ __all__ = [
 ]
 
 PING_S = 2.0
-"""Time between two pings of an agent."""
+"""Interval between pings of an agent."""
 LOST_S = 20.0
-"""Silence of a node after which its place is lost."""
+"""Silence of a node after which its allocation is lost."""
 
 Order = Mapping[str, Any]
-"""What an agent is told, as JSON: ``do`` names it."""
+"""Command to an agent, as JSON; its name is in ``do``."""
 
 
 def ping_order() -> Order:
-    """Return the order that an engine itself gives, every ``PING_S``, whether or not anybody asks for news.
+    """Return the ping command that an engine sends every ``PING_S``, even if ``news`` is not called.
 
-    An agent answers it with its own time, so an engine that hears nothing of a node for ``LOST_S`` knows its place to
-    be lost, and the head learns by how much the node's clock is ahead.
+    An agent replies with its own time. If a node is silent for ``LOST_S``, the engine marks the allocation as lost. The
+    head computes the node's clock offset from the replies.
     """
     return {"do": "ping", "sent": time.time()}
 
 
 class ClusterError(DsatError):
-    """A cluster refuses what is asked of it, or cannot be used; nothing was launched."""
+    """The cluster rejects a request or cannot be used. Nothing was launched."""
 
     exit_code = 2
 
 
 class PlaceState(StrEnum):
-    """State of a place."""
+    """State of an allocation."""
 
     QUEUED = "queued"
-    """The scheduler has not granted it, or not all of its agents have spoken."""
+    """Not granted yet, or some agents have not answered."""
     READY = "ready"
-    """Every node has an agent that has spoken."""
+    """The agents of all nodes have answered."""
     LOST = "lost"
-    """At least one node is gone or silent, or the place was refused. It does not come back."""
+    """A node is gone or silent, or the request was refused. This state is final."""
 
 
 class Place(Protocol):
-    """N nodes with K slots each, held for launches until they are released."""
+    """N nodes with K slots each, held for launches until released."""
 
     @property
     def name(self) -> str:
-        """Its name for the user, such as ``SLURM job 17``."""
+        """Name for the user, such as ``SLURM job 17``."""
         ...
 
     @property
     def state(self) -> PlaceState:
-        """What it is now; a lost place never becomes another."""
+        """Current state; ``LOST`` is final."""
         ...
 
     @property
     def why(self) -> str:
-        """Why it is queued, in the scheduler's own words, or why it is lost; empty if that is not known."""
+        """Why it is queued, as the scheduler reports it, or why it is lost; empty if unknown."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What an agent says."""
+    """A message from an agent."""
 
     place: Place
     node: int
-    """Number of the node in the place, from 0."""
+    """Number of the node in the allocation, from 0."""
     message: Mapping[str, Any]
-    """Parsed JSON; ``news`` names it."""
+    """Parsed JSON; the kind of message is in ``news``."""
     time: float
-    """Unix time at which it arrived at the head."""
+    """Unix time of arrival at the head."""
 
 
 class Engine(Protocol):
-    """Holds places. All methods are called from one thread; an engine may use others of its own.
+    """Holds allocations. All methods are called from a single thread; an engine may run further threads internally.
 
-    An engine keeps its places alive by itself: it pings the agents of those that are ready (see ``ping_order``), reads
-    what they say, and loses a place of which a node is silent for ``LOST_S``. A place that is lost or released leaves
-    no process behind: its agents end their launches once they hear nothing more.
+    An engine keeps its allocations alive: it pings the agents of ready allocations (see ``ping_order``), reads their
+    messages, and marks an allocation as lost if a node is silent for ``LOST_S``. Lost or released allocations leave no
+    processes behind: without pings, the agents end their launches.
     """
 
     def check(self, *, nodes: int, slots: int) -> None:
-        """Refuse, within five seconds, what the cluster can never grant.
+        """Raise within five seconds if the cluster can never grant such an allocation.
 
         Args:
-            nodes: Nodes of a place.
-            slots: GPUs of a node; 0 for none.
+            nodes: Nodes of an allocation.
+            slots: GPUs per node; 0 for none.
 
         Raises:
-            ClusterError: In one line with the cluster's own reason.
+            ClusterError: A single line with the cluster's reason.
         """
         ...
 
     def request(self, *, nodes: int, slots: int) -> Place:
-        """Ask for a place; does not wait for it. It is ready once ``news`` has returned a ``hello`` of every node.
+        """Request an allocation without waiting. It is ready once ``news`` has returned a ``hello`` of every node.
 
         Args:
-            nodes: Nodes of the place.
-            slots: GPUs of a node; 0 for none.
+            nodes: Nodes of the allocation.
+            slots: GPUs per node; 0 for none.
         """
         ...
 
     def order(self, place: Place, order: Order, *, node: int | None = None) -> None:
-        """Send an order to one node of a place, to all for None. Never waits; a lost place takes it for nothing."""
+        """Send a command to a node, or to all nodes for None. Never waits; lost allocations ignore it."""
         ...
 
     def news(self, timeout_s: float) -> Sequence[News]:
-        """Return what agents said since the last call, in each node's own order; wait up to ``timeout_s`` for some.
+        """Return messages of agents since the last call, in order per node; wait up to ``timeout_s`` for some.
 
-        It returns early also when a place changes its state.
+        Returns early if an allocation changes its state.
         """
         ...
 
     def release(self, place: Place) -> None:
-        """Give a place back, a queued one too; does not wait."""
+        """Release an allocation, including a queued request, without waiting."""
         ...
 
     def close(self) -> None:
-        """Give back all places and wait, a few seconds at most, until they are gone."""
+        """Release all allocations and wait, a few seconds at most, until they are gone."""
         ...

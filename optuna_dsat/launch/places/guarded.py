@@ -1,7 +1,8 @@
 """``python -m optuna_dsat.launch.places.guarded WORDS...``: ``python WORDS...`` that leaves no process behind.
 
-It ends with its standard input, which is open as long as whoever started it lives, also if that is killed. What a
-torchrun starts has sessions and parents of its own by then, so it is found by a mark (``launch/machine/processes.py``).
+It ends when its standard input closes, which happens when the process that started it ends, even if it was killed.
+Processes started by torchrun have separate sessions and parents by then, so they are found by a mark in their
+environment (``launch/machine/processes.py``).
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from optuna_dsat.launch.machine.processes import MARK_ENV, kill_leftovers, new_m
 __all__ = ["main"]
 
 _LOOK_S = 0.2
-"""Time between two looks at whether it has ended."""
+"""Interval between checks for the end."""
 _GRACE_S = 3.0
-"""Time to end by itself after SIGTERM."""
+"""Time to exit after SIGTERM."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run; return the exit code, of a shell's kind.
+    """Run the command and return its exit code in the shell's convention.
 
-    Two processes: Ray kills the children of a worker that ends, and would kill with them whoever is to clean up. The
-    first one therefore only waits for the second one.
+    Uses two processes: Ray kills the children of a worker that ends, which would include the process that cleans up.
+    The parent therefore only waits for its child.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the end of the input comes with it
+        signal.signal(number, signal.SIG_IGN)  # end of input follows
     guard = os.fork()
     if guard:
         return os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
@@ -49,14 +50,14 @@ def _guard(words: Sequence[str]) -> int:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
-    with suppress(TimeoutError):  # the kernel holds some; nobody can end them
+    with suppress(TimeoutError):  # some are in uninterruptible sleep and cannot be killed
         kill_leftovers(mark)
     code = process.wait()
     return code if code >= 0 else 128 - code
 
 
 def _input_ended() -> bool:
-    """Wait a moment; return whether the input has ended. What comes by it means nothing."""
+    """Wait up to ``_LOOK_S``; return whether standard input has ended. Its content is ignored."""
     ready, _, _ = select.select([0], [], [], _LOOK_S)
     return bool(ready) and not os.read(0, 4096)
 

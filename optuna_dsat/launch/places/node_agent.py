@@ -2,8 +2,8 @@
 
 Started as ``python -m optuna_dsat.launch.places.node_agent [NODE NAME]``.
 
-Orders are lines of JSON on standard input, of which those for another node (``to``) are left alone; news goes to
-standard output (``launch/agent/wire.py``). The end of the input ends everything.
+Commands are lines of JSON on standard input; commands to other nodes (``to``) are ignored. Messages are written to
+standard output (``launch/agent/wire.py``). The agent exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from optuna_dsat.signals import ENDING
 __all__ = ["main"]
 
 _PAUSE_S = 0.02
-"""Pause between two looks at the launches."""
+"""Interval between checks of the launches."""
 _MOST_UNSENT = 2**22
-"""Bytes that wait for the head to read them, above which nothing more is read of the launches."""
+"""Bytes waiting for the head above which launches are not read any further."""
 
 
 def _number_and_name(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of this node in its place and its name, as the command line or SLURM has them."""
+    """Return this node's number in its allocation and its name, from the command line or from SLURM."""
     if argv:
         return int(argv[0]), argv[1]
     return int(environ.get("SLURM_PROCID", "0")), environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _serve(agent: NodeAgent, node: int, *, news_to: int, told: Mapping[int, object]) -> None:
-    """Carry orders and news until the agent or its head leaves, or a signal came; never wait for the head to read.
+    """Forward commands and messages until the agent or its head leaves, or a signal arrives. Writes never block.
 
     Args:
-        agent: This node's.
-        node: Its number in the place.
-        news_to: Descriptor for news.
-        told: Signals that came; they are looked at between two orders, so that none interrupts what belongs together.
+        agent: Agent of this node.
+        node: Its number in the allocation.
+        news_to: Descriptor for messages.
+        told: Received signals. They are checked between commands, so that no command is interrupted.
 
     Raises:
-        BrokenPipeError: If the head reads no more.
+        BrokenPipeError: If the head has stopped reading.
     """
     os.set_blocking(news_to, False)
     partial = unsent = b""
@@ -64,7 +64,7 @@ def _serve(agent: NodeAgent, node: int, *, news_to: int, told: Mapping[int, obje
 
 
 def _written(descriptor: int, data: bytes) -> bytes:
-    """Write as much as the descriptor takes; return the rest."""
+    """Write as much as the descriptor accepts; return the rest."""
     with suppress(BlockingIOError):
         while data:
             data = data[os.write(descriptor, data) :]
@@ -72,7 +72,7 @@ def _written(descriptor: int, data: bytes) -> bytes:
 
 
 def _told_to_end() -> Mapping[int, object]:
-    """Take the signals that end this process; return a mapping that is filled with the first of each.
+    """Install handlers for the signals that end this process; return a mapping filled with the first of each.
 
     The handler is implemented in C. A Python function could be interrupted by the next signal before its first
     instruction: a burst of signals would exceed the recursion limit.
@@ -87,14 +87,14 @@ def main() -> int:
     """Serve a head; return the exit code."""
     told = _told_to_end()
     news_to = os.dup(1)
-    os.dup2(2, 1)  # what an import prints is no news
+    os.dup2(2, 1)  # output printed by imports must not reach the message channel
     node, name = _number_and_name(sys.argv[1:], os.environ)
     agent = NodeAgent(node=node, name=name)
     try:
         with suppress(BrokenPipeError):
             _serve(agent, node, news_to=news_to, told=told)
     finally:
-        for number in ENDING:  # SLURM sends more than one, and Python restores the default while it exits
+        for number in ENDING:  # SLURM sends several, and Python restores the default while it exits
             signal.signal(number, signal.SIG_IGN)
         agent.close()
     return 0

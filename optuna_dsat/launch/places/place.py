@@ -1,4 +1,4 @@
-"""A place of the cluster from the request to its release: who is there, what is missing, where the nodes meet."""
+"""An allocation on the cluster, from request to release: its agents, missing nodes and rendezvous."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from optuna_dsat.launch.protocol import Preload, Rendezvous
 __all__ = ["HeldPlace", "Layout", "Stage"]
 
 _LEAST_OFFSET_S = 0.001
-"""Difference of clocks below which times are left as they are: a round trip tells no more."""
+"""Clock offsets below this are not corrected: a round trip cannot measure them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What every place of a study has."""
+    """Shape shared by all allocations of a study."""
 
     nodes: int
     slots: int
-    """Ranks of a node."""
+    """Ranks per node."""
     kind: str
     """``cuda`` or ``cpu``."""
     gpus: int
-    """GPUs of a node that the cluster is asked for; 0 for none."""
+    """GPUs per node to request from the cluster; 0 for none."""
 
     @property
     def ranks(self) -> int:
@@ -38,23 +38,23 @@ class Layout:
 
 
 class Stage(Enum):
-    """How far a place has come."""
+    """State of an allocation."""
 
     QUEUED = "queued"
     LOOKING = "looking"
-    """Its nodes look for devices and files."""
+    """The nodes check their devices and files."""
     REACHING = "reaching"
-    """Its nodes try to reach node 0."""
+    """The nodes try to connect to node 0."""
     USABLE = "usable"
     LOST = "lost"
 
 
 class HeldPlace:
-    """A place and what its nodes have said.
+    """An allocation and the messages received from its nodes.
 
     Args:
-        engine: Holds it.
-        layout: What it has.
+        engine: Engine that owns the allocation.
+        layout: Its nodes and slots.
         files: File that every node must have -> digest of its content.
     """
 
@@ -65,19 +65,19 @@ class HeldPlace:
         self.place: Place = engine.request(nodes=layout.nodes, slots=layout.gpus)
         self.stage = Stage.QUEUED
         self.launch_id: str | None = None
-        """The launch that it runs; None while it is idle."""
+        """The running launch; None while idle."""
         self.asked_at = time.monotonic()
         self.idle_since: float | None = None
-        """When it was seen first that nothing is to be launched in it; None while there is."""
+        """When it was first found to have nothing to launch; None while it has work."""
         self.told_reason: str | None = None
-        """Why it is queued, as the user was told last."""
+        """The queue reason most recently shown to the user."""
         self._hellos: dict[int, Mapping[str, Any]] = {}
         self._seen: dict[int, Mapping[str, Any]] = {}
         self._reached: dict[int, list[tuple[str, str]]] = {}
         self._phases: dict[int, str] = {}
-        """Number of a node -> what takes long there; empty for nothing."""
+        """Node number -> slow activity there; empty for none."""
         self._offsets: dict[int, tuple[float, float]] = {}
-        """Number of a node -> shortest round trip, and by how much its clock is ahead, as seen by that one."""
+        """Node number -> shortest round trip, and the clock offset (node minus head) measured with it."""
         self._address = LOOPBACK
         self._interfaces: dict[int, str] = {}
         self._prepared_for: tuple[Preload, tuple[str, ...]] | None = None
@@ -85,22 +85,22 @@ class HeldPlace:
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        """What the cluster calls its nodes, in their order, as far as they have spoken."""
+        """The cluster's names of the nodes, in node order, for each node whose agent has started."""
         return tuple(str(self._hellos[node]["name"]) for node in sorted(self._hellos))
 
     @property
     def nodes(self) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-        """Name of each node, its hello, and what it has seen of devices and files."""
+        """Name of each node, its hello message, and its report of devices and files."""
         return [(self.name_of(node), self._hellos[node], self._seen[node]) for node in sorted(self._seen)]
 
     @property
     def is_idle(self) -> bool:
-        """Whether a launch may start there now."""
+        """Whether a launch can start now."""
         return self.stage is Stage.USABLE and self.launch_id is None and not self._unprepared
 
     @property
     def phase(self) -> str:
-        """What takes long there; empty for nothing. Why it is queued is told elsewhere."""
+        """Slow activity to report; empty for none. Queue reasons are reported elsewhere."""
         if self.stage is Stage.QUEUED:
             missing = self._layout.nodes - len(self._hellos)
             return "" if self.place.why else f"waiting for {missing} node{'s' * (missing > 1)}"
@@ -110,19 +110,19 @@ class HeldPlace:
         return f"{words}, on the cluster" if words else ""
 
     def name_of(self, node: int) -> str:
-        """Return what the cluster calls a node."""
+        """Return the cluster's name of a node."""
         return str(self._hellos[node]["name"]) if node in self._hellos else f"node {node}"
 
     def order(self, order: Mapping[str, Any], *, node: int | None = None) -> None:
-        """Send an order to one node, or to all."""
+        """Send a command to a node, or to all nodes for None."""
         self._engine.order(self.place, order, node=node)
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the allocation."""
         self._engine.release(self.place)
 
     def note(self, news: News) -> None:
-        """Take news that is about the place, not about a launch."""
+        """Record a message about the allocation rather than about a launch."""
         message, node = news.message, news.node
         kind = message["news"]
         if kind == "hello":
@@ -141,15 +141,15 @@ class HeldPlace:
             self._unprepared.discard(node)
 
     def clock_ahead_s(self, node: int) -> float:
-        """Return by how much a node's clock is ahead of the head's; 0 where a round trip cannot tell."""
+        """Return how far a node's clock is ahead of the head's, in seconds; 0 if less than a round trip can resolve."""
         trip_s, offset_s = self._offsets.get(node, (0.0, 0.0))
         return offset_s if abs(offset_s) > max(trip_s / 2, _LEAST_OFFSET_S) else 0.0
 
     def advance(self) -> None:
-        """Bring it nearer to use.
+        """Advance to the next stage when the nodes have answered.
 
         Raises:
-            ClusterError: If a node lacks what every launch of the study needs; names the node.
+            ClusterError: If a node lacks a requirement of every launch of the study; names the node.
         """
         if self.place.state is PlaceState.LOST:
             self.stage = Stage.LOST
@@ -173,7 +173,7 @@ class HeldPlace:
 
     @property
     def _is_one_machine(self) -> bool:
-        """Whether its nodes share one loopback address, as a single node does with itself."""
+        """Whether all nodes share a loopback address, as a single node always does."""
         return len({hello["machine"] for hello in self._hellos.values()}) == 1
 
     def _check_versions(self) -> None:
@@ -202,7 +202,7 @@ class HeldPlace:
                 )
 
     def _choose_address(self) -> None:
-        """Choose the first address of node 0 that all other nodes reached, and note by which interfaces.
+        """Choose the first address of node 0 that all other nodes reached, and record their interfaces.
 
         Raises:
             ClusterError: If there is none; names the node that reached the fewest.
@@ -219,11 +219,11 @@ class HeldPlace:
 
     @property
     def address(self) -> str:
-        """Address of node 0 as the others reach it."""
+        """Address of node 0 as reached by the other nodes."""
         return self._address
 
     def rendezvous(self, node: int, port: int) -> Rendezvous | None:
-        """Return where a node meets the others; None for a place of one node."""
+        """Return the rendezvous of a node; None for a single-node allocation."""
         if self._layout.nodes == 1:
             return None
         return Rendezvous(
@@ -235,7 +235,7 @@ class HeldPlace:
         )
 
     def prepare(self, preload: Preload, operators: Sequence[str]) -> None:
-        """Have all nodes import and compile what launches need, unless they were told so before."""
+        """Have all nodes import and compile the requirements of launches, unless already requested."""
         wanted = (preload, tuple(operators))
         if self.stage is not Stage.USABLE or wanted == self._prepared_for:
             return

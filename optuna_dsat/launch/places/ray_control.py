@@ -1,7 +1,7 @@
-"""Whether the control service of a Ray cluster (GCS) lives.
+"""Check that the control service of a Ray cluster (GCS) is alive.
 
-Nothing of Ray can be asked for that: its calls wait without a limit for a service that is gone, and what waits so
-cannot be ended. The service speaks gRPC, so it answers a greeting of HTTP/2 (RFC 9113, 3.4).
+Ray itself cannot be asked: its calls wait without limit for a service that is gone, and cannot be interrupted. The
+service speaks gRPC, so it answers an HTTP/2 connection preface (RFC 9113, 3.4).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from contextlib import suppress
 __all__ = ["ControlWatch", "control_address", "greet"]
 
 _SILENT_S = 30.0
-"""Time without an answer after which it counts as gone. Actors go on without it, but after 60 s Ray ends the process of
-a driver, in the middle of whatever it does (``gcs_rpc_server_reconnect_timeout_s``)."""
+"""Time without an answer after which the service counts as gone. Actors continue without it, but after 60 s Ray ends
+the driver process in the middle of its work (``gcs_rpc_server_reconnect_timeout_s``)."""
 _LOOK_S = 3.0
-"""Time between two greetings."""
+"""Interval between greetings."""
 _ANSWER_S = 3.0
 """Longest wait for an answer."""
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""Connection preface of a client, with an empty SETTINGS frame."""
+"""HTTP/2 connection preface of a client, with an empty SETTINGS frame."""
 
 
 class ControlWatch:
-    """Watches a control service, in a thread of its own.
+    """Watches a control service in a background thread.
 
     Args:
         address: ``HOST:PORT``.
@@ -40,12 +40,12 @@ class ControlWatch:
 
     @property
     def failure(self) -> str:
-        """That it is gone, in words; empty as long as it answers."""
+        """Message that the service is gone; empty while it answers."""
         silent = time.monotonic() - self._answered_at > _SILENT_S
         return f"Ray's control service (GCS) has given no answer for {_SILENT_S:g} s" if silent else ""
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._closed.set()
         self._thread.join()
 
@@ -57,18 +57,18 @@ class ControlWatch:
 
 
 def control_address() -> str:
-    """Return the address of the control service of the cluster that this process is a driver of."""
+    """Return the address of the control service of this driver's cluster."""
     import ray
 
     return str(ray.get_runtime_context().gcs_address)
 
 
 def greet(address: str) -> None:
-    """Wait a moment for a control service to answer; one that wants TLS answers by an end.
+    """Wait up to ``_ANSWER_S`` for a control service to answer; a TLS service answers by closing the connection.
 
     Raises:
-        OSError: If it does not.
-        ValueError: If that is no address.
+        OSError: If it does not answer.
+        ValueError: If the address is invalid.
     """
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S)

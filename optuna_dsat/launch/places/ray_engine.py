@@ -1,7 +1,8 @@
-"""Places in a Ray cluster, held by the process that tunes as a driver of that cluster.
+"""Allocations in a Ray cluster, held by the tuning process as a driver of the cluster.
 
-A thread talks to Ray, so that places are kept alive while nobody asks for news. Ray itself schedules, places and
-queues (``launch/places/ray_place.py``). This process has to run on a node of the cluster, on one without GPUs too.
+A thread talks to Ray, so that allocations are kept alive while nobody calls ``news``. Scheduling, placement and
+queueing are left to Ray (``launch/places/ray_place.py``). This process must run on a node of the cluster, which may be
+a node without GPUs.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from optuna_dsat.launch.places.ray_place import RayPlace, cause_of
 __all__ = ["RayEngine", "address_of", "join_cluster", "leave_cluster"]
 
 _CONNECT_S = 30.0
-"""Longest wait for Ray to take this process as a driver, once the cluster's address answers."""
+"""Longest wait for Ray to accept this process as a driver, once the cluster's address answers."""
 _TURN_S = 0.05
-"""Longest wait of the thread for an answer of Ray's."""
+"""Longest wait of the thread for an answer of Ray."""
 _CLOSE_S = 12.0
-"""Longest wait for places to be given back at the end."""
+"""Longest wait for the release of allocations at the end."""
 _LEAVE_S = 10.0
-"""Longest wait for Ray to let this process go, where its control service is gone; it takes five seconds."""
+"""Longest wait for Ray to disconnect if its control service is gone; it takes five seconds."""
 _GOODBYE_S = 5.0
-"""Longest wait for agents to end then."""
+"""Longest wait for agents to end in this case."""
 
 
 class RayEngine:
-    """Holds places in a Ray cluster; an ``Engine``.
+    """Holds allocations in a Ray cluster; an ``Engine``.
 
     Args:
-        address: ``HOST:PORT`` of the cluster's head; None or ``auto`` for what ``RAY_ADDRESS`` or this machine names.
+        address: ``HOST:PORT`` of the cluster's head; None or ``auto`` for ``RAY_ADDRESS`` or this machine's cluster.
         names: Nodes that may be used (see ``named_nodes``); all for none.
         on_notice: Called with lines for the user.
     """
@@ -62,39 +63,39 @@ class RayEngine:
         self._changed = threading.Condition()
         self._asked = 0
         self._suspects: dict[str, float] = {}
-        """Number in Ray of a node with which a place was lost -> when, on the monotonic clock. Of the thread alone."""
+        """Ray ID of a node with which an allocation was lost -> monotonic time of the loss. Used by the thread only."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._control: ControlWatch | None = None
         self._failure = ""
-        """Why no place can be held any more."""
+        """Why no allocation can be held any more."""
         self._turned_at = 0.0
-        """Monotonic time at which the thread began its present turn."""
+        """Monotonic time at which the thread began its current turn."""
         self._is_ours = False
 
     def check(self, *, nodes: int, slots: int) -> None:
-        """Refuse what the cluster can never grant: Ray itself would wait for it for ever.
+        """Raise if the cluster can never grant such an allocation: Ray itself would wait forever.
 
         Args:
-            nodes: Nodes of a place.
-            slots: GPUs of a node; 0 for none.
+            nodes: Nodes of an allocation.
+            slots: GPUs per node; 0 for none.
 
         Raises:
-            ClusterError: In one line.
+            ClusterError: A single-line message.
         """
         self._connect()
         refuse_impossible(nodes=nodes, slots=slots, names=self._names)
 
     def request(self, *, nodes: int, slots: int) -> Place:
-        """Ask for a place; does not wait for it.
+        """Request an allocation without waiting.
 
         Args:
-            nodes: Nodes of the place.
-            slots: GPUs of a node; 0 for none.
+            nodes: Nodes of the allocation.
+            slots: GPUs per node; 0 for none.
 
         Raises:
             ClusterError: If no cluster answers.
-            DeviceError: If the cluster that held places answers no more.
+            DeviceError: If the cluster that held allocations no longer answers.
         """
         self._connect()
         with self._changed:
@@ -104,13 +105,13 @@ class RayEngine:
         return place
 
     def order(self, place: Place, order: Order, *, node: int | None = None) -> None:
-        """Send an order to one node of a place, to all for None; never waits."""
+        """Send a command to a node, or to all nodes for None; never waits."""
         assert isinstance(place, RayPlace)
         with self._changed:
             self._orders.append((place, order, node))
 
     def news(self, timeout_s: float) -> Sequence[News]:
-        """Return what agents said since the last call; wait up to ``timeout_s`` for some."""
+        """Return messages of agents since the last call; wait up to ``timeout_s`` for some."""
         with self._changed:
             if not self._news:
                 self._changed.wait(timeout_s)
@@ -121,18 +122,18 @@ class RayEngine:
             return found
 
     def release(self, place: Place) -> None:
-        """Give a place back; does not wait."""
+        """Release an allocation without waiting."""
         assert isinstance(place, RayPlace)
         with self._changed:
             self._released.append(place)
 
     @property
     def held(self) -> int:
-        """Places that are not gone, those among them that are given back."""
+        """Number of allocations that are not gone, including released allocations."""
         return len(self._places)
 
     def close(self) -> None:
-        """Give back all places and wait, a few seconds at most, until they are gone."""
+        """Release all allocations and wait, a few seconds at most, until they are gone."""
         with self._changed:
             self._closing = True
         if self._thread is not None:
@@ -149,7 +150,7 @@ class RayEngine:
 
         Raises:
             ClusterError: If Ray is not installed, or no cluster answers.
-            DeviceError: If none does any more.
+            DeviceError: If the cluster no longer answers.
         """
         if self._failure:
             raise DeviceError(f"{self._failure}. Nothing is lost: resume goes on.")
@@ -162,16 +163,16 @@ class RayEngine:
         self._thread.start()
 
     def _work(self) -> None:
-        """Talk to Ray until all places are gone after ``close``."""
+        """Talk to Ray until ``close`` was called and all allocations are gone."""
         try:
             while self._turn():
                 pass
-        except Exception as error:  # noqa: BLE001 - whatever Ray raises, nothing of it can be used any more
+        except Exception as error:  # noqa: BLE001 - any error of Ray makes it unusable
             with self._changed:
                 self._fail(f"Ray cannot be used any more: {cause_of(error)}")
 
     def _leave_all(self, places: Sequence[RayPlace], why: str) -> None:
-        """Have all agents end, by their actors alone; no place can be held any more."""
+        """Stop all agents through their actors only, and fail."""
         import ray
 
         with self._changed:
@@ -184,7 +185,7 @@ class RayEngine:
             self._fail(why)
 
     def _fail(self, why: str) -> None:
-        """Note that Ray cannot be used any more; agents end by themselves, since nobody pings them."""
+        """Record that Ray can no longer be used. Agents exit because they receive no more pings."""
         self._failure = self._failure or why
         for place in self._places:
             place.give_up(self._failure)
@@ -192,7 +193,7 @@ class RayEngine:
         self._changed.notify_all()
 
     def _turn(self) -> bool:
-        """Go on with all places once; return whether there is more to do."""
+        """Advance all allocations; return whether there is more to do."""
         import ray
 
         with self._changed:
@@ -221,7 +222,7 @@ class RayEngine:
         said = [one for place in places for one in place.advance(ready)]
         changed = said or before != [place.state for place in places]
         with self._changed:
-            self._places = [place for place in self._places if not place.is_gone]  # those asked for meanwhile, too
+            self._places = [place for place in self._places if not place.is_gone]  # includes requests made meanwhile
             self._news.extend(said)
             if changed:
                 self._changed.notify_all()
@@ -229,14 +230,14 @@ class RayEngine:
 
 
 def address_of(given: str | None) -> str:
-    """Return the address of the cluster that is meant: the given one, ``RAY_ADDRESS``, or ``auto`` for this node's."""
+    """Return the address of the cluster: the given address, ``RAY_ADDRESS``, or ``auto`` for this node's cluster."""
     return given or os.environ.get("RAY_ADDRESS") or "auto"
 
 
 def join_cluster(address: str) -> bool:
-    """Make this process a driver of a running cluster; return whether it was none before.
+    """Make this process a driver of a running cluster; return False if it already was a driver.
 
-    That is done in a thread of its own: Ray replaces the handler of SIGTERM of the main thread, and has no limit.
+    Runs in a separate thread, because Ray replaces the main thread's SIGTERM handler and may wait without limit.
 
     Raises:
         ClusterError: If Ray is not installed, or no cluster answers.
@@ -256,7 +257,7 @@ def join_cluster(address: str) -> bool:
     def join() -> None:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False, **local)
-        except Exception as error:  # noqa: BLE001 - told in one line, whatever Ray raises
+        except Exception as error:  # noqa: BLE001 - any error of Ray is reported in one line
             failed.append(error)
 
     _silence_ray()
@@ -274,7 +275,7 @@ def join_cluster(address: str) -> bool:
 
 
 def leave_cluster() -> None:
-    """Be a driver no more, without a long wait for a cluster that does not answer: Ray's own way has no limit."""
+    """Disconnect this driver without a long wait if the cluster does not answer; Ray's shutdown has no time limit."""
     import ray
 
     try:
@@ -286,7 +287,7 @@ def leave_cluster() -> None:
         return
     atexit.unregister(ray.shutdown)
     worker: Any = importlib.import_module("ray._private.worker").global_worker
-    # What is left undone of Ray's threads would crash this process at its end, and hide its exit code.
+    # Ray threads that still run would crash this process at exit and hide its exit code.
     thread = threading.Thread(target=worker.core_worker.shutdown_driver, daemon=True)
     thread.start()
     thread.join(_LEAVE_S)
@@ -295,8 +296,8 @@ def leave_cluster() -> None:
 def _silence_ray() -> None:
     """Keep Ray from writing to this process's streams.
 
-    It warns that it replaces no handler, and writes what becomes of any node of the cluster to standard output,
-    whatever ``log_to_driver`` says: results go there, and a place that is lost says why.
+    Ray warns that it does not replace a handler, and reports failures of any node on standard output despite
+    ``log_to_driver``. Standard output is for results, and lost allocations report their reason themselves.
     """
     logging.getLogger("ray").setLevel(logging.ERROR)
     worker: Any = importlib.import_module("ray._private.worker")
@@ -305,7 +306,7 @@ def _silence_ray() -> None:
 
 
 def _reach(address: str) -> None:
-    """Refuse an address that does not answer: Ray tries it for minutes.
+    """Fail fast if the address does not respond; Ray itself would retry for minutes.
 
     Raises:
         ClusterError: If nothing listens there.

@@ -1,7 +1,7 @@
-"""What runs in a Ray actor on each node: it holds the node's agent, or a training, and passes bytes on.
+"""A Ray actor on each node that runs the node's agent or a training, and forwards its input and output.
 
-The agent is a process of its own (``launch/places/node_agent.py``), as under SLURM: a Ray worker has threads, signal
-handlers and an environment of Ray's. Of Ray, nothing is imported here.
+The agent is a separate process (``launch/places/node_agent.py``), as under SLURM, because Ray workers have threads,
+signal handlers and an environment set by Ray. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["NodeRelay", "node_environment"]
 
 _KEPT = ("CUDA_VISIBLE_DEVICES", "HOSTNAME")
 _KEPT_PREFIXES = ("RAY_", "NVIDIA_")
-"""Variables that are the node's own."""
+"""Variables whose values are specific to the node."""
 _SET_BY_RAY = ("OMP_NUM_THREADS",)
-"""Variables that Ray sets for its workers, in place of which the head's count, or none."""
+"""Variables that Ray sets for its workers; replaced by the head's value, or unset."""
 _WATCH_S = 0.5
-"""Time between two looks at whether the raylet lives."""
+"""Interval between checks of the raylet."""
 _FROZEN_S = 10.0
-"""Time that the raylet has to be stopped before this node counts as frozen."""
+"""Time for which the raylet must be stopped before this node counts as frozen."""
 _END_S = 5.0
-"""Longest wait for a process that was told to end."""
+"""Longest wait for a process to end after SIGTERM."""
 _LAST_WORDS_S = 1.0
-"""Longest wait for what a process said before it ended; what it started may hold its output open."""
+"""Longest wait for the last output of an ended process, as its children may keep the output open."""
 
 
 def node_environment(of_head: Mapping[str, str], of_worker: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an agent: the head's, as under SLURM, but for what a node knows better.
+    """Return the environment of an agent: the head's, as under SLURM, except for node-specific variables.
 
     Args:
         of_head: Environment of the process that tunes.
@@ -51,10 +51,10 @@ def node_environment(of_head: Mapping[str, str], of_worker: Mapping[str, str]) -
 
 
 class NodeRelay:
-    """Holds a process on one node. Ray calls its methods one at a time, on one thread.
+    """Runs a process on a node. Ray calls its methods sequentially on a single thread.
 
-    The process is asked to end by the end of its input, or by SIGTERM. It is asked so, too, if Ray's own process of the
-    node (raylet), which started this one, is gone or stands still.
+    The process is ended by closing its input and by SIGTERM. This also happens if the node's raylet, the parent of this
+    worker, is gone or stopped.
     """
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class NodeRelay:
         self._parent = os.getppid()
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], cwd: str, *, errors: bool = False) -> None:
-        """Start a process of this node's Python.
+        """Start a process with this node's Python.
 
         Args:
-            words: What Python is to run: its options and arguments.
+            words: Options and arguments of Python.
             environment: Environment of the head.
-            cwd: Working directory of the head, used here where it exists.
-            errors: Whether its errors are passed on as its output is.
+            cwd: Working directory of the head, used if it exists on this node.
+            errors: Whether to forward standard error together with standard output.
         """
         self._process = subprocess.Popen(
             [sys.executable, *words],
@@ -86,22 +86,22 @@ class NodeRelay:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def free_port(self) -> int:
-        """Return a port that nobody listens on here."""
+        """Return a free port of this node."""
         with socket.socket() as found:
             found.bind(("", 0))
             return int(found.getsockname()[1])
 
     def exchange(self, orders: bytes, wait_s: float) -> tuple[bytes, int | None]:
-        """Write to the process; return what it has said since, and its exit code once it has ended and said all.
+        """Write to the process; return its new output, and its exit code once it has ended and all output was read.
 
         Args:
             orders: Lines for the process.
-            wait_s: Longest wait for it to say something.
+            wait_s: Longest wait for output.
         """
         process, reader = self._process, self._reader
         if process is None or process.stdin is None or reader is None:
             raise RuntimeError("no process was started")
-        with suppress(OSError, ValueError):  # it has ended, as the exit code says
+        with suppress(OSError, ValueError):  # it has ended, see the exit code
             process.stdin.write(orders)
             process.stdin.flush()
         code = process.poll()
@@ -115,7 +115,7 @@ class NodeRelay:
         return said, code
 
     def close(self) -> None:
-        """Have the process end, and what it started; wait for that."""
+        """End the process and its children, and wait for their end."""
         process = self._process
         if process is None:
             return
@@ -137,9 +137,9 @@ class NodeRelay:
             self._said.put(data)
 
     def _watch(self) -> None:
-        """End the process once the raylet is gone or frozen: nobody else would, while this worker lives on.
+        """End the process if the raylet is gone or frozen, because nothing else would while this worker lives.
 
-        Ray itself misses a raylet that is stopped only after a minute, and ends nothing on its node.
+        Ray itself notices a stopped raylet only after a minute, and does not end anything on its node.
         """
         moved = time.monotonic()
         while os.getppid() == self._parent and time.monotonic() - moved < _FROZEN_S:

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster: which are meant by their names, which could hold a place, and the placement group for one."""
+"""Nodes of a Ray cluster: select them by name, count suitable nodes and request placement groups."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _ID = "ray.io/node-id"
 
 
 def bundle_of(slots: int) -> dict[str, int]:
-    """Return the resources of one node of a place with so many GPUs."""
+    """Return the resources per node of an allocation with ``slots`` GPUs per node."""
     return {"CPU": 1, "GPU": slots} if slots else {"CPU": 1}
 
 
 def fitting_nodes(resources: Sequence[Mapping[str, float]], *, slots: int) -> int:
-    """Return how many nodes, of which each has these resources in all, could ever hold one bundle of a place."""
+    """Return how many nodes with these total resources could hold a bundle of an allocation."""
     return sum(one.get("CPU", 0) >= 1 and one.get("GPU", 0) >= slots for one in resources)
 
 
 def named_nodes(alive: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return the nodes that are meant, in the order of their names; all for no names.
+    """Return the nodes with these names, in the order of the names; all nodes if no names are given.
 
     Args:
-        alive: What Ray says of each of its nodes that lives.
+        alive: Ray's descriptions of its live nodes.
         names: A node's name in Ray, its host name (with or without domain), its address, with or without the port of
             its raylet, or a name that resolves to its address.
 
     Raises:
-        ClusterError: If no node has one of the names.
+        ClusterError: If no node has such a name.
     """
     if not names:
         return list(alive)
@@ -65,15 +65,15 @@ def _at(address: str, alive: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] |
 
 
 def refuse_impossible(*, nodes: int, slots: int, names: Sequence[str] = ()) -> None:
-    """Refuse what the cluster of this driver can never grant.
+    """Raise if this driver's cluster can never grant such an allocation.
 
     Args:
-        nodes: Nodes of a place.
-        slots: GPUs of a node; 0 for none.
+        nodes: Nodes of an allocation.
+        slots: GPUs per node; 0 for none.
         names: Nodes that may be used; all for none.
 
     Raises:
-        ClusterError: In one line, with what it has.
+        ClusterError: A single line with the cluster's resources.
     """
     chosen = named_nodes(_alive(), names)
     resources = [node["Resources"] for node in chosen]
@@ -90,20 +90,20 @@ def refuse_impossible(*, nodes: int, slots: int, names: Sequence[str] = ()) -> N
 
 
 def group_of(*, nodes: int, slots: int, names: Sequence[str] = (), without: Collection[str] = ()) -> Any:
-    """Ask Ray for a placement group with one bundle a node; return it, pending.
+    """Request a placement group with a bundle per node; return it while pending.
 
-    Where as many nodes are named as are taken, each bundle gets its own in their order, so that the first one named
-    has the first ranks.
+    If exactly as many nodes are named as are needed, bundles are assigned to them in order, so that the first named
+    node has the first ranks.
 
     Args:
         nodes: Nodes.
-        slots: GPUs of a node; 0 for none.
+        slots: GPUs per node; 0 for none.
         names: Nodes that may be used; all for none.
-        without: Numbers of nodes that are not to be used if there are enough others. Ray would wait for one that is
-            frozen, and hold up all that is asked for meanwhile.
+        without: IDs of nodes to avoid if there are enough others. Ray would wait for a frozen node and delay all
+            other requests meanwhile.
 
     Raises:
-        ClusterError: If a node that is named is not there.
+        ClusterError: If a named node does not exist.
     """
     from ray.util import placement_group
 
@@ -114,7 +114,7 @@ def group_of(*, nodes: int, slots: int, names: Sequence[str] = (), without: Coll
 def _labels(
     alive: Sequence[Mapping[str, Any]], *, nodes: int, slots: int, names: Sequence[str], without: Collection[str]
 ) -> list[dict[str, str]] | None:
-    """Return for each bundle which nodes may hold it, as a selector of Ray's; None for all."""
+    """Return per bundle Ray's label selector of the nodes that may hold it; None for all nodes."""
     named = named_nodes(alive, names)
     if names and len(named) == nodes:
         return [{_ID: f"in({node['NodeID']})"} for node in named]

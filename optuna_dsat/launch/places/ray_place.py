@@ -1,4 +1,4 @@
-"""A place in a Ray cluster: a placement group with one bundle a node, and in each an actor that holds an agent."""
+"""An allocation in a Ray cluster: a placement group with a bundle per node, each with an actor that runs an agent."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from optuna_dsat.launch.places.slurm import agent_environment
 __all__ = ["RayPlace", "cause_of", "relay_on"]
 
 _WAIT_S = 0.05
-"""Longest wait of a node for its agent to say something, in one exchange."""
+"""Longest wait of a node for output of its agent, per exchange."""
 _BEGIN_S = 120.0
-"""Longest wait for the first word of an agent, whose node may have to import torch from a slow disk."""
+"""Longest wait for an agent's first message; its node may have to import torch from a slow disk."""
 _GOODBYE_S = 8.0
 """Longest wait for agents to end before their actors are killed."""
 _AVOIDED_S = 120.0
-"""Time for which a node with which a place was lost is left alone, if there are others: Ray itself takes about a minute
-to miss one that stands still."""
+"""Time for which a node is avoided, if there are others, after an allocation was lost with it: Ray itself needs about a
+minute to notice a stopped node."""
 _ASK_S = 1.0
-"""Time between two questions to Ray why a place is queued."""
+"""Interval between queries for the queue reason."""
 
 
 def relay_on(group: Any, index: int, *, gpus: int) -> Any:
-    """Return a new actor in a bundle of a placement group, of which it takes all, that holds a process there."""
+    """Return a new actor that runs a process and takes a whole bundle of a placement group."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -48,13 +48,13 @@ _WHY = {
     "FAILED_TO_COMMIT_RESOURCES": "no resources: a node was taken or lost meanwhile",
     "INFEASIBLE": "infeasible: too few nodes of the cluster that live could hold it",
 }
-"""What Ray says of a placement group that is pending -> the same for a user."""
+"""Ray's state of a pending placement group -> message for the user."""
 _ERROR = re.compile(r"[A-Za-z_.]+(Error|Exception): ")
-"""Beginning of a line that says what was raised."""
+"""Start of a line that names an exception."""
 
 
 class _Phase(Enum):
-    """What happens to a place next."""
+    """Next action for an allocation."""
 
     PENDING = "the placement group is pending"
     TALKING = "agents are started or talked to"
@@ -64,31 +64,31 @@ class _Phase(Enum):
 
 @dataclass(kw_only=True)
 class _Node:
-    """One node of a place."""
+    """A node of an allocation."""
 
     id: str
-    """Its number in Ray; empty if it is not known."""
+    """Its node ID in Ray; empty if unknown."""
     name: str
     actor: Any
     asked: Any
-    """Reference of the call that is under way; None for none."""
+    """Reference of the pending call; None for none."""
     heard_at: float
-    """When its agent was heard last, on the monotonic clock."""
+    """Monotonic time of the agent's last message."""
     spoke: bool = False
     orders: list[bytes] = field(default_factory=list)
-    """Lines for its agent that are not on their way yet."""
+    """Lines for its agent that have not been sent yet."""
     joiner: Joiner = field(default_factory=Joiner)
 
 
 class RayPlace:
-    """A place. All methods but the properties are called from the engine's own thread.
+    """An allocation. All methods but the properties are called from the engine's own thread.
 
     Args:
         nodes: Nodes.
-        slots: GPUs of each; 0 for none.
-        number: Counts the places of the engine, from 1.
+        slots: GPUs per node; 0 for none.
+        number: Counts the allocations of the engine, from 1.
         names: Nodes that may be used; all for none.
-        suspects: Number in Ray of a node with which a place was lost -> when, on the monotonic clock; is filled.
+        suspects: Ray ID of a node with which an allocation was lost -> monotonic time of the loss; updated here.
     """
 
     def __init__(
@@ -116,26 +116,26 @@ class RayPlace:
 
     @property
     def name(self) -> str:
-        """Its name for the user."""
+        """Name for the user."""
         return f"Ray placement group {self._number}"
 
     @property
     def state(self) -> PlaceState:
-        """What it is now."""
+        """Current state."""
         return self._state
 
     @property
     def why(self) -> str:
-        """Why it is queued, in Ray's own words, or why it is lost."""
+        """Why it is queued, in Ray's terms, or why it is lost."""
         return self._why
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing of it is left."""
+        """Whether all its actors and its placement group have been removed."""
         return self._phase is _Phase.GONE
 
     def references(self) -> list[Any]:
-        """Return what is waited for, of Ray's references."""
+        """Return the pending references in Ray."""
         if self._phase is _Phase.PENDING:
             return [self._granted] if self._granted is not None else []
         if self._phase is _Phase.LEAVING:
@@ -143,7 +143,7 @@ class RayPlace:
         return [node.asked for node in self._nodes if node.asked is not None]
 
     def give(self, order: Order, *, node: int | None) -> None:
-        """Note an order for one node or all; a place that is lost or released takes it for nothing."""
+        """Queue a command for a node, or for all nodes for None; ignored if lost or released."""
         if self._phase in (_Phase.LEAVING, _Phase.GONE):
             return
         line = json.dumps(order).encode("ascii") + b"\n"
@@ -152,10 +152,10 @@ class RayPlace:
                 one.orders.append(line)
 
     def advance(self, ready: Sequence[Any]) -> Iterator[News]:
-        """Go on with what has come; yield what agents said.
+        """Process answers; yield messages of agents.
 
         Args:
-            ready: Those of ``references`` that Ray has an answer to.
+            ready: Items of ``references`` that Ray has completed.
         """
         now = time.monotonic()
         if self._phase is _Phase.PENDING:
@@ -168,7 +168,7 @@ class RayPlace:
                 self._remove()
 
     def leave(self, why: str = "") -> None:
-        """End the agents and give the nodes back; lose the place with a reason, or release it."""
+        """Stop the agents and release the nodes. With a reason, mark the allocation as lost."""
         if self._phase in (_Phase.LEAVING, _Phase.GONE):
             return
         self._why = why
@@ -178,11 +178,11 @@ class RayPlace:
         self._phase = _Phase.LEAVING
 
     def give_up(self, why: str) -> None:
-        """Lose the place without a word to Ray, which does not answer."""
+        """Mark the allocation as lost without calling Ray, which does not answer."""
         self._state, self._why, self._phase = PlaceState.LOST, why, _Phase.GONE
 
     def _ask_for_it(self, ready: Sequence[Any], now: float) -> None:
-        """Ask Ray for the nodes, then why they are not there, then start an agent on each."""
+        """Request the nodes, then query why they are pending, then start an agent on each."""
         from ray.util import placement_group_table
 
         if self._group is None:
@@ -218,7 +218,7 @@ class RayPlace:
         self._phase = _Phase.TALKING
 
     def _talk(self, ready: Sequence[Any], now: float) -> Iterator[News]:
-        """Take what nodes answered, and call each again."""
+        """Process the answers of nodes and call each again."""
         if now - self._pinged_at > PING_S:
             self._pinged_at = now
             self.give(ping_order(), node=None)
@@ -235,7 +235,7 @@ class RayPlace:
         return None
 
     def _answer(self, index: int, node: _Node, now: float) -> Iterator[News]:
-        """Yield what a node answered, and call it again; lose the place if it cannot answer."""
+        """Yield messages in a node's answer and call it again; mark the allocation as lost if the call failed."""
         import ray
 
         try:
@@ -257,12 +257,12 @@ class RayPlace:
         return None
 
     def _lose(self, node: _Node, why: str) -> None:
-        """Lose the place because of one of its nodes, which the next places leave alone for a while."""
+        """Mark the allocation as lost because of a node, which new allocations avoid for a while."""
         self._suspects[node.id] = time.monotonic()
         self.leave(why)
 
     def _remove(self) -> None:
-        """Kill what did not end, and give the nodes back."""
+        """Kill the remaining actors and release the nodes."""
         import ray
         from ray.util import remove_placement_group
 
@@ -275,7 +275,7 @@ class RayPlace:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return what an error of Ray's says, in one line: the last error that it names, which is that of the node."""
+    """Return a one-line message for an error of Ray: the last exception it names, which was raised on the node."""
     lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if _ERROR.match(line)]
     return (named or lines[:1] or [type(error).__name__])[-1]

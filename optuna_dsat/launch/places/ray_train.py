@@ -2,9 +2,9 @@
 
 Started as ``python -m optuna_dsat.launch.places.ray_train --nodes N --ranks K -- SCRIPT ...``.
 
-What a search on Ray prints to train with: the nodes are asked for as those of its trials were, and each runs torchrun
-with this process's environment (``launch/places/guarded.py``: nothing of it outlives this process). Their output comes
-here; the exit code is that of the first that fails.
+A search on Ray prints this command for the full training. It requests nodes as for the trials, and each node runs
+torchrun with this process's environment (``launch/places/guarded.py``: no process outlives this process). The output
+of all nodes is written here; the exit code is from the first node that fails.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["main", "torchrun_words"]
 
 _WAIT_S = 0.5
 _WORD_S = 10.0
-"""Time between two lines on nodes that are waited for."""
+"""Interval between messages while waiting for nodes."""
 _BEGIN_S = 120.0
-"""Longest wait for a node to take its orders."""
+"""Longest wait for a node to start."""
 _END_S = 10.0
 """Longest wait for all nodes to end."""
 
@@ -81,15 +81,15 @@ def _end(number: int, _frame: object) -> NoReturn:
 
 
 def torchrun_words(words: Sequence[str], *, nodes: int, node: int, ranks: int, address: str, port: int) -> list[str]:
-    """Return what Python runs on one node.
+    """Return the arguments of Python on a node.
 
     Args:
         words: The script, or ``-m`` and a module, with arguments.
-        nodes: Nodes in all.
-        node: Number of this one, from 0.
-        ranks: Ranks of a node.
+        nodes: Total number of nodes.
+        node: Number of this node, from 0.
+        ranks: Ranks per node.
         address: Address of node 0.
-        port: Port that is free there.
+        port: Free port of node 0.
     """
     where = ["--rdzv_backend", "static", "--master_addr", address, "--master_port", str(port)]
     shape = ["--nnodes", str(nodes), "--node_rank", str(node), "--nproc_per_node", str(ranks)]
@@ -97,7 +97,7 @@ def torchrun_words(words: Sequence[str], *, nodes: int, node: int, ranks: int, a
 
 
 def _train(given: argparse.Namespace) -> int:
-    """Hold the nodes and run torchrun on each."""
+    """Allocate the nodes and run torchrun on each."""
     import ray
     from ray.util import placement_group_table, remove_placement_group
 
@@ -124,7 +124,7 @@ def _address_in(table: Mapping[str, Any]) -> str:
 
 
 def _start(given: argparse.Namespace, relays: Sequence[Any], *, address: str) -> None:
-    """Have each node start its torchrun."""
+    """Start torchrun on each node."""
     import ray
 
     port = ray.get(relays[0].free_port.remote(), timeout=_BEGIN_S)
@@ -139,10 +139,10 @@ def _start(given: argparse.Namespace, relays: Sequence[Any], *, address: str) ->
 
 
 def _follow(relays: Sequence[Any]) -> int:
-    """Write what nodes say until all have ended, or one has failed; return the exit code.
+    """Forward the nodes' output until all have ended or one has failed; return the exit code.
 
     Raises:
-        DeviceError: If a node answers no more.
+        DeviceError: If a node stops answering.
     """
     import ray
 

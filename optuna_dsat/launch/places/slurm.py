@@ -1,7 +1,7 @@
-"""Places held through ``srun``: its standard input and output are the connection to the agents.
+"""Allocations held through ``srun``, whose standard input and output are the connection to the agents.
 
-One thread reads what all places say, writes what they are told, and pings them, so that a head which computes for a
-while loses none.
+A thread reads the messages of all allocations, writes their commands and pings them, so that none is lost while the
+head computes.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ __all__ = [
 ]
 
 _ANSWER_S = 4.0
-"""Longest wait for an answer of SLURM's controller before a search is refused."""
+"""Longest wait for SLURM's controller before a search is refused."""
 _JOB = re.compile(r"\bjob (\d+)", re.IGNORECASE)
 _NOISE = re.compile(r"queued and waiting|has been allocated|Job step aborted|Force Terminated|forcing job termination")
-"""Lines of srun that name no cause."""
+"""Output of srun that is never the cause of a failure."""
 _END = re.compile(r"task[s ].*: (Exited|Killed|Terminated|Segmentation|Aborted)")
 _PREFIX = re.compile(r"^(srun: |slurmstepd(-\S+)?: )?((allocation )?(error|failure): )?")
 _INSIDE = "SLURM_JOB_ID"
 
 
 def place_arguments(*, nodes: int, slots: int, arguments: Sequence[str]) -> list[str]:
-    """Return the options of srun for a place, with the user's own last, so that they take precedence."""
+    """Return the options of srun for an allocation; the user's options come last and take precedence."""
     gpus = [f"--gpus-per-node={slots}"] if slots else []
     return [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *gpus, *arguments]
 
 
 def srun_command(*, nodes: int, slots: int, arguments: Sequence[str]) -> list[str]:
-    """Return the command that holds a place: one agent a node, tied to this process."""
+    """Return the command that holds an allocation: an agent per node, tied to this process."""
     tied = [sys.executable, "-P", "-m", "optuna_dsat.launch.places.tied", str(os.getpid())]
     agent = [sys.executable, "-P", "-m", "optuna_dsat.launch.places.node_agent"]
     own = ["--kill-on-bad-exit=1", "--export=ALL"]
@@ -62,7 +62,7 @@ def srun_command(*, nodes: int, slots: int, arguments: Sequence[str]) -> list[st
 
 
 def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of srun, which its tasks inherit."""
+    """Return the environment of srun, inherited by its tasks."""
     own = dict(environ)
     if needs_python_path():
         own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(package_dir().parent), own.get("PYTHONPATH"))))
@@ -70,10 +70,10 @@ def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_request(*, nodes: int, slots: int, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Ask SLURM whether it could ever grant a place.
+    """Check with SLURM that such an allocation could ever be granted.
 
     Raises:
-        ClusterError: If it could not, or gives no answer.
+        ClusterError: If it could not, or if SLURM does not answer.
     """
     if environ.get(_INSIDE):
         _check_allocation(nodes, environ)
@@ -110,7 +110,7 @@ def _check_allocation(nodes: int, environ: Mapping[str, str]) -> None:
 def cause_in(lines: Sequence[str]) -> str:
     """Return the first line of srun that names a cause, without its prefix; empty if none does.
 
-    That a task ended is the cause only where nothing says why.
+    The end of a task counts as the cause only if no other line names a cause.
     """
     told = [line.strip() for line in lines if line.strip() and not _NOISE.search(line)]
     errors = [line for line in told if "error:" in line or "failure:" in line] or told
@@ -119,31 +119,31 @@ def cause_in(lines: Sequence[str]) -> str:
 
 
 def job_in(lines: Sequence[str]) -> str | None:
-    """Return the number of the job that srun's messages name; None if they name none."""
+    """Return the job number in srun's messages, or None."""
     return next((found[1] for line in lines if (found := _JOB.search(line))), None)
 
 
 def reason_command(job: str) -> list[str]:
-    """Return the command that prints why a job waits."""
+    """Return the command that prints why a job is pending."""
     return ["squeue", "--noheader", f"--jobs={job}", "--format=%r"]
 
 
 _PAUSE_S = 0.2
-"""Longest wait of the thread for something to read."""
+"""Longest wait of the thread for input."""
 _REASON_S = 2.0
-"""Time between two questions why a place is queued."""
+"""Interval between queries for the queue reason."""
 _NO_REASON = "None"
-"""What SLURM says of a job that it is about to start."""
+"""SLURM's reason for a job that is about to start."""
 _COMMAND_S = 10.0
-"""Longest time that one of SLURM's commands may take."""
+"""Time limit of a SLURM command."""
 _LEAVE_S = 3.0
-"""Time for agents to leave by themselves, and again for srun after it was told to end."""
+"""Time for agents to exit, and again for srun after SIGTERM."""
 _HELLO_S = 90.0
-"""Longest time between the first agent's hello and the last one's; a cold file system takes long to import from."""
+"""Longest time between the hellos of the first and the last agent; imports from a cold file system are slow."""
 
 
 class SlurmPlace:
-    """One ``srun``, started from the thread that asks for it."""
+    """A running ``srun``, started from the calling thread."""
 
     def __init__(self, *, nodes: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.state = PlaceState.QUEUED
@@ -151,12 +151,12 @@ class SlurmPlace:
         self.nodes = nodes
         self.job: str | None = None
         self.names: dict[int, str] = {}
-        """Number of a node -> what SLURM calls it, for those that said hello."""
+        """Node number -> SLURM's name of the node, for all nodes that sent a hello."""
         self.heard: dict[int, float] = {}
-        """Number of a node -> when it spoke last, monotonic."""
+        """Node number -> monotonic time of the last message."""
         self.first_hello: float | None = None
         self.leaving_since: float | None = None
-        """When it was told to leave; None while it is wanted."""
+        """Monotonic time of the release; None before."""
         self.stderr_lines: list[str] = []
         self.joiner = Joiner()
         self.outgoing = b""
@@ -167,14 +167,14 @@ class SlurmPlace:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=dict(environ),
-            start_new_session=True,  # Ctrl-C is for this process alone
+            start_new_session=True,  # Ctrl-C must not reach srun
         )
         for pipe in self.pipes:
             os.set_blocking(pipe.fileno(), False)
 
     @property
     def name(self) -> str:
-        """Its name for the user."""
+        """Name for the user."""
         return f"SLURM job {self.job}" if self.job else "a SLURM job"
 
     @property
@@ -187,12 +187,12 @@ class SlurmPlace:
         return process.stdin, process.stdout, process.stderr
 
     def lose(self, why: str) -> None:
-        """Note that it is lost; the first reason stays."""
+        """Mark as lost; the first reason is kept."""
         if self.state is not PlaceState.LOST:
             self.state, self.why = PlaceState.LOST, why
 
     def silent_node(self, now: float) -> str:
-        """Return why it is lost if a node is silent; empty while all speak."""
+        """Return a reason if a node is silent, else an empty string."""
         for node, heard in self.heard.items():
             if now - heard > LOST_S:
                 return f"node {self.names.get(node, node)} gave no sign of life for {LOST_S:g} s"
@@ -202,7 +202,7 @@ class SlurmPlace:
         return ""
 
     def write_out(self) -> None:
-        """Write as much of what it is told as the pipe takes."""
+        """Write as many pending commands as the pipe accepts."""
         stdin = self.pipes[0]
         if stdin.closed:
             return
@@ -210,21 +210,21 @@ class SlurmPlace:
             while self.outgoing:
                 self.outgoing = self.outgoing[os.write(stdin.fileno(), self.outgoing) :]
         if self.leaving_since is not None and not self.outgoing:
-            stdin.close()  # the agents see the end of their input
+            stdin.close()  # the agents read the end of their input
 
     def close_pipes(self) -> None:
-        """Close what is open."""
+        """Close all pipes."""
         for pipe in self.pipes:
             with suppress(OSError):
                 pipe.close()
 
 
 class SlurmEngine:
-    """Asks SLURM for places (an ``Engine``).
+    """Requests allocations from SLURM (an ``Engine``).
 
     Args:
         arguments: The user's options for srun.
-        environ: Environment of srun and of all tasks; None for this process's own.
+        environ: Environment of srun and of all tasks; None for the environment of this process.
     """
 
     def __init__(self, arguments: Sequence[str], *, environ: Mapping[str, str] | None = None) -> None:
@@ -234,9 +234,9 @@ class SlurmEngine:
         self._places: list[SlurmPlace] = []
         self._news: list[News] = []
         self._changed = threading.Condition()
-        """Guards all of the above; told when there is news or a place changed its state."""
+        """Guards all of the above; notified of messages and of state changes."""
         self._commands: list[tuple[subprocess.Popen[str], float, Callable[[str], None]]] = []
-        """Commands of SLURM that run: process, monotonic start, what to do with the output. Of the thread alone."""
+        """Running SLURM commands: process, monotonic start, callback for the output. Used by the thread only."""
         self._asked: dict[int, float] = {}
         self._pinged = 0.0
         self._closing = False
@@ -244,15 +244,15 @@ class SlurmEngine:
         self._bell_out, self._bell_in = os.pipe()
 
     def check(self, *, nodes: int, slots: int) -> None:
-        """Refuse what SLURM can never grant.
+        """Raise if SLURM can never grant such an allocation.
 
         Raises:
-            ClusterError: With its reason.
+            ClusterError: With SLURM's reason.
         """
         check_request(nodes=nodes, slots=slots, arguments=self._arguments, environ=self._environ)
 
     def request(self, *, nodes: int, slots: int) -> Place:
-        """Start an srun for a place; call it from a thread that lives as long as the place."""
+        """Start srun for an allocation. The calling thread must live as long as the allocation."""
         command = srun_command(nodes=nodes, slots=slots, arguments=self._arguments)
         place = SlurmPlace(nodes=nodes, command=command, environ=agent_environment(self._environ))
         place.job = self._environ["SLURM_JOB_ID"] if self._inside else None
@@ -265,7 +265,7 @@ class SlurmEngine:
         return place
 
     def order(self, place: Place, order: Order, *, node: int | None = None) -> None:
-        """Send an order to one node or all; does not wait."""
+        """Send a command to a node, or to all nodes for None, without waiting."""
         assert isinstance(place, SlurmPlace)
         with self._changed:
             if place.leaving_since is None and place.state is not PlaceState.LOST:
@@ -273,7 +273,7 @@ class SlurmEngine:
         self._ring()
 
     def news(self, timeout_s: float) -> Sequence[News]:
-        """Return what agents said; wait up to ``timeout_s`` for some, or for a change of a place's state."""
+        """Return messages of agents; wait up to ``timeout_s`` for messages or a change of state."""
         with self._changed:
             if not self._news and timeout_s > 0:
                 self._changed.wait(timeout_s)
@@ -281,7 +281,7 @@ class SlurmEngine:
         return news
 
     def release(self, place: Place) -> None:
-        """Give a place back; does not wait."""
+        """Release an allocation without waiting."""
         assert isinstance(place, SlurmPlace)
         with self._changed:
             if place.leaving_since is None:
@@ -292,11 +292,11 @@ class SlurmEngine:
 
     @property
     def held(self) -> int:
-        """Places whose srun has not ended, those among them that are given back."""
+        """Number of allocations whose srun has not ended, including released allocations."""
         return len(self._places)
 
     def close(self) -> None:
-        """Give back all places and wait until srun has ended for each, some seconds at most."""
+        """Release all allocations and wait, some seconds at most, until their srun has ended."""
         for place in list(self._places):
             self.release(place)
         self._closing = True
@@ -351,7 +351,7 @@ class SlurmEngine:
             if message.get("news") == "hello":
                 place.names[node] = str(message.get("name"))
                 place.first_hello = place.first_hello or now
-                place.job = place.job or message.get("job")  # srun names no job that it need not wait for
+                place.job = place.job or message.get("job")  # srun reports no number of an immediate job
                 if len(place.names) == place.nodes and place.state is PlaceState.QUEUED:
                     place.state, place.why = PlaceState.READY, ""
             self._news.append(News(place=place, node=node, message=message, time=unix))
@@ -369,7 +369,7 @@ class SlurmEngine:
         self._look_at_commands(now)
 
     def _look_at(self, place: SlurmPlace, now: float) -> None:
-        """Find out whether a place is lost or gone, and bring a leaving one to its end."""
+        """Detect lost or ended allocations, and enforce the end of released allocations."""
         output_read = place.pipes[1].closed and place.pipes[2].closed
         if place.process.poll() is not None and output_read:
             if place.leaving_since is None:
@@ -398,7 +398,7 @@ class SlurmEngine:
             self._ask_why(place, place.job, now)
 
     def _end(self, place: SlurmPlace) -> None:
-        """Tell srun to end, and SLURM that the job is not wanted."""
+        """Terminate srun and cancel the job."""
         place.terminated = True
         with suppress(ProcessLookupError):
             place.process.terminate()
@@ -426,7 +426,7 @@ class SlurmEngine:
             self._commands.append((process, time.monotonic(), then))
 
     def _look_at_commands(self, now: float) -> None:
-        """Read the answers of commands that have ended, and end those that take too long."""
+        """Read the output of finished commands and kill commands that exceed their time limit."""
         running: list[Any] = []
         for process, began, then in self._commands:
             if process.poll() is None:

@@ -1,7 +1,7 @@
-"""``python -m optuna_dsat.launch.places.tied PID COMMAND...``: becomes a command that is told to end when PID does.
+"""``python -m optuna_dsat.launch.places.tied PID COMMAND...``: run COMMAND and end it when process PID ends.
 
-The kernel sends it SIGTERM once the thread that started it ends, also if that is killed: a request that waits in a
-queue would otherwise outlive whoever made it.
+The kernel sends SIGTERM once the thread that started this process ends, even if it was killed. Otherwise a request
+that waits in a queue would outlive the process that made it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
-    """Replace this process by the command after the first argument."""
+    """Replace this process by the command in ``argv[1:]``."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(argv[0]):  # it ended before
+    if os.getppid() != int(argv[0]):  # the parent has already ended
         sys.exit(1)
     os.execvp(argv[1], argv[1:])
 

@@ -1,7 +1,7 @@
 """Ranks that torchrun forks from a process with the heavy modules imported, instead of starting interpreters.
 
-All else stays torchrun's: environment of the ranks, rendezvous, handling of failures. A forked rank is given the state
-of a fresh interpreter: standard streams, environment, signals, ``sys.path``, open files and random state.
+Everything else remains torchrun's: environment of the ranks, rendezvous, handling of failures. A forked rank gets the
+state of a fresh interpreter: standard streams, environment, signals, ``sys.path``, open files and random state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PR_SET_NAME = 15
 """``linux/prctl.h``."""
 
 _FRESH_SIGNALS: dict[int, signal.Handlers] = {signal.SIGPIPE: signal.SIG_IGN, signal.SIGXFSZ: signal.SIG_IGN}
-"""Signal handlers that Python sets at its start, beside that of Ctrl-C; the others are the system's defaults."""
+"""Signal handlers that Python sets at its start, in addition to Ctrl-C; the others are the system's defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,14 @@ class ParentState:
     descriptors: frozenset[int]
     """Files opened by the imported modules; all others are closed in a child."""
     environment: Mapping[str, str | None]
-    """Environment variables that the imports set; None for those that they removed."""
+    """Environment variables changed by the imports; None for removed variables."""
 
     @classmethod
     def capture(cls, *, without: Sequence[int], started_with: Mapping[str, str]) -> ParentState:
         """Capture the state of this process.
 
         Args:
-            without: Its own descriptors, which children do not keep.
+            without: Descriptors of this process that children do not keep.
             started_with: Its environment before the imports.
         """
         names = {n for n in os.environ.keys() | started_with.keys() if os.environ.get(n) != started_with.get(n)}
@@ -77,10 +77,10 @@ class ParentState:
         Args:
             reopened: Descriptors that ``fork_child`` found reopened.
         """
-        gc.freeze()  # what the parent has dropped, collected here, would close descriptors that are others' by then
+        gc.freeze()  # collecting the parent's garbage here would close descriptors that others use by then
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # a started process keeps what is ignored, as a background shell ignores Ctrl-C
+                continue  # a started process inherits ignored signals, as a background shell ignores Ctrl-C
             handler = signal.default_int_handler if number == signal.SIGINT else _FRESH_SIGNALS.get(number)
             with contextlib.suppress(OSError, ValueError):  # reserved by the C library
                 signal.signal(number, handler or signal.SIG_DFL)
@@ -94,17 +94,18 @@ def _open_descriptors() -> dict[int, tuple[int, int]]:
     """Return the open descriptors, each with device and inode of its file."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             status = os.fstat(int(entry.name))
             found[int(entry.name)] = (status.st_dev, status.st_ino)
     return found
 
 
 def fork_child(run: Callable[[frozenset[int]], object]) -> int:
-    """Fork a child that calls ``run``, which must not return; return its process number.
+    """Fork a child that calls ``run``, which must not return; return its PID.
 
-    ``run`` gets the descriptors that the fork itself has reopened, as libuv does, on which torchrun's store runs, with
-    a pipe: a library that has its own after a fork closes those numbers at the next, whatever they are by then.
+    ``run`` gets the descriptors that the fork itself has reopened. libuv, on which torchrun's store runs, does this
+    with a pipe. A library that reopens descriptors after a fork closes these numbers at the next fork, even if reused
+    since.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -116,7 +117,7 @@ def fork_child(run: Callable[[frozenset[int]], object]) -> int:
         except KeyboardInterrupt:
             traceback.print_exc()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)  # as an interpreter ends: others see what ended it
+            os.kill(os.getpid(), signal.SIGINT)  # end like an interpreter: other processes see the signal
         except BaseException:  # noqa: BLE001 - nothing may propagate into the parent's code
             traceback.print_exc()
         finally:
@@ -133,7 +134,7 @@ def become_agent(
     cwd: str,
     log: str,
 ) -> NoReturn:
-    """Turn this forked process into a launch's agent: call ``run`` and exit with the code that it returns.
+    """Turn this forked process into a launch's agent: call ``run`` and exit with its return code.
 
     Args:
         run: The agent.
@@ -220,7 +221,7 @@ def forked_ranks(parent_state: ParentState) -> Iterator[None]:
 def _become_rank(
     command: Sequence[str], environ: Mapping[str, str], parent_state: ParentState, reopened: frozenset[int]
 ) -> NoReturn:
-    """Turn this forked process into what ``command``, ``python -u -m optuna_dsat.runtime ...``, would start."""
+    """Turn this forked process into what ``command`` (``python -u -m optuna_dsat.runtime ...``) would start."""
     from optuna_dsat.runtime.__main__ import run
 
     os.setsid()
@@ -242,9 +243,9 @@ def _become_rank(
 
 
 def resolve_python_path(python_path: str) -> None:
-    """Have the relative entries of ``PYTHONPATH`` mean folders below this process's own, as in a fresh interpreter.
+    """Resolve relative entries of ``PYTHONPATH`` against the working directory, as a fresh interpreter would.
 
-    The fork server runs in the root folder, and has taken them for folders of that.
+    The fork server runs in the root folder and has resolved them there.
     """
     entries = python_path.split(os.pathsep) if python_path else []
     relative = [entry for entry in entries if not Path(entry).is_absolute()]
@@ -258,7 +259,7 @@ def resolve_python_path(python_path: str) -> None:
 
 
 def _disown_temporary_folders() -> None:
-    """Leave the folders that the fork server's imports made to the server: later ranks use them, too.
+    """Leave temporary folders created by the fork server's imports to the server: later ranks use them, too.
 
     All other exit functions of imported modules run in the rank, as they would after its own import.
     """
@@ -271,7 +272,7 @@ def _disown_temporary_folders() -> None:
 
 
 def _reseed() -> None:
-    """Reseed NumPy and torch as their imports would; ``random`` does so by itself after a fork.
+    """Reseed NumPy and torch as their imports would; ``random`` reseeds itself after a fork.
 
     torch draws its seed on the CPU only; on a GPU it is constant.
     """

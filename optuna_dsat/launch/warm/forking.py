@@ -1,8 +1,8 @@
-"""Whether launches are forked from a warm process: with all modules imported, with fewer, or not at all.
+"""Decide whether launches are forked from a warm process: with all modules imported, with fewer, or not at all.
 
-A forked launch may fail because of the fork alone, as when an imported module has touched CUDA. Until one has trained,
-a failure is repeated by plain torchrun; if that trains, the next launches are forked with fewer modules imported, or
-no longer.
+A forked launch may fail just because of the fork, for example if an imported module has touched CUDA. Until a forked
+launch has trained, failures are repeated by plain torchrun. If the repetition trains, the next launches are forked with
+fewer modules imported, or not at all.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from optuna_dsat.outcome import Outcome
 __all__ = ["IMPORTING", "Forking"]
 
 IMPORTING = "importing torch, DeepSpeed and what the script imports"
-"""What the first forked launch waits for."""
+"""Phase shown while the first forked launch waits for imports."""
 
 _POSSIBLY_BY_FORKING = frozenset(
     {
         Outcome.COMMUNICATION_ERROR,
-        Outcome.INVALID_CONFIG,  # what fails within deepspeed.initialize, CUDA's refusal of a fork among it
+        Outcome.INVALID_CONFIG,  # errors in deepspeed.initialize, including CUDA's rejection of a fork
         Outcome.SCRIPT_ERROR,
         Outcome.STALLED,
         Outcome.TIMEOUT,
@@ -40,8 +40,8 @@ class Forking:
     Args:
         log: File for the output of the imports.
         enabled: Whether to fork at all.
-        on_notice: Called when launches are forked differently from here on, or no longer.
-        on_phase: Called with what a launch waits for, and with nothing once it is over.
+        on_notice: Called when launches will be forked differently, or no longer.
+        on_phase: Called with a description of the wait, and with an empty string at its end.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Forking:
 
     @property
     def preload(self) -> Preload:
-        """What forked launches find imported."""
+        """Modules imported in forked launches."""
         return self._warm.preload
 
     def prepare(self, preload: Preload) -> None:
-        """Set what is imported before a fork."""
+        """Set the modules to import before a fork."""
         if self._enabled:
             with self._plain_if_unavailable():
                 self._warm.prepare(preload)
 
     def begin(self, environ: Mapping[str, str]) -> None:
-        """Begin with the imports for launches in ``environ``, if that has not been done; does not wait."""
+        """Start the imports for launches in ``environ``, unless already started; does not wait."""
         if self._enabled:
             with self._plain_if_unavailable():
                 self._warm.begin(environ)
@@ -85,7 +85,7 @@ class Forking:
         return not self._enabled or self._warm.is_ready
 
     def start(self, order: WarmOrder) -> WarmAgent | None:
-        """Fork a launch; return its agent, None if it must be started by plain torchrun."""
+        """Fork a launch; return its agent, or None if it must be started by plain torchrun."""
         if self._enabled:
             with self._plain_if_unavailable(), self._while_importing():
                 return self._warm.start(order)
@@ -110,15 +110,15 @@ class Forking:
             self._notify(f"Launches run by plain torchrun, which takes seconds longer for each: {error}.")
 
     def may_repeat(self, launch: RunningLaunch) -> bool:
-        """Whether the launch may be repeated plainly, or is such a repetition: its outcome is known only at its end."""
+        """Return whether the launch may be repeated plainly, or is a repetition. Its outcome is known at its end."""
         return launch.repeats is not None or (self._is_unproven(launch) and not launch.has_trained)
 
     def _is_unproven(self, launch: RunningLaunch) -> bool:
-        """Whether the launch was forked and none with the same modules imported has trained yet."""
+        """Return whether the launch was forked and no launch with the same modules imported has trained yet."""
         return self._enabled and launch.preloaded is not None and not self._warm.has_proven(launch.preloaded)
 
     def learn_from(self, launch: RunningLaunch) -> None:
-        """Note whether a forked launch shows that forks work here."""
+        """Learn from a forked launch whether forks work here."""
         if launch.preloaded is None or not self._enabled:
             return
         if not launch.is_forked:
@@ -130,11 +130,11 @@ class Forking:
             self.prove(launch.preloaded)
 
     def prove(self, preload: Preload) -> None:
-        """Note that a forked launch with these modules imported has trained."""
+        """Record that a forked launch with these modules imported has trained."""
         self._warm.prove(preload)
 
     def suspect(self, launch: RunningLaunch, verdict: Verdict) -> FailedFork | None:
-        """Return a failure that the fork may have caused: neither this launch nor one forked like it has trained."""
+        """Return the failure if the fork may be its cause: neither this launch nor one forked like it has trained."""
         self.learn_from(launch)
         if launch.repeats is not None and launch.has_trained and self._enabled:
             self.retreat(launch.repeats)
@@ -145,9 +145,9 @@ class Forking:
         return FailedFork(preloaded=launch.preloaded, message=verdict.message)
 
     def retreat(self, failed: FailedFork) -> None:
-        """Import fewer modules before a fork, those proven to work, or fork no longer."""
+        """Import fewer modules before a fork, namely those proven to work, or stop forking."""
         if failed.preloaded != self._warm.preload:
-            return  # a launch beside it failed alike and was dealt with
+            return  # a concurrent launch failed in the same way and was handled
         why = failed.message
         if self._warm.retreat():
             self._notify(

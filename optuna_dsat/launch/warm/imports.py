@@ -1,13 +1,13 @@
-"""The modules that the fork server imports, and the detection of those that must not be imported before a fork.
+"""Imports modules in the fork server, and detects modules that must not be imported before a fork.
 
 The ranks import a module themselves if its import
 
 - reads a variable that differs between ranks or launches, or that the script changes before the import: every rank
   would inherit the value that was read;
-- starts threads: a fork does not copy them, and their locks stay locked. OpenBLAS's are an exception: it ends them
-  before a fork and starts them again after it;
+- starts threads: a fork does not copy them, and their locks stay locked. OpenBLAS is an exception: it ends its threads
+  before a fork and restarts them afterwards;
 - initialises CUDA, which does not survive a fork;
-- imports a module of which one of these is true.
+- imports a module for which any of these is true.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["PreloadResult", "load"]
 _OWN = "optuna_dsat"
 
 _READ_BY_NATIVE_CODE = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC")
-"""Prefixes of variables that libraries of torch and NumPy read as they are loaded, unseen by an import hook."""
+"""Prefixes of variables that libraries of torch and NumPy read when loaded, unseen by an import hook."""
 
 _THREAD_END_S = 0.25
 """Longest time for a joined thread to leave the kernel's list."""
@@ -47,20 +47,20 @@ class PreloadResult:
     """Result of a preload."""
 
     refused: dict[str, str] = field(default_factory=dict)
-    """Package -> why no rank may inherit it. If not empty, this process must not fork."""
+    """Package -> why ranks must not inherit it. If not empty, this process must not fork."""
     read: set[str] = field(default_factory=set)
     """Environment variables that the imports read."""
 
 
 def load(preload: Preload, *, watched: frozenset[str]) -> PreloadResult:
-    """Import modules into this process and report which of them spoil a fork.
+    """Import modules into this process and report which of them prevent forks.
 
     Args:
         preload: The modules.
         watched: Environment variables that differ between launches, which no import may read.
     """
     result = PreloadResult()
-    ImportWatch({"torch.utils.file_baton": guard_builds}).install()  # imports may build, and wait for whoever builds
+    ImportWatch({"torch.utils.file_baton": guard_builds}).install()  # imports may build, and wait for builds
     threads = _Threads()
     initialised = False
     if native := sorted(name for name in preload.environment if name.startswith(_READ_BY_NATIVE_CODE)):
@@ -94,19 +94,19 @@ def load(preload: Preload, *, watched: frozenset[str]) -> PreloadResult:
 
 
 def _import(name: str) -> None:
-    with contextlib.suppress(Exception):  # the rank that needs the module meets the same error
+    with contextlib.suppress(Exception):  # the rank that needs the module will report the same error
         importlib.import_module(name)
 
 
 class _Refusal(MetaPathFinder, Loader):
-    """Import hook that finds the packages left out, refuses to load them and records the attempts."""
+    """Import hook that finds excluded packages, refuses to load them and records the attempts."""
 
     def __init__(self, packages: Sequence[str], missed: list[str]) -> None:
         self._packages = frozenset(packages)
         self._missed = missed
 
     def find_spec(self, fullname: str, _path: Any, _target: ModuleType | None = None) -> ModuleSpec | None:
-        # Found, so that code that only asks whether the package is installed learns that it is.
+        # Found, so that code that only checks whether the package is installed learns that it is.
         return ModuleSpec(fullname, self) if fullname.partition(".")[0] in self._packages else None
 
     def create_module(self, spec: ModuleSpec) -> NoReturn:
@@ -114,12 +114,12 @@ class _Refusal(MetaPathFinder, Loader):
         raise ModuleNotFoundError(f"{spec.name} is left to the ranks", name=spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        raise NotImplementedError(module.__name__)  # none is ever created
+        raise NotImplementedError(module.__name__)  # never called, since no module is created
 
 
 @contextlib.contextmanager
 def _refusing(packages: Sequence[str]) -> Iterator[list[str]]:
-    """Refuse imports of these packages within the context; yield the list of those that were attempted."""
+    """Refuse imports of these packages within the context; yield the list of attempted packages."""
     missed: list[str] = []
     finder = _Refusal(packages, missed)
     sys.meta_path.insert(0, finder)
@@ -131,7 +131,7 @@ def _refusing(packages: Sequence[str]) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Disable garbage collection: it takes a third of the time of heavy imports, and they leave little."""
+    """Disable garbage collection: it takes a third of the time of heavy imports, which produce little garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -148,8 +148,8 @@ def _reads_of(watched: frozenset[str], names: set[str]) -> Iterator[list[tuple[s
     environ_class: Any = type(os.environ)
     original = environ_class.__getitem__
 
-    def __getitem__(environ: Any, name: Any) -> Any:  # noqa: N807 - replaces one
-        text = as_text(name)  # os.environb, and any start of a program, reads bytes
+    def __getitem__(environ: Any, name: Any) -> Any:  # noqa: N807 - replaces a special method
+        text = as_text(name)  # os.environb, and every start of a program, reads bytes
         if isinstance(text, str):
             names.add(text)
             if text in watched:
@@ -164,7 +164,7 @@ def _reads_of(watched: frozenset[str], names: set[str]) -> Iterator[list[tuple[s
 
 
 def _reader(frame: FrameType | None) -> str:
-    """Return the first package outside the standard library on the call stack; empty if there is none."""
+    """Return the first package outside the standard library on the call stack, or an empty string."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in sys.stdlib_module_names and package not in ("", "__main__", "importlib", _OWN):
@@ -182,7 +182,7 @@ class _Threads:
         self._each = 0
 
     def started(self, imported: str) -> bool:
-        """Whether the last import, of module ``imported``, started threads that a fork would lose."""
+        """Return whether the last import, of module ``imported``, started threads that a fork would lose."""
         before, known = self._count, self._copies
         self._copies = _openblas_copies()
         if imported == "numpy":
@@ -206,9 +206,9 @@ def _openblas_copies() -> int:
 
 
 def _load_operators(names: Sequence[str]) -> None:
-    """Load operators as DeepSpeed does, compiled if necessary; does nothing on a GPU.
+    """Load operators as DeepSpeed does, compiling if necessary; does nothing on a GPU.
 
-    There, loading an operator may query CUDA for the device's capability.
+    On a GPU, loading an operator may query CUDA for the device's capability.
     """
     if not names or "deepspeed" not in sys.modules:
         return
@@ -219,5 +219,5 @@ def _load_operators(names: Sequence[str]) -> None:
         return
     for name in names:
         if name in ALL_OPS:
-            with contextlib.suppress(Exception):  # the rank that needs it meets the same error
+            with contextlib.suppress(Exception):  # the rank that needs it will report the same error
                 ALL_OPS[name].load(verbose=False)

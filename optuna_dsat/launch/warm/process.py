@@ -1,11 +1,11 @@
-"""The fork server of warm launches: imports what all launches need, once, and forks an agent for each of them.
+"""The fork server of warm launches: imports the shared modules of all launches once, and forks an agent per launch.
 
     python -P -u -m optuna_dsat.launch.warm.process CONTROL_FD TUNER_PID
 
-It has one thread, computes nothing and uses no device. Over its control socket it receives lines of JSON,
+It has a single thread, computes nothing and uses no device. Over its control socket it receives lines of JSON,
 ``{"do": "preload", ...}`` and ``{"do": "launch", ...}``, and sends the events ``ready``, ``started`` (or ``refused``)
-and ``ended`` (``launch/warm/server.py`` is the other end). It ends with the tuner. It adopts what a killed agent
-leaves, and ends that.
+and ``ended`` (``launch/warm/server.py`` is the other end). It ends with the tuner. It adopts orphans of a killed agent
+and ends them.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class _ForkServer:
         self._control.sendall(json.dumps(event).encode() + b"\n")
 
     def _preload(self, order: Mapping[str, Any]) -> None:
-        # GPUs are counted through NVML, for a query to the driver would spoil forks. DeepSpeed sets the same when it is
-        # imported.
+        # Count GPUs through NVML, because a query to the driver would make forks unusable. DeepSpeed sets the same
+        # variable when imported.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         loaded = load(Preload.from_json(order["preload"]), watched=frozenset(order["watched"]))
         self._of_imports |= own_children() - {*self._agents.values()}

@@ -1,7 +1,7 @@
 """Warm launches: the tuner's end of the fork server (``launch/warm/process.py``).
 
 The fork server has imported torch, DeepSpeed and the other modules of the script. It forks torchrun's agent for each
-launch, and the agent forks the ranks, so that start-up time is mostly the script's own.
+launch, and the agent forks the ranks, so that start-up time is mostly the script's.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _ANSWER_LIMIT_S = 30.0
 """Longest wait for a fork."""
 
 _REPORT_LIMIT_S = 10.0
-"""Longest wait for the report of an agent's end."""
+"""Longest wait for the report that an agent has ended."""
 
 _RESTARTS = 5
-"""Most restarts of the server, without packages that it must not import or after it died."""
+"""Maximum restarts of the server, to exclude packages or after it died."""
 
 _PER_LAUNCH = frozenset({LAUNCH_ENV, MARK_ENV, "CUDA_VISIBLE_DEVICES", "PYTHONPATH", *TRACKER_FOLDERS})
 """Environment variables that may differ between launches of a study."""
@@ -58,7 +58,7 @@ its whole environment does not count as a reader."""
 
 
 class WarmUnavailableError(RuntimeError):
-    """Launches cannot be forked here, for the reason in the message; plain torchrun is used instead."""
+    """Launches cannot be forked, for the reason in the message; plain torchrun is used instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class WarmOrder:
 
 
 def can_fork() -> bool:
-    """Whether this platform supports warm launches: it has ``/proc`` and pidfds."""
+    """Return whether this platform supports warm launches: it has ``/proc`` and pidfds."""
     return sys.platform.startswith("linux") and hasattr(os, "pidfd_open")
 
 
@@ -83,7 +83,7 @@ class WarmAgent:
     """A torchrun forked by the server (an ``AgentHandle``).
 
     Attributes:
-        preload: What its ranks find imported.
+        preload: Modules imported in its ranks.
     """
 
     def __init__(self, server: _ForkServer, launch_id: str, preload: Preload) -> None:
@@ -94,10 +94,10 @@ class WarmAgent:
         self.returncode: int | None = None
         self._key = ProcessKey.of(self.pid)
         self._ended_at: float | None = None
-        """When it was first seen to have ended, by our clock."""
+        """Monotonic time at which its end was first detected."""
 
     def poll(self) -> int | None:
-        """Check whether it has ended; return the exit code, None while it runs."""
+        """Return the exit code, or None while it runs."""
         if self.returncode is None:
             self.returncode = self._server.exit_code(self._launch_id)
         if self.returncode is None:
@@ -105,7 +105,7 @@ class WarmAgent:
         return self.returncode
 
     def _unreported(self) -> int | None:
-        """Return the exit code where the server does not report the end, as it was stopped; None while it still may."""
+        """Return the exit code if the server cannot report the end because it was stopped, else None."""
         code = None if self._key is None else exit_code_of(self._key)
         if code is None:
             return None
@@ -124,7 +124,7 @@ class WarmAgent:
 
 
 class _ForkServer:
-    """The process that launches are forked from, and the connection to it."""
+    """The process from which launches are forked, and the connection to it."""
 
     def __init__(self, environ: Mapping[str, str], log: Path) -> None:
         self._mark = environ[MARK_ENV]
@@ -151,7 +151,7 @@ class _ForkServer:
         self._running: set[str] = set()
         self._dead = False
         self.is_stuck = False
-        """Whether it has left an order or an end unanswered, as one does that was stopped."""
+        """Whether it has not answered an order or reported an end, for example because it was stopped."""
 
     def order(self, **order: Any) -> None:
         """Send a request.
@@ -169,7 +169,7 @@ class _ForkServer:
         return WarmUnavailableError(f"the process that launches are forked from has ended; see {self.log}")
 
     def receive(self, timeout_s: float) -> None:
-        """Read the process's events, waiting up to ``timeout_s`` seconds for one."""
+        """Read the process's events; wait up to ``timeout_s`` seconds for events."""
         if self._dead or not select.select([self._socket], [], [], timeout_s)[0]:
             return
         data = b""
@@ -192,7 +192,7 @@ class _ForkServer:
 
     @property
     def finished_preloads(self) -> int:
-        """Preloads that have ended and were not asked for by ``await_ready``."""
+        """Number of finished preloads not yet returned by ``await_ready``."""
         self.receive(0.0)
         return len(self._ready)
 
@@ -206,7 +206,7 @@ class _ForkServer:
         return self._ready.pop(0)
 
     def await_start(self, launch_id: str) -> int:
-        """Wait until a launch is forked and return its process number.
+        """Wait until a launch is forked and return its PID.
 
         Raises:
             WarmUnavailableError: If the process ended, takes too long, or cannot fork.
@@ -231,13 +231,13 @@ class _ForkServer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone, without having been told to end."""
+        """Whether the process has ended without a request."""
         self.receive(0.0)
         return self._dead or self.process.poll() is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether no launch forked from it runs."""
+        """Whether no launch forked from it is running."""
         self.receive(0.0)
         return self._dead or not self._running
 
@@ -249,20 +249,20 @@ class _ForkServer:
         return -signal.SIGKILL if self._dead else None
 
     def settle(self, launch_id: str, exit_code: int) -> None:
-        """Note the end of a launch that the process does not report."""
+        """Record the end of a launch that the process does not report."""
         self._codes[launch_id] = exit_code
         self._running.discard(launch_id)
         self.is_stuck = True
 
     def close(self) -> None:
-        """Kill the process, and with it all launches forked from it, and end what its imports have started."""
+        """Kill the process with all launches forked from it, and end processes started by its imports."""
         own = ProcessKey.of(self.process.pid)
         below = children_of(() if own is None else (own,))
-        self.process.kill()  # first: it ends by itself once the socket is closed
+        self.process.kill()  # first, because it exits once the socket is closed
         self._socket.close()
         self._dead = True
         self.process.wait()
-        with contextlib.suppress(TimeoutError):  # the next start says so
+        with contextlib.suppress(TimeoutError):  # reported at the next start
             end_with_descendants(below)
             kill_leftovers(self._mark)
 
@@ -278,24 +278,24 @@ class WarmLaunches:
         self._log = log
         self._server: _ForkServer | None = None
         self._retired: list[_ForkServer] = []
-        """Servers of launches in flight that fork no more."""
+        """Servers that no longer fork but have running launches."""
         self._environ: dict[str, str] = {}
         self._preload = Preload()
         self._preloads_pending = 0
         """Preloads that the server has not finished."""
         self._restarts = 0
         self._deaths = 0
-        """Servers that ended by themselves, or were killed."""
+        """Number of servers that exited or were killed."""
         self._failed = ""
-        """Why no server gets through its imports; empty if none ended by itself there."""
+        """Why no server completes its imports; empty unless a server exited during imports."""
         self._read: set[str] = set()
         """Environment variables that the server's imports have read."""
         self._proven: Preload | None = None
-        """What a forked launch had imported that has trained; None if there is none."""
+        """Preload of a forked launch that has trained; None without such a launch."""
 
     @property
     def preload(self) -> Preload:
-        """What the server imports."""
+        """Preload of the server."""
         return self._preload
 
     @property
@@ -304,15 +304,15 @@ class WarmLaunches:
         return self._server is None or self._preloads_pending > 0
 
     def has_proven(self, preload: Preload) -> bool:
-        """Return whether a forked launch that had this imported has trained."""
+        """Return whether a forked launch with this preload has trained."""
         return self._proven == preload
 
     def prove(self, preload: Preload) -> None:
-        """Note that a forked launch with this imported has trained."""
+        """Record that a forked launch with this preload has trained."""
         self._proven = preload
 
     def retreat(self) -> bool:
-        """Return to the modules that are proven to survive a fork; False if there are none or they are in use."""
+        """Return to the modules proven to survive a fork; False if there are none or they are in use."""
         if self._proven is None or self._proven == self._preload:
             return False
         self.retire()
@@ -320,7 +320,7 @@ class WarmLaunches:
         return True
 
     def retire(self) -> None:
-        """Fork no more from the present server; it is ended once the launches forked from it are over."""
+        """Stop forking from the current server; it is ended once the launches forked from it are over."""
         if self._server is not None:
             self._retired.append(self._server)
             self._server = None
@@ -332,21 +332,21 @@ class WarmLaunches:
         """Wait until the server has finished its imports.
 
         Raises:
-            WarmUnavailableError: If nothing can be forked from it.
+            WarmUnavailableError: If launches cannot be forked from it.
         """
         self._ready_server(self._environ)
 
     def prepare(self, preload: Preload) -> None:
-        """Set what launches share; imported at once if the server runs, else with the first launch."""
+        """Set the shared modules of launches; imported at once if the server runs, else with the first launch."""
         self._preload = replace(preload, left_out=tuple(sorted({*self._preload.left_out, *preload.left_out})))
         self._drop_if_ended()
         if self._server is not None and (self._preloads_pending or self._read & set(preload.environment)):
-            self.retire()  # it may have read what the script changes: another one is watched from its start
+            self.retire()  # it may have read variables that the script changes: a new server is watched from its start
         elif self._server is not None:
             self._order_preload(self._server)
 
     def begin(self, environ: Mapping[str, str]) -> None:
-        """Start the server for launches in ``environ``, if it does not run, and its imports; does not wait.
+        """Start the server for launches in ``environ``, unless it runs, and its imports; does not wait.
 
         Raises:
             WarmUnavailableError: If this platform does not support it.
@@ -371,7 +371,7 @@ class WarmLaunches:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a fork waits for no imports: they are done, or were not begun, or their process has ended."""
+        """Whether a fork would not wait for imports: finished, not started, or their process has ended."""
         return (
             self._server is None or self._server.has_ended or self._server.finished_preloads >= self._preloads_pending
         )
@@ -386,7 +386,7 @@ class WarmLaunches:
             self.retire()
 
     def _drop(self, server: _ForkServer) -> None:
-        """Forget a server that has ended; the next one is started with the next launch, a few times at most."""
+        """Discard a server that has ended; the next launch starts a new server, a few times at most."""
         self._deaths += 1
         self._server = None
         if server.has_ended:
@@ -394,7 +394,7 @@ class WarmLaunches:
                 server.process.wait(_EXIT_LIMIT_S)
         server.close()
         code = server.process.returncode
-        if self._preloads_pending and code is not None and code >= 0:  # by itself: the next one would as well
+        if self._preloads_pending and code is not None and code >= 0:  # it exited: a new server would, too
             self._failed = f"importing what the script imports ended with exit code {code}; see {server.log}"
 
     def _order_preload(self, server: _ForkServer) -> None:
@@ -402,7 +402,7 @@ class WarmLaunches:
         self._preloads_pending += 1
 
     def start(self, order: WarmOrder) -> WarmAgent:
-        """Fork a launch; waits for the imports if they are not finished.
+        """Fork a launch; wait for the imports if they are not finished.
 
         Raises:
             WarmUnavailableError: If it cannot be forked.
@@ -426,7 +426,7 @@ class WarmLaunches:
             except WarmUnavailableError:
                 if not server.has_ended:
                     self._drop_if_ended()
-                    raise  # it refuses, or is stuck; one that was killed at this moment is started again
+                    raise  # it refuses, or is stuck; a server that was just killed is restarted
 
     def _check_environment(self, environ: Mapping[str, str]) -> None:
         changed = {
@@ -461,7 +461,7 @@ class WarmLaunches:
             self._restart_without(refused)
 
     def _restart_without(self, refused: Mapping[str, str]) -> None:
-        """End the server; the next one does not import the refused packages.
+        """End the server; the next server does not import the refused packages.
 
         Raises:
             WarmUnavailableError: If one of them is essential, or there were too many restarts.
@@ -475,7 +475,7 @@ class WarmLaunches:
         self._preload = replace(self._preload, left_out=tuple(sorted({*self._preload.left_out, *refused})))
 
     def close(self) -> None:
-        """End all servers, and with them all forked launches."""
+        """End all servers, including all forked launches."""
         for server in (self._server, *self._retired):
             if server is not None:
                 server.close()
