@@ -52,7 +52,20 @@ _OF_LAUNCHES = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 )
 """Variables that each launch sets itself."""
-_OF_MPI = ("HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL", "MV2_COMM_", "OMPI_", "ORTE_", "PMIX_", "PMI_", "PRTE_")
+_OF_MPI = (
+    "GFORTRAN_UNBUFFERED_PRECONNECTED",
+    "HYDI_",
+    "HYDRA_",
+    "MPIEXEC_",
+    "MPI_LOCAL",
+    "MV2_COMM_",
+    "OPAL_",
+    "OMPI_",
+    "ORTE_",
+    "PMIX_",
+    "PMI_",
+    "PRTE_",
+)
 """Prefixes of the variables that Open MPI, MPICH and MVAPICH set for a rank."""
 _OF_SLURM = frozenset(
     {"SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_TASK_PID"}
