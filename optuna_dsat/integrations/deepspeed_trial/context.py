@@ -23,7 +23,7 @@ __all__ = ["AttrDict", "DeepSpeedTrialContext", "SilentWriter", "make_writer", "
 
 
 class SilentWriter:
-    """Accept all method calls of a ``SummaryWriter`` and write nothing."""
+    """Stand-in for a ``SummaryWriter`` that writes nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -25,18 +25,18 @@ _USE = "ACCELERATE_USE_DEEPSPEED"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _ACCUMULATION = "gradient_accumulation_steps"
 _OTHER_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
-"""Variables with which ``accelerate launch`` asks for another way to train on several devices."""
+"""Variables with which ``accelerate launch`` selects other distributed backends."""
 _DECIDED_IN_CODE = ("cpu", "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
-"""Arguments of ``Accelerator`` by which the script decides for or against DeepSpeed itself."""
+"""Arguments of ``Accelerator`` with which the script selects or rejects DeepSpeed."""
 _SECTIONS = {"optimizer": ("Optimizer", "DummyOptim"), "scheduler": ("LRScheduler", "DummyScheduler")}
-"""Section of the config -> base class of the script's own object, accelerate's class that leaves it to DeepSpeed."""
+"""Section of the config -> base class of an object built by the script, accelerate's placeholder for DeepSpeed's."""
 
 
 class AccelerateConfig:
     """Sets accelerate's variables in this rank, once.
 
     Args:
-        plan: The launch; without a user's config nothing is set.
+        plan: The launch; nothing is set without a user's config.
         rank: This rank.
         write: Records an event.
     """

@@ -158,7 +158,7 @@ class ParserWatch:
         core._MakeParseFn = make_parse  # type: ignore[attr-defined]
 
     def _note_parameters(self, function: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Record the arguments of a call, except positional arguments, which no option can change."""
+        """Record options and defaults of a call, but not positional arguments, which no option can change."""
         try:
             signature = inspect.signature(function)
             bound = signature.bind(*given, **named)
