@@ -202,7 +202,7 @@ def _memory_outcome(error: BaseException, *, on_cpu: bool, limited: bool) -> Out
     message = message_of(error)
     if isinstance(error, _torch_types("OutOfMemoryError", "cuda.OutOfMemoryError")):
         return Outcome.OUT_OF_MEMORY
-    if isinstance(error, MemoryError):  # NumPy's _ArrayMemoryError is one
+    if isinstance(error, MemoryError):  # includes NumPy's _ArrayMemoryError
         return host
     if isinstance(error, OSError):
         starved = error.errno == errno.ENOMEM or (limited and error.errno == errno.EAGAIN)
@@ -274,7 +274,7 @@ def _is_communication(error: BaseException, phase: str) -> bool:
 
 
 def _ended_its_data(error: BaseException) -> bool:
-    """Return whether an iterator of the script was exhausted: ``next`` on a loader that drops its only batch."""
+    """Return whether an iterator of the script was exhausted, e.g. a loader that drops its only, incomplete batch."""
     return isinstance(error, StopIteration) or (
         isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
     )

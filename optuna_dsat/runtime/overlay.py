@@ -202,7 +202,7 @@ def read_config(config: Any) -> dict[str, Any]:
 def _text(config: Any) -> str:
     try:
         return Path(config).read_text(encoding="utf-8")
-    except OSError:  # no such file, or a name too long to be one
+    except OSError:  # no such file, or too long for a file name
         return base64.urlsafe_b64decode(config).decode("utf-8")
 
 

@@ -23,7 +23,7 @@ __all__ = ["AttrDict", "DeepSpeedTrialContext", "SilentWriter", "make_writer", "
 
 
 class SilentWriter:
-    """Stand-in for a ``SummaryWriter`` that writes nothing."""
+    """Replacement for a ``SummaryWriter`` that writes nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -124,7 +124,7 @@ class BatchNumbers:
 def sample_counter(
     numbers: Callable[[], BatchNumbers], *, rows: Sequence[int] = (1, 1)
 ) -> Callable[[Any], InputSize | None]:
-    """Return a function that computes the size of a forward pass's inputs; its result is None without tensors.
+    """Return a function that computes the size of a forward pass's inputs, or returns None without tensors.
 
     Args:
         numbers: Returns the currently known batch sizes.

@@ -1,4 +1,4 @@
-"""Measures the optimizer steps of one DeepSpeed engine by wrapping its methods on the instance.
+"""Measures the optimizer steps of a DeepSpeed engine by wrapping its methods on the instance.
 
 A step ends at a gradient-accumulation boundary. Steps are counted here, from 1. Steps that the loss scaler skipped are
 recorded but not counted: the launch runs an additional step for each, up to ``MOST_SKIPPED_STEPS``. Forward passes in

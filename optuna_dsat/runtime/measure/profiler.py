@@ -32,7 +32,7 @@ _BLOCK_BYTES = 512
 def count_parameters(module: Any) -> tuple[int, int]:
     """Return the unpartitioned counts of (all, trainable) parameters of a module.
 
-    A rank of a pipeline engine holds the parameters of its own stage only.
+    With a pipeline engine, only the parameters of the rank's stage count.
     """
     sizes = [(_numel(parameter), parameter.requires_grad) for parameter in module.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
