@@ -33,7 +33,7 @@ __all__ = [
 
 
 STEPS_SKIPPED = "steps_skipped"
-"""Reason of ``RankFinished``: the loss scaler skipped the largest number of steps that a launch waits for."""
+"""Reason of ``RankFinished``: the loss scaler skipped ``MOST_SKIPPED_STEPS``, the maximum per launch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Restores torchrun's rendezvous in scripts that set their own, which would wait forever: its store listens elsewhere.
+"""Replaces rendezvous settings of scripts by torchrun's.
 
-``os.environ["MASTER_PORT"] = "29500"`` and ``init_method="tcp://..."`` are for launchers without a store.
+Scripts that set ``os.environ["MASTER_PORT"] = "29500"`` or pass ``init_method="tcp://..."`` are written for launchers
+without a store. Under torchrun, whose store listens elsewhere, they would wait forever.
 """
 
 from __future__ import annotations
