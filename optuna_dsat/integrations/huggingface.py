@@ -1,7 +1,7 @@
 """Optional helpers for scripts that train with the Hugging Face Trainer.
 
 In a launch of optuna-dsat the runtime already sets the batch sizes of ``TrainingArguments`` and keeps the Trainer from
-evaluating and saving. These helpers are for scripts that merge another configuration into their own outside of a
+evaluating and saving. These helpers are for scripts that merge another configuration into their arguments outside of a
 launch, and for scripts written for Determined's ``dsat``.
 """
 
@@ -27,19 +27,19 @@ _CONFIG = "deepspeed_config"
 
 
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any] | None = None) -> list[str]:
-    """Return a script's arguments with the options that the Trainer shares with the DeepSpeed config set to its values.
+    """Return a script's arguments with options set to the values of the DeepSpeed config.
 
     ``--per_device_train_batch_size``, ``--gradient_accumulation_steps`` and ``--deepspeed`` (which gets the whole
-    config) are overridden if given, else appended. A tuned study's baseline keeps the batch sizes that ``args`` give.
+    config) are overridden if given, else appended. A study's baseline keeps the batch sizes in ``args``.
 
     Args:
         args: The script's arguments, without its name.
-        hparams: ``deepspeed_config`` (a path, or the config itself) and, as Determined's ``dsat`` passes them,
-            ``overwrite_deepspeed_args``, which are merged into it. None for the configuration of the current launch;
-            outside of a launch the arguments are then returned unchanged.
+        hparams: ``deepspeed_config`` (a path, or the config itself) and ``overwrite_deepspeed_args`` to merge into it,
+            as in Determined's ``dsat``. None for the configuration of the current launch; outside of a launch the
+            arguments are then returned unchanged.
 
     Raises:
-        ValueError: If ``hparams`` names no config, or one that cannot be read.
+        ValueError: If ``hparams`` has no config, or the config cannot be read.
     """
     if hparams is None:
         plan = current_plan()
@@ -67,8 +67,8 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any] 
 class DsatCallback(TrainerCallback):  # type: ignore[misc]  # the library's types are not checked here
     """Checks that a Trainer uses the batch sizes of the current launch, and disables evaluation and saving.
 
-    Evaluation and saving are disabled in launches that measure. Outside of a launch the callback does nothing, so it
-    can stay in the script.
+    Evaluation and saving are disabled in measured launches. Outside of a launch the callback does nothing, so it can
+    stay in the script.
 
     Args:
         plan: The launch; None for the current one, if any.
@@ -81,7 +81,7 @@ class DsatCallback(TrainerCallback):  # type: ignore[misc]  # the library's type
         """Compare the batch sizes of ``TrainingArguments`` with the launch's.
 
         Raises:
-            ValueError: If they differ, since the launch would measure another configuration than its own.
+            ValueError: If they differ, since the launch would measure a different configuration.
         """
         del state, control, kwargs
         for key, field in TRAINER_FIELDS.items() if self._plan is not None else ():
@@ -93,25 +93,25 @@ class DsatCallback(TrainerCallback):  # type: ignore[misc]  # the library's type
                 )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Keep the Trainer from evaluating and saving in a launch that measures."""
+        """Keep the Trainer from evaluating and saving in measured launches."""
         del args, state, kwargs
         if self._plan is not None and self._plan.measures:
             control.should_evaluate = control.should_save = False
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Keep the Trainer from evaluating and saving in a launch that measures."""
+        """Keep the Trainer from evaluating and saving in measured launches."""
         return self.on_step_end(args, state, control, **kwargs)
 
 
 def _number_of(args: Sequence[str], option: str) -> int | None:
-    """Return the whole number that the arguments give an option; None if they give none."""
+    """Return the integer value of an option in the arguments, or None."""
     number = None
     for arg, following in zip(args, [*args[1:], ""], strict=False):
         name, equals, value = arg.partition("=")
         text = value if equals else following
         if name in (option, option.replace("_", "-")) and text.isdigit():
-            number = int(text)  # the last one counts
+            number = int(text)  # the last occurrence counts
     return number
 
 

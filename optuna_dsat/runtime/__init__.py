@@ -1,4 +1,4 @@
-"""What runs inside the user's training processes: hook, measurement, event writer.
+"""Code that runs inside the user's training processes: hook, measurement, event writer.
 
     __main__            entry point that torchrun starts on each rank
     process             redirects output, runs the script, records how the rank ended
@@ -11,10 +11,10 @@
     events, writer      the event file of a rank
     imports             functions replaced and modules watched in the script's process
     user_code           frames of the user's code
-    stacks              stacks of a rank on request, while it is silent
+    stacks              stacks of a silent rank, on request
     files               atomic writes and bounded reads, used by all folders
     process_identity    identifies a process across restarts, used by launch and store
-    measure, adapt, isolation   sub-packages, see their docstrings
+    measure, adapt, isolation   sub-packages; see their docstrings
 
 Imports only ``outcome`` and ``secrecy`` from the rest of optuna-dsat, and never Optuna; torch and DeepSpeed only after
 the script has imported them.

@@ -1,4 +1,4 @@
-"""``python -m optuna_dsat.runtime SCRIPT ARGS...``: what torchrun starts on each rank."""
+"""Entry point that torchrun starts on each rank: ``python -m optuna_dsat.runtime SCRIPT ARGS...``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run(argv: list[str], *, safe_path: bool, forked: bool = False) -> NoReturn:
 
     Args:
         argv: ``SCRIPT ARGS...`` or ``--module PKG.MOD ARGS...``.
-        safe_path: Whether the script's folder stays out of ``sys.path`` (``python -P``).
-        forked: Whether this process was forked from one that had imported the heavy modules.
+        safe_path: Whether to keep the script's folder out of ``sys.path`` (``python -P``).
+        forked: Whether this process was forked from a process that had imported the heavy modules.
 
     Raises:
         FailedExit: If the script of a full training run failed; the interpreter then shuts down normally.

@@ -1,8 +1,8 @@
 """Events that a rank records; the format shared by training processes and the tuner.
 
 Each rank appends JSON lines to its own file in the run directory, one event per line, flushed immediately.
-Durations are in seconds, sizes in bytes, times are Unix times. Beside the standard library
-this module imports only what makes texts fit to be stored.
+Durations are in seconds, sizes in bytes, times are Unix times. Imports only the standard library and
+``runtime/files.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 STEPS_SKIPPED = "steps_skipped"
-"""Reason of ``RankFinished``: the loss scaler skipped as many steps as a launch waits for."""
+"""Reason of ``RankFinished``: the loss scaler skipped ``MOST_SKIPPED_STEPS``, the maximum per launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,63 +61,63 @@ class RankStarted(Event):
     forked: bool = False
     """Whether the process was forked with torch and DeepSpeed already imported, rather than started by torchrun."""
     isolation: str = "off"
-    """How the user's files are protected: ``mount``, ``python`` or ``off`` (``runtime/isolation/world.py``)."""
+    """Protection of the user's files: ``mount``, ``python`` or ``off`` (``runtime/isolation/world.py``)."""
     isolation_note: str = ""
-    """Folders that no overlay could be mounted on, and why; empty if there are none."""
+    """Folders on which no overlay could be mounted, with the reason; empty if all were mounted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFound(Event):
-    """The script trains with a trainer that has its own batch-size settings; they are set to the launch's."""
+    """The script uses a trainer with batch-size settings, which the runtime overrides with the launch's."""
 
     kind: ClassVar[str] = "trainer_found"
 
     framework: str
     """``transformers`` or ``lightning``."""
     micro_batch: int | None
-    """The script's own samples per rank and forward pass; None if not observed."""
+    """Samples per rank and forward pass before the override; None if not observed."""
     gradient_accumulation_steps: int | None
-    """The script's own value; None if not observed."""
+    """Value before the override; None if not observed."""
     options: Mapping[str, str]
-    """Key of the DeepSpeed config -> command-line option of the script that sets the same value; empty if none."""
+    """DeepSpeed config key -> the script's command-line option for the same setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSourcesFound(Event):
-    """Whole numbers that may set the batch size or ZeRO stage, noted until the first step of a profile launch."""
+    """Integers that may set the batch size or ZeRO stage, recorded until the first step of a profile launch."""
 
     kind: ClassVar[str] = "batch_sources"
 
     options: Mapping[str, int]
-    """Option of the script's command line -> parsed value; an option that ends with ``=`` is an override of Hydra's."""
+    """Command-line option of the script -> parsed value; an option that ends with ``=`` is a Hydra override."""
     defaults: Mapping[str, int] = field(default_factory=dict)
-    """Option -> its default in the script's parser."""
+    """Option -> default in the script's parser."""
     choices: Mapping[str, list[int]] = field(default_factory=dict)
-    """Option that may mean a ZeRO stage -> the stages that the parser accepts, where it lists them."""
+    """Option that may be the ZeRO stage -> stages that the parser lists as choices."""
     settings: Sequence[Mapping[str, Any]] = ()
-    """``file`` (relative to the working directory if it is in it), ``key`` (dotted) and ``value`` of numbers in
-    settings files that the script read."""
+    """Numbers in settings files that the script read: ``file`` (relative if inside the working directory), ``key``
+    (dotted) and ``value``."""
     loaders: Sequence[Mapping[str, Any]] = ()
-    """``batch_size``, ``file`` and ``line`` of what makes batches, such as data loaders; ``samples`` of one rank in an
-    epoch (None if unknown); whether it ``trains``: the engine was fed while it was iterated; and the ``attribute``
-    (``CLASS.NAME``) of a data set that says its batch size, empty if none does."""
+    """Data loaders and other sources of batches: ``batch_size``, ``file`` and ``line``; ``samples`` per rank and epoch
+    (None if unknown); ``trains``, whether the engine received inputs during the iteration; and ``attribute``, the
+    ``CLASS.NAME`` of a dataset's attribute with the batch size (empty for other sources)."""
     fed_at: Sequence[Mapping[str, Any]] = ()
-    """``file`` and ``line`` of the user's code that led to the engine's first input, the innermost first."""
+    """``file`` and ``line`` of the user's frames in the call that fed the engine first, innermost first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSet(Event):
-    """The runtime set variables of the environment without which the script would train without DeepSpeed."""
+    """The runtime set environment variables without which the script would not use DeepSpeed."""
 
     kind: ClassVar[str] = "environment_set"
 
     variables: Mapping[str, str]
-    """Name -> value for the command that trains; a config file is the user's."""
+    """Name -> value for the final training command; config paths are the user's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigDiffers(Event):
-    """The script passes another config than the user's file; told before ``deepspeed.initialize`` takes memory."""
+    """The script's config differs from the user's file; reported before ``deepspeed.initialize`` allocates memory."""
 
     kind: ClassVar[str] = "config_differs"
 
@@ -137,7 +137,7 @@ class EngineReady(Event):
     gradient_accumulation_steps: int
     data_parallel_size: int
     pipeline: bool
-    """Whether the engine is a pipeline engine (``engine.train_batch()`` runs a whole step)."""
+    """Whether the engine is a pipeline engine, whose ``train_batch()`` runs a whole step."""
     params: int
     """Unpartitioned parameter count of the model, or of this rank's stage under pipeline parallelism."""
     trainable_params: int
@@ -149,25 +149,25 @@ class EngineReady(Event):
     deepspeed_version: str
     config_differences: Mapping[str, list[Any]] = field(default_factory=dict)
     """Differences between the config that the script passed and the user's file, without the overlay: dotted key ->
-    [the script's value, the file's value]; None stands for a missing key. Empty if the runtime did not observe
-    the script's config.
+    [the script's value, the file's value], with None for a missing key. Empty if the runtime did not observe the
+    script's config.
     """
     spans: Mapping[str, list[float]] = field(default_factory=dict)
     """Startup phases -> [Unix time of start, seconds]: ``imports`` (from the rank's start until DeepSpeed was
     imported), ``init_distributed``, ``initialize``. ``initialize`` may contain ``init_distributed``.
     """
     config_option: str = ""
-    """The script's option for its DeepSpeed config, if it was not given and got the launch's file by default."""
+    """The script's option for its DeepSpeed config, if it was omitted and the runtime set it to the launch's file."""
     config_in_code: bool = False
-    """Whether the script read the user's config by a name of its own, whatever its arguments say."""
+    """Whether the script opened the user's config by a hard-coded path."""
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``, which only the ``deepspeed`` launcher sets."""
     starts_ranks: bool = False
-    """Whether the script starts its ranks by ``torch.multiprocessing``, and so needs no launcher."""
+    """Whether the script spawns its ranks with ``torch.multiprocessing`` and needs no launcher."""
     joins_ranks: bool = False
-    """Whether the runtime gave accelerate the backend without which each rank trains alone."""
+    """Whether the runtime set accelerate's backend; without a backend, each rank would train alone."""
     precision: str = ""
-    """``fp16``, ``bf16`` or ``fp32``, as DeepSpeed has it; empty from an older runtime."""
+    """``fp16``, ``bf16`` or ``fp32``, as reported by DeepSpeed; empty from an older runtime."""
     host_threads: int = 0
     """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 from an older runtime."""
 
@@ -181,7 +181,7 @@ class ProfileMeasured(Event):
     params: int
     trainable_params: int
     largest_layer_params: int
-    """Parameters of the largest module that owns parameters directly (ZeRO 3 gathers all of them at once)."""
+    """Parameters of the largest module, without its submodules (ZeRO 3 gathers all of them at once)."""
     param_bytes: int
     """Bytes per element of the engine's parameters: 2 for fp16 and bf16, 4 for fp32."""
     activation_bytes_per_sample: int
@@ -189,14 +189,14 @@ class ProfileMeasured(Event):
     flops_per_sample: int
     """Floating-point operations of forward and backward, per sample; 0 if torch could not count them."""
     device_memory_bytes: int
-    """Memory available to one rank: the device's, the limit of ``--device-memory``, or a share of the host's on CPU."""
+    """Memory available to a rank: the device's, the limit of ``--device-memory``, or a share of the host's on CPU."""
     host_memory_bytes: int
     """Physical memory of the host."""
     peak_bytes: int
     """Peak device memory of the profiled step, in the unit of ``StepMeasured.peak_allocated_bytes``."""
     device_name: str
     optimizer: str
-    """Class name of the innermost optimizer; empty if there is none."""
+    """Class name of the innermost optimizer; empty without an optimizer."""
     optimizer_tested: bool = True
     """Whether DeepSpeed lists the optimizer's class as tested with ZeRO; True without an optimizer."""
 
@@ -208,7 +208,7 @@ class ModulesImported(Event):
     kind: ClassVar[str] = "modules_imported"
 
     modules: list[str]
-    """Installed modules in import order, without the standard library's and the user's own."""
+    """Installed modules in import order, without the standard library and the user's modules."""
     operators: list[str]
     """Compiled DeepSpeed operators that were loaded."""
     environment: list[str] = field(default_factory=list)
@@ -217,14 +217,14 @@ class ModulesImported(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasured(Event):
-    """One optimizer step (all its micro-batches), from the end of the previous step to its own end."""
+    """An optimizer step with all its micro-batches, measured from the end of the previous step."""
 
     kind: ClassVar[str] = "step_measured"
 
     step: int
-    """Global step, from 1, those that the loss scaler skipped included."""
+    """Global step, from 1, including steps that the loss scaler skipped."""
     latency_s: float
-    """Wall time from the previous step's boundary to this one's, device-synchronized; includes data loading."""
+    """Wall time since the end of the previous step, device-synchronized; includes data loading."""
     forward_s: float
     """Summed over the step's micro-batches."""
     backward_s: float
@@ -236,12 +236,12 @@ class StepMeasured(Event):
     Ranks that share data (pipeline stages, tensor parallelism) each count it: see ``data_parallel_size``.
     """
     observed_micro_batch: int | None
-    """Largest leading dimension of the engine's inputs in one forward; None if not observed."""
+    """Largest leading dimension of the engine's inputs in a forward pass; None if not observed."""
     loss: float | None
     """Loss of the step's last micro-batch on this rank; None if not observed."""
     peak_allocated_bytes: int
     """CUDA: peak allocated since the engine was built. CPU: peak growth of private writable memory since
-    DeepSpeed was imported, the unit of ``--device-memory`` (see ``runtime/measure/memory.py``).
+    DeepSpeed was imported, as limited by ``--device-memory`` (see ``runtime/measure/memory.py``).
     """
     peak_reserved_bytes: int
     """CUDA: peak reserved by the caching allocator; CPU: equal to ``rss_bytes``."""
@@ -249,23 +249,23 @@ class StepMeasured(Event):
     """Peak resident set size of the process."""
     evaluation_s: float = 0.0
     """Part of ``latency_s`` from the first to the last forward in evaluation mode or without gradients, summed over
-    the intervals between the phases; 0 if there was none.
+    the intervals between the phases; 0 without evaluation.
     """
     skipped: bool = False
-    """Whether the loss scaler skipped the update: its gradients were not finite. Such a step does not count."""
+    """Whether the loss scaler skipped the update due to non-finite gradients. Skipped steps do not count."""
     skipped_before: int = 0
-    """Steps before this one that the loss scaler skipped."""
+    """Number of earlier steps that the loss scaler skipped."""
     elements: int = 0
     """Elements of the engine's inputs, padding included (``runtime/measure/inputs.py``); 0 if not observed."""
     elements_are_tokens: bool = False
-    """Whether the inputs hold tokens, which ``elements`` then counts."""
+    """Whether the inputs contain tokens, so that ``elements`` is a token count."""
     steps_completed: int = 0
-    """Batches that the training has completed, as ``dsat_reporting_context`` was told or the engine counts them: with
-    those before a checkpoint that it resumed from, and skipped ones; 0 from an older runtime."""
+    """Batches that the training has completed, including batches before a resumed checkpoint and skipped steps. Passed
+    to ``dsat_reporting_context``, else counted by the engine; 0 from an older runtime."""
 
     @property
     def number(self) -> int:
-        """Number among the steps that count, from 1; a skipped step has that of the next one."""
+        """Number among the counted steps, from 1; a skipped step has the number of the next counted step."""
         return self.step - self.skipped_before
 
 
@@ -279,11 +279,11 @@ class RankFinished(Event):
     """``profile_done`` (the last profile step completed), ``STEPS_SKIPPED``, ``script_end`` or ``exit_code_N``
     (``sys.exit(N)``)."""
     steps: int
-    """Global steps completed, without those that the loss scaler skipped."""
+    """Global steps completed, without steps that the loss scaler skipped."""
     skipped: int = 0
     """Global steps that the loss scaler skipped."""
     allocation_failures: int = 0
-    """Errors of torch on this rank that memory is exhausted, whether or not the script caught them."""
+    """Out-of-memory errors of torch on this rank, including errors that the script caught."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,10 +329,10 @@ def encode_event(event: Event) -> str:
 
 
 def decode_event(line: str) -> Event | None:
-    """Return the event of one JSON line; None if it is none that this version can read.
+    """Return the event of a JSON line; None if this version cannot read it.
 
-    Such a line is truncated, lacks a field, or is of a kind that only a newer runtime writes. Texts are made
-    ``storable`` and cut to ``TEXT_CHARS``.
+    Unreadable lines are truncated, lack a field, or have a kind that only a newer runtime writes. Texts are made
+    ``storable`` and shortened to ``TEXT_CHARS``.
     """
     try:
         record: dict[str, Any] = json.loads(line)
@@ -344,7 +344,7 @@ def decode_event(line: str) -> Event | None:
 
 
 def _clean(value: Any) -> Any:
-    """Return a JSON value with texts that can be stored, of bounded length."""
+    """Return a JSON value with storable texts of bounded length."""
     if isinstance(value, str):
         return shortened(storable(value), TEXT_CHARS)
     if isinstance(value, list):

@@ -5,7 +5,7 @@ NCCL, Triton and the CUDA libraries raise for any failure. The messages were col
 cuDNN 9, Triton 3 and DeepSpeed 0.19, and from issues of projects that use them.
 
 Out-of-memory takes precedence over the exception's type: NCCL's ``DistBackendError`` for a failed allocation is not a
-communication error. Failure to pin memory is host out-of-memory, although CUDA's message is that of the device's.
+communication error. Failure to pin memory is host out-of-memory, although CUDA reports it like device out-of-memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PINNED_MEMORY = re.compile(
 )
 """Matches messages and source lines that mention pinned memory."""
 _PINNING_FUNCTIONS = re.compile(r"(?:^|_)(?:pin_memory|pin_fresh|pin_empty|empty_pinned)")
-"""Matches names of functions that pin memory: torch's ``pin_memory`` and those of DeepSpeed's accelerator."""
+"""Matches names of functions that pin memory, in torch (``pin_memory``) and DeepSpeed's accelerator."""
 _PINNING_FRAMES = 3
 """Innermost frames whose source may request pinned memory; torch's and DeepSpeed's wrappers add frames."""
 _ALLOCATION_FAILED = re.compile(
@@ -64,7 +64,7 @@ _ALLOCATION_FAILED = re.compile(
 )
 """Messages when memory cannot be pinned; ``OS call failed``: the limit on locked memory (DeepSpeed issue 3335)."""
 _LOOKED_AT_CHARS = 16_000
-"""Longest text of an error that is searched for causes and secrets; more takes seconds and is not kept anyway."""
+"""Maximum length of an error's text that is searched for causes and secrets; more takes seconds and is not stored."""
 
 _DEVICE_MEMORY = re.compile(
     r"(?:CUDA|HIP|XPU) out of memory"
@@ -79,8 +79,8 @@ _DEVICE_MEMORY = re.compile(
     re.IGNORECASE,
 )
 _HANDLE_CREATION_FAILED = re.compile(r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
-"""Usually no memory was left for a library's handle (lm-evaluation-harness issue 1689, LLaVA issue 392); an unsupported
-GPU and an earlier kernel failure give the same message.
+"""Usually the device has no memory for a library's handle (lm-evaluation-harness issue 1689, LLaVA issue 392); an
+unsupported GPU and an earlier kernel failure cause the same message.
 """
 _UNSPECIFIED_CUDA_ERROR = re.compile(r"unhandled cuda error(?!.*Cuda failure)", re.IGNORECASE | re.DOTALL)
 """NCCL before 2.13 does not name the call that failed."""
@@ -106,12 +106,12 @@ _BUILD_CAUSES = (
 
 
 class TooFewSamplesError(ValueError):
-    """The training data fill no batch of the size that the launch asks for."""
+    """The training data are fewer than a batch of the launch's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Classification of one exception."""
+    """Classification of an exception."""
 
     outcome: Outcome
     missing_bytes: int | None
@@ -143,7 +143,7 @@ def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) ->
 
 
 def missing_bytes(message: str) -> int | None:
-    """Return the size of the failed allocation in an allocator's message, in bytes; None if it states none."""
+    """Return the size of the failed allocation in an allocator's message, in bytes; None if not stated."""
     found = _ALLOCATION.search(message)
     if found is None:
         return None
@@ -152,7 +152,7 @@ def missing_bytes(message: str) -> int | None:
 
 
 def without_runtime_frames(trace: TracebackType | None, runtime_dir: str) -> TracebackType | None:
-    """Return the traceback from the script's first frame on, as Python shows it without the runtime."""
+    """Return the traceback starting at the script's first frame, as Python shows it without the runtime."""
     here = trace
     while here is not None:
         filename = here.tb_frame.f_code.co_filename
@@ -163,7 +163,7 @@ def without_runtime_frames(trace: TracebackType | None, runtime_dir: str) -> Tra
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's message, shortened if very long; one whose own ``__str__`` fails is named by its type."""
+    """Return an error's message, shortened if very long; the error's type if its ``__str__`` fails."""
     try:
         return shortened(str(error), _LOOKED_AT_CHARS)
     except Exception:  # noqa: BLE001 - the script's own method; its error is the one to record
@@ -171,7 +171,7 @@ def message_of(error: BaseException) -> str:
 
 
 def message_with_cause(error: BaseException) -> str:
-    """Return an error's message; for the failed build of an operator without the compiler's command lines."""
+    """Return an error's message; for failed operator builds, without the compiler's command lines."""
     message = message_of(error)
     for link in _exception_chain(error):
         text = message_of(link)
@@ -202,7 +202,7 @@ def _memory_outcome(error: BaseException, *, on_cpu: bool, limited: bool) -> Out
     message = message_of(error)
     if isinstance(error, _torch_types("OutOfMemoryError", "cuda.OutOfMemoryError")):
         return Outcome.OUT_OF_MEMORY
-    if isinstance(error, MemoryError):  # NumPy's _ArrayMemoryError is one
+    if isinstance(error, MemoryError):  # includes NumPy's _ArrayMemoryError
         return host
     if isinstance(error, OSError):
         starved = error.errno == errno.ENOMEM or (limited and error.errno == errno.EAGAIN)
@@ -269,12 +269,12 @@ def _is_communication(error: BaseException, phase: str) -> bool:
     if isinstance(error, _torch_types("distributed.DistNetworkError", "distributed.DistStoreError")):
         return True
     if isinstance(error, ConnectionError | TimeoutError):
-        return phase != "script" and phase != "between"  # elsewhere it is the script's own connection
+        return phase != "script" and phase != "between"  # elsewhere it is a connection of the script
     return isinstance(error, RuntimeError) and any(sign in message_of(error) for sign in _COMMUNICATION)
 
 
 def _ended_its_data(error: BaseException) -> bool:
-    """Return whether an iterator of the script had no more to give: ``next`` on a loader that drops all it has."""
+    """Return whether an iterator of the script was exhausted, e.g. a loader that drops its only, incomplete batch."""
     return isinstance(error, StopIteration) or (
         isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
     )

@@ -1,7 +1,7 @@
 """Atomic writes of text files.
 
-A file is written under another name, ``.NAME.PID``, and locked until it takes its own: whoever writes the same file
-next tells by that what a killed process left, in every namespace and on every machine, and removes it.
+A file is written as ``.NAME.PID`` and locked until it is renamed. The next writer of the same file removes unlocked
+temporary files, which killed processes left behind; the lock works across namespaces and machines.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
 
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int | None = None) -> None:
-    """Write a UTF-8 file atomically: readers see the old content or the new, never a part.
+    """Write a UTF-8 file atomically: readers see either the old or the new content.
 
     Args:
         path: The file.
         text: Its new content.
-        durable: Whether to fsync the new content before it replaces the old.
+        durable: Whether to fsync the new content before it replaces the old content.
         mode: Permission bits of the file; None for the umask's default.
 
     Raises:
@@ -60,17 +60,17 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a UTF-8 file that the user named, as a shell's redirection would: links, pipes and devices stay.
+    """Write a UTF-8 file named by the user like a shell redirection: links, pipes and devices are kept.
 
-    A regular file is replaced atomically, with its permissions; it is written in place if it has several names or
-    belongs to another user.
+    A regular file is replaced atomically and keeps its permissions. It is written in place if it has several hard links
+    or belongs to another user.
 
     Args:
         path: The file, or a link to it, a pipe or a device.
         text: Its new content.
 
     Raises:
-        OSError: If it cannot be written, or is a block device.
+        OSError: If the file cannot be written, or is a block device.
     """
     try:
         state = path.stat()
@@ -91,7 +91,7 @@ def write_output(path: Path, text: str) -> None:
 
 
 def stream_of(path: Path) -> TextIO | None:
-    """Return the standard stream that a path names, such as ``/dev/stdout``; None if it names none."""
+    """Return the standard stream behind a path such as ``/dev/stdout``; None for other paths."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             if os.path.samestat(path.stat(), os.fstat(stream.fileno())):
@@ -100,10 +100,10 @@ def stream_of(path: Path) -> TextIO | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file or folder to ``NAME.old-N``, with the first N that is free; return the new path.
+    """Rename a file or folder to ``NAME.old-N``, with the first free N; return the new path.
 
     Raises:
-        OSError: If it cannot be renamed.
+        OSError: If renaming fails.
     """
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.old-{number}")):
@@ -112,10 +112,10 @@ def set_aside(path: Path) -> Path:
 
 
 def _open_locked(temporary: Path) -> TextIO:
-    """Open a file for writing and lock it, again if it was taken for an abandoned one before that."""
+    """Open a file for writing and lock it; retry if another process removed it as abandoned before it was locked."""
     while True:
         file = temporary.open("w", encoding="utf-8")
-        with contextlib.suppress(OSError):  # a file system without locks: nobody removes it there
+        with contextlib.suppress(OSError):  # a file system without locks: no process removes the file there
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
             return file
@@ -123,7 +123,7 @@ def _open_locked(temporary: Path) -> TextIO:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what killed processes left of a file that they were writing."""
+    """Remove temporary files of killed processes that were writing a file."""
     prefix = f".{path.name}."
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         left = [one.path for one in entries if one.name.startswith(prefix) and one.name[len(prefix) :].isdigit()]
@@ -133,10 +133,10 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Remove a file that nobody has locked.
+    """Remove an unlocked file.
 
     Raises:
-        OSError: If it is locked, or cannot be.
+        OSError: If it is locked, or cannot be locked.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -151,12 +151,12 @@ _MOST_BYTES = 16 * 2**20
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file for reading; reading gives None where it has nothing yet.
+    """Open a regular file for non-blocking reading; ``read`` returns None if no data is available yet.
 
-    A pipe blocks who opens it, and a log of the kernel in ``/proc``, a regular file by its mode, who reads it.
+    Opening a pipe would block. So would reading a kernel log in ``/proc``, which has the mode of a regular file.
 
     Raises:
-        OSError: If it cannot be opened, or is no regular file.
+        OSError: If the file cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -170,10 +170,10 @@ def read_regular(path: str | os.PathLike[str], *, most_bytes: int = _MOST_BYTES)
 
     Args:
         path: The file.
-        most_bytes: Largest size that is read.
+        most_bytes: Maximum size.
 
     Raises:
-        OSError: If it cannot be opened or read, is no regular file, is larger, or has nothing yet.
+        OSError: If the file cannot be opened or read, is not a regular file, is larger, or has no data available yet.
     """
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -186,24 +186,24 @@ def read_regular(path: str | os.PathLike[str], *, most_bytes: int = _MOST_BYTES)
 
 
 MESSAGE_CHARS = 2_000
-"""Longest message of an error that is kept beside a launch; its log has the whole."""
+"""Maximum length of an error message stored with a launch; the launch's log contains the full message."""
 TEXT_CHARS = 8_000
-"""Longest text of an event, such as a traceback."""
+"""Maximum length of an event's texts, such as a traceback."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def storable(text: str) -> str:
-    """Return the text without what databases and encodings refuse: NUL characters and halves of surrogate pairs."""
+    """Return the text without characters that databases and encodings reject: NUL and unpaired surrogates."""
     return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\x00", "\N{SYMBOL FOR NULL}"))
 
 
 def shortened(text: str, limit_chars: int) -> str:
-    """Return the text, of a longer one beginning and end with the number of characters between them.
+    """Return the text; if it is too long, its beginning and end with the number of omitted characters between them.
 
     Args:
         text: The text.
-        limit_chars: Characters to which it is returned whole, and of a longer one that are kept.
+        limit_chars: Number of characters to keep; texts up to this length are returned unchanged.
     """
     if len(text) <= limit_chars:
         return text

@@ -1,6 +1,6 @@
 """Waits for the script to import torch and DeepSpeed, and wraps ``deepspeed.initialize``.
 
-Imports neither by itself. Modules that the script imports later (transformers, accelerate) and
+Imports neither. Modules that the script imports later (transformers, accelerate) and
 ``from deepspeed import initialize`` get the wrapped function.
 """
 
@@ -66,7 +66,7 @@ __all__ = ["DeepSpeedHook"]
 
 _Built = TypeVar("_Built")
 _MOST_STEPS_WITHOUT_ENGINE = 3
-"""Optimizer steps before ``deepspeed.initialize`` at which a script is taken to train without it."""
+"""Number of optimizer steps before ``deepspeed.initialize`` after which a script counts as not using DeepSpeed."""
 _TRAINERS = (HuggingFaceHook, LightningHook)  # they read the config before ``deepspeed.initialize`` does
 
 
@@ -80,7 +80,7 @@ class DeepSpeedHook:
         rank: This rank.
         writer: Records events.
         state: Updated with the rank's phase, steps and device.
-        exit_process: Ends the script after the last profile step, by an exception.
+        exit_process: Ends the script after the last profile step with an exception.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DeepSpeedHook:
             outputs=Path(plan.trackers_dir) / "hydra" if plan.trackers_dir else None,
         )
         self._differences: dict[str, list[Any]] = {}
-        """Differences of the config that the script got from ``get_ds_config_from_hparams``."""
+        """Differences between the config passed to ``get_ds_config_from_hparams`` and the user's file."""
         self._steps_without_engine = 0
         self._unwatch_optimizers: Callable[[], None] = lambda: None
         self._buffers_unlinked = False
@@ -156,10 +156,10 @@ class DeepSpeedHook:
             self._unwatch_optimizers = register(self._stepped_without_engine).remove
 
     def _stepped_without_engine(self, *_: Any) -> None:
-        """Stop a script that trains past DeepSpeed before it has trained to its end.
+        """Stop a script that trains without DeepSpeed early.
 
         Raises:
-            RuntimeError: At the last of a few optimizer steps before any engine was made.
+            RuntimeError: After ``_MOST_STEPS_WITHOUT_ENGINE`` optimizer steps without an engine.
         """
         self._steps_without_engine += 1
         if self._steps_without_engine >= _MOST_STEPS_WITHOUT_ENGINE:
@@ -244,7 +244,7 @@ class DeepSpeedHook:
         return initialize
 
     def _wrap_engine_class(self, cls: Any) -> None:
-        """Do as for ``deepspeed.initialize`` where a script builds an engine, or one of a subclass, without it."""
+        """Apply the overlay and measure also if a script constructs an engine, or a subclass, directly."""
         original = cls.__init__
         signature = inspect.signature(original)
 
@@ -277,8 +277,8 @@ class DeepSpeedHook:
 
         Args:
             bound: The arguments, whose config is replaced.
-            build: Builds the engine with them.
-            engine_of: Returns the engine of what was built.
+            build: Builds the engine with the arguments.
+            engine_of: Returns the engine from the result of ``build``.
         """
         before, self._state.phase = self._state.phase, "initialize"
         self._unwatch_optimizers()
@@ -300,8 +300,9 @@ class DeepSpeedHook:
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
         """Replace the config among the arguments of ``deepspeed.initialize`` without mutating the script's objects.
 
-        The overlay applies to every engine of a script; one is measured (``engine_choice``). A script that passes no
-        config gets the user's file; if it passes two, the arguments stay unchanged for DeepSpeed to reject.
+        The overlay applies to every engine of a script, but only one engine is measured (``measure/engine.py``). A
+        script that passes no config gets the user's file; if it passes two, the arguments are left for DeepSpeed to
+        reject.
 
         Args:
             arguments: Bound arguments by name; changed in place.
@@ -317,7 +318,7 @@ class DeepSpeedHook:
         names = ("deepspeed_config", "deepscale_config")
         on_args = [name for name in names if getattr(args, name, None) is not None]
         if given and [getattr(args, name) for name in on_args] == [self._plan.config_path]:
-            # The option's default, which is ours (see ``local_rank``): the script's own config counts.
+            # The option has the default set by this package (``adapt/config.py``): the script's config counts.
             arguments["args"] = args = copy.copy(args)
             setattr(args, on_args.pop(), None)
         if given and not on_args:
@@ -329,7 +330,7 @@ class DeepSpeedHook:
             for name in on_args:
                 setattr(args, name, None)
         elif not given and self._plan.user_config_path:
-            source = self._plan.config_path  # the script passes none: it gets the file that is tuned
+            source = self._plan.config_path  # the script passes no config: use the tuned file
         else:
             return {}
         arguments.pop("config_params", None)
@@ -365,7 +366,7 @@ class DeepSpeedHook:
 
     @contextmanager
     def _said(self, steps_completed: int, reporting: AbstractContextManager[None]) -> Iterator[None]:
-        """Take the script's count of its batches for the steps that end within a context."""
+        """Use the script's batch count for steps that end within the context."""
         self._state.steps_completed = steps_completed
         try:
             with reporting:
@@ -374,10 +375,10 @@ class DeepSpeedHook:
             self._state.steps_completed = None
 
     def reporting(self, engine: Any, steps_completed: int | None) -> AbstractContextManager[None]:
-        """Return a context for one micro-batch of a loop that the hook may not observe (``runtime/reporting.py``).
+        """Return a context for a micro-batch of a loop that the hook may not observe (``runtime/reporting.py``).
 
-        Without an engine so far, the context is one around a whole training that builds its own, as a Trainer does:
-        its steps are observed by themselves. It raises ``RuntimeError`` at its end if no engine was built.
+        If no engine exists yet, the context is assumed to contain a whole training that builds an engine, as Trainers
+        do, whose steps are observed as usual. It raises ``RuntimeError`` at its end if no engine was built.
 
         Raises:
             ValueError: If the engine was built without the trial's config.
@@ -443,7 +444,7 @@ class DeepSpeedHook:
         self._meter.attach()
 
     def _watch_engine(self, engine: Any, span: list[float], differences: Mapping[str, list[Any]]) -> None:
-        """Measure an engine in place of the present one if it proves to be the one that trains."""
+        """Measure a further engine instead of the current engine if ``OtherEngine`` finds that it trains."""
         state = self._state
 
         def take_over() -> None:

@@ -28,8 +28,8 @@ __all__ = [
 def imported_modules() -> list[str]:
     """Return the installed modules that this process has imported, in import order.
 
-    Excludes the standard library's, which other modules import and which are cheap, and the user's own, which every
-    launch imports itself.
+    Excludes the standard library, which is cheap and imported by other modules, and the user's modules, which every
+    launch imports again.
     """
     folders = installed_folders()
     found = []
@@ -67,7 +67,7 @@ class ImportWatch(MetaPathFinder):
     def __init__(self, callbacks: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._callbacks = dict(callbacks)
         self._searching: set[tuple[int, str]] = set()
-        """(thread, module) that the other finders are asked for; one of them may ask all finders in its turn."""
+        """(thread, module) being searched with the other finders, which may themselves search all finders."""
 
     def install(self) -> None:
         """Start watching."""
@@ -96,9 +96,9 @@ class ImportWatch(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            # A loader may be that of other modules, too, as those of a zip file are.
+            # A loader may be shared with other modules, such as the loader of a zip file.
             if module.__name__ == fullname and self._callbacks.pop(fullname, None) is not None:
-                # A module may put another one in its place, as a copy in the script's folder that leads to it does.
+                # A module may replace itself in sys.modules, e.g. a copy in the script's folder that forwards to it.
                 callback(sys.modules.get(fullname, module))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -120,15 +120,15 @@ _Text = TypeVar("_Text")
 
 
 def as_text(value: _Text) -> _Text | str:
-    """Return a name or value of ``os.environb``, whose class is that of ``os.environ``, as the latter has it."""
+    """Return a name or value as ``os.environ`` has it; ``os.environb``, of the same class, has bytes."""
     return os.fsdecode(value) if isinstance(value, bytes) else value
 
 
 class EnvironmentWatch:
     """Records variables that are set or deleted, except by installed modules during their import.
 
-    Changes by imports are replayed in a forked rank (``launch/warm/forked.py``). A variable that has its original
-    value again when ``changed`` is called counts as unchanged: accelerate clears the environment temporarily.
+    Changes by imports are replayed in a forked rank (``launch/warm/forked.py``). Variables with their original value at
+    the time of the ``changed`` call count as unchanged, since accelerate clears the environment temporarily.
     """
 
     def __init__(self) -> None:
@@ -181,8 +181,8 @@ def replace_function(module: ModuleType, name: str, replacement: Callable[..., A
 
     Args:
         module: The module that defines the function.
-        name: Its name there.
-        replacement: What takes its place.
+        name: Name of the function in that module.
+        replacement: The new function.
     """
     original = getattr(module, name)
     for other in list(sys.modules.values()):

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested config as dotted key -> value; empty objects are dropped, lists are values."""
+    """Return a nested config as dotted key -> value, without empty objects; lists are values."""
     result: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -43,7 +43,7 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both mappings merged key by key; None stays, since it removes a key of the config."""
+    """Return both mappings merged key by key; None is kept, since it removes a key of the config."""
     result = dict(one)
     for key, value in other.items():
         below = result.get(key)
@@ -53,13 +53,13 @@ def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
-"""Any two determine the third; in the order in which the script's own value is dropped."""
+"""Any two determine the third; in the order in which the script's value is dropped."""
 
 _DEPRECATED_OFFLOAD = {
     "offload_optimizer": ("cpu_offload", "cpu_offload_use_pin_memory"),
     "offload_param": ("cpu_offload_params", "cpu_offload_param", "cpu_offload_use_pin_memory"),
 }
-"""Key -> deprecated keys that DeepSpeed rejects beside it (``deepspeed/runtime/zero/config.py``)."""
+"""Key -> deprecated keys that DeepSpeed rejects together with it (``deepspeed/runtime/zero/config.py``)."""
 
 _DEEPSPEED_CPU_OPTIMIZERS = frozenset({"DeepSpeedCPUAdam", "DeepSpeedCPULion"})
 """Client optimizers that DeepSpeed accepts under offload without ``zero_force_ds_cpu_optimizer: false``."""
@@ -83,14 +83,14 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]
 
 
 class LaidConfig(dict[str, Any]):
-    """A config to which the overlay was applied long before ``deepspeed.initialize``; it knows what was replaced.
+    """Config with the overlay applied long before ``deepspeed.initialize``; remembers the replaced values.
 
-    Libraries hold and complete the config that their arguments describe, and nothing else keeps what the script said.
-    Copies by ``copy.deepcopy`` know it, too.
+    Libraries keep and complete the config from their arguments, so only this class preserves the script's values.
+    Copies by ``copy.deepcopy`` preserve them too.
 
     Args:
         config: The config that the script gave to the library.
-        laid: The same with the overlay applied.
+        laid: The same config with the overlay applied.
     """
 
     def __init__(self, config: Mapping[str, Any], laid: Mapping[str, Any]) -> None:
@@ -103,22 +103,22 @@ class LaidConfig(dict[str, Any]):
 
     @property
     def noted(self) -> frozenset[str]:
-        """Dotted keys of which ``note_own`` was told."""
+        """Dotted keys passed to ``note_own``."""
         return frozenset(self._noted)
 
     def note_own(self, key: str, value: Any) -> None:
-        """Note what the script says elsewhere of a setting that its config leaves to the library, once.
+        """Record the script's value of a setting that its config leaves to the library; the first call counts.
 
         Args:
             key: Dotted key of the config.
-            value: Its value, as the library would have filled it in without the overlay.
+            value: The value that the library would fill in without the overlay.
         """
         if key not in self._noted:
             self._noted.add(key)
             self._replaced[key] = (value, flatten(self).get(key))
 
     def scripts_own(self) -> dict[str, Any]:
-        """Return the config with the script's values; what was set since, by the script or the library, stays."""
+        """Return the config with the script's values; later changes by the script or the library are kept."""
         own = flatten(self)
         for key, (before, after) in self._replaced.items():
             if own.get(key) == after or after == "auto" != before:
@@ -127,7 +127,7 @@ class LaidConfig(dict[str, Any]):
 
 
 def scripts_own(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config without the overlay, if that was applied to it early."""
+    """Return a config without the overlay, if it is a ``LaidConfig``; else unchanged."""
     return config.scripts_own() if isinstance(config, LaidConfig) else config
 
 
@@ -137,14 +137,14 @@ def effective_config(
     """Return the config that DeepSpeed gets: the script's with the overlay applied, made consistent.
 
     - If train batch, micro-batch and accumulation are all given, the script's value is dropped.
-    - Deprecated ``cpu_offload`` keys are removed if the overlay sets the offload.
+    - Deprecated ``cpu_offload`` keys are removed if the overlay sets offload.
     - Offload with a client optimizer is allowed by ``zero_force_ds_cpu_optimizer``, as DeepSpeed's message advises.
     - The ``autotuning`` section is removed: DeepSpeed's own autotuning hooks end the process.
 
     Args:
         base: The config that the script passes.
         overlay: The trial's overlay; None removes a key.
-        client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``; None if it passes none.
+        client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``, if any.
     """
     config = merge(base, overlay)
     config.pop("autotuning", None)
@@ -162,9 +162,10 @@ def effective_config(
 
 
 def without_impossible_zero(laid: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an engine without an optimizer, as a reference model has.
+    """Return the config for an engine without an optimizer, such as a reference model.
 
-    ZeRO 1 and 2 split an optimizer, and DeepSpeed refuses them without one: the script's own section then stays.
+    ZeRO 1 and 2 partition the optimizer, and DeepSpeed rejects them without an optimizer; the script's
+    ``zero_optimization`` section is then kept.
 
     Args:
         laid: The script's config with the overlay applied.
@@ -183,13 +184,13 @@ def read_config(config: Any) -> dict[str, Any]:
     """Read a config as DeepSpeed does: a dict, the path of a (H)JSON file, or base64 text.
 
     Raises:
-        ValueError: If it is none of these, or the file holds no JSON object.
+        ValueError: If ``config`` is of another type, or the content is not a JSON object.
     """
     if isinstance(config, Mapping):
         return dict(config)
     try:
         parsed = _parse(_text(config))
-    except (OSError, TypeError, ValueError) as error:  # a wrong path reads as broken base64
+    except (OSError, TypeError, ValueError) as error:  # a wrong path is read as broken base64
         raise ValueError(
             f"deepspeed.initialize takes a config as a dict, the path of a JSON file or base64; got {config!r}."
         ) from error
@@ -201,7 +202,7 @@ def read_config(config: Any) -> dict[str, Any]:
 def _text(config: Any) -> str:
     try:
         return Path(config).read_text(encoding="utf-8")
-    except OSError:  # no such file, or a name too long to be one
+    except OSError:  # no such file, or too long for a file name
         return base64.urlsafe_b64decode(config).decode("utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Process of a rank: redirects its output, runs the script, and records how the rank ended in every case."""
+"""Process of a rank: redirects its output, runs the script, and always records how the rank ended."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ EXIT_EVENTS_LOST = 74
 """Exit code of a rank whose events could not be written (``EX_IOERR`` of ``sysexits.h``)."""
 
 AGENT_ENV = "OPTUNA_DSAT_AGENT_PID"
-"""Environment variable with the process number of torchrun, which starts the ranks; the script does not see it."""
+"""Environment variable with the process number of torchrun, which starts the ranks; hidden from the script."""
 
 EXIT_LIMIT_S = 5.0
-"""Longest time for exit handlers (``finally``, ``with``, ``atexit``) after the last record of a rank."""
+"""Maximum duration of exit handlers (``finally``, ``with``, ``atexit``) after the last record of a rank."""
 
 _EXIT_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-"""Signal that raises ``SystemExit`` in the main thread, also while that waits, when another thread has trained."""
+"""Signal that raises ``SystemExit`` in the main thread, even if it is waiting, after training in another thread."""
 
 _PR_SET_PDEATHSIG = 1
 """``linux/prctl.h``."""
@@ -85,13 +85,13 @@ _PR_SET_PDEATHSIG = 1
 _HERE = str(Path(__file__).resolve().parent)
 
 _LOCAL_RANKS_TIMEOUT_S = 2.0
-"""Maximum wait for the other ranks of this host, which may still be communicating with this one."""
+"""Maximum wait for the other ranks of this host, which may still be communicating with this rank."""
 
 
 def run_rank(plan: LaunchPlan, rank: Rank, command: ScriptCommand, *, safe_path: bool, forked: bool = False) -> int:
     """Run the script as this rank of the launch; return the rank's exit code.
 
-    After the last profile step, ``SystemExit`` ends the script as its own call of ``sys.exit`` would.
+    After the last profile step, ``SystemExit`` ends the script, as if it called ``sys.exit``.
 
     Raises:
         SystemExit: If the script calls ``sys.exit``; the caller exits with its code.
@@ -104,7 +104,7 @@ def run_rank(plan: LaunchPlan, rank: Rank, command: ScriptCommand, *, safe_path:
     try:
         return _RankProcess(plan, rank, forked=forked).run(command, safe_path=safe_path)
     except EventWriteError as error:
-        with contextlib.suppress(OSError, ValueError):  # what keeps events from being written may keep this, too
+        with contextlib.suppress(OSError, ValueError):  # may fail for the same reason as the event
             print(error, file=sys.stderr)
         end_process(EXIT_EVENTS_LOST)
 
@@ -119,7 +119,7 @@ class _RankProcess:
         self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
         self._world = World() if plan.world.isolation == "off" else World.load(plan.world.record)
         self._is_done = False
-        """Whether the last record is written. What the script raises after it is its own."""
+        """Whether the last record is written. Exceptions of the script after it are not recorded."""
 
     def run(self, command: ScriptCommand, *, safe_path: bool) -> int:
         rank, plan = self._rank, self._plan
@@ -179,7 +179,7 @@ class _RankProcess:
         return 0
 
     def _end(self, error: BaseException) -> int:
-        """Record what ended the script, unless the rank's end is recorded already; return the rank's exit code.
+        """Record the exception that ended the script, unless the end is already recorded; return the exit code.
 
         Raises:
             SystemExit: If the script called ``sys.exit`` before the last profile step.
@@ -231,7 +231,7 @@ class _RankProcess:
         self._is_done = True
 
     def _exit_after_last_step(self) -> NoReturn:
-        """End the script as ``sys.exit`` would; at every later step again, if the script has caught that."""
+        """End the script like ``sys.exit``; again at every later step if the script catches the exception."""
         if not self._is_done:
             self._record_measured()
             self._limit_exit(0)
@@ -254,7 +254,7 @@ class _RankProcess:
         self._wait_for_local_ranks()
 
     def _limit_exit(self, code: int) -> None:
-        """End this process by force, with this exit code, if the script's exit handlers take too long."""
+        """Kill this process, with this exit code, if the script's exit handlers take too long."""
         if self._plan.measures:
             timer = threading.Timer(EXIT_LIMIT_S, end_process, args=(code,))
             timer.daemon = True
@@ -305,11 +305,11 @@ def _show(error: BaseException) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; at once if it has ended. Does nothing outside Linux.
+    """Have the kernel kill this process when its parent ends, or now if it has ended. Does nothing outside Linux.
 
     Args:
-        parent: Process number of the parent, taken by the parent itself: this process's own question for it may come
-            when that has ended, and then names another.
+        parent: Process number of the parent, as recorded by the parent: if the parent has already ended, ``getppid``
+            in this process returns another process.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -319,9 +319,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def redirect_output(log_dir: Path, rank: int) -> None:
-    """Send this process's output to ``rank{R}.stdout.log`` and ``rank{R}.stderr.log``; empty its input.
+    """Send this process's output to ``rank{R}.stdout.log`` and ``rank{R}.stderr.log``; make its input empty.
 
-    A script may poll its input, which the kernel refuses for the null device. A pipe at its end reads the same.
+    The input is a pipe at its end, since scripts may poll it and the kernel cannot poll the null device.
     """
     reader, writer = os.pipe()
     os.close(writer)
@@ -339,7 +339,7 @@ def redirect_output(log_dir: Path, rank: int) -> None:
 def end_process(code: int) -> NoReturn:
     """End immediately after flushing output, without the teardown of Python, CUDA and the process group (seconds)."""
     with contextlib.suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for workers that are killed
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for killed workers
     multiprocessing = sys.modules.get("multiprocessing")
     for worker in multiprocessing.active_children() if multiprocessing is not None else ():
         worker.kill()  # data loader workers otherwise outlive this process by seconds
@@ -365,14 +365,14 @@ def _has_ended(path: Path) -> bool:
 class FailedExit(SystemExit):
     """Raised after an exception ended the script; the interpreter then shuts down normally.
 
-    The normal shutdown is slow enough for torchrun to notice ranks that were killed first.
+    The normal shutdown is slow enough for torchrun to notice killed ranks first.
     """
 
 
 def exit_as_python(code: int) -> NoReturn:
     """Exit as Python does (join threads, run exit functions, flush output) but without tearing down native libraries.
 
-    A gloo thread that still runs during that teardown aborts the process, and a successful training would count as
+    A gloo thread still running during that teardown would abort the process, and a successful training would count as
     failed.
     """
     for part in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
@@ -389,15 +389,15 @@ def exit_code(end: SystemExit) -> int:
 
 
 def take_secrets(environ: MutableMapping[str, str]) -> None:
-    """Take the values of references out of the environment, which the script's processes inherit, and note them."""
+    """Move the values of secret references from the environment, which the script's processes inherit, to memory."""
     keep({name: environ.pop(name) for name in [*environ] if name.startswith(PREFIX)})
 
 
 def with_secrets(plan: LaunchPlan) -> LaunchPlan:
-    """Return a launch with the values of its references.
+    """Return a launch with its secret references resolved.
 
-    A config file that has any is given to the script from memory: the path is that of a file of this process that has
-    no name in any folder.
+    A config file with references is passed to the script as an anonymous file in this process's memory
+    (``memfd_create``).
     """
     plan = replace(plan, overlay=resolved(plan.overlay), batch_source=resolved(plan.batch_source))
     try:

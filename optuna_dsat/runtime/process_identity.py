@@ -1,4 +1,4 @@
-"""What tells a process from all others: where its number counts, its number, and when it started."""
+"""Identity of a process: the scope of its process number, the number, and its start time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _START_TIME_FIELD = 19
 
 @functools.cache
 def process_space() -> str:
-    """Return where process numbers mean what they mean here, ``<boot id>:<PID namespace>``."""
+    """Return the scope of this process's process numbers as ``<boot id>:<PID namespace>``."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -23,7 +23,7 @@ def process_space() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended (a zombie has)."""
+    """Return a process's start time in clock ticks since boot; None if it has ended (also for zombies)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

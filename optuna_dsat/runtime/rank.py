@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 LAUNCH_ENV = "OPTUNA_DSAT_LAUNCH"
-"""Environment variable that holds the path of ``launch.json``."""
+"""Environment variable with the path of ``launch.json``."""
 
 _PURPOSES = ("profile", "trial", "confirm", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """Description of one launch; the same for all its ranks."""
+    """Description of a launch; the same for all its ranks."""
 
     launch_id: str
     purpose: str
@@ -42,25 +42,25 @@ class LaunchPlan:
     log_dir: str
     """Folder of the ranks' output, ``rank{R}.stdout.log`` and ``rank{R}.stderr.log``."""
     config_path: str
-    """The launch's own DeepSpeed config file."""
+    """The launch's DeepSpeed config file."""
     user_config_path: str
     """The user's config file; ``config_path`` replaces it in the script's arguments."""
     trackers_dir: str = ""
-    """Folder for logs of torch's ``SummaryWriter``; empty to keep the script's own folder."""
+    """Folder for logs of torch's ``SummaryWriter``; empty to keep the script's folder."""
     leavings: str = ""
-    """File in which ranks note what they may leave outside the run directory; empty to note nothing."""
+    """Clean-up journal of files that ranks may leave outside the run directory; empty for no journal."""
     world: WorldPlan = field(default_factory=WorldPlan)
-    """What the launch sees and changes of the file system."""
+    """The launch's view of the file system."""
     overlay: Mapping[str, Any] = field(default_factory=dict)
     """Merged into the config that the script passes to ``deepspeed.initialize``; None removes a key."""
     batch_source: Mapping[str, Any] = field(default_factory=dict)
-    """What the script's batch size follows by, apart from its options: see ``runtime/adapt/batch_sources.py``."""
+    """Source of the script's batch size, unless it is an option: ``follow`` of ``runtime/adapt/batch_sources.py``."""
     start_profile_step: int = 3
     """First measured global step, counted from 1."""
     end_profile_step: int = 5
     """Last measured global step; every rank exits after it. Steps that the loss scaler skips do not count."""
     device_memory_bytes: int | None = None
-    """Memory limit of one rank; None for no limit."""
+    """Memory limit per rank; None for no limit."""
 
     def __post_init__(self) -> None:
         if self.purpose not in _PURPOSES:
@@ -84,7 +84,7 @@ class LaunchPlan:
 
     @property
     def most_steps(self) -> int:
-        """Most global steps that the script may have to run, those that the loss scaler skips included."""
+        """Maximum number of global steps that the script may run, including steps that the loss scaler skips."""
         return self.end_profile_step + MOST_SKIPPED_STEPS
 
     @classmethod
@@ -115,7 +115,7 @@ _OFF = frozenset({"", "0", "false", "no", "off"})
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One process of a launch, as torchrun describes it (``RANK``, ``LOCAL_RANK``, ...)."""
+    """A process of a launch, as described by torchrun (``RANK``, ``LOCAL_RANK``, ...)."""
 
     rank: int
     local_rank: int
@@ -132,7 +132,7 @@ class Rank:
         """Read the environment (this process's unless given).
 
         Raises:
-            ValueError: If no launch description is named, or a rank variable is not a number.
+            ValueError: If the variable of the launch description is missing, or a rank variable is not a number.
         """
         env = os.environ if environ is None else environ
         launch_path = env.get(LAUNCH_ENV, "")
@@ -186,7 +186,7 @@ class World:
 
 
 def initializes_distributed_manually(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether the user's code initializes ``torch.distributed`` itself; Determined's variable is read too."""
+    """Return whether the user's code initializes ``torch.distributed``; Determined's variable is read too."""
     env = os.environ if environ is None else environ
     return any(env.get(name, "").lower() not in _OFF for name in _MANUAL_INIT)
 

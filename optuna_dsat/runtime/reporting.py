@@ -38,25 +38,25 @@ def set_current_trial(trial: _Trial | None) -> None:
 def dsat_reporting_context(
     engine: Any = None, op: Any = None, steps_completed: int | None = None
 ) -> AbstractContextManager[None]:
-    """Return a context for forward, backward and step of one micro-batch.
+    """Return a context for forward, backward and step of a micro-batch.
 
-    Only needed if the loop does not call ``deepspeed.initialize`` or the engine's own methods. Steps that are observed
-    anyway are counted once, so a context may also contain a whole training that builds its engine itself, such as
+    Only needed if the loop does not call ``deepspeed.initialize`` or the engine's methods. Steps that are observed
+    anyway are counted once, so a context may also contain a whole training that builds its engine, such as
     ``trainer.train()`` of the Hugging Face Trainer. Otherwise each context must contain at most one micro-batch: a step
     ends with the context in which the engine's ``global_steps`` increased. If the batch does not pass through the
     engine's ``forward``, it is observed at the module that the engine wraps.
 
     Args:
         engine: The DeepSpeed engine. Optional, and of any type, if the script has called ``deepspeed.initialize``.
-            In a script with several engines, contexts of all but the measured one do nothing.
+            In a script with several engines, contexts of engines that are not measured do nothing.
         op: Ignored. Loops written for Determined pass ``(core_context, op)`` and need no change.
         steps_completed: Batches (optimizer steps, each of all its micro-batches) that the training has completed, as
-            Determined counts them: with those before a checkpoint that it resumed from. The launch's result is
-            recorded at the last of them. None for the engine's own count, where Determined takes ``op.length``.
+            counted by Determined: including batches before a resumed checkpoint. The launch's result is recorded at
+            the last of them. None for the engine's count, where Determined uses ``op.length``.
 
     Raises:
-        TypeError: In a trial, if ``steps_completed`` is no whole number.
-        RuntimeError: In a trial, at the end of the context, if there is no engine to measure.
+        TypeError: In a trial, if ``steps_completed`` is not an integer.
+        RuntimeError: In a trial, at the end of the context, if no engine was found.
         ValueError: In a trial, if the engine was built without the trial's config.
     """
     del op
@@ -69,12 +69,12 @@ def get_ds_config_from_hparams(
     """Return the DeepSpeed config that ``hparams`` describes; in a trial with the trial's settings applied.
 
     Args:
-        hparams: ``"deepspeed_config"`` names the base config, a (H)JSON file; ``"overwrite_deepspeed_args"``, if
-            given, is merged into it key by key, dotted keys too; None removes a key.
-        base_dir: Folder that the name is relative to; None for the working directory.
+        hparams: ``"deepspeed_config"`` is the path of the base config, a (H)JSON file; ``"overwrite_deepspeed_args"``,
+            if given, is merged into it key by key, dotted keys too; None removes a key.
+        base_dir: Folder that the path is relative to; None for the working directory.
 
     Raises:
-        ValueError: If ``hparams`` names no config, the overwrites are not a mapping, or the file holds no config.
+        ValueError: If ``hparams`` has no config, the overwrites are not a mapping, or the file is not a config.
         FileNotFoundError: If the file does not exist.
     """
     name = hparams.get("deepspeed_config")

@@ -11,7 +11,7 @@ from pathlib import Path
 __all__ = ["STACK_SIGNAL", "register_stacks", "stacks_path"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
-"""Signal for which a rank appends the stacks of its threads to its file; None where there is no free signal."""
+"""Signal that makes a rank append the stacks of its threads to its file; None on systems without a free signal."""
 
 
 def stacks_path(log_dir: Path, rank: int) -> Path:

@@ -16,8 +16,8 @@ __all__ = ["PartitionedModelError", "TrialConfig", "config_differences", "settin
 
 # Differences between the config that a script passes to DeepSpeed and the user's config file.
 #
-# The tuner only knows the file. A script that builds its config in code, or reads another file, trains with settings
-# other than those that the tuner shows and exports, except for keys in the trial's overlay.
+# The tuner only knows the file. A script that builds its config in code, or reads another file, trains with different
+# settings than the tuner shows and exports, except for keys in the trial's overlay.
 
 _AUTO = "auto"
 _TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
@@ -26,12 +26,12 @@ _FILLED_IN = frozenset(
     {_ACCUMULATION, "zero_optimization.stage"}
     | {f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")}
 )
-"""Keys that the search chooses, so that the user's own values must be known where the file says ``"auto"``."""
+"""Keys that the search chooses; where the file contains ``"auto"``, the user's actual values must be known."""
 _IGNORED_KEYS = frozenset(
     {"autotuning", "comet", "csv_monitor", "dump_state", "flops_profiler", "steps_per_print", "tensorboard", "wandb"}
     | {"wall_clock_breakdown"}
 )
-"""Keys that do not affect a trial's speed or memory, or that a trial removes."""
+"""Keys without effect on a trial's speed or memory, or that a trial removes."""
 
 _DEFAULTS = {
     "bf16.enabled": False,
@@ -40,7 +40,7 @@ _DEFAULTS = {
     "prescale_gradients": False,
     "zero_optimization.stage": 0,
 }
-"""DeepSpeed's defaults, which libraries such as accelerate write into the config: no difference to a missing key."""
+"""DeepSpeed's defaults, which libraries such as accelerate write into the config; equivalent to a missing key."""
 
 
 def config_differences(
@@ -51,20 +51,20 @@ def config_differences(
     world_size: int,
     own: Collection[str] = (),
 ) -> dict[str, list[Any]]:
-    """Return dotted key -> [the script's value, the file's value]; None stands for a missing key.
+    """Return dotted key -> [the script's value, the file's value], with None for a missing key.
 
-    A script that reads the file gets the launch's, so a value that equals either is no difference, nor is DeepSpeed's
-    default for a key that the file lacks. ``"auto"`` equals any value, but what fills it in for a setting that is
-    searched is told. A list of values to try equals each member, and batch sizes are compared after normalization to
-    micro-batch and accumulation.
+    Scripts that read the user's file get the launch's file, so a value that equals either is not a difference, nor is
+    DeepSpeed's default for a key missing in the file. ``"auto"`` equals any value, but for searched settings the filled
+    in value is reported. A list of values to try equals each member. Batch sizes are normalized to micro-batch and
+    accumulation before the comparison.
 
     Args:
         script: The config that the script passed, before the overlay.
         user: The user's file.
         launch: The launch's config file: the user's with the overlay.
         world_size: Number of ranks, which divide the global batch size.
-        own: Dotted keys whose values are known to be none of the launch's: the script's own, also where the file says
-            ``"auto"``.
+        own: Dotted keys whose values are known to come from the script and not from the launch's file, also where the
+            user's file contains ``"auto"``.
     """
     flat_script, flat_user, flat_launch = (
         flatten(_normalized_batches(config, world_size)) for config in (script, user, launch)
@@ -75,9 +75,9 @@ def config_differences(
         if key.partition(".")[0] in _IGNORED_KEYS:
             continue
         launched = flat_launch.get(key)
-        is_own = key in own and key != _ACCUMULATION  # a launch of other steps has told these
+        is_own = key in own and key != _ACCUMULATION  # reported by a launch with other accumulation steps
         if user_value == _AUTO and value is not None and (is_own or key in _FILLED_IN):
-            user_value = None  # what fills it in is the user's own
+            user_value = None  # the filled in value is the user's
             launched = None if launched == _AUTO else launched
         if user_value is None and value is not None and value == _DEFAULTS.get(key):
             continue
@@ -87,7 +87,7 @@ def config_differences(
 
 
 def settings_told(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value of what ``config_differences`` tells of a config: nothing ignored, no default."""
+    """Return dotted key -> value of the settings that ``config_differences`` may report: not ignored, not defaults."""
     return {
         key: value
         for key, value in flatten(config).items()
@@ -116,7 +116,7 @@ _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
 class PartitionedModelError(ValueError):
-    """The script builds its model within ``deepspeed.zero.Init``, whatever the ZeRO stage; only ZeRO 3 takes it."""
+    """The script builds its model within ``deepspeed.zero.Init`` at a ZeRO stage below 3; only ZeRO 3 supports it."""
 
 
 class TrialConfig:
@@ -124,25 +124,25 @@ class TrialConfig:
 
     Args:
         plan: The launch.
-        world_size: Number of its ranks.
+        world_size: Number of ranks.
     """
 
     def __init__(self, plan: LaunchPlan, *, world_size: int) -> None:
         self._plan = plan
         self._world_size = world_size
-        self._user = _read(plan.user_config_path) if plan.measures else None  # it may be gone by now
+        self._user = _read(plan.user_config_path) if plan.measures else None  # outside a search it may be gone
         self._launch = _read(plan.config_path)
         self._given: set[int] = set()
 
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
-        """Return a config with the overlay applied, in measured launches without the sections of monitors.
+        """Return a config with the overlay applied; measured launches drop the sections of monitors.
 
         Args:
             config: A dict, the path of a (H)JSON file, or base64 text.
-            client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``; None if it passes none.
+            client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``, if any.
 
         Raises:
-            ValueError: If the config is none of these.
+            ValueError: If the config cannot be read.
         """
         given = read_config(config)
         size = given.get(_MICRO_BATCH)
@@ -154,12 +154,12 @@ class TrialConfig:
     def differences(self, config: Any) -> dict[str, list[Any]]:
         """Return the differences between the script's config and the user's file (see ``config_differences``).
 
-        Empty if either file could not be read. What looks like a secret is left to the script.
+        Empty if either file could not be read. Values that look like secrets are left out.
         """
         if self._user is None or self._launch is None:
             return {}
         launch = self._launch
-        if not self._plan.user_config_path:  # the script reads no file: only options of its own follow the launch
+        if not self._plan.user_config_path:  # the script reads no file: only its command-line options follow the launch
             launch = {key: value for key, value in launch.items() if not isinstance(value, Mapping)}
         script = read_config(scripts_own(config) if isinstance(config, Mapping) else config)
         own = config.noted if isinstance(config, LaidConfig) else frozenset()
@@ -168,13 +168,13 @@ class TrialConfig:
 
     @property
     def micro_batch(self) -> int | None:
-        """Samples per rank and forward pass under the launch's config; None if it does not say."""
+        """Samples per rank and forward pass in the launch's config; None if unspecified."""
         size = None if self._launch is None else self._launch.get(_MICRO_BATCH)
         return size if isinstance(size, int) else None
 
     @property
     def micro_batches(self) -> frozenset[int]:
-        """Samples per rank and forward pass as the launch's config, the user's file and the script's own config say."""
+        """Samples per rank and forward pass in the launch's config, the user's file and the script's config."""
         sizes = (self.micro_batch, (self._user or {}).get(_MICRO_BATCH), *self._given)
         return frozenset(size for size in sizes if isinstance(size, int))
 
@@ -198,7 +198,7 @@ class TrialConfig:
             )
 
     def check_engine(self, engine: Any) -> None:
-        """Check that an engine which the script built itself uses the launch's config.
+        """Check that an engine built by the script uses the launch's config.
 
         Raises:
             ValueError: If its ZeRO stage or batch sizes differ.
@@ -229,7 +229,7 @@ class TrialConfig:
 
 
 def _read(path: str) -> dict[str, Any] | None:
-    if not path:  # the script alone has a config
+    if not path:  # only the script has a config
         return {}
     try:
         return read_config(path)

@@ -1,4 +1,4 @@
-"""Tells the user's own code from installed libraries: places in it, and its syntax."""
+"""Places in the user's code, as opposed to installed libraries, and its syntax tree."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Place = tuple[str, int]
 """File and line."""
 
 LARGEST_SIZE = 2**20
-"""Samples beyond which a number is no batch size."""
+"""Largest number that may be a batch size, in samples."""
 _LIBRARIES = ("site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}")
-"""Parts of a path that tell an installed module from the user's own."""
+"""Parts of a path that identify an installed module."""
 _MOST_PLACES = 16
-"""Frames of the user's that are kept of one call."""
+"""Maximum number of recorded frames of the user's code per call."""
 
 
 def is_size(value: Any) -> bool:
@@ -51,13 +51,13 @@ def is_installed(file: str) -> bool:
 
 
 def place_of(frame: FrameType | None) -> Place:
-    """Return the place in the user's code that leads to a frame; that of the frame itself if none is the user's."""
+    """Return the place in the user's code that leads to a frame; without user code, the place of the frame."""
     innermost = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     return next(_users_places(frame), innermost)
 
 
 def places_of(frame: FrameType | None) -> list[Place]:
-    """Return the places in the user's code that lead to a frame, the innermost first."""
+    """Return the places in the user's code that lead to a frame, innermost first."""
     return [place for place, _ in zip(_users_places(frame), range(_MOST_PLACES), strict=False)]
 
 
@@ -74,12 +74,11 @@ def parsed_source(file: str | Path) -> ast.Module:
 
     Raises:
         OSError: If it cannot be read.
-        SyntaxError: If it is not Python, or nested more deeply than this interpreter reads.
+        SyntaxError: If it is not Python, or nested too deeply for this interpreter.
     """
     try:
-        # Of what is not Python the interpreter reads the line that is wrong once more, from the file of the name it is
-        # given: whoever reads a log of the kernel a second time waits for its next line. Warnings are the script's own,
-        # when it runs.
+        # On a syntax error, the interpreter reads the wrong line again from the file called ``filename``; reading a
+        # kernel log a second time would block until its next line. Warnings appear when the script itself runs.
         with warnings.catch_warnings(action="ignore"):
             return ast.parse(read_regular(file), filename=os.devnull)
     except (RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""Writes the event file of one rank."""
+"""Writes the event file of a rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def events_path(events_dir: str | Path, rank: int) -> Path:
 class EventWriter:
     """Appends one JSON line per event; a line left incomplete by an error is terminated before the next.
 
-    A script that closes all open files, as one that becomes a daemon does, closes this one, too: it is opened again,
-    and what has its number by then is not written to.
+    Scripts that close all open files, as daemons do, also close the event file. It is then reopened; another file that
+    got its descriptor number in the meantime is not written to.
 
     Args:
         path: File to append to; created if missing.

@@ -26,7 +26,7 @@ needs_chromium = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} i
 
 @dataclass
 class Seen:
-    """What a page said and asked for."""
+    """Console messages and requests of a page."""
 
     console: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ def open_browser() -> Iterator[Any]:
 def open_page(
     browser: Any, *, width: int, height: int, scheme: str, phone: bool = False
 ) -> Iterator[tuple[Page, Seen]]:
-    """Open an empty page of this size (px) and colour scheme; yield it and what it says and asks for from now on."""
+    """Open an empty page of this size (px) and colour scheme; yield it with its future messages and requests."""
     context = browser.new_context(
         viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=phone, is_mobile=phone
     )
@@ -64,7 +64,7 @@ def open_page(
 
 
 def until(page: Page, condition: str) -> None:
-    """Wait until a JavaScript condition holds; the page's content security policy forbids Playwright's own waiting."""
+    """Wait until a JavaScript condition holds; the content security policy blocks ``wait_for_function``."""
     deadline = time.monotonic() + PATIENCE_MS / 1000
     while not page.evaluate(condition):
         assert time.monotonic() < deadline, f"not within {PATIENCE_MS} ms: {condition}"

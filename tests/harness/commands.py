@@ -1,4 +1,4 @@
-"""The real command, on real launches of a tiny script on the CPU."""
+"""The real command with real launches of a tiny script on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optuna_dsat.launch.machine.processes import LaunchProcess, find_marked
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "sleepy.py"
 STEP_S = 0.1
-"""What a step of the script takes at least."""
+"""Minimum duration of a step of the script."""
 
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -22,7 +22,7 @@ DS_CONFIG = {
     "zero_optimization": {"stage": 1},
     "autotuning": {"max_train_micro_batch_size_per_gpu": 1},
 }
-"""At one micro-batch nothing that is tried depends on what was measured, so any two studies try the same."""
+"""With a single micro-batch size, trials do not depend on measurements, so all studies try the same configs."""
 
 OPTIONS = (
     *("--cpu-ranks", "1", "--zero-stages", "1", "--no-tune", "offload_optimizer", "--confirm", "0", "--metric"),
@@ -31,7 +31,7 @@ OPTIONS = (
 
 
 class Command:
-    """``optuna-dsat`` with arguments, in a process of its own."""
+    """``optuna-dsat`` with arguments, in a separate process."""
 
     def __init__(self, folder: Path, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
         extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
@@ -47,11 +47,11 @@ class Command:
         )
 
     def launched(self) -> list[LaunchProcess]:
-        """Return the living processes of the launches that this tuner has started."""
+        """Return the living processes of this tuner's launches."""
         return [process for process in find_marked() if process.mark.split(":")[1] == str(self.process.pid)]
 
     def finish(self, *, code: int = 0, timeout_s: float = 300.0) -> tuple[str, str]:
-        """Wait for the end; return output and errors."""
+        """Wait for the end; return stdout and stderr."""
         output, errors = self.process.communicate(timeout=timeout_s)
         assert self.process.returncode == code, f"{self.arguments}: {self.process.returncode}\n{errors}"
         return output, errors
@@ -62,7 +62,7 @@ class Command:
 
 
 def search(name: str, storage: str, *, budget: int, more: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the arguments of a search; its working directory holds ``ds.json``."""
+    """Return the arguments of a search; its working directory must contain ``ds.json``."""
     options = ("--study", name, "--storage", storage, "--max-trials", str(budget), *OPTIONS, *more)
     return ("binary", str(SCRIPT), "ds.json", *options, "--", "ds.json", str(STEP_S))
 

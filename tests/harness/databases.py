@@ -1,4 +1,4 @@
-"""Databases for the tests: SQLite files, and a real PostgreSQL server that the suite starts itself."""
+"""Databases for the tests: SQLite files, and a real PostgreSQL server started by the suite."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ EXTERNAL = "OPTUNA_DSAT_TEST_POSTGRES_URL"
 class Server:
     url: str
     restart: Callable[[], None] | None
-    """None where the server is not ours to restart."""
+    """None if the suite may not restart the server."""
 
     def new_database(self, *, template: str | None = None) -> str:
-        """Create a database, empty or as another one; return its URL."""
+        """Create a database, empty or as a copy of ``template``; return its URL."""
         name = f"dsat_test_{uuid.uuid4().hex[:12]}"
         self._execute(f'CREATE DATABASE "{name}"' + (f' TEMPLATE "{template}"' if template else ""))
         return make_url(self.url).set(database=name).render_as_string(hide_password=False)
@@ -41,7 +41,7 @@ class Server:
 
     @contextmanager
     def limited(self, url: str, connections: int) -> Iterator[str]:
-        """Yield the URL of a database of this server for a role that may have so many connections at a time."""
+        """Yield the URL of a database for a role with this limit of concurrent connections."""
         role, database = f"dsat_{uuid.uuid4().hex[:12]}", make_url(url).database
         self._execute(f"CREATE ROLE {role} LOGIN PASSWORD 'hunter2' CONNECTION LIMIT {connections}")
         self._execute(f'ALTER DATABASE "{database}" OWNER TO {role}')
@@ -52,13 +52,13 @@ class Server:
             self._execute(f"DROP ROLE {role}")
 
     def never_wait_for_the_disk(self) -> None:
-        """Let no commit, checkpoint or new database wait for the disk; what is written still outlives the server."""
+        """Make commits, checkpoints and new databases not wait for the disk; written data still outlives the server."""
         for setting in ("fsync", "full_page_writes"):
             self._execute(f"ALTER SYSTEM SET {setting} = off")
         self._execute("SELECT pg_reload_conf()")
 
     def _execute(self, statement: str) -> None:
-        import psycopg  # the suite runs without it, too
+        import psycopg  # optional for the suite
 
         url = make_url(self.url).set(drivername="postgresql").render_as_string(hide_password=False)
         with psycopg.connect(url, autocommit=True) as connection:
@@ -67,7 +67,7 @@ class Server:
 
 @event.listens_for(Engine, "connect")
 def _do_not_wait_for_the_disk(connection: object, _record: object) -> None:
-    """Let no commit to SQLite wait for the disk, which a test has no use for; our own stores then say otherwise."""
+    """Make commits to SQLite not wait for the disk, which tests do not need; the package's stores override this."""
     if isinstance(connection, sqlite3.Connection):
         connection.execute("PRAGMA synchronous=OFF")
 
@@ -80,7 +80,7 @@ def _revisions_are_loaded_once() -> Iterator[None]:
 
 @contextmanager
 def revisions_loaded_once() -> Iterator[None]:
-    """Load each migration once a process: alembic does for every database that is opened, at most of its cost."""
+    """Load each migration once per process; alembic loads them per opened database, which is most of its cost."""
     load = pyfiles.load_module_py
 
     @cache
@@ -90,7 +90,7 @@ def revisions_loaded_once() -> Iterator[None]:
     def load_revision(module_id: str, path: str | os.PathLike[str]) -> ModuleType:
         file = Path(path)
         if file.parent.name != "versions":
-            return load(module_id, path)  # env.py, which does what it is loaded for
+            return load(module_id, path)  # env.py, which must run each time
         return load_once(module_id, str(file), file.stat().st_mtime_ns)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -106,10 +106,10 @@ def postgres_server() -> Iterator[Server]:
 
 @contextmanager
 def running_server(place: Path | None = None) -> Iterator[Server]:
-    """Start a PostgreSQL server, or use the one that the environment names; skips the test where there is none.
+    """Start a PostgreSQL server, or use the server in the environment variable; skip the test if neither is possible.
 
     Args:
-        place: Folder in which its own is made; None for that of temporary files.
+        place: Parent of the server's folder; None for the temporary folder.
     """
     pytest.importorskip("psycopg", reason="psycopg 3 is not installed")
     external = os.environ.get(EXTERNAL)

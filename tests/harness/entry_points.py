@@ -1,4 +1,4 @@
-"""Searches through the doors that users take, over a simulated landscape instead of real launches."""
+"""Searches through the user's entry points, over a simulated landscape instead of real launches."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ DS_CONFIG = {
 
 
 class EntryPointBench:
-    """A folder with a script and its config, and the landscape that its launches meet."""
+    """A folder with a script and its config, and the landscape of its launches."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.landscape: Landscape = Hill()
         self.arguments: list[Any] = []
-        """What each launcher was made with: its output directory."""
+        """Output directory of each created launcher."""
 
     def launcher(self, output_dir: Any, **_: Any) -> SimulatedLauncher:
         self.arguments.append(output_dir)
@@ -43,7 +43,7 @@ class EntryPointBench:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What a command left when it ended, in this process or in one of its own."""
+    """Result of a command, run in this process or in a separate process."""
 
     returncode: int
     stdout: str
@@ -55,7 +55,7 @@ Run = Callable[..., Ended]
 
 
 def run_apart(folder: Path, *arguments: str) -> Ended:
-    """Run ``optuna-dsat`` in a folder, in a process of its own."""
+    """Run ``optuna-dsat`` in a folder, in a separate process."""
     command = [sys.executable, "-c", "from optuna_dsat.cli import main; main()", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     return Ended(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
@@ -63,7 +63,7 @@ def run_apart(folder: Path, *arguments: str) -> Ended:
 
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Run ``optuna-dsat`` in this process, from the test's folder: what takes a second apart takes none."""
+    """Run ``optuna-dsat`` in this process, from the test's folder; saves the second that a separate process takes."""
     monkeypatch.chdir(tmp_path)
     path, before = list(sys.path), signal.getsignal(signal.SIGTERM)  # the command sets its own
 
@@ -87,7 +87,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EntryPoin
     monkeypatch.chdir(tmp_path)
     made = EntryPointBench(tmp_path)
     monkeypatch.setattr(run, "TorchrunLauncher", made.launcher)
-    monkeypatch.setattr(LeftoverWatch, "begin", lambda _: None)  # removes those of tests that run beside this one
+    monkeypatch.setattr(LeftoverWatch, "begin", lambda _: None)  # would remove leftovers of concurrent tests
     before = signal.getsignal(signal.SIGTERM)  # the command sets its own
     yield made
     signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""Processes that find their imports ready: forked from one that has them, as starts would take most of their time."""
+"""Processes forked from a process with loaded imports, since imports would take most of their time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IMPORTED = ("tests.harness.worker", "tests.store.actor", "psycopg")
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[None]:
-    """Start the process that others are forked from; it is no test's own, and has opened nothing."""
+    """Start the process from which others are forked; it belongs to no test and has no open files."""
     _CONTEXT.set_forkserver_preload([*_IMPORTED])
     forkserver.ensure_running()
     yield
@@ -29,9 +29,9 @@ def forks() -> Iterator[None]:
 
 
 class ForkedProcess:
-    """``python -m MODULE ARGUMENTS``, forked: what the module's ``main`` does; needs the fixture ``forks``.
+    """Forked process that runs ``python -m MODULE ARGUMENTS`` by the module's ``main``; needs the fixture ``forks``.
 
-    Its attributes and methods are those of ``subprocess.Popen`` with all three streams piped.
+    It has attributes and methods of ``subprocess.Popen``, with all three streams piped.
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
@@ -72,7 +72,7 @@ class ForkedProcess:
         return self._process.exitcode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return what is left of output, which a pipe holds, and errors; nothing the second time."""
+        """Return the rest of stdout, which must fit into the pipe, and stderr; empty in a second call."""
         self.wait(timeout)
         texts = ["" if stream.closed else stream.read() for stream in (self.stdout, self.stderr)]
         for stream in (self.stdin, self.stdout, self.stderr):

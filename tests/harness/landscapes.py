@@ -14,11 +14,11 @@ GIB = 2**30
 
 @dataclass
 class Hill:
-    """One billion parameters; 40 samples fit at ZeRO 1 and 2, 50 at ZeRO 3, which is slower; a few seconds a launch."""
+    """1B parameters; 40 samples fit at ZeRO 1 and 2, 50 at ZeRO 3, which is slower; launches take a few seconds."""
 
     override: Callable[[Mapping[str, Any]], SimulatedResult | None] = lambda _: None
     configs: list[dict[str, Any]] = field(default_factory=list)
-    """Every config that was run, in order."""
+    """All configs that were run, in order."""
     optimizer: str = "AdamW"
     optimizer_tested: bool = True
 

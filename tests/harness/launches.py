@@ -1,4 +1,4 @@
-"""What the tests of launches share."""
+"""Helpers shared by the tests of launches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def request(
     slots: int = 2,
     **changes: Any,
 ) -> LaunchRequest:
-    """Return the request of a launch of a script of ``tests/scripts``; ``STUB`` needs neither torch nor DeepSpeed."""
+    """Return a launch request for a script in ``tests/scripts``; ``STUB`` needs neither torch nor DeepSpeed."""
     config_path = cwd / "user_config.json"
     fields: dict[str, Any] = {
         "launch_id": launch_id,

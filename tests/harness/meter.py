@@ -1,4 +1,4 @@
-"""A meter on stub engines, with a clock that moves when told."""
+"""A meter on stub engines, with a manually advanced clock."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FakeMemory:
 
 
 class Engine(torch.nn.Module):
-    """Answers as DeepSpeed's engine does; every phase takes a known time."""
+    """Stub of DeepSpeed's engine; every phase takes a known time."""
 
     def __init__(self, clock: FakeClock, accumulation: int = 1) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class PipelineEngine:
 
 
 class MeterBench:
-    """A meter on an engine, and all that came of it."""
+    """A meter on an engine, with everything it recorded."""
 
     def __init__(self, engine: Callable[[FakeClock], Any], observer: Any = None) -> None:
         self.clock = FakeClock()

@@ -1,4 +1,4 @@
-"""A machine with GPUs for a test: the real ``pynvml`` on a stand-in for NVML that is built from ``nvml.c``."""
+"""A machine with GPUs for a test: the real ``pynvml`` on a fake NVML library built from ``nvml.c``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def uuid(index: int) -> str:
 
 @pytest.fixture(scope="session")
 def nvml_libraries(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """Folder of the stand-in by the driver's age: ``new``, or ``old`` without the versioned lists of processes."""
+    """Folder of the fake library by driver: ``new``, or ``old`` without the versioned process-list functions."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler builds the stand-in for NVML")
@@ -49,7 +49,7 @@ def nvml_libraries(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pat
 
 @functools.cache
 def load_pynvml(folder: Path) -> ModuleType:
-    """Return a ``pynvml`` of its own that loads its library from ``folder``."""
+    """Return a separate ``pynvml`` module that loads its library from ``folder``."""
     found = importlib.util.find_spec("pynvml")
     assert found is not None
     assert found.origin is not None
@@ -57,7 +57,7 @@ def load_pynvml(folder: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # it looks itself up there while it is made
+    sys.modules[spec.name] = module  # it looks itself up there during execution
     try:
         spec.loader.exec_module(module)
     finally:
@@ -68,14 +68,14 @@ def load_pynvml(folder: Path) -> ModuleType:
 
 @dataclass
 class Machine:
-    """What NVML shows of a machine; changed between two questions as a machine changes."""
+    """NVML's view of a machine; can change between two queries."""
 
     file: Path
     libraries: Mapping[str, Path]
     lines: list[str] = field(default_factory=list)
 
     def has(self, *lines: str) -> None:
-        """Make these facts, in the format of ``nvml.c``, all there is."""
+        """Replace all facts by these, in the format of ``nvml.c``."""
         self.lines = list(lines)
         self._write()
 
@@ -85,7 +85,7 @@ class Machine:
         self._write()
 
     def loses(self, line: str) -> None:
-        """Take a fact away."""
+        """Remove a fact."""
         self.lines.remove(line)
         self._write()
 
@@ -93,7 +93,7 @@ class Machine:
         self.file.write_text("".join(f"{line}\n" for line in self.lines))
 
     def gpus(self, count: int, *, total: int = 81559, used: int = 4, name: str = "NVIDIA H100 80GB HBM3") -> None:
-        """Have ``count`` GPUs and nothing else."""
+        """Replace all facts by ``count`` GPUs."""
         self.has(*(f"gpu {uuid(index)} {total} {used} {name}" for index in range(count)))
 
     def pynvml(self, driver: str = "new") -> ModuleType:
@@ -107,7 +107,7 @@ class Machine:
         return detect_devices(environ=environ, nvml=self.nvml(driver=driver))
 
     def pool(self, visible: str | None = None, *, driver: str = "new", **options: Any) -> SlotPool:
-        """Return a pool of the GPUs; each of its looks is a fresh one."""
+        """Return a pool of the GPUs whose clock advances so fast that each query of NVML is fresh."""
         clock = iter(range(0, 10**6, 10))
         return SlotPool(
             self.detect(visible, driver=driver),
@@ -118,7 +118,7 @@ class Machine:
         )
 
     def run(self, code: str, *arguments: str, environ: Mapping[str, str] | None = None) -> str:
-        """Run Python where the loader finds the stand-in by itself; return what it prints."""
+        """Run Python with the fake library on the loader's path; return its output."""
         own = {"LD_LIBRARY_PATH": str(self.libraries["new"]), "NVML_MACHINE": str(self.file)}
         env = {**os.environ, **own, **(environ or {})}
         done = subprocess.run([sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True)

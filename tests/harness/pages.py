@@ -1,4 +1,4 @@
-"""Pages as their readers see them, by a parser."""
+"""Parser for pages, as seen by their readers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Page"]
 
 
 class Page(HTMLParser):
-    """What a page holds: its ids, links, loads, classes and text."""
+    """Content of a page: ids, links, loads, classes and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,4 @@
-"""Starts scripts under the runtime: with torchrun, or alone where neither torch nor DeepSpeed is needed."""
+"""Starts scripts under the runtime: with torchrun, or alone if neither torch nor DeepSpeed is needed."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ E = TypeVar("E", bound=Event)
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A launch that is over."""
+    """A finished launch."""
 
     folder: Path
     exit_code: int
     output: str
-    """What the launcher itself wrote."""
+    """Output of the launcher."""
 
     def events(self, rank: int = 0) -> list[Event]:
         lines = (self.folder / f"rank{rank}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -57,9 +57,9 @@ class Launch:
 
 
 class WarmRanks:
-    """Runs torchrun forked from a process that has torch and DeepSpeed imported, as most launches of a search are.
+    """Runs torchrun forked from a process that has imported torch and DeepSpeed, like most launches of a search.
 
-    Saves a launch some ten seconds of processor time; for tests of what ranks do, not of how they come to be.
+    Saves about ten seconds of CPU time per launch; for tests of ranks' behaviour, not of their start.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,15 +67,15 @@ class WarmRanks:
         self._count = 0
 
     def begin(self, environment: Mapping[str, str]) -> None:
-        """Import what all launches need, in the environment that they share."""
+        """Import the modules that all launches need, in their shared environment."""
         self._warm.begin(without_pytest(environment))
         self._warm.wait()
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> tuple[int, str]:
-        """Run torchrun; return its exit code and what it wrote.
+        """Run torchrun; return its exit code and output.
 
         Raises:
-            WarmUnavailableError: If the environment differs from the shared one.
+            WarmUnavailableError: If the environment differs from the shared environment.
         """
         self._count += 1
         directory, mark = RunDirectory.create(folder, f"torchrun-{self._count}"), new_mark()
@@ -96,7 +96,7 @@ class WarmRanks:
 
 
 def without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what pytest sets, and changes from test to test."""
+    """Remove variables that pytest sets and changes for each test."""
     return {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
 
 
@@ -156,7 +156,7 @@ class Starter:
         warm: WarmRanks | None = None,
         **plan: Any,
     ) -> Launch:
-        """Run a script of ``tests/scripts`` on two ranks, forked where ``warm`` is given."""
+        """Run a script of ``tests/scripts`` on two ranks, forked if ``warm`` is given."""
         arguments = ["--standalone", "--nproc_per_node", "2", "-m", "optuna_dsat.runtime", str(SCRIPTS / script), *args]
         environment = self.environment(overlay or {}, **plan)
         if warm is not None:
@@ -167,7 +167,7 @@ class Starter:
     def alone(
         self, *command: str, overlay: Mapping[str, Any] | None = None, stubs: Path | None = None, **plan: Any
     ) -> Launch:
-        """Run a command under the runtime as the only rank, with stub packages to import where given."""
+        """Run a command under the runtime as the only rank, with stub packages if given."""
         environment = self.environment(overlay or {}, **plan)
         if stubs is not None:
             environment["PYTHONPATH"] += f"{os.pathsep}{stubs}"

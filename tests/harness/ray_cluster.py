@@ -1,8 +1,8 @@
-"""A real Ray cluster of three nodes on this machine, in a process of its own, all of it on 127.0.0.1.
+"""A real Ray cluster of three nodes on this machine, in a separate process, entirely on 127.0.0.1.
 
-``python -m tests.harness.ray_cluster`` starts a head without cores and two nodes of two cores and two GPUs, which are
-only counted, prints its address, and obeys lines: ``add`` and ``add NAME=VALUE``, with a variable for the new node,
-answer with its number, ``raylet NUMBER`` and ``control`` with a process. The end of its input ends it.
+``python -m tests.harness.ray_cluster`` starts a head without cores and two nodes with two cores and two (logical) GPUs,
+prints its address, and reads commands, one per line: ``add`` and ``add NAME=VALUE``, with a variable for the new node,
+print the node's number; ``raylet NUMBER`` and ``control`` print a process number. It ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LOOPBACK = {
     "RAY_worker_niceness": "0",
     "RAY_health_check_period_ms": "1000",
 }
-"""Variables with which nodes and drivers of Ray stay on 127.0.0.1, and tell nobody; workers get the priority of others,
-where Ray's own default (15) starves them on a machine that does other work. Ray misses a node that is gone after five
-looks: in 5 s, not in 13."""
+"""Variables that keep Ray's nodes and drivers on 127.0.0.1 and disable usage reports. Workers get normal priority,
+since Ray's default (15) starves them on a busy machine. Ray detects a missing node after five health checks: in 5 s
+instead of 13."""
 _START_S = 180.0
 
 
 def why_no_ray() -> str:
-    """Return why no Ray cluster can be started here; empty if one can."""
+    """Return the reason why a Ray cluster cannot be started here; empty if it can."""
     return "" if importlib.util.find_spec("ray") else "Ray is not installed (the extra: ray)"
 
 
@@ -47,7 +47,7 @@ class RayCluster:
     process: subprocess.Popen[str]
 
     def ask(self, line: str) -> Any:
-        """Return the answer to a line."""
+        """Send a command; return the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
@@ -60,7 +60,7 @@ class RayCluster:
 
 @contextmanager
 def running_ray() -> Iterator[RayCluster]:
-    """Start a cluster; it is gone at the end."""
+    """Start a cluster; stop it at the end."""
     process = subprocess.Popen(
         ["timeout", "--signal=KILL", "900", sys.executable, "-m", "tests.harness.ray_cluster"],
         cwd=ROOT,
@@ -87,7 +87,7 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what Ray prints is no answer
+    os.dup2(2, 1)  # keep Ray's output out of the answers
     common = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, **common})
 

@@ -1,6 +1,6 @@
-"""``python -m tests.harness.ray_places ADDRESS SCENARIO``: a process that holds places in a Ray cluster.
+"""``python -m tests.harness.ray_places ADDRESS SCENARIO``: a process that holds allocations of a Ray cluster.
 
-Prints what it saw as one line of JSON. It is a process of its own because Ray leaves threads in a driver.
+Prints its observations as a line of JSON. It is a separate process because Ray leaves threads in a driver.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Seen = dict[str, Any]
 
 
 def until(engine: RayEngine, what: Callable[[], bool], limit_s: float = LIMIT_S) -> float:
-    """Take news until something holds; return the seconds that took."""
+    """Process news until a condition holds; return the seconds it took."""
     begun = time.monotonic()
     while not what():
         if time.monotonic() - begun > limit_s:
@@ -35,7 +35,7 @@ def until(engine: RayEngine, what: Callable[[], bool], limit_s: float = LIMIT_S)
 
 
 def greeted(engine: RayEngine, place: Place) -> list[str]:
-    """Wait until a place of two nodes is ready; return their names, by the hello that each agent says once."""
+    """Wait until an allocation of two nodes is ready; return their names, from the ``hello`` message of each agent."""
     names: dict[int, str] = {}
     begun = time.monotonic()
     while len(names) < 2 or place.state is not PlaceState.READY:
@@ -46,12 +46,12 @@ def greeted(engine: RayEngine, place: Place) -> list[str]:
 
 
 def ready(engine: RayEngine, place: Place) -> list[int]:
-    """Wait until a place is ready; return the processes of its agents by node."""
+    """Wait until an allocation is ready; return the process numbers of its agents by node."""
     return [agent_of(node, name) for node, name in enumerate(greeted(engine, place))]
 
 
 def agent_of(node: int, name: str) -> int:
-    """Return the process of a node's agent."""
+    """Return the process number of a node's agent."""
     (pid,) = (
         one.pid for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[-2:] == [str(node), name]
     )
@@ -67,7 +67,7 @@ def lives(pid: int) -> bool:
 
 
 def refused(engine: RayEngine) -> Seen:
-    """What can never be granted."""
+    """Request resources that the cluster can never grant."""
     before, answers = signal.getsignal(signal.SIGTERM), []
     for nodes, slots in ((3, 2), (1, 4), (2, 2)):
         begun = time.monotonic()
@@ -81,16 +81,16 @@ def refused(engine: RayEngine) -> Seen:
 
 
 def queued(engine: RayEngine) -> Seen:
-    """Two places where there is room for one."""
+    """Request two allocations where only one fits."""
     first, second = (engine.request(nodes=2, slots=2) for _ in range(2))
     pids = ready(engine, first)
     until(engine, lambda: bool(second.why))
     found: Seen = {"state": second.state, "why": second.why, "name": second.name}
     engine.order(first, {"do": "ping", "number": 7}, node=1)
-    expected = {(1, False), (1, True)}  # to this order, and to the engine's own, which tells the clock
+    expected = {(1, False), (1, True)}  # of this order, and of the engine's clock order
     pongs: set[tuple[int, bool]] = set()
     begun = time.monotonic()
-    while not expected <= pongs:  # by hand: `until` takes news of its own, and this order is answered once
+    while not expected <= pongs:  # not by `until`, which would consume the news; this order is answered once
         assert time.monotonic() - begun < LIMIT_S, pongs
         said = [(one.node, one.message) for one in engine.news(0.2) if one.message["news"] == "pong"]
         pongs |= {(node, isinstance(pong["sent"], float)) for node, pong in said}
@@ -100,7 +100,7 @@ def queued(engine: RayEngine) -> Seen:
 
 
 def pinned(engine: RayEngine) -> Seen:
-    """Places on nodes that are named, in two orders, and on one that is not there."""
+    """Request allocations on named nodes, in two orders, and on a missing node."""
     import ray
 
     engine.check(nodes=2, slots=2)
@@ -121,7 +121,7 @@ def pinned(engine: RayEngine) -> Seen:
 
 
 def agent_killed(engine: RayEngine) -> Seen:
-    """The agent of one node is killed."""
+    """Kill the agent of a node."""
     place = engine.request(nodes=2, slots=2)
     pids = ready(engine, place)
     os.kill(pids[0], signal.SIGKILL)
@@ -131,7 +131,7 @@ def agent_killed(engine: RayEngine) -> Seen:
 
 
 def agent_frozen(engine: RayEngine) -> Seen:
-    """The agent of one node stands still: Ray misses nothing."""
+    """Stop (SIGSTOP) the agent of a node, which Ray does not notice."""
     place = engine.request(nodes=2, slots=2)
     pids = ready(engine, place)
     vars(ray_place)["LOST_S"] = 4.0  # only now: agents that start on a busy machine may be silent for as long
@@ -142,7 +142,7 @@ def agent_frozen(engine: RayEngine) -> Seen:
 
 
 def raylet_killed(engine: RayEngine, raylet: int) -> Seen:
-    """Ray's own process of one node is killed."""
+    """Kill Ray's raylet process of a node."""
     import ray
 
     def living() -> int:
@@ -154,15 +154,15 @@ def raylet_killed(engine: RayEngine, raylet: int) -> Seen:
     lost_s = until(engine, lambda: place.state is PlaceState.LOST)
     gone_s = until(engine, lambda: not any(map(lives, pids)))
     until(engine, lambda: living() < before)
-    time.sleep(2)  # Ray itself has missed the node, and would say so
+    time.sleep(2)  # Ray has noticed the missing node, and would report it
     return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
 
 
 def control_frozen(engine: RayEngine, control: int) -> Seen:
-    """Ray's control service stands still."""
+    """Stop (SIGSTOP) Ray's control service."""
     place = engine.request(nodes=2, slots=2)
     pids = ready(engine, place)
-    ray_control._SILENT_S = 8.0  # only now: it is busy while agents start; longer than a look and its answer may take
+    ray_control._SILENT_S = 8.0  # only now: it is busy while agents start; longer than a check and its answer may take
     os.kill(control, signal.SIGSTOP)
     found: Seen = {"lost_s": until(engine, lambda: place.state is PlaceState.LOST), "why": place.why}
     found["gone_s"] = until(engine, lambda: not any(map(lives, pids)))
@@ -174,7 +174,7 @@ def control_frozen(engine: RayEngine, control: int) -> Seen:
 
 
 def held(engine: RayEngine) -> Seen:
-    """Hold a place until this process is killed."""
+    """Hold an allocation until this process is killed."""
     place = engine.request(nodes=2, slots=2)
     sys.stdout.write(json.dumps({"pids": ready(engine, place)}) + "\n")
     sys.stdout.flush()

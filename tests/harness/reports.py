@@ -1,4 +1,4 @@
-"""A study that was run over a simulated landscape, with the logs of launches beside it; and the dashboard's command."""
+"""A study over a simulated landscape with logs of its launches, and the dashboard's command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.studies import StudyBench
 
 
 class ReportedStudyBench(StudyBench):
-    """A bench whose study left the logs that real launches leave."""
+    """A bench whose study has logs like real launches."""
 
     def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> StudyResult | None:
         result = super().run(spec, landscape, slots=slots, noise=noise)
@@ -48,7 +48,7 @@ class ReportedStudyBench(StudyBench):
 
 @contextmanager
 def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run the command; yield its process and the last address it prints. Ctrl-C must end it cleanly."""
+    """Run the command; yield its process and the last address that it prints. Ctrl-C must end it cleanly."""
     command = [sys.executable, "-c", "from optuna_dsat.cli import main; main()", "dashboard", *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,6 +1,6 @@
 """A launcher that simulates launches from a landscape: whole searches in seconds, without a GPU, in virtual time.
 
-A landscape maps a configuration to the result of its launch. Any object with the two methods of ``Landscape`` will do:
+A landscape maps a configuration to the result of its launch. It is any object with the two methods of ``Landscape``:
 
     class Hill:
         '''ZeRO 1 is fastest, throughput saturates with the micro-batch, 40 samples fit.'''
@@ -25,8 +25,8 @@ A landscape maps a configuration to the result of its launch. Any object with th
 
     launcher = SimulatedLauncher(Hill(), total_slots=8, noise=0.02)
 
-The launcher sends the same events and reports as a real one. Its clock jumps from event to event, so launches in flight
-at the same time interleave as they would in real time.
+The launcher sends the same events and reports as a real launcher. Its clock jumps from event to event, so concurrent
+launches interleave as in real time.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ from optuna_dsat.words import things_in_words
 __all__ = ["SIMULATED_DEVICES", "Landscape", "SimulatedLauncher", "SimulatedProfile", "SimulatedResult"]
 
 _EPOCH_S = 1_700_000_000.0
-"""Unix time at which virtual time starts, so that simulated events look like real ones."""
+"""Unix time at which virtual time starts, so that simulated events look like real events."""
 
 _EXIT_S = 0.5
-"""Time from the last event of a launch, or its stop, to its end."""
+"""Seconds from the last event of a launch, or its stop, to its end."""
 
 _RECORDED_FAILURES = frozenset(
     {
@@ -90,7 +90,7 @@ SIMULATED_DEVICES = Devices(
     devices=(Device(index=0, visible_id="0", name="simulated", memory_bytes=2**36),),
     host_memory_bytes=2**40,
 )
-"""Devices for a study's request; a simulated launch uses those of its landscape."""
+"""Devices for a study's request; a simulated launch uses the devices of its landscape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +113,11 @@ class SimulatedProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedResult:
-    """Result of a configuration's launch, without noise. Durations of phases are those of one global step."""
+    """Result of a configuration's launch, without noise. Durations of phases are per global step."""
 
     outcome: Outcome = Outcome.MEASURED
     startup_s: float = 0.0
-    """From the start of the launch to the first step, of a failed launch to its end."""
+    """Time from the start of the launch to the first step; to the end for a failed launch."""
     forward_s: float = 0.0
     """Of all micro-batches of the step."""
     backward_s: float = 0.0
@@ -126,7 +126,7 @@ class SimulatedResult:
     """Outside the three phases, such as data loading."""
     peak_bytes: int = 0
     missing_bytes: int | None = None
-    """Bytes of the failed allocation; None if there is none."""
+    """Bytes of the failed allocation, if any."""
     failed_at_step: int = 1
     """Global step (from 1) in which a failure occurs."""
     message: str = ""
@@ -135,25 +135,25 @@ class SimulatedResult:
 
     @property
     def latency_s(self) -> float:
-        """Wall time of one global step."""
+        """Wall time of a global step."""
         return self.forward_s + self.backward_s + self.step_s + self.other_s
 
 
 class Landscape(Protocol):
-    """Results of all configurations of one model on one machine; deterministic, since noise is added later."""
+    """Results of all configurations of a model on a machine; deterministic, since noise is added later."""
 
     def profile(self, slots: int) -> SimulatedProfile:
-        """Return what a profile launch on ``slots`` devices would measure."""
+        """Return the measurements of a profile launch on ``slots`` devices."""
         ...
 
     def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
-        """Return the result of a launch of a whole DeepSpeed config on ``slots`` devices."""
+        """Return the result of a launch with a complete DeepSpeed config on ``slots`` devices."""
         ...
 
 
 @dataclass
 class _SimulatedLaunch:
-    """One simulated launch."""
+    """A simulated launch."""
 
     request: LaunchRequest
     started_s: float
@@ -168,8 +168,8 @@ class SimulatedLauncher:
     Args:
         landscape: Result of each configuration.
         total_slots: Devices of the simulated machine.
-        noise: Relative standard deviation of the step time between launches of one configuration; between steps of a
-            launch it is a fifth of that.
+        noise: Relative standard deviation of the step time between launches of the same configuration; a fifth of it
+            between steps of a launch.
         seed: Determines the noise, together with the configuration and the number of its earlier launches.
 
     Raises:
@@ -195,17 +195,17 @@ class SimulatedLauncher:
 
     @property
     def now_s(self) -> float:
-        """Virtual time in seconds since the launcher was made."""
+        """Virtual time in seconds since the launcher was created."""
         return self._now_s
 
     @property
     def busy_s(self) -> float:
-        """Virtual seconds of all launches that are over, summed (not slot-seconds)."""
+        """Total virtual seconds of all finished launches (not slot-seconds)."""
         return self._busy_s
 
     @property
     def free_slots(self) -> int:
-        """Slots that a launch could take now."""
+        """Slots that are currently free."""
         return len(self._free)
 
     @property
@@ -215,7 +215,7 @@ class SimulatedLauncher:
 
     @property
     def waiting(self) -> Collection[str]:
-        """Always empty: slots are free as soon as a launch is over."""
+        """Always empty: slots are free as soon as a launch has finished."""
         return ()
 
     def holders(self) -> Sequence[Holder]:
@@ -299,7 +299,7 @@ class SimulatedLauncher:
         heapq.heappush(self._queue, (time_s, next(self._order), update))
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:  # noqa: ARG002 - virtual time never waits
-        """Advance the clock to the next update; return all updates of that moment."""
+        """Advance the clock to the next update; return all updates at that time."""
         if not self._queue:
             return ()
         self._now_s = self._queue[0][0]
@@ -339,7 +339,7 @@ class SimulatedLauncher:
 
 
 class _RankTimeline:
-    """Events of the ranks of one simulated launch, with their times."""
+    """Events of the ranks of a simulated launch, with their times."""
 
     def __init__(self, request: LaunchRequest, result: SimulatedResult, rng: random.Random, noise: float) -> None:
         self._request = request
@@ -378,7 +378,7 @@ class _RankTimeline:
         return timed
 
     def ending(self, last_event_s: float) -> tuple[Outcome, str, float]:
-        """Return outcome, message and time of the launch's end, limits applied."""
+        """Return outcome, message and time of the launch's end, after applying limits."""
         request, result = self._request, self._result
         timeout_s = request.timeout_s
         silent = result.outcome in (Outcome.STALLED, Outcome.TIMEOUT)

@@ -1,4 +1,4 @@
-"""A real SLURM of several nodes on this machine: its own controller, node daemons and keys, all on the loopback."""
+"""A real multi-node SLURM on this machine: separate controller, node daemons and keys, all on the loopback."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 
 
 def stretched(limit_s: float) -> float:
-    """Return a limit of a machine with nothing else to do, as many times longer as processes wait for a core here."""
+    """Return a time limit for an idle machine, multiplied by the load per core on this machine."""
     return limit_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def why_no_slurm() -> str:
-    """Return why no SLURM can be started here; empty if one can."""
+    """Return the reason why SLURM cannot be started here; empty if it can."""
     if os.geteuid() != 0:
         return "SLURM's daemons are started as root, and this is another user"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
@@ -76,12 +76,12 @@ def why_no_slurm() -> str:
 
 @dataclass(kw_only=True)
 class SlurmCluster:
-    """A running SLURM; ``environ`` makes its commands find it."""
+    """A running SLURM; its commands need the variables of ``environ``."""
 
     root: Path
     nodes: int
     pids: dict[str, int] = field(default_factory=dict)
-    """Name of a daemon, such as ``slurmd.n1`` -> its process."""
+    """Name of a daemon, such as ``slurmd.n1`` -> process number."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -89,47 +89,47 @@ class SlurmCluster:
         return {"SLURM_CONF": str(self.root / "slurm.conf")}
 
     def ask(self, *command: str, limit_s: float = 20.0) -> str:
-        """Return what one of SLURM's commands prints."""
+        """Return the output of a SLURM command."""
         environ = {**os.environ, **self.environ}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
         return done.stdout.strip()
 
     @property
     def jobs(self) -> list[str]:
-        """Numbers of the jobs that SLURM knows."""
+        """Numbers of SLURM's jobs."""
         return self.ask("squeue", "-h", "-o", "%i").split()
 
     def tasks(self) -> list[psutil.Process]:
-        """Return the living processes below this SLURM's steps: agents, and what these started."""
+        """Return the living processes of this SLURM's steps: agents, and processes started by them."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 environ = process.environ()
                 here = environ.get("SLURM_CONF") == self.environ["SLURM_CONF"]
-                ours = here and ("SLURM_PROCID" in environ or MARK_ENV in environ)  # ranks do not inherit the former
+                ours = here and ("SLURM_PROCID" in environ or MARK_ENV in environ)  # ranks do not inherit SLURM_PROCID
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
     def agents(self) -> list[psutil.Process]:
-        """Return the agents of nodes among them."""
+        """Return the living agents of nodes."""
         return [one for one in self.tasks() if "optuna_dsat.launch.places.node_agent" in _words(one)]
 
     def ranks(self) -> list[psutil.Process]:
-        """Return torchruns, ranks and what they started."""
+        """Return torchruns, ranks and processes started by them."""
         return [one for one in self.tasks() if MARK_ENV in _environ(one)]
 
     def keepers(self, node: str) -> list[psutil.Process]:
-        """Return the daemons that a node's jobs hang on: its slurmd, and the slurmstepd of each of its agents."""
+        """Return the daemons that a node's jobs depend on: its slurmd, and the slurmstepd of each of its agents."""
         steps = [one.parent() for one in self.agents() if _environ(one).get("SLURMD_NODENAME") == node]
         return [psutil.Process(self.pids[f"slurmd.{node}"]), *filter(None, steps)]
 
     def processes(self) -> list[psutil.Process]:
-        """Return all that belongs to this SLURM, by its environment, its files or its folder, but this process."""
+        """Return all processes of this SLURM, by environment, open files or folder, except this process."""
         return [one for one in psutil.process_iter() if one.pid != os.getpid() and _lives(one) and self._has(one)]
 
     def end_processes(self) -> None:
-        """End all of these, also those that stand still."""
+        """End all processes of this SLURM, including stopped processes."""
         while left := self.processes():
             for process in left:
                 with suppress(psutil.NoSuchProcess):
@@ -139,13 +139,13 @@ class SlurmCluster:
     def _has(self, process: psutil.Process) -> bool:
         if _environ(process).get("SLURM_CONF") == self.environ["SLURM_CONF"]:
             return True
-        with suppress(OSError):  # gone, or a kernel's
+        with suppress(OSError):  # ended, or a kernel thread
             links = [Path(f"/proc/{process.pid}/cwd"), *Path(f"/proc/{process.pid}/fd").iterdir()]
             return any(self.root in _target(link).parents for link in links)
         return False
 
     def idle(self) -> int:
-        """Return how many nodes nobody uses."""
+        """Return the number of idle nodes."""
         return len(self.ask("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").split())
 
 
@@ -156,14 +156,14 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _target(link: Path) -> Path:
-    """Return what a link names; nothing for one that has gone."""
+    """Return the target of a link; empty if the link no longer exists."""
     with suppress(OSError):
         return link.readlink()
     return Path()
 
 
 def _environ(process: psutil.Process) -> dict[str, str]:
-    """Return the environment of a process; that of one that has ended is empty."""
+    """Return the environment of a process; empty if it has ended."""
     with suppress(psutil.Error):
         return process.environ()
     return {}
@@ -176,8 +176,8 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def _ports(count: int) -> int:
-    """Return the first of ``count`` ports in a row that nobody uses."""
-    begin = 21000 + os.getpid() % 400 * 20  # elsewhere than those that other processes try at this moment
+    """Return the first of ``count`` consecutive unused ports."""
+    begin = 21000 + os.getpid() % 400 * 20  # different from the ports that other processes try at the same time
     for first in range(begin, 30000, count):
         with suppress(OSError):
             for port in range(first, first + count):
@@ -195,7 +195,7 @@ def _write_files(cluster: SlurmCluster, *, kill_wait_s: int) -> None:
     config = _CONTROLLER.format(root=root, host=host, nodes=nodes, kill_wait_s=kill_wait_s, **ports)
     (root / "slurm.conf").write_text(config, encoding="utf-8")
     for number in (0, 1):
-        os.mknod(root / f"gpu{number}", 0o020666, os.makedev(1, 3))  # no GPU: /dev/null by another name
+        os.mknod(root / f"gpu{number}", 0o020666, os.makedev(1, 3))  # not a GPU: /dev/null under another name
     lines = [f"NodeName=n{node + 1} Name=gpu File={root}/gpu[0-1]\n" for node in range(nodes)]
     (root / "gres.conf").write_text("".join(lines), encoding="utf-8")
     (root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="utf-8")
@@ -237,17 +237,17 @@ def _stop(cluster: SlurmCluster) -> None:
         until = time.monotonic() + 5
         while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in cluster.pids.values()):
             time.sleep(0.05)
-    cluster.end_processes()  # a slurmstepd that stood still while its job was cancelled
+    cluster.end_processes()  # a slurmstepd that was stopped while its job was cancelled
 
 
 @contextmanager
 def running_slurm(root: Path, *, nodes: int = 4, kill_wait_s: int = 2) -> Iterator[SlurmCluster]:
-    """Start a SLURM whose files lie in ``root``, and end it with the block.
+    """Start a SLURM with its files in ``root``; stop it at the end of the block.
 
     Args:
         root: An empty folder.
-        nodes: Nodes.
-        kill_wait_s: Time from SIGTERM to SIGKILL for the processes of a job that is to end; SLURM's own default is 30.
+        nodes: Number of nodes.
+        kill_wait_s: Seconds from SIGTERM to SIGKILL for processes of a job that is being ended; SLURM's default is 30.
     """
     cluster = SlurmCluster(root=root, nodes=nodes)
     _write_files(cluster, kill_wait_s=kill_wait_s)

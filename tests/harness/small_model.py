@@ -69,7 +69,7 @@ def small_planner(metric: str = "throughput", margin: float = 0.05) -> GuidedPla
 
 
 class Machine:
-    """Runs trials: memory as modelled but for activations 10% larger; a step of fixed and of growing parts."""
+    """Runs trials: memory as modelled, except 10% larger activations; step time with a fixed and a growing part."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Machine:
         return done
 
     def best(self, planner: GuidedPlanner) -> float:
-        """The best rate of all configurations, by enumeration."""
+        """Return the best rate of all configurations, by enumeration."""
         found = 0.0
         for params in planner.problem.table.lineages:
             for size in planner.problem.sizes.tolist():

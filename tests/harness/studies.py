@@ -1,4 +1,4 @@
-"""Whole studies in this process, over simulated landscapes, in one database."""
+"""Complete studies in this process, over simulated landscapes, in a single database."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USER_CONFIG = {
 
 
 class StudyBench:
-    """Runs studies over simulated landscapes in one database."""
+    """Runs studies over simulated landscapes in a single database."""
 
     def __init__(self, folder: Path, store: Store) -> None:
         self.folder = folder

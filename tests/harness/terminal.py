@@ -1,4 +1,4 @@
-"""A terminal for the tests: a pseudo-terminal with a process in it, and what it wrote."""
+"""A terminal for the tests: a pseudo-terminal with a process in it, and the process's output."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ PATIENCE_S = 60.0
 
 
 class Terminal:
-    """A process in a pseudo-terminal of its own."""
+    """A process in a separate pseudo-terminal."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], *, width: int) -> None:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs of a shell
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
             os.execvpe(command[0], list(command), {**os.environ, **environ})
         self.written = ""
         self.resize(width)
 
     def resize(self, width: int) -> int:
-        """Give the terminal another width; return the length of what was written before."""
+        """Change the terminal's width; return the length of the output before."""
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
         return len(self.written)
 
@@ -39,7 +39,7 @@ class Terminal:
         os.write(self._fd, b"\x03")
 
     def hang_up(self) -> int:
-        """Close the terminal, as its window does; return the exit code of the process."""
+        """Close the terminal, like closing its window; return the exit code of the process."""
         os.close(self._fd)
         self._fd = -1
         deadline = time.monotonic() + PATIENCE_S
@@ -52,18 +52,18 @@ class Terminal:
         raise AssertionError("the process does not end with its terminal")
 
     def read(self, timeout_s: float = 0.2) -> bool:
-        """Take in what was written; return whether the process may write more."""
+        """Read available output; return whether the process may write more."""
         if not select.select([self._fd], [], [], timeout_s)[0]:
             return True
         try:
             got = os.read(self._fd, 65536)
         except OSError:
-            return False  # how Linux tells that the other end was closed
+            return False  # Linux reports a closed other end like this
         self.written += got.decode(errors="replace")
         return bool(got)
 
     def wait_for(self, text: str, *, after: int = 0) -> int:
-        """Read until a text is there; return the place behind it."""
+        """Read until a text appears; return the position after it."""
         deadline = time.monotonic() + PATIENCE_S
         while text not in self.written[after:]:
             if not self.read() or time.monotonic() > deadline:
@@ -81,7 +81,7 @@ class Terminal:
         return code
 
     def plain(self, start: int = 0) -> str:
-        """Return what was written, without control sequences."""
+        """Return the output without control sequences."""
         return CONTROL.sub("", self.written[start:])
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Terminal:
 
 @contextmanager
 def terminal(command: Sequence[str], *, width: int = 120, **environ: str) -> Iterator[Terminal]:
-    """Start a command in a terminal; end it with the block."""
+    """Start a command in a terminal; end it at the end of the block."""
     made = Terminal(command, {"TERM": "xterm-256color", "COLUMNS": "", "LINES": "", **environ}, width=width)
     try:
         yield made

@@ -1,4 +1,4 @@
-"""A user's folder with a script that does to the files around it what training scripts do, and how it looks after."""
+"""A user's folder with a script that changes files as training scripts do, and the folder's state afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shared() -> Iterator[Path]:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Path:
-    """Return a folder of a user with a script and what it works on."""
+    """Return a user's folder with a script and the files it works on."""
     folder = tmp_path / "users"
     for step in (100, 200, 900):
         (folder / "ckpt" / f"step{step}").mkdir(parents=True)

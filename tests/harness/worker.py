@@ -1,7 +1,7 @@
 """A worker of a study over a simulated landscape: ``python -m tests.harness.worker OPTIONS`` (JSON of ``Options``).
 
 Prints ``ready`` once its imports are done, waits for a line on stdin, runs the whole session in real time, and prints
-JSON. Every launch is noted in a file as it starts, so that what was run is known from outside the database.
+JSON. Every launch is recorded in a file at its start, as a record independent of the database.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Options:
     folder: str
     max_trials: int
     poll_s: float = 0.0
-    """Real time of each of the about six looks at a launch."""
+    """Real time per poll, in seconds; a launch takes about six polls."""
     held: int | None = None
-    """Which launch of a trial of this worker (from 1) does not go on before ``release_file`` is there."""
+    """Number (from 1) of this worker's trial launch that pauses until ``release_file`` exists."""
     conclude: bool = False
     heartbeat_s: float = HEARTBEAT_INTERVAL_S
     grace_s: float = GRACE_S
@@ -48,7 +48,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A launch, as its launcher saw it start."""
+    """A launch, as recorded by its launcher at the start."""
 
     pid: int
     purpose: str
@@ -65,7 +65,7 @@ def release_file(folder: Path) -> Path:
 
 
 class PacedLauncher(SimulatedLauncher):
-    """A simulated launcher whose launches take real time, and that notes every start."""
+    """A simulated launcher that takes real time and records every start."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(Hill(), total_slots=SLOTS)
@@ -112,7 +112,7 @@ def spec_of(folder: Path, **changes: Any) -> StudySpec:
 
 
 def work(options: Options) -> None:
-    """Run the session that the options describe."""
+    """Run the session described by the options."""
     folder = Path(options.folder)
     spec = spec_of(folder, max_trials=options.max_trials)
     launcher = PacedLauncher(options)

@@ -1,4 +1,4 @@
-"""Workers on one study, each a process of its own over a simulated landscape, and what became of the study."""
+"""Workers on the same study, each a process with a simulated landscape, and the study's outcome."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wait_until(condition: Callable[[], bool], *, what: str, limit_s: float = 60.
 
 
 def ended(pid: int) -> bool:
-    """Return whether a process runs no more; the kernel ends a killed one a moment after the signal was sent."""
+    """Return whether a process has ended; the kernel ends a killed process shortly after the signal."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -39,7 +39,7 @@ def ended(pid: int) -> bool:
 
 
 class WorkerProcess:
-    """A worker over a simulated landscape, in a process of its own."""
+    """A worker over a simulated landscape, in a separate process."""
 
     def __init__(self, options: Options) -> None:
         self.process = ForkedProcess("tests.harness.worker", json.dumps(asdict(options)))
@@ -67,13 +67,13 @@ class WorkerProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredStudy:
-    """A study as it stands in its database, and the launches that were started for it."""
+    """State of a study in its database, and its started launches."""
 
     trials: Sequence[FrozenTrial]
     measured: Sequence[str]
     """Canonical keys of the measured configurations."""
     recorded: int
-    """Launches in the store's own record, of trials that were not lost."""
+    """Number of launches in the store's record, without lost trials."""
 
     @classmethod
     def read(cls, url: str, name: str = STUDY) -> StoredStudy:
@@ -97,7 +97,7 @@ class StoredStudy:
         return [trial for trial in self.trials if trial.user_attrs.get(attributes.OUTCOME) == Outcome.LOST]
 
     def check_whole(self, *, budget: int) -> None:
-        """Check that the budget was spent exactly, on configurations that all differ, and that nothing is left over."""
+        """Check that exactly the budget was spent, on different configurations, without leftovers."""
         assert [t.number for t in self.trials if t.state in (TrialState.RUNNING, TrialState.WAITING)] == []
         assert [key for key, count in Counter(self.measured).items() if count > 1] == []
         assert len(self.measured) == budget
@@ -105,7 +105,7 @@ class StoredStudy:
 
 
 class WorkerBench:
-    """Starts workers on one study, and reads what became of it; needs the fixture ``forks``."""
+    """Starts workers on a study, and reads its outcome; needs the fixture ``forks``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,14 +117,14 @@ class WorkerBench:
         return driver
 
     def run(self, drivers: Sequence[WorkerProcess]) -> None:
-        """Let workers start at the same instant."""
+        """Start workers simultaneously."""
         for driver in drivers:
             driver.wait_ready()
         for driver in drivers:
             driver.go()
 
     def launched(self, purpose: str = "trial") -> list[Launched]:
-        """Return the launches that were started, in order."""
+        """Return the started launches, in order."""
         file = launches_file(self.folder)
         lines = file.read_text().splitlines() if file.exists() else []
         notes = [Launched(**json.loads(line)) for line in lines]

@@ -64,7 +64,7 @@ def test_a_definition_is_tuned_up_to_the_command_that_trains_it(folder: Path) ->
     ]
     trial = next((folder / "optuna-dsat-output" / "sums").glob("trial-*"))
     steps = [event for event in lines(trial / "events" / "rank0.jsonl") if event["kind"] == "step_measured"]
-    # The engine's batch sizes are those that the definition read from context and hyperparameters.
+    # The engine has the batch sizes that the definition read from context and hyperparameters.
     assert {(step["samples"], step["observed_micro_batch"]) for step in steps} == {(6, 3)}
 
 
@@ -191,7 +191,7 @@ def test_a_model_parallel_unit_says_who_reads_and_who_reports(scenarios: Path, f
     reader, other = found["OneCopy"]
     assert (reader["iterators"], other["iterators"]) == ([True], [False])
     assert reader["rows"] == other["rows"]
-    # One shard of the data: both ranks' rows of the data-parallel run, interleaved.
+    # A single shard of the data: both ranks' rows of the data-parallel run, interleaved.
     plain = [rank["rows"] for rank in found["Plain"]]
     assert reader["rows"] == [row for pair in zip(*plain, strict=True) for row in pair][:24]
     [validation] = metrics(scenarios, "OneCopy", "validation")

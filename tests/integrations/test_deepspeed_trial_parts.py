@@ -165,8 +165,8 @@ def test_constraints_are_given_with_their_reasons(settings: dict[str, Any], mess
 @pytest.mark.parametrize(
     "settings",
     [
-        {"stage": 1, "optimizer": "cpu"},  # the guide says 2 and 3; current DeepSpeed accepts 1
-        {"stage": 0, "kind": "PipelineEngine"},  # the guide says 1
+        {"stage": 1, "optimizer": "cpu"},  # documented for 2 and 3; current DeepSpeed accepts 1
+        {"stage": 0, "kind": "PipelineEngine"},  # documented for 1
         {"stage": 3, "param": "nvme", "optimizer": "nvme"},
         {"stage": 1, "param": "none", "optimizer": "none"},
     ],

@@ -1,4 +1,4 @@
-"""The whole command on a script that trains with the Hugging Face Trainer."""
+"""The full command with a script that uses the Hugging Face Trainer."""
 
 from __future__ import annotations
 

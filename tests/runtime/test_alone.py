@@ -295,4 +295,4 @@ def test_a_reference_becomes_its_value_which_no_event_holds(start: Starter, monk
     [failure] = launch.of(RankFailed)
     assert failure.message == "*** and *** are refused, as is ***"
     assert "geheim" not in failure.traceback
-    assert "geheim-7f3a and rosenkohl" in launch.log("stderr")  # the script's own output is its own
+    assert "geheim-7f3a and rosenkohl" in launch.log("stderr")  # the script's output is unchanged

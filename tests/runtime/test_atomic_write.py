@@ -1,4 +1,4 @@
-"""Atomic writes: what a killed writer leaves is removed by the next one, what a living one writes is not."""
+"""Atomic writes: the next writer removes temporary files of a killed writer, but not of a living writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes batches besides torch's data loader: found, and followed."""
+"""Detection and resizing of batch sources other than torch's data loader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OWN = 4
 
 
 class Fed:
-    """How many micro-batches an engine was fed."""
+    """Number of micro-batches that an engine received."""
 
     count = 0
 
@@ -61,7 +61,7 @@ def test_the_loader_of_the_last_batch_is_known() -> None:
 
 
 class OwnLoader:
-    """A data loader of the same arguments as torch's that is no subclass of it."""
+    """Data loader with the same arguments as torch's that is not a subclass of it."""
 
     def __init__(self, dataset: Any, batch_size: int | None = 1) -> None:
         self.dataset, self.size = dataset, batch_size or 1
@@ -87,7 +87,7 @@ def test_a_stateful_loader_of_torchdata_is_a_loader(kind: Any, monkeypatch: pyte
 
 
 def stream_class() -> type[Any]:
-    """Return a data set that batches by itself, as a script defines it after the watch began."""
+    """Return a dataset class that yields batches, defined after the watch was installed."""
 
     class Stream(IterableDataset[torch.Tensor]):
         def __init__(self, batch_size: int = OWN) -> None:

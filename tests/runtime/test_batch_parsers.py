@@ -1,4 +1,4 @@
-"""Parsers of other libraries than argparse, as packages: what they parsed is noted."""
+"""Recording of values parsed by other libraries than argparse, with the real packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from optuna_dsat.script.batch_rule import guesses
 
 @dataclass
 class Training:
-    """Options of a training."""
+    """Training options."""
 
     batch_size: int = 4
     epochs: int = 3
@@ -44,7 +44,7 @@ PATCHED = {
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return what has a library watched, and undo it all in the end."""
+    """Return a function that watches a library; undo all patches at the end."""
     undo: list[tuple[Any, str, Any]] = [
         (argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
     ]

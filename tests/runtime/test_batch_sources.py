@@ -20,7 +20,7 @@ from optuna_dsat.runtime.adapt.config import default_config_option
 
 
 class Fed:
-    """How many micro-batches an engine was fed."""
+    """Number of micro-batches that an engine received."""
 
     def __init__(self) -> None:
         self.count = 0

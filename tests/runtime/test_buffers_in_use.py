@@ -1,4 +1,4 @@
-"""What the tests remove from shared memory is nobody's: a launch whose buffer went away waited until its test's end."""
+"""Tests remove only unused shared memory: a launch without its buffer would wait until the end of its test."""
 
 from __future__ import annotations
 

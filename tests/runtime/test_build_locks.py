@@ -1,4 +1,4 @@
-"""A lock of torch's builds is held by who has it open or compiles there, and by nobody else."""
+"""Owners of torch's build locks: processes that have the lock open or compile in its folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lock(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build(lock: Path) -> Iterator[subprocess.Popen[str]]:
-    """A build of plain torch, which writes nothing into its lock."""
+    """Run a build with plain torch, which writes nothing into its lock."""
     with subprocess.Popen([sys.executable, "-c", BUILDER, str(lock)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "building\n"
@@ -46,7 +46,7 @@ def build(lock: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def file_baton() -> ModuleType:
-    """Return torch's module of that name without torch, patched."""
+    """Return torch's module ``file_baton``, patched, without importing torch."""
     torch = util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None

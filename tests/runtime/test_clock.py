@@ -1,4 +1,4 @@
-"""The clock of a step is the machine's, whatever a script makes of the module ``time``."""
+"""The step clock is independent of changes that a script makes to the module ``time``."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_what_a_library_sets_by_itself_is_not_worth_a_word() -> None:
 
 @pytest.mark.parametrize(("steps", "found"), [(4, {"gradient_accumulation_steps": [4, "auto"]}), (2, {}), ("auto", {})])
 def test_accumulation_steps_that_a_file_leaves_open_are_the_scripts(steps: int | str, found: dict[str, Any]) -> None:
-    """Two are those of the launch, which the file that a script reads has."""
+    """Two is the launch's value, contained in the file that a script reads."""
     user = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}
     launch = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
     script = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": steps}
@@ -92,7 +92,7 @@ def test_accumulation_steps_that_a_file_leaves_open_are_the_scripts(steps: int |
     [
         (3, "auto", [3, "auto"]),
         (3, 1, [3, "auto"]),
-        (3, 3, None),  # as a script has it that reads the launch's file
+        (3, 3, None),  # as in a script that reads the launch's file
         (0, "auto", None),  # DeepSpeed's default
         ("auto", "auto", None),
     ],
@@ -152,10 +152,10 @@ def test_without_the_files_nothing_is_said_to_differ(tmp_path: Path) -> None:
 def test_a_config_with_the_overlay_in_it_is_compared_as_the_script_gave_it(tmp_path: Path, copied: bool) -> None:
     script = {**USER, "train_batch_size": "auto", "gradient_accumulation_steps": 7, "zero_optimization": {"stage": 3}}
     laid = LaidConfig(script, effective_config(script, OVERLAY))
-    if copied:  # a library copies what it holds, and the overlay is applied again
+    if copied:  # a library copies its config, and the overlay is applied again
         copy = deepcopy(laid)
         laid = LaidConfig(copy, effective_config(copy, OVERLAY))
-    laid["bf16"] = {"enabled": True}  # a library completes what it holds
+    laid["bf16"] = {"enabled": True}  # a library completes its config
     config = trial_config(tmp_path)
     assert laid["gradient_accumulation_steps"] == 2
     assert config.differences(laid) == config.differences({**script, "bf16": {"enabled": True}})
@@ -178,7 +178,7 @@ def test_a_stage_given_in_code_alone_is_told_also_where_the_launch_has_the_same(
     )
     found = TrialConfig(plan, world_size=2).differences(LAUNCH)
     assert found["zero_optimization.stage"] == [1, None]
-    assert "train_micro_batch_size_per_gpu" not in found  # an option of the script's may follow the launch
+    assert "train_micro_batch_size_per_gpu" not in found  # may come from an option that is set by the launch
 
 
 class PipelineModule:

@@ -23,7 +23,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_way_of_reading_the_users_config_gives_the_launchs(files: Path) -> None:
     with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json")):
-        with open("ds.json") as stream:  # noqa: PTH123 - the builtin is what is tested
+        with open("ds.json") as stream:  # noqa: PTH123 - tests the builtin
             assert stream.read() == "trial"
         assert Path("ds.json").read_text() == "trial"
         assert (files / "ds.json").read_bytes() == b"trial"

@@ -1,4 +1,4 @@
-"""Scripts with several engines: the one that trains is measured."""
+"""Choice of the measured engine in scripts with several engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANKS = (0, 1)
 
 
 class Engine:
-    """An engine of which each second ``step`` is an update."""
+    """Engine for which every second ``step`` is an update."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -29,10 +29,10 @@ class Engine:
 @pytest.mark.parametrize(
     ("before", "between", "takes_over"),
     [
-        (0, [0, 0], True),  # as a reference model, the measured one never trains
+        (0, [0, 0], True),  # the measured engine is a reference model and never trains
         (0, [1, 1, 1], False),  # they take turns
-        (0, [1, 0, 0, 0, 1], False),  # three updates of a critic to each of the measured one
-        (3, [0, 0], True),  # made later: the next fold
+        (0, [1, 0, 0, 0, 1], False),  # three updates of a critic per update of the measured engine
+        (3, [0, 0], True),  # created later: the next fold
         (3, [1, 1, 1], False),
     ],
     ids=["reference", "turns", "critic", "fold", "later-turns"],
@@ -45,7 +45,7 @@ def test_an_engine_that_trains_alone_takes_the_place(before: int, between: Seque
         engine.step()
         engine.step()
     assert bool(taken) is takes_over
-    assert ("step" in vars(engine)) is not takes_over  # not watched any more
+    assert ("step" in vars(engine)) is not takes_over  # no longer observed
     assert engine.steps == 2 * len(between)
 
 

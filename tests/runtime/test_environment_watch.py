@@ -18,6 +18,6 @@ print(watch.changed())
 
 
 def test_changes_in_bytes_are_changes() -> None:
-    """``os.environb`` has the class of ``os.environ``, and one list of names."""
+    """``os.environb`` has the class of ``os.environ`` and shares its variables."""
     done = subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True, check=False)
     assert done.stdout == "['IN_BYTES', 'IN_TEXT', 'KEPT']\n", done.stderr

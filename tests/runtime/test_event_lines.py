@@ -1,4 +1,4 @@
-"""A line that is no event of this version is dropped and counted, and ends nothing."""
+"""Lines that this version cannot decode are dropped and counted, without other effects."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def test_data_that_fill_no_batch_are_out_of_data() -> None:
 
 
 def test_of_a_huge_message_beginning_and_end_are_looked_at() -> None:
-    """20 MB took longer than the limit for a stall, and beyond a million characters no secret was looked for."""
+    """20 MB took longer than the stall limit, and secrets were not searched beyond a million characters."""
     token = "hf_" + "aB3" * 11
     error = RuntimeError(f"{token} " + "A" * 20_000_000 + " CUDA out of memory")
     began = time.process_time()

@@ -155,7 +155,7 @@ def test_a_file_of_events_that_a_script_closes_is_opened_again(tmp_path: Path) -
     os.close(writer._fd)
     writer.write(FINISHED)
     os.close(writer._fd)
-    with own.open("wb") as file:  # gets the number of the one that was closed
+    with own.open("wb") as file:  # gets the number of the closed descriptor
         assert file.fileno() == writer._fd
         writer.write(FINISHED)
         assert own.read_bytes() == b""

@@ -113,7 +113,7 @@ def test_a_real_lack_of_memory_is_recorded_as_one(start: Starter, warm_ranks: Wa
     assert starved
     assert {failure.outcome for failure in failures} <= {"out_of_memory", "communication_error"}
     assert starved[0].missing_bytes == 20000 * 2048 * 4
-    assert starved[0].phase in ("between", "forward")  # the batch itself, or the first layer's output
+    assert starved[0].phase in ("between", "forward")  # the batch, or the first layer's output
 
 
 def test_the_scripts_own_mistake_is_recorded_and_ends_the_launch(start: Starter) -> None:
@@ -157,7 +157,7 @@ def test_steps_that_the_loss_scaler_skips_do_not_count(start: Starter, warm_rank
         assert [step.step for step in steps] == list(range(1, skipped + 6))
         assert [step.number for step in steps if not step.skipped] == [1, 2, 3, 4, 5]
         seen = [step.skipped_before + step.skipped for step in steps]
-        assert seen[: len(told)] == told  # of the last step nothing is told: the rank has left
+        assert seen[: len(told)] == told  # the last step is not reported: the rank has exited
         [end] = launch.of(RankFinished, rank)
         assert (end.reason, end.steps, end.skipped) == ("profile_done", 5, skipped)
         assert {(step.elements, step.elements_are_tokens) for step in steps} == {(20, True), (30, True), (40, True)}

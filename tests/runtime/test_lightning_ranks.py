@@ -1,4 +1,4 @@
-"""A Lightning Trainer that asks for another number of devices than the launch has ranks."""
+"""A Lightning Trainer whose device count differs from the launch's number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 @pytest.fixture
 def trainer() -> Any:
-    """Return a class with the arguments of Lightning's, as a launch of two ranks has it."""
+    """Return a class with the arguments of Lightning's Trainer, patched as in a launch of two ranks."""
 
     class Trainer:
         def __init__(self, *, devices: Any = "auto", num_nodes: int = 1) -> None:

@@ -114,7 +114,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise NotImplementedError("typos in configs would go unnoticed")
 """,
 }
-"""Modules of libraries of which the suite does without, as far as they are used."""
+"""Stubs, as far as needed, for modules of libraries that the suite does not install."""
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -59,7 +59,7 @@ def test_process_memory_is_read_from_the_system() -> None:
 
 
 class CachingAllocator:
-    """Counts as torch's does, in bytes: what is freed stays reserved; a peak starts anew from what is there."""
+    """Counts bytes like torch's allocator: freed memory stays reserved; a reset peak starts at the current usage."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
@@ -142,7 +142,7 @@ def test_a_torch_without_cuda_is_left_alone() -> None:
 def test_free_memory_is_found_where_gpus_are_named_by_uuid(
     visible: str, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed's own accelerator is queried; NVML and CUDA return different values."""
+    """DeepSpeed's accelerator is queried; NVML and CUDA return different values."""
     module = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
     memory = SimpleNamespace(free=111)
     nvml = SimpleNamespace(nvmlDeviceGetHandleByIndex=lambda _: 0, nvmlDeviceGetMemoryInfo=lambda _: memory)
@@ -177,7 +177,7 @@ def test_the_watch_calls_back_once_after_the_import(tmp_path: Path, monkeypatch:
 
 
 class Asking(MetaPathFinder):
-    """A finder that asks all others, as tools of other makers have them."""
+    """Finder that queries all other finders, as third-party tools do."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

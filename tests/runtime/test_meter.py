@@ -265,7 +265,7 @@ def test_evaluation_between_steps_is_recorded_apart(fed: str) -> None:
 @pytest.mark.parametrize("fed", ["engine", "module"])
 @pytest.mark.parametrize("backward", ["engine", "loss"])
 def test_a_script_that_never_leaves_eval_mode_trains_in_it(fed: str, backward: str) -> None:
-    """As with a model of from_pretrained whose script does not call train()."""
+    """As in scripts that call ``from_pretrained`` but not ``train()``."""
     bench = MeterBench(Engine)
     bench.engine.module.eval()
     for _ in range(2):
@@ -292,18 +292,18 @@ def test_evaluation_with_gradients_on_is_not_training_where_the_script_trains_in
 
 def ragged(*lengths: int) -> torch.Tensor:
     rows = [torch.ones(length, dtype=torch.int64) for length in lengths]
-    with warnings.catch_warnings(action="ignore"):  # that its interface may change
+    with warnings.catch_warnings(action="ignore"):  # prototype API
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
 
 class ScalingEngine(Engine):
-    """Skips the given updates, as DeepSpeed's engine does after an overflow."""
+    """Skips the given updates, like DeepSpeed's engine after an overflow."""
 
     def __init__(self, clock: FakeClock, skips: str = "", accumulation: int = 1) -> None:
         super().__init__(clock, accumulation)
         self.skips = skips
         self.updates = 0
-        self.skipped_steps = 7  # of a checkpoint that was loaded
+        self.skipped_steps = 7  # from a loaded checkpoint
 
     def step(self) -> None:
         if self.is_gradient_accumulation_boundary():

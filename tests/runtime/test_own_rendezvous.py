@@ -1,4 +1,4 @@
-"""Scripts that set ``MASTER_PORT``, ``WORLD_SIZE`` and their like meet where their launch says."""
+"""Scripts that set ``MASTER_PORT``, ``WORLD_SIZE`` and similar use the launch's rendezvous."""
 
 from __future__ import annotations
 

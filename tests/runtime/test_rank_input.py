@@ -1,4 +1,4 @@
-"""A rank's standard input: at its end, and fit for polling."""
+"""A rank's standard input: at its end, and pollable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redirected writers leave the user's files as they are, and a script sees one file system all the same."""
+"""Redirected writes do not change the user's files, and a script still sees a consistent file system."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ print(json.dumps([log, walk(), contents]))
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int, str]]:
-    """Return mode, time and content of all that is below a folder."""
+    """Return mode, time and content of everything below a folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()

@@ -8,7 +8,7 @@ import pytest
 from optuna_dsat.runtime.files import read_regular
 
 KERNEL_LOG = Path("/proc/kmsg")
-"""A regular file by its mode that blocks who reads it."""
+"""File with the mode of a regular file whose reads block."""
 
 
 def test_a_file_is_read_up_to_a_bound(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_what_is_no_file_blocks_nobody(tmp_path: Path) -> None:
 
 
 def _read_until_empty() -> None:
-    """Read what the kernel has to say, which it says once, until it has nothing."""
+    """Read the kernel's messages, each of which is returned once, until none are left."""
     while True:
         read_regular(KERNEL_LOG, most_bytes=2**30)
 

@@ -1,4 +1,4 @@
-"""The functions that scripts may call: outside a trial, in a trial, and around observed and unobserved steps."""
+"""Public functions for scripts: outside a trial, in a trial, and around observed and unobserved steps."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def test_batches_completed_are_those_that_the_script_says_else_the_engines() -> 
     bench.micro_step()
     engine = bench.engine
     assert isinstance(engine, Unseen)
-    engine.global_steps = 300  # of a checkpoint that was loaded
+    engine.global_steps = 300  # from a loaded checkpoint
     bench.micro_step()
     bench.micro_step()
-    bench.state.steps_completed = 1000  # a count of the script's own
+    bench.state.steps_completed = 1000  # a count of the script
     bench.micro_step()
     bench.micro_step()
     assert [step.steps_completed for step in bench.steps] == [1, 301, 1000]

@@ -1,4 +1,4 @@
-"""How many samples a model's inputs are, by the batch sizes that a launch knows of."""
+"""Number of samples in a model's inputs, derived from the launch's known batch sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def samples(
     [
         (TOKENS, {6}, 6),
         (torch.zeros(12, 6, 32), {6}, 6),
-        (TOKENS, {6, 12}, 12),  # an option says what the leading dimension is
+        (TOKENS, {6, 12}, 12),  # an option has the value of the leading dimension
         (TOKENS, {24}, 12),
         (TOKENS.float(), {6}, 12),  # vectors of six features
         (torch.zeros(12, 6, 8, 8), {6}, 12),  # images of six channels

@@ -1,4 +1,4 @@
-"""Scripts that start their ranks by ``torch.multiprocessing.spawn``."""
+"""Scripts that spawn their ranks with ``torch.multiprocessing.spawn``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_other_processes_are_started_and_may_not_train(monkeypatch: pytest.Monke
         for index in range(nprocs):
             try:
                 fn(index, *args)
-            except ValueError as error:  # as torch tells what a process of its own died of
+            except ValueError as error:  # as torch reports errors of spawned processes
                 raise RuntimeError(f"-- Process {index} terminated with the following error:\n{error}") from error
 
     module = multiprocessing(spawn)

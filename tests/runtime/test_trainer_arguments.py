@@ -1,4 +1,4 @@
-"""The batch sizes that a script itself gives to ``TrainingArguments``, however often it builds them."""
+"""The script's batch sizes in ``TrainingArguments``, also if it builds the arguments repeatedly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_config_without_zero_gets_the_section_that_accelerate_insists_on() -> 
 
 
 def hooked(**overlay: Any) -> Any:
-    """Return a class of arguments under a launch that measures."""
+    """Return a class of arguments, patched as in a measured launch."""
 
     @dataclass
     class Arguments:
@@ -70,7 +70,7 @@ def hooked(**overlay: Any) -> Any:
 
 
 def copied(arguments: Any) -> Any:
-    """Return arguments made of others, as trl's trainers and parsers of a file with options make them."""
+    """Return arguments built from others, as by trl's trainers and parsers that merge a file with options."""
     fields = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
     return type(arguments)(**fields)
 

@@ -20,7 +20,7 @@ def test_places_are_those_of_the_users_code_innermost_first() -> None:
 
 
 def test_a_file_is_read_once_though_it_is_no_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The interpreter would look for the line that is wrong in the file, and a log of the kernel has no more."""
+    """The interpreter would read the wrong line from the file again, which blocks for a kernel log."""
     file = tmp_path / "train.py"
     file.write_text("what\nthe file\nholds by now\n")
     monkeypatch.setattr(user_code, "read_regular", lambda _: b"import torch\n[ 0.0] no Python\n")

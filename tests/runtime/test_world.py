@@ -1,4 +1,4 @@
-"""Which folders a launch's world covers, and what becomes of them in it."""
+"""Folders covered by a launch's world, and their content in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ exec(sys.argv[2])
 
 
 def inside(folder: Path, code: str, *, isolation: str = "auto", passed: tuple[str, ...] = (), **variables: str) -> str:
-    """Run code in a world of its own with the working directory ``folder/users``; return its output."""
+    """Run code in a new world with the working directory ``folder/users``; return its output."""
     (folder / "users").mkdir(exist_ok=True)
     launch = folder / "out" / "trial-0000"
     launch.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
 """Runs model definitions written for Determined's ``DeepSpeedTrial`` API, without a cluster.
 
-A model definition is a class that derives from ``DeepSpeedTrial``; one written for Determined only needs its imports
-changed. Tune it with ``optuna-dsat asha NAME:CLASS ds_config.json`` and train it with ``optuna-dsat train NAME:CLASS
-ds_config.json``; torchrun runs the class on each rank. ``docs/how-to/migrate-from-determined.md`` compares the two.
+A model definition is a class that derives from ``DeepSpeedTrial``. Definitions written for Determined only need their
+imports changed. Tune a definition with ``optuna-dsat asha NAME:CLASS ds_config.json`` and train it with ``optuna-dsat
+train NAME:CLASS ds_config.json``; torchrun runs the class on each rank. ``docs/how-to/migrate-from-determined.md``
+compares this package with Determined.
 
     trial            base class of model definitions
     context          ``DeepSpeedTrialContext``, which a definition receives
@@ -59,11 +60,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Refuse a name that Determined has and this package has not.
+    """Reject names that only Determined has, and unknown names.
 
     Raises:
-        ImportError: If it is one; names what to write instead.
-        AttributeError: If it is any other name.
+        ImportError: If Determined has the name; contains the replacement.
+        AttributeError: If the name is unknown.
     """
     if name in REFUSED:
         raise ImportError(f"{name} of Determined is not here: {REFUSED[name]}.")

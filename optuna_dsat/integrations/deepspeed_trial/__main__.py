@@ -20,7 +20,7 @@ from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Hparams, Length, over
 
 
 def main(argv: Sequence[str]) -> None:
-    """Build the model definition and train it; in a search's launch until the runtime ends the process.
+    """Build the model definition and train it; during a search, until the runtime ends the process.
 
     Raises:
         SystemExit: With code 2, if the arguments cannot be parsed.

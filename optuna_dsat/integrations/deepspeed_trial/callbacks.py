@@ -9,10 +9,10 @@ __all__ = ["Callbacks", "PyTorchCallback"]
 
 
 class PyTorchCallback:
-    """Base class of callbacks, with Determined's method names; each method may be overridden and does nothing here.
+    """Base class of callbacks, with Determined's method names; methods do nothing unless overridden.
 
-    Every rank has its own instance. A callback with state overrides ``state_dict`` and ``load_state_dict``, which
-    checkpoints include. In a launch of a search nothing is validated, reported or saved, so only the methods up to
+    Every rank has its own instance. Callbacks with state override ``state_dict`` and ``load_state_dict``; checkpoints
+    include the state. During a search nothing is validated, reported or saved, so only the methods up to
     ``on_training_epoch_end`` are called.
     """
 
@@ -20,15 +20,15 @@ class PyTorchCallback:
         """Called before the first batch.
 
         Args:
-            first_batch_idx: Completed global batches; 0 unless the training resumes.
-            checkpoint_uuid: Name of the checkpoint's folder that it resumes from; None if it does not.
+            first_batch_idx: Completed global batches; 0 unless training resumes.
+            checkpoint_uuid: Folder name of the checkpoint that training resumes from, if any.
         """
 
     def on_training_start(self) -> None:
         """Called once before the first batch, after a checkpoint was loaded."""
 
     def on_training_epoch_start(self, epoch_idx: int) -> None:
-        """Called before the first batch of an epoch, which is counted from 0."""
+        """Called before the first batch of an epoch; epochs are counted from 0."""
 
     def on_training_epoch_end(self, epoch_idx: int) -> None:
         """Called after the last batch of an epoch."""
@@ -38,7 +38,7 @@ class PyTorchCallback:
 
         Args:
             avg_metrics: Metrics of the period, reduced over batches and ranks.
-            batch_metrics: Metrics that ``train_batch`` returned on this rank, one mapping a call.
+            batch_metrics: Metrics returned by each ``train_batch`` call on this rank.
         """
 
     def on_validation_start(self) -> None:
@@ -48,16 +48,16 @@ class PyTorchCallback:
         """Called before the batches of a validation."""
 
     def on_validation_epoch_end(self, outputs: list[dict[str, Any]]) -> None:
-        """Called after the batches of a validation with what ``evaluate_batch`` returned on this rank."""
+        """Called after the batches of a validation with the results of ``evaluate_batch`` on this rank."""
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        """Called after a validation with its reduced metrics; entries added to them are reported."""
+        """Called after a validation with its reduced metrics; added entries are reported."""
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
         """Called before the definition's ``load`` with this rank's state."""
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is written; entries added to this rank's state are saved with it."""
+        """Called before a checkpoint is written; entries added to this rank's state are saved."""
 
     def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
         """Called after a checkpoint was written to its folder."""
@@ -66,10 +66,10 @@ class PyTorchCallback:
         """Called after ``on_checkpoint_write_end`` with the name of the checkpoint's folder."""
 
     def on_trial_shutdown(self) -> None:
-        """Called at the end of the training, also if it fails."""
+        """Called at the end of training, even if it fails."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that checkpoints include; picklable."""
+        """Return the picklable state to include in checkpoints."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class Callbacks:
         named: Result of the definition's ``build_callbacks``.
 
     Raises:
-        TypeError: If it is no mapping of names to callbacks.
+        TypeError: If ``named`` is not a mapping of names to callbacks.
     """
 
     def __init__(self, named: Any) -> None:
@@ -109,7 +109,7 @@ class Callbacks:
         return {name: callback.state_dict() for name, callback in self._named.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state`` returned; callbacks that are new since then keep their state."""
+        """Restore states returned by ``state``; callbacks without a saved state keep theirs."""
         for name, callback in self._named.items():
             if name in state:
                 callback.load_state_dict(state[name])

@@ -21,19 +21,19 @@ _PREFIX, _PARTIAL, _STATE = "batches-", ".partial", "state.json"
 
 
 def steps_completed_of(record: Mapping[str, Any]) -> int:
-    """Return the completed global batches of a record or a checkpoint's state, also one that an older version wrote."""
+    """Return the completed global batches of a record or a checkpoint's state, also from older versions."""
     return int(record[STEPS_COMPLETED if STEPS_COMPLETED in record else "batches"])
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint with the most batches; None if there is none."""
+    """Return the complete checkpoint with the most batches, or None."""
     found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
     complete = [path for path in found if (path / _STATE).is_file()]
     return max(complete, key=lambda path: int(path.name.removeprefix(_PREFIX)), default=None)
 
 
 class Checkpoints:
-    """The checkpoints of one training. A folder without the suffix ``.partial`` is complete.
+    """Checkpoints of a training run. A folder without the suffix ``.partial`` is complete.
 
     Args:
         folder: Contains the checkpoints; on a file system that all ranks share.
@@ -45,7 +45,7 @@ class Checkpoints:
         self._rank = rank
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"{_PREFIX}*{_PARTIAL}"):  # incomplete ones of a killed training
+            for left in folder.glob(f"{_PREFIX}*{_PARTIAL}"):  # incomplete checkpoints of a killed run
                 shutil.rmtree(left)
 
     def save(

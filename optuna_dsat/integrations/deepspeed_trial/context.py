@@ -23,7 +23,7 @@ __all__ = ["AttrDict", "DeepSpeedTrialContext", "SilentWriter", "make_writer", "
 
 
 class SilentWriter:
-    """Has all methods of a ``SummaryWriter`` and writes nothing."""
+    """Replacement for a ``SummaryWriter`` that writes nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -39,7 +39,7 @@ def make_writer(folder: Path, *, silent: bool) -> Any:
     """Return a ``torch.utils.tensorboard.SummaryWriter``.
 
     Args:
-        folder: Folder of its files, created by the writer.
+        folder: Folder for event files, created by the writer.
         silent: Whether to return a writer that writes nothing, which needs no TensorBoard.
 
     Raises:
@@ -57,7 +57,7 @@ def make_writer(folder: Path, *, silent: bool) -> Any:
 
 
 class AttrDict(dict[str, Any]):
-    """A dict whose entries, also nested ones, are accessible as attributes, like ``attrdict.AttrDict``."""
+    """Dict with attribute access to its entries, including nested entries, like ``attrdict.AttrDict``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__({key: _attributes(value) for key, value in dict(*args, **kwargs).items()})
@@ -77,11 +77,11 @@ class DeepSpeedTrialContext:
 
     Args:
         hparams: Hyperparameters; ``deepspeed_config`` is the path of this launch's config.
-        experiment: The experiment configuration; None if there are hyperparameters only.
-        tensorboard_dir: Folder of TensorBoard's files; None for ``tensorboard`` in the working directory.
+        experiment: The experiment configuration; None if only hyperparameters are given.
+        tensorboard_dir: Folder for TensorBoard's files; None for ``tensorboard`` in the working directory.
         world: Rank and size of the process group.
         seed: Seed of data order and initialization.
-        measuring: Whether this is a search's launch, without evaluation, checkpoints and metrics.
+        measuring: Whether this launch is part of a search: no evaluation, checkpoints or metrics.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DeepSpeedTrialContext:
         """Return a hyperparameter.
 
         Raises:
-            KeyError: If there is no hyperparameter of this name.
+            KeyError: If the hyperparameter does not exist.
         """
         if name not in self._hparams:
             raise KeyError(f"There is no hyperparameter {name!r}; there are {', '.join(self._hparams) or 'none'}.")
@@ -130,7 +130,7 @@ class DeepSpeedTrialContext:
         """Return the experiment configuration.
 
         Raises:
-            ValueError: If there are hyperparameters only.
+            ValueError: If only hyperparameters are given.
         """
         if self._experiment is None:
             raise ValueError(
@@ -140,19 +140,19 @@ class DeepSpeedTrialContext:
         return dict(self._experiment)
 
     def get_data_config(self) -> dict[str, Any]:
-        """Return the ``data`` section of the experiment configuration; empty if there is none."""
+        """Return the ``data`` section of the experiment configuration; empty if missing."""
         return dict((self._experiment or {}).get("data") or {})
 
     def get_tensorboard_path(self) -> Path:
         """Return the folder of TensorBoard's files.
 
-        It is ``tensorboard`` beside the checkpoints, else in the working directory; in a launch of a search a folder of
-        that launch.
+        By default ``tensorboard`` next to the checkpoints, or in the working directory without checkpoints. During a
+        search, each launch has a separate folder.
         """
         return self._tensorboard_dir
 
     def get_tensorboard_writer(self) -> Any:
-        """Return the ``SummaryWriter`` of this rank; in a launch of a search one that writes nothing.
+        """Return the ``SummaryWriter`` of this rank; during a search, a writer that discards everything.
 
         Raises:
             ImportError: If TensorBoard is not installed.
@@ -162,24 +162,24 @@ class DeepSpeedTrialContext:
         return self._writer
 
     def close(self) -> None:
-        """Write what the TensorBoard writer still holds."""
+        """Flush and close the TensorBoard writer."""
         if self._writer is not None:
             self._writer.close()
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Request the end of the training, at the end of the current reporting period and with a checkpoint.
+        """Stop training at the end of the current reporting period, with a checkpoint.
 
-        One rank's request ends all; it has no effect in a launch of a search.
+        A request of any rank stops all ranks. It has no effect during a search.
 
         Raises:
-            TypeError: If it is no bool.
+            TypeError: If ``stop_requested`` is not a bool.
         """
         if not isinstance(stop_requested, bool):
             raise TypeError(f"set_stop_requested takes a bool; got {stop_requested!r}.")
         self._stop_requested = stop_requested
 
     def get_stop_requested(self) -> bool:
-        """Return whether this rank requested the end of the training."""
+        """Return whether this rank requested to stop training."""
         return self._stop_requested
 
     def get_trial_seed(self) -> int:
@@ -194,11 +194,11 @@ class DeepSpeedTrialContext:
         return torch.device(get_accelerator().current_device_name())
 
     def to_device(self, data: Any) -> Any:
-        """Return data with all tensors moved to this rank's device, also those in mappings, lists and tuples."""
+        """Return data with all tensors, also in mappings, lists and tuples, moved to this rank's device."""
         return _moved(data, self.device)
 
     def wrap_model_engine(self, model: Any) -> Any:
-        """Register an engine and return it. The first one defines the batch size; the others share its data.
+        """Register an engine and return it. The first engine defines the batch size; the others share its data.
 
         Args:
             model: The engine, i.e. the first return value of ``deepspeed.initialize``.
@@ -219,13 +219,13 @@ class DeepSpeedTrialContext:
         return model
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
-        """Set which ranks share data, build data loaders and report metrics, if the engine does not define it.
+        """Define which ranks share data, build data loaders and report metrics, if the engine does not.
 
         Args:
             mpu: The model parallelism of this rank.
 
         Raises:
-            TypeError: If it is not a ``ModelParallelUnit``.
+            TypeError: If ``mpu`` is not a ``ModelParallelUnit``.
             ValueError: If its data-parallel size exceeds the number of ranks.
         """
         if not isinstance(mpu, ModelParallelUnit):
@@ -238,7 +238,7 @@ class DeepSpeedTrialContext:
 
     @property
     def mpu(self) -> ModelParallelUnit:
-        """The model parallelism set by ``set_mpu``, else the first engine's.
+        """Model parallelism set by ``set_mpu``, else of the first engine.
 
         Raises:
             RuntimeError: If neither exists yet.
@@ -260,8 +260,8 @@ class DeepSpeedTrialContext:
             reducer: A ``MetricReducer``, or a function of the list of values passed to ``update`` on all reporting
                 ranks.
             name: Name of the metric; None if the reducer returns a mapping of metrics.
-            for_training: Whether its metric is reported in training.
-            for_validation: Whether its metric is reported in validation.
+            for_training: Whether to report its metric in training.
+            for_validation: Whether to report its metric in validation.
 
         Raises:
             TypeError: If ``reducer`` is neither.
@@ -280,7 +280,7 @@ class DeepSpeedTrialContext:
         self.automatic_accumulation = False
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Accept any data loader, e.g. that of ``deepspeed.initialize``; it must shard the data itself."""
+        """Accept any data loader, e.g. from ``deepspeed.initialize``; it must shard the data itself."""
         self.checks_loaders = False
 
     @property
@@ -289,20 +289,20 @@ class DeepSpeedTrialContext:
         return bool(self.engines) and is_pipeline(self.engines[0])
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples per micro-batch and rank: the first engine's or, before one is registered, the config's.
+        """Return the samples per micro-batch and rank of the first engine, else of the config.
 
         Raises:
-            ValueError: If there is no engine and the config does not determine it.
+            ValueError: If no engine is registered and the config does not determine it.
         """
         return int(self.engines[0].train_micro_batch_size_per_gpu()) if self.engines else self._batch_sizes()[0]
 
     def get_num_micro_batches_per_slot(self) -> int:
         """Return the micro-batches per global batch (``gradient_accumulation_steps``).
 
-        The first engine's or, before one is registered, the config's.
+        Taken from the first engine, else from the config.
 
         Raises:
-            ValueError: If there is no engine and the config does not determine it.
+            ValueError: If no engine is registered and the config does not determine it.
         """
         return int(self.engines[0].gradient_accumulation_steps()) if self.engines else self._batch_sizes()[1]
 
@@ -324,10 +324,10 @@ class DeepSpeedTrialContext:
         return self.engines
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what Determined's context has and this one has not.
+        """Reject unknown attributes, including attributes that only Determined's context has.
 
         Raises:
-            AttributeError: Always; names what to write instead, if Determined has the attribute.
+            AttributeError: Always; names the replacement, if Determined has the attribute.
         """
         if name in ATTRIBUTES:
             raise AttributeError(f"DeepSpeedTrialContext has no {name} here: {ATTRIBUTES[name]}.")
@@ -357,7 +357,7 @@ class DeepSpeedTrialContext:
             )
 
     def _batch_sizes(self) -> tuple[int, int]:
-        """Return micro-batch size and accumulation steps of the config."""
+        """Return the config's micro-batch size and accumulation steps."""
         named = self._hparams.get("deepspeed_config")
         base = self._hparams if named is None else read_config(named)
         config = trial_config(merge(base, self._hparams.get("overwrite_deepspeed_args") or {}))
@@ -377,11 +377,11 @@ class DeepSpeedTrialContext:
 def overwrite_deepspeed_config(
     base_ds_config: str | Mapping[str, Any], source_ds_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a DeepSpeed config with settings merged into it; in a search's trial also the trial's settings.
+    """Return a DeepSpeed config with settings merged into it and, in a trial, also the trial's settings.
 
     Args:
         base_ds_config: Path of a (H)JSON file, or the config itself.
-        source_ds_dict: Settings that are merged into it key by key; None removes a key.
+        source_ds_dict: Settings to merge key by key; None removes a key.
 
     Raises:
         ValueError: If the base config cannot be read.

@@ -14,8 +14,8 @@ __all__ = ["DistributedContext"]
 class DistributedContext:
     """Rank and size of the process group; gathers and broadcasts picklable objects.
 
-    A launch runs on one machine, so that the ``_local`` variants reach the same ranks as the others. Every rank has to
-    call a collective method.
+    A launch runs on a single machine, so the ``_local`` variants reach the same ranks as the others. Every rank must
+    call collective methods.
 
     Args:
         world: Rank and size, read from the environment.

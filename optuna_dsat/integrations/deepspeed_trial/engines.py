@@ -19,11 +19,11 @@ def check_engine(engine: Any, *, measuring: bool) -> None:
 
     Args:
         engine: The first return value of ``deepspeed.initialize``.
-        measuring: Whether this is a search's launch. A search varies the ZeRO stage, so offloads that a stage does
-            not use are allowed there.
+        measuring: Whether this launch is part of a search. A search varies the ZeRO stage, so offloads that a stage
+            does not use are then allowed.
 
     Raises:
-        TypeError: If it is not an engine.
+        TypeError: If ``engine`` is not an engine.
         ValueError: If the configuration is not supported.
     """
     if not all(hasattr(engine, name) for name in ("train_batch_size", "zero_optimization_stage", "module")):
@@ -53,7 +53,7 @@ def check_engine(engine: Any, *, measuring: bool) -> None:
 
 
 def feed_pipeline(engine: Any, batches: Callable[[], Iterator[Any] | None]) -> None:
-    """Make ``train_batch()`` and ``eval_batch()`` of a pipeline engine read the trial's data if they get no iterator.
+    """Make ``train_batch()`` and ``eval_batch()`` of a pipeline engine read the trial's data unless given an iterator.
 
     Args:
         engine: A pipeline engine; its methods are wrapped on the instance.

@@ -18,7 +18,7 @@ __all__ = ["BatchPlan", "DataLoader", "Shard", "set_epoch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The part of the data that a rank reads."""
+    """Part of the data that a rank reads."""
 
     rank: int
     """Data-parallel rank, from 0."""
@@ -31,11 +31,11 @@ class Shard:
 
 
 class DataLoader:
-    """A data loader that is sharded by rank and resumes at any batch.
+    """Data loader that is sharded by rank and resumes at any batch.
 
     Accepts the arguments of ``torch.utils.data.DataLoader``, for map-style datasets. The order depends only on the
-    seed and the epoch; all ranks compute the same order and take its elements round-robin. A custom sampler yields the
-    order of the whole dataset on every rank; torch's random generator is seeded while it is iterated.
+    seed and the epoch; all ranks compute the same order and take its elements round-robin. A custom sampler must yield
+    the order of the whole dataset on every rank; torch's random generator is seeded during its iteration.
 
     Args:
         dataset: Has ``__getitem__`` and ``__len__``.
@@ -46,7 +46,7 @@ class DataLoader:
             whole batches round-robin. Must have a length.
         num_workers: Number of loading processes.
         collate_fn: Merges samples into a batch; None for torch's default.
-        pin_memory: As torch's.
+        pin_memory: As in torch.
         drop_last: Whether to drop an incomplete last batch of a training epoch.
         options: Other arguments of torch's loader (``timeout``, ``worker_init_fn``, ``prefetch_factor``, ...).
 
@@ -102,7 +102,7 @@ class DataLoader:
         return self._loader(BatchPlan(self, shard).validation(), shard)
 
     def _loader(self, batches: Any, shard: Shard) -> TorchLoader[Any]:
-        # A separate generator, so that creating an iterator does not advance torch's global one.
+        # A separate generator, so that creating an iterator does not advance torch's global generator.
         generator = self._options.get("generator") or torch.Generator().manual_seed(shard.seed)
         return TorchLoader(self.dataset, batch_sampler=batches, **{**self._options, "generator": generator})  # type: ignore[arg-type]
 
@@ -149,9 +149,9 @@ class BatchPlan:
     def validation(self) -> list[list[int]]:
         """Return the batches (lists of indices) of a validation; their number is equal on all ranks.
 
-        At ZeRO 3 every batch contains collectives, so the ranks need equally many. Samples are never repeated. If
-        batches may differ in size, none is dropped; otherwise (``batch_size`` 1, whole batches, a ``batch_sampler``)
-        the remainder that cannot be divided equally is dropped.
+        At ZeRO 3 every batch contains collectives, so all ranks need the same number. Samples are never repeated. If
+        batches may differ in size, no sample is dropped; otherwise (``batch_size`` 1, whole batches, a
+        ``batch_sampler``) the remainder that cannot be divided equally is dropped.
 
         Raises:
             ValueError: If there are too few samples for one batch per rank.
@@ -177,7 +177,7 @@ class BatchPlan:
 
     @property
     def samples_per_rank(self) -> int | None:
-        """Samples of a rank in an epoch; None if a ``batch_sampler`` decides."""
+        """Samples per rank and epoch; None with a ``batch_sampler``."""
         return None if self._loader.yields_batches else self._samples() // self._shard.size
 
     def _samples(self) -> int:
@@ -212,7 +212,7 @@ class _Endless(Sampler[list[int]]):
 
     @property
     def samples_per_rank(self) -> int | None:
-        """Samples of this rank in an epoch; None if the script's own batch sampler decides."""
+        """Samples per rank and epoch; None with a batch sampler of the script."""
         return self._plan.samples_per_rank
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -222,7 +222,7 @@ class _Endless(Sampler[list[int]]):
 
 
 def set_epoch(sampler: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of a sampler and of the sampler within a batch sampler, if they have it."""
+    """Call ``set_epoch`` of a sampler, and of the sampler within a batch sampler, if it exists."""
     for candidate in (sampler, getattr(sampler, "sampler", None)):
         if candidate is not None and hasattr(candidate, "set_epoch"):
             candidate.set_epoch(epoch)

@@ -13,13 +13,13 @@ __all__ = ["ModelParallelUnit", "make_data_parallel_mpu", "make_deepspeed_mpu", 
 
 @dataclass(frozen=True, init=False)
 class ModelParallelUnit:
-    """Role of a rank; ranks with the same data-parallel rank together hold one copy of the model.
+    """Role of a rank; ranks with the same data-parallel rank together hold a copy of the model.
 
     Args:
         data_parallel_rank: Index of this rank's shard of the data, from 0.
         data_parallel_world_size: Number of shards of the data.
-        should_report_metrics: Whether the metrics that this rank's ``train_batch`` and ``evaluate_batch`` return are
-            included.
+        should_report_metrics: Whether to include the metrics returned by this rank's ``train_batch`` and
+            ``evaluate_batch``.
         should_build_data_loader: Whether this rank reads data. The name ``should_build_dataloader`` is accepted too.
 
     Raises:
@@ -56,14 +56,14 @@ class ModelParallelUnit:
 
 
 def make_data_parallel_mpu(distributed: DistributedContext) -> ModelParallelUnit:
-    """Return the role of a rank that holds a copy of the model by itself."""
+    """Return the role of a rank that holds a full copy of the model."""
     return ModelParallelUnit(
         distributed.get_rank(), distributed.get_size(), should_report_metrics=True, should_build_data_loader=True
     )
 
 
 def make_deepspeed_mpu(grid: Any) -> ModelParallelUnit:
-    """Return the role of a rank in a pipeline: first and last stage read data, the last reports.
+    """Return the role of a rank in a pipeline: the first and last stages read data, the last reports metrics.
 
     Args:
         grid: ``engine.mpu`` of a pipeline engine, a ``PipelineParallelGrid``.
@@ -82,8 +82,9 @@ def make_deepspeed_mpu(grid: Any) -> ModelParallelUnit:
 def model_parallel_unit(engine: Any, *, rank: int, world_size: int) -> ModelParallelUnit:
     """Return this rank's role, derived from an engine.
 
-    Every rank reads its own data and reports, unless the model is a pipeline (first and last stage read data, the last
-    reports) or ``deepspeed.initialize`` was given an ``mpu`` (the first rank of each model-parallel group reports).
+    Every rank reads its own data and reports metrics, with two exceptions. In a pipeline, the first and last stages
+    read data and the last reports. With an ``mpu`` passed to ``deepspeed.initialize``, the first rank of each
+    model-parallel group reports.
 
     Raises:
         ValueError: If ranks share data and the engine does not define how.

@@ -27,7 +27,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 class Averages:
-    """Weighted sums of metrics on one rank; the device is not synchronized until they are read."""
+    """Weighted sums of metrics on a rank; the device is not synchronized until they are read."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
@@ -42,8 +42,8 @@ class Averages:
             where: Name of the method that returned them, for error messages.
 
         Raises:
-            TypeError: If ``metrics`` is neither a mapping nor a tensor, or a value is neither a number nor a tensor of
-                one element.
+            TypeError: If ``metrics`` is neither a mapping nor a tensor, or a value is neither a number nor a
+                single-element tensor.
         """
         named = {"loss": metrics} if isinstance(metrics, torch.Tensor) else metrics
         if not isinstance(named, Mapping):
@@ -67,9 +67,9 @@ def reduced(averages: Averages, reducers: list[RegisteredReducer], *, training: 
 
     Args:
         averages: Metrics of this rank; reset by the call.
-        reducers: All registered reducers; those for the kind of period are applied.
-        training: Whether it is a training period, else a validation.
-        reports: Whether this rank's metrics are included.
+        reducers: All registered reducers; only reducers for the kind of period are applied.
+        training: Whether the period is a training period, else a validation.
+        reports: Whether to include this rank's metrics.
     """
     serving = [registered for registered in reducers if registered.serves(training=training)]
     own = (averages.read(), [registered.reducer.per_slot_reduce() for registered in serving])
@@ -88,7 +88,7 @@ class MetricsFile:
 
     Args:
         path: The file; None to print only.
-        steps_completed: Completed global batches at the start of training; later records of a previous run are removed.
+        steps_completed: Completed global batches at the start of training; a previous run's later records are removed.
     """
 
     def __init__(self, path: Path | None, *, steps_completed: int) -> None:

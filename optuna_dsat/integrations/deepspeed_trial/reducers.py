@@ -1,4 +1,4 @@
-"""Custom metrics: values collected on all ranks and reduced to one result."""
+"""Custom metrics: values collected on all ranks and reduced to a single result."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FunctionReducer(MetricReducer):
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredReducer:
-    """A reducer, and when it is applied."""
+    """A reducer with its settings."""
 
     reducer: MetricReducer
     name: str | None
@@ -69,7 +69,7 @@ class RegisteredReducer:
     for_validation: bool
 
     def serves(self, *, training: bool) -> bool:
-        """Return whether it is applied in training, else in validation."""
+        """Return whether it is applied in training or, if ``training`` is False, in validation."""
         return self.for_training if training else self.for_validation
 
 

@@ -37,7 +37,7 @@ class EndlessBatches(Iterator[Any]):
         self.position = Position()
 
     def restore(self, position: Position) -> None:
-        """Move to a position; restores the random states of its epoch's start if it holds them."""
+        """Move to a position; restore the random states of its epoch's start if included."""
         raise NotImplementedError
 
 
@@ -108,7 +108,7 @@ class PlainBatches(EndlessBatches):
 
 
 class ValidationBatches(Iterator[Any]):
-    """Iterator over the batches of one validation that counts their samples.
+    """Iterator over the batches of a single validation that counts their samples.
 
     Args:
         loader: Iterated once.

@@ -36,15 +36,15 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Periods:
-    """Length of the training and periods of its actions."""
+    """Length of training, and periods of reports, validations and checkpoints."""
 
     max_length: Length
     report: Length
     """Period of reporting training metrics."""
     validation: Length | None = None
-    """Period of validations; None for only the one after the last batch."""
+    """Period of validations; None for a single validation after the last batch."""
     checkpoint: Length | None = None
-    """Period of checkpoints; None for only the one after the last batch."""
+    """Period of checkpoints; None for a single checkpoint after the last batch."""
 
 
 class Training:
@@ -57,7 +57,7 @@ class Training:
     Raises:
         RuntimeError: If the definition registered no engine.
         TypeError: If a loader cannot be sharded and checks were not disabled.
-        ValueError: If no rank reports or none reads data, or the ranks disagree on the data-parallel size.
+        ValueError: If no rank reports, no rank reads data, or the ranks disagree on the data-parallel size.
     """
 
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
@@ -90,12 +90,14 @@ class Training:
             self._train_batch(counts=False)
 
     def run(self, periods: Periods, *, folder: Path | None = None, resume: bool = False) -> None:
-        """Train to the end or until a stop is requested; a validation follows the last batch, a checkpoint either.
+        """Train to the end or until a stop is requested.
+
+        A validation follows the last batch; a checkpoint follows the last batch or the stop.
 
         Args:
-            periods: Length of the training and periods of its actions.
-            folder: Folder of checkpoints and ``metrics.jsonl``; None to write neither.
-            resume: Whether to resume from the newest checkpoint, if there is one.
+            periods: Length of training, and periods of reports, validations and checkpoints.
+            folder: Folder for checkpoints and ``metrics.jsonl``; None to write neither.
+            resume: Whether to resume from the newest checkpoint, if any.
 
         Raises:
             FileExistsError: If the folder contains checkpoints and ``resume`` is False.
@@ -121,7 +123,7 @@ class Training:
                 validates, saves = ends or self._batches % validate == 0, ends or self._batches % save == 0
                 if not (validates or saves or self._batches % report == 0):
                     continue
-                # Periods never span a checkpoint, so that a resumed training reports the same metrics.
+                # Periods never span a checkpoint, so that resumed training reports the same metrics.
                 self._end_period(output)
                 if validates:
                     self._report(output, "validation", self._validate())
@@ -136,7 +138,7 @@ class Training:
             self._context.close()
 
     def _end_period(self, output: MetricsFile | None) -> None:
-        """Report the training metrics since the last period."""
+        """Report the training metrics since the previous period."""
         metrics = self._reduced(training=True)
         self._report(output, "training", metrics)
         self._callbacks.call("on_training_workload_end", metrics, self._returned.take())
@@ -161,7 +163,7 @@ class Training:
         self._context.finished_batches = self._batches
 
     def _check_accumulation(self) -> None:
-        """Refuse a batch that ended within an accumulation: the engine would step at another time than is counted.
+        """Reject a batch that ended within a gradient accumulation: engine steps and counted batches would diverge.
 
         Raises:
             RuntimeError: If the first engine has not trained on a multiple of its micro-batches per batch.
@@ -233,7 +235,7 @@ class Training:
 
     def _resume(self, checkpoints: Checkpoints, *, wanted: bool) -> None:
         newest = newest_checkpoint(checkpoints.folder)
-        gathered(None)  # barrier: all ranks have looked before one of them writes
+        gathered(None)  # barrier: all ranks must look before any rank writes
         if newest is None:
             self._callbacks.call("on_trial_startup", 0, None)
             return
@@ -255,7 +257,7 @@ class Training:
         self._batches = self._context.finished_batches = completed
 
     def _identity(self) -> dict[str, Any]:
-        """Return the settings that must be equal between a checkpoint and a training that resumes from it."""
+        """Return the settings that must be equal when training resumes from a checkpoint."""
         return {
             "world_size": self._context.distributed.size,
             "engines": len(self._context.engines),
@@ -272,7 +274,7 @@ class Training:
         return length.batches(per_epoch=per_epoch, train_batch_size=self._train_batch_size)
 
     def _batches_per_epoch(self) -> int | None:
-        """Return the global batches of an epoch, at least 1; None if the loader has no length."""
+        """Return the global batches per epoch, at least 1; None if the loader has no length."""
         count = self._micro_batches_per_epoch
         return None if count is None else max(1, count // self._accumulation)
 
@@ -300,7 +302,7 @@ class Training:
         """Build the validation data and agree on the number of its batches; collective.
 
         Raises:
-            ValueError: If the loader has no length, or too few batches for one evaluation.
+            ValueError: If the loader has no length, or too few batches for a single evaluation.
         """
         count: int | None = None
         if self._unit.should_build_data_loader:
@@ -335,17 +337,17 @@ class Training:
         return loader
 
     def _agreed(self, count: int | None) -> int | None:
-        """Return the minimum count of the ranks that read data; None if one of them has None; collective."""
+        """Return the minimum count over the ranks that read data; None if any of them has None; collective."""
         counts = gathered((self._unit.should_build_data_loader, count))
         known = [number for builds, number in counts if builds]
         return None if None in known else min(known)
 
 
 class _Returned:
-    """What the definition's methods returned, kept for callbacks that take it.
+    """Results of the definition's methods, kept for callbacks.
 
     Args:
-        callbacks: The callbacks; what none of them takes is not kept.
+        callbacks: The callbacks; results that no callback uses are not kept.
     """
 
     def __init__(self, callbacks: Callbacks) -> None:
@@ -355,7 +357,7 @@ class _Returned:
         self._metrics: list[dict[str, Any]] = []
 
     def add(self, metrics: Any, *, of: str) -> None:
-        """Keep the metrics of a call if a callback overrides the method ``of``."""
+        """Keep the metrics of a call if any callback overrides the method ``of``."""
         if self._kept[of]:
             named = {"loss": metrics} if isinstance(metrics, torch.Tensor) else metrics
             self._metrics.append(
@@ -363,7 +365,7 @@ class _Returned:
             )
 
     def take(self) -> list[dict[str, Any]]:
-        """Return what was kept since the last call, with tensors moved to the CPU."""
+        """Return the results since the last call, with tensors moved to the CPU."""
         taken, self._metrics = self._metrics, []
         return [
             {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}

@@ -21,10 +21,10 @@ TorchData = torch.Tensor | Mapping[str, Any] | Sequence[Any]
 
 
 class DeepSpeedTrial(ABC):
-    """Base class of model definitions: engines, data loaders, and training and evaluation of one batch.
+    """Base class of model definitions: engines, data loaders, and training and evaluation of a batch.
 
     ``__init__(context)`` builds the engines with ``deepspeed.initialize`` and registers each with
-    ``context.wrap_model_engine``. ``torch.distributed`` is initialized before, unless the environment variable
+    ``context.wrap_model_engine``. ``torch.distributed`` is already initialized, unless the environment variable
     ``OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED`` leaves that to the definition.
 
     Args:
@@ -50,7 +50,7 @@ class DeepSpeedTrial(ABC):
     def train_batch(
         self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int
     ) -> torch.Tensor | Mapping[str, Any]:
-        """Train on one micro-batch, or on a global batch for a pipeline or after ``disable_auto_grad_accumulation``.
+        """Train on a micro-batch, or on a global batch for a pipeline or after ``disable_auto_grad_accumulation``.
 
         Args:
             dataloader_iter: Infinite iterator over the training data; None on ranks that read no data.
@@ -58,19 +58,20 @@ class DeepSpeedTrial(ABC):
             batch_idx: Number of completed global batches (optimizer steps).
 
         Returns:
-            Mapping of metric name -> number or tensor of one element. A single tensor is the metric ``loss``.
+            Mapping of metric name -> number or single-element tensor. A tensor instead of a mapping is the metric
+            ``loss``.
         """
 
     @abstractmethod
     def evaluate_batch(self, dataloader_iter: Iterator[Any] | None, batch_idx: int) -> Mapping[str, Any]:
-        """Evaluate one batch, or ``gradient_accumulation_steps`` batches for a pipeline, without gradients.
+        """Evaluate a batch, or ``gradient_accumulation_steps`` batches for a pipeline, without gradients.
 
         Args:
             dataloader_iter: Iterator over the validation data; None on ranks that read no data.
             batch_idx: Number of completed calls in this validation.
 
         Returns:
-            Metrics as of ``train_batch``; they are averaged over samples and ranks.
+            Metrics as in ``train_batch``; they are averaged over samples and ranks.
         """
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:

@@ -1,1 +1,1 @@
-"""Apply a trial's settings to what a script uses: trainers, data loaders, options, ranks, side effects."""
+"""Apply a trial's settings to a script's trainers, data loaders, options, ranks and side effects."""

@@ -1,8 +1,8 @@
-"""Gives accelerate the launch's DeepSpeed config where neither the script nor its environment names one.
+"""Passes the launch's DeepSpeed config to accelerate if neither the script nor its environment specifies a config.
 
-An ``Accelerator()`` or a Hugging Face Trainer trains with DeepSpeed only if it gets a plugin, a config or the variables
-that ``accelerate launch`` sets. A script with none of them is given these variables, and so is the command that trains
-with the best config.
+An ``Accelerator()`` or a Hugging Face Trainer uses DeepSpeed only if it gets a plugin, a config or the variables that
+``accelerate launch`` sets. For scripts without any of these, the runtime sets the variables. The command that trains
+with the best config contains them too.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _USE = "ACCELERATE_USE_DEEPSPEED"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _ACCUMULATION = "gradient_accumulation_steps"
 _OTHER_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
-"""Variables with which ``accelerate launch`` asks for another way to train on several devices."""
+"""Variables with which ``accelerate launch`` selects other distributed backends."""
 _DECIDED_IN_CODE = ("cpu", "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
-"""Arguments of ``Accelerator`` by which the script decides for or against DeepSpeed itself."""
+"""Arguments of ``Accelerator`` with which the script selects or rejects DeepSpeed."""
 _SECTIONS = {"optimizer": ("Optimizer", "DummyOptim"), "scheduler": ("LRScheduler", "DummyScheduler")}
-"""Section of the config -> base class of the script's own object, accelerate's class that leaves it to DeepSpeed."""
+"""Section of the config -> base class of an object built by the script, accelerate's placeholder for DeepSpeed's."""
 
 
 class AccelerateConfig:
     """Sets accelerate's variables in this rank, once.
 
     Args:
-        plan: The launch; without a user's config nothing is set.
+        plan: The launch; nothing is set without a user's config.
         rank: This rank.
         write: Records an event.
     """
@@ -79,13 +79,14 @@ class AccelerateConfig:
         cls.__init__, cls.prepare = patched_init, patched_prepare
 
     def note_accumulation(self, config: Any, steps: int) -> None:
-        """Note accumulation steps that ``DeepSpeedPlugin`` or else ``Accelerator`` has by arguments or the environment.
+        """Record accumulation steps from arguments or environment of ``DeepSpeedPlugin``, else of ``Accelerator``.
 
-        They count where the config says ``"auto"``, as the user's file may where the launch's has a number.
+        They apply if the script's config contains ``"auto"``. The user's file may contain it where the launch's file
+        has a number.
 
         Args:
             config: The plugin's config.
-            steps: The steps, before the library takes those of the config.
+            steps: The steps, before the library replaces them by the config's.
         """
         if not isinstance(config, LaidConfig):
             return
@@ -94,11 +95,11 @@ class AccelerateConfig:
             config.note_own(_ACCUMULATION, steps)
 
     def note_filled_in(self, config: Any, values: Mapping[str, Any]) -> None:
-        """Note what ``DeepSpeedPlugin`` fills in where a config says ``"auto"``, as the user's file may.
+        """Record the values that ``DeepSpeedPlugin`` fills in for ``"auto"`` in the config or the user's file.
 
         Args:
             config: The plugin's config, filled in.
-            values: Dotted key -> its value by the plugin's arguments, else the environment, else accelerate's default.
+            values: Dotted key -> value from the plugin's arguments, else the environment, else accelerate's default.
         """
         if not isinstance(config, LaidConfig):
             return
@@ -109,10 +110,10 @@ class AccelerateConfig:
                 config.note_own(key, value)
 
     def provide_for(self, arguments: Any) -> None:
-        """Provide the config to ``TrainingArguments`` that name none.
+        """Provide the config to ``TrainingArguments`` without a config.
 
-        A script may build them again from the first ones, with what its command line says (``dataclasses.replace``, a
-        parser for files and options): where these name a config, the one that was provided is withdrawn.
+        Scripts may rebuild the arguments from the first instance and the command line (``dataclasses.replace``, a
+        parser for files and options). If the rebuilt arguments contain a config, the provided config is withdrawn.
         """
         if not getattr(arguments, "deepspeed", None) and not getattr(arguments, "fsdp", None):
             self.provide()
@@ -120,14 +121,14 @@ class AccelerateConfig:
             self._withdraw()
 
     def leave_optimizer_to(self, arguments: Any) -> None:
-        """Remove the sections for which ``TrainingArguments`` of a script without a config have settings themselves."""
+        """Remove config sections that duplicate ``TrainingArguments`` settings, if the config was provided here."""
         plugin = getattr(arguments, "deepspeed_plugin", None)
         if self._provided and plugin is not None:
             for section in _SECTIONS:
                 plugin.hf_ds_config.config.pop(section, None)
 
     def provide(self) -> None:
-        """Set the variables, unless the environment or the script says how it trains."""
+        """Set the variables, unless the environment or the script selects a training backend."""
         if self._provided or not self._plan.user_config_path or _says_how_to_train():
             return
         self._provided = True
@@ -147,7 +148,7 @@ class AccelerateConfig:
             )
 
     def _withdraw(self) -> None:
-        """Remove the variables that were set."""
+        """Unset the variables again."""
         self._provided = False
         for name in (_USE, _CONFIG_FILE):
             os.environ.pop(name, None)
@@ -157,12 +158,12 @@ class AccelerateConfig:
 
 
 def join_ranks(module: Any, *, rank: Rank, on_join: Callable[[], None]) -> None:
-    """Use gloo for ranks without a GPU: accelerate selects no backend then and assumes one process.
+    """Use gloo for ranks without a GPU, where accelerate selects no backend and assumes a single process.
 
     Args:
         module: ``accelerate.state``.
         rank: This rank.
-        on_join: Called when accelerate selected no backend.
+        on_join: Called if accelerate selected no backend.
     """
     cls = module.PartialState
     original = cls._prepare_backend
@@ -179,7 +180,7 @@ def join_ranks(module: Any, *, rank: Rank, on_join: Callable[[], None]) -> None:
 
 
 def how_to_train_with_deepspeed() -> str:
-    """Return what to change where the script trains without DeepSpeed."""
+    """Return advice for a script that trains without DeepSpeed."""
     state: Any = sys.modules.get("accelerate.state")
     if state is not None and state.AcceleratorState._shared_state.get("_cpu"):
         return (
@@ -193,10 +194,10 @@ def how_to_train_with_deepspeed() -> str:
 
 
 def _left_open(path: str) -> frozenset[str]:
-    """Return the dotted keys that a file leaves to accelerate by ``"auto"``; none of a file that cannot be read."""
+    """Return the dotted keys with value ``"auto"`` in a file; empty if the file cannot be read."""
     try:
         settings = flatten(read_config(path)) if path else {}
-    except ValueError:  # the hook has said so
+    except ValueError:  # already reported by the hook
         return frozenset()
     return frozenset(key for key, value in settings.items() if value == "auto")
 

@@ -1,9 +1,9 @@
-"""Where a script's batch size comes from: its parsers, its files, what makes its batches.
+"""Sources of a script's batch size: parsers, settings files and data loaders.
 
-In the profile launch every whole number that a parser, a settings file or a data loader gave the script is noted. The
-tuner compares them with the batch that the engine was fed, and proves its guess by a launch at twice the size. In a
-launch whose batch size follows by a file's setting or by what makes the batches, the number is replaced here; options
-of the command line are replaced in the arguments (``optuna_dsat.script.arg_mapping``).
+The profile launch records every integer that the script got from a parser, settings file or data loader. The tuner
+compares them with the batch that the engine received, and verifies its guess with a launch at twice the size. In later
+launches this module replaces the number if its source is a settings file or data loader; command-line options are
+replaced in the arguments instead (``optuna_dsat.script.arg_mapping``).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from optuna_dsat.runtime.user_code import Place, is_installed
 __all__ = ["BatchSources"]
 
 _MOST = 400
-"""Numbers of one kind that are noted."""
+"""Maximum number of recorded numbers per kind of source."""
 _MOST_TEXT_BYTES = 2**20
-"""Size of a settings file that is compared with what the script parses; data are larger."""
+"""Maximum size of a settings file that is compared with parsed texts; larger files contain data."""
 
 
 class BatchSources:
-    """Notes what may set a script's batch size, and has a setting or the data loaders follow the launch's.
+    """Records sources of a script's batch size, and sets the launch's batch size in the selected source.
 
     Args:
-        micro_batch: Samples per rank and forward pass under the launch's config; None if it does not say.
-        follow: What the batch size follows by, with the script's own number B: ``{"kind": "loader", "own": B}``,
-            ``{"kind": "attribute", "key": "CLASS.NAME", "own": B}`` of a data set, or ``{"kind": "setting", "file": F,
-            "key": K, "own": B, "scale": S}`` with the ranks times accumulation S that a setting counts; empty if
-            nothing is replaced here. ``rows`` and samples, as of ``sample_counter``, may be there, too.
-        fed: Returns how many micro-batches the engine was fed so far.
-        noting: Whether settings files are noted: a launch that already knows what it follows reads that one alone.
-        repeat: Whether a data loader that feeds the engine begins again instead of ending.
-        outputs: Folder that receives what Hydra writes of a run; None to leave that as the script says.
+        micro_batch: Samples per rank and forward pass in the launch's config; None if unspecified.
+        follow: The source to change, with the script's original number B: ``{"kind": "loader", "own": B}``,
+            ``{"kind": "attribute", "key": "CLASS.NAME", "own": B}`` of a dataset, or ``{"kind": "setting", "file": F,
+            "key": K, "own": B, "scale": S}``, where a setting counts S micro-batches (ranks times accumulation).
+            Empty to change nothing. May also contain ``rows`` of ``sample_counter``.
+        fed: Returns the number of micro-batches that the engine has received.
+        noting: Whether to record settings files; False if ``follow`` is known, so that only its file is read.
+        repeat: Whether to restart data loaders that feed the engine when they are exhausted.
+        outputs: Folder for the output of a Hydra run; None to keep the script's.
     """
 
     def __init__(
@@ -64,23 +64,23 @@ class BatchSources:
         self._loaders = LoaderWatch(micro_batch=micro_batch, follow=follow, fed=fed, repeat=repeat)
         self._settings: dict[tuple[str, str], int] = {}
         self._texts = _ArgumentTexts()
-        self._folder = f"{Path.cwd().resolve()}{os.sep}"  # the script may change its own
+        self._folder = f"{Path.cwd().resolve()}{os.sep}"  # the script may change the working directory
 
     def install(self) -> None:
-        """Start noting what argparse parses; other libraries are watched as they are imported (``callbacks``)."""
+        """Start recording values parsed by argparse; other libraries are patched on import (``callbacks``)."""
         self._parsers.install()
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
-        """Return what to call when a module has been imported, by its name."""
+        """Return module name -> function to call when the module has been imported."""
         files = {"json": self._json_imported, "yaml": self._yaml_imported, "tomllib": self._json_imported}
         return {**self._parsers.callbacks(), **self._loaders.callbacks(), **files}
 
     def event(self, *, rank: int, places: Sequence[Place] = ()) -> BatchSourcesFound:
-        """Return all that was noted until now.
+        """Return everything recorded until now.
 
         Args:
             rank: Global rank.
-            places: Places of the user's code that led to the engine's first input, the innermost first.
+            places: Places in the user's code that led to the engine's first input, innermost first.
         """
         return BatchSourcesFound(
             rank=rank,
@@ -97,17 +97,17 @@ class BatchSources:
         )
 
     def numbers(self, configured: Set[int]) -> BatchNumbers:
-        """Return the numbers that are known by now to mean samples of a batch.
+        """Return the numbers known so far to be batch sizes.
 
         Args:
-            configured: Micro-batches of the launch's config and of the script's own.
+            configured: Micro-batch sizes in the launch's config and the script's config.
         """
         settings = [(key, value) for (_, key), value in self._settings.items()]
         named = {value for name, value in [*self._parsers.options.items(), *settings] if names_training_batch(name)}
         return BatchNumbers(configured=configured, named=named, loaded=self._loaders.loaded)
 
     def _note_settings(self, source: Any, found: Any) -> None:
-        """Note the numbers of a settings file, and replace the one that follows the launch."""
+        """Record the numbers of a settings file, and replace the batch size selected by ``follow``."""
         if not self._noting and self._follow.get("kind") != "setting":
             return
         file = self._texts.file_of(source) if isinstance(source, str) else _name_of(source)
@@ -136,14 +136,14 @@ class BatchSources:
 
 
 class _ArgumentTexts:
-    """Texts of the settings files that the script's arguments name, for scripts that parse what they have read."""
+    """Contents of the settings files in the script's arguments, for scripts that read a file and parse its text."""
 
     def __init__(self) -> None:
         self._arguments: list[str] | None = None
         self._files: dict[str, str] = {}
 
     def file_of(self, text: str) -> str | None:
-        """Return the absolute path of the file that has a text; None if no argument names one."""
+        """Return the absolute path of the file in the arguments that contains exactly this text, or None."""
         if self._arguments != sys.argv:
             self._arguments = list(sys.argv)
             named = {arg.rpartition("=")[2] for arg in sys.argv[1:]}
@@ -152,9 +152,9 @@ class _ArgumentTexts:
 
 
 def _settings_text(name: str) -> str:
-    """Return the text of a settings file; empty if the name is none's, or what has it is too large for one, or no file.
+    """Return the text of a settings file; empty for other suffixes, too large files and anything but regular files.
 
-    What is in a pipe is for the script, which could not read it after.
+    Pipes are not read, because the script could not read them again.
     """
     if not name.endswith((".json", ".toml", ".yaml", ".yml")):
         return ""
@@ -165,7 +165,7 @@ def _settings_text(name: str) -> str:
 
 
 def _after(module: ModuleType, name: str, note: Callable[[Any, Any], None]) -> None:
-    """Have a function that reads its first argument tell what it returned."""
+    """Wrap a function to call ``note`` with its first argument and its result."""
     original = getattr(module, name, None)
     if original is None:
         return
@@ -180,7 +180,7 @@ def _after(module: ModuleType, name: str, note: Callable[[Any, Any], None]) -> N
 
 
 def _name_of(source: Any) -> str | None:
-    """Return the absolute path of an open file; None for anything else, and for files of installed packages."""
+    """Return the absolute path of an open file; None for other objects and for files of installed packages."""
     name = getattr(source, "name", None)
     if not isinstance(name, str) or is_installed(name):
         return None

@@ -1,10 +1,9 @@
-"""Default of the script's option for its DeepSpeed config: the launch's own file.
+"""Sets the launch's file as default of the script's option for its DeepSpeed config.
 
-A script that takes its config from an option of its command line, such as those of
-``deepspeed.add_config_arguments``, may be tuned by naming the config to the tuner alone. Then the option gets the file
-as its default; an explicit argument takes precedence. Where the option has a DeepSpeed config of the script's as its
-default, or is given the name of one that lies elsewhere (``--deepspeed zero2``), that stays, and the option is known
-to those who print the command that trains.
+Scripts with a command-line option for the config, such as the options of ``deepspeed.add_config_arguments``, can be
+tuned by passing the config to the tuner only. The option's default is then the launch's file; an explicit argument
+takes precedence. A default that is a DeepSpeed config of the script, or an argument with the name of a config stored
+elsewhere (``--deepspeed zero2``), is kept, and the option is reported for the final training command.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ __all__ = [
 ]
 
 _CONFIG = re.compile(r"--(deepspeed|deepscale|ds)([-_]?(config|cfg))([-_]?(file|path|json))?$", re.IGNORECASE)
-"""Options that name a DeepSpeed config."""
+"""Options for the path of a DeepSpeed config."""
 _SWITCH = "--deepspeed"
 """DeepSpeed's switch, or the Hugging Face Trainer's option for the config."""
 _SECTIONS = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "optimizer"})
-"""Keys of which a DeepSpeed config has one at least."""
+"""Keys of which a DeepSpeed config has at least one."""
 
 
 def default_config_option(config_path: str, *, user_config: str = "", on_found: Callable[[str], None]) -> None:
     """Make ``config_path`` the default of a parser's option for the DeepSpeed config, in every parser of this process.
 
-    A default is replaced if it is empty, names no file or the user's config. DeepSpeed's switch is on by default then.
+    A default is replaced if it is empty, not a file, or the user's config. DeepSpeed's switch is then on by default.
 
     Args:
-        config_path: The launch's DeepSpeed config; empty if no default is to be replaced.
-        user_config: The user's, of which it is the launch's; empty for none.
-        on_found: Called with the name of an option whose default was replaced or is a DeepSpeed config, or of the
-            Trainer's where what it is given is no file.
+        config_path: The launch's DeepSpeed config; empty to replace no default.
+        user_config: The user's DeepSpeed config, from which the launch's was made; empty for none.
+        on_found: Called with the name of an option whose default was replaced or is a DeepSpeed config, and with the
+            name of the Trainer's option if its argument is not a file.
     """
     original = argparse.ArgumentParser.parse_known_args
 
@@ -73,7 +72,7 @@ def default_config_option(config_path: str, *, user_config: str = "", on_found: 
 
 
 def _config_action(parser: argparse.ArgumentParser) -> argparse.Action | None:
-    """Return a parser's option for the DeepSpeed config; None if it has none."""
+    """Return a parser's option for the DeepSpeed config, or None."""
     valued = [action for action in parser._actions if action.option_strings and action.nargs != 0]
     named = [action for action in valued if any(_CONFIG.match(option) for option in action.option_strings)]
     of_trainer = [action for action in valued if _SWITCH in action.option_strings]
@@ -90,7 +89,7 @@ def _is_open(action: argparse.Action, user_config: str) -> bool:
 
 
 def _is_given_a_name(action: argparse.Action, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the Trainer's option is among the arguments of ``parse_known_args``, and what stands there is no file."""
+    """Return whether ``action`` is the Trainer's option and is given with a value that is not an existing path."""
     if _SWITCH not in action.option_strings:
         return False
     given = args[0] if args else kwargs.get("args")
@@ -101,7 +100,7 @@ def _is_given_a_name(action: argparse.Action, args: Sequence[Any], kwargs: Mappi
 
 
 def _is_config(default: object) -> bool:
-    """Whether an option's default names a file with a DeepSpeed config."""
+    """Return whether an option's default is the path of a DeepSpeed config."""
     if not isinstance(default, str) or not Path(default).is_file():
         return False
     try:
@@ -123,7 +122,7 @@ class ScriptCommand:
         """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them.
 
         Args:
-            safe_path: Whether the script's folder stays out of ``sys.path`` (``python -P``).
+            safe_path: Whether to keep the script's folder out of ``sys.path`` (``python -P``).
         """
         sys.argv = [self.name, *self.args]
         if self.is_module:
@@ -139,7 +138,7 @@ def parse_command(argv: Sequence[str]) -> ScriptCommand:
     """Parse ``SCRIPT ARGS...`` or ``--module PKG.MOD ARGS...``.
 
     Raises:
-        ValueError: If neither a script nor a module is named.
+        ValueError: If neither a script nor a module is given.
     """
     if argv and argv[0] == "--module" and len(argv) > 1:
         return ScriptCommand(name=argv[1], is_module=True, args=tuple(argv[2:]))
@@ -151,10 +150,9 @@ def parse_command(argv: Sequence[str]) -> ScriptCommand:
 
 
 def replace_config_paths(args: Sequence[str], *, user_config: str, config: str) -> tuple[str, ...]:
-    """Return the arguments, with paths of the user's config file replaced by the trial's config file.
+    """Return the arguments with paths of the user's config file replaced by the trial's config file.
 
-    An argument matches if it is the same text or refers to the same file, alone or as the value of
-    ``--flag=path``.
+    An argument, or the value in ``--flag=path``, matches if it is the same text or refers to the same file.
     """
     return tuple(_replaced(arg, user_config, config) for arg in args)
 
@@ -169,7 +167,7 @@ def _replaced(arg: str, user_config: str, config: str) -> str:
 
 
 def is_same_file(candidate: str, path: str) -> bool:
-    """Return whether a text is a file's path; also of a file that is gone, such as the config of a stored study."""
+    """Return whether a text is a path of a file. The file may be gone, like the config of a stored study."""
     if not candidate or not path:
         return False
     if candidate == path:
@@ -185,7 +183,7 @@ def is_same_file(candidate: str, path: str) -> bool:
 # Redirects reads of the user's DeepSpeed config file to the launch's.
 #
 # Many scripts open a config whose path is hard-coded or the default of an option, and take their batch size from it.
-# Replacing arguments does not affect those; therefore opening the user's config for reading opens the launch's
+# Replacing arguments does not affect such scripts; therefore opening the user's config for reading opens the launch's
 # instead.
 
 _WRITING = frozenset("wax+")
@@ -201,10 +199,10 @@ def reads_redirected(
     of file names.
 
     Args:
-        user_config: The user's DeepSpeed config; empty for none, which redirects nothing.
-        config: The launch's.
-        on_read: Called at each reading of either, with whether it was opened by the launch's name, as an argument of
-            the script gives it, rather than by the user's.
+        user_config: The user's DeepSpeed config; if empty, nothing is redirected.
+        config: The launch's DeepSpeed config.
+        on_read: Called whenever either file is opened for reading: with True if by the launch's path, which scripts get
+            as an argument, and with False if by the user's path.
     """
     if not user_config:
         yield

@@ -2,10 +2,10 @@
 
 ``transformers`` and ``accelerate`` read the DeepSpeed config long before ``deepspeed.initialize``: they build the
 model under ``zero.Init`` at ZeRO 3, fill in ``"auto"`` values, and compare the config with ``TrainingArguments``.
-Therefore the overlay is applied to the config that they hold, and the batch sizes of ``TrainingArguments`` are set to
+Therefore the overlay is applied to their copy of the config, and the batch sizes of ``TrainingArguments`` are set to
 the launch's; the script's other settings are unchanged.
 
-A launch that measures does not evaluate, save, resume, push or report to trackers. This module imports neither library.
+Measured launches do not evaluate, save, resume, push or report to trackers. This module imports neither library.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PLUGIN_FIELDS = {
 """Field of accelerate's ``DeepSpeedPlugin`` -> config key that it duplicates."""
 
 _ARGUMENTS_OF_FILL_MATCH = ("mismatches", "must_match")
-"""Arguments of ``DeepSpeedPlugin.fill_match`` beside what it fills in, which are keywords by their dotted keys."""
+"""Named arguments of ``DeepSpeedPlugin.fill_match``; all other keywords are dotted config keys to fill in."""
 
 _MEASURING_ARGUMENTS = {
     "auto_find_batch_size": False,  # would hide an out-of-memory error and measure another batch size
@@ -61,14 +61,14 @@ _MEASURING_ARGUMENTS = {
     "resume_from_checkpoint": None,
     "save_strategy": "no",
 }
-"""Fields of ``TrainingArguments`` -> their values in a launch that measures."""
+"""Field of ``TrainingArguments`` -> value in measured launches."""
 
 _NEED_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 """Schedules that ``TrainingArguments`` rejects without evaluation; with them the evaluation strategy is kept, and a
 callback cancels evaluation at every step."""
 
 _DISABLED_METHODS = ("_save_checkpoint", "create_model_card", "init_hf_repo", "push_to_hub", "save_model", "save_state")
-"""Methods of the Trainer that are disabled in a launch that measures."""
+"""Methods of the Trainer that are disabled in measured launches."""
 
 SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
 """Scheduler parameters that the Trainer computes from the training length and compares with the config. They depend on
@@ -79,14 +79,14 @@ class _OwnOptions:
     """Batch sizes of the script's command line before ``get_hf_args_with_overwrites`` replaced them."""
 
     values: Mapping[str, int | None] | None = None
-    """Field of ``TrainingArguments`` -> its value; None if its option is absent. None if nothing was replaced."""
+    """Field of ``TrainingArguments`` -> value, or None if its option is absent. None if nothing was replaced."""
 
 
 def note_own_options(values: Mapping[str, int | None]) -> None:
-    """Note the batch sizes that the user's own arguments give, before a helper replaces them; the first call counts.
+    """Record the batch sizes in the user's arguments before a helper replaces them; the first call counts.
 
     Args:
-        values: Field of ``TrainingArguments`` -> its value; None if the arguments do not give it.
+        values: Field of ``TrainingArguments`` -> value, or None if its option is absent.
     """
     if _OwnOptions.values is None:
         _OwnOptions.values = dict(values)
@@ -108,7 +108,7 @@ class HuggingFaceHook:
         self._parses_command_line = False
         self._found = False
         self._own: tuple[int, int, bool] | None = None
-        """Batch sizes as the script set them, before its ``TrainingArguments`` got the launch's for the first time."""
+        """Batch sizes set by the script, before ``TrainingArguments`` got the launch's for the first time."""
         self._accelerate = AccelerateConfig(plan=plan, rank=rank, write=write)
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
@@ -123,7 +123,7 @@ class HuggingFaceHook:
         }
 
     def _config_imported(self, module: Any) -> None:
-        """Apply the overlay to every config that either library holds, before its ZeRO stage is read."""
+        """Apply the overlay to every config of either library, before its ZeRO stage is read."""
         cls = module.HfDeepSpeedConfig
         original = cls.__init__
 
@@ -131,7 +131,7 @@ class HuggingFaceHook:
         def init(config: Any, *args: Any, **kwargs: Any) -> None:
             original(config, *args, **kwargs)
             laid = effective_config(config.config, self._plan.overlay)
-            laid.setdefault("zero_optimization", {"stage": 0})  # accelerate refuses a config without
+            laid.setdefault("zero_optimization", {"stage": 0})  # accelerate rejects configs without this section
             if hasattr(config, "trainer_config_finalize"):
                 _reset_schedule_length(laid)
             config.config = LaidConfig(config.config, laid)
@@ -233,10 +233,10 @@ class HuggingFaceHook:
         cls.__init__, cls.train = patched_init, patched_train
 
     def _script_values(self, arguments: Any) -> tuple[int, int, bool]:
-        """Return micro-batch and accumulation steps as the script sets them, and whether by its command line.
+        """Return the script's micro-batch and accumulation steps, and whether they come from its command line.
 
-        ``TrainingArguments`` built from others (trl's trainers copy them, parsers merge a file with options) come with
-        the launch's batch sizes: the script's own are those of the first.
+        ``TrainingArguments`` built from others (trl's trainers copy them, parsers merge a file with options) already
+        contain the launch's batch sizes; only the first instance has the script's.
         """
         found = self._given_values(arguments)
         if self._own is not None and found[:2] == tuple(
@@ -320,7 +320,7 @@ def _disable_method(cls: Any, name: str) -> None:
 
 
 def _no_evaluation(trainer: Any, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
-    """Replace ``Trainer.evaluate`` in a launch that measures; returns a loss of NaN, since scripts may read it."""
+    """Replace ``Trainer.evaluate`` in measured launches; return a loss of NaN, since scripts may read it."""
     del trainer
     return {f"{metric_key_prefix}_loss": float("nan")}
 

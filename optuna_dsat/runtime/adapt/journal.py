@@ -1,6 +1,6 @@
-"""Notes of a rank on what it may leave outside its run directory: whoever outlives it removes that.
+"""Clean-up journal of a rank: files that it may leave outside its run directory, for removal after its end.
 
-A rank that is killed removes nothing itself, and a launch that ends before its first step has not come to it.
+A rank that is killed, or a launch that ends before its first step, removes nothing itself.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def note(record: Path, what: str | Mapping[str, str]) -> None:
-    """Append a path, or another thing, to the notes, one JSON text a line."""
+    """Append a path, or a JSON object, to the journal as one line."""
     with contextlib.suppress(OSError), record.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(what) + "\n")
 
 
 def note_shared_buffer(record: Path, environ: Mapping[str, str], *, rank: int) -> None:
-    """Note the buffer that DeepSpeed's operator for the CPU makes in shared memory and never unlinks.
+    """Record the shared-memory buffer that DeepSpeed's CPU communication operator creates and never unlinks.
 
-    It has the name that ``csrc/cpu/comm/shm.cpp`` of DeepSpeed 0.19.8 gives it, also where none is made.
+    The name is the one in ``csrc/cpu/comm/shm.cpp`` of DeepSpeed 0.19.8. It is recorded even if no buffer is created.
 
     Args:
         record: File that receives the path.
@@ -60,9 +60,9 @@ def note_shared_buffer(record: Path, environ: Mapping[str, str], *, rank: int) -
 
 
 def note_temporary_folders(record: Path) -> None:
-    """Have every folder that ``tempfile.mkdtemp`` makes in the temporary folder noted.
+    """Record every folder that ``tempfile.mkdtemp`` creates in the temporary folder.
 
-    Trackers leave such folders behind, and a rank that is killed leaves all of its own.
+    Experiment trackers leave such folders behind, and a killed rank leaves all of its folders.
 
     Args:
         record: File that receives the paths.
@@ -80,10 +80,9 @@ def note_temporary_folders(record: Path) -> None:
 
 
 def note_temporary_files(record: Path) -> None:
-    """Have every file that ``tempfile`` makes in the temporary folder noted before it does.
+    """Record every file that ``tempfile`` creates in the temporary folder, before its creation.
 
-    A rank that is killed, or that leaves after its last step, removes none of those that are open, as it would at its
-    normal end.
+    A rank that is killed, or exits early after its last step, does not remove its open temporary files.
 
     Args:
         record: File that receives their paths.
@@ -99,22 +98,23 @@ def note_temporary_files(record: Path) -> None:
 
 
 def share_multiprocessing_folder(util: Any) -> None:
-    """Make this process's temporary folder of ``multiprocessing``, which the processes that it spawns then use, too.
+    """Create the temporary folder of ``multiprocessing`` now, so that spawned processes share it.
 
-    They are fresh interpreters, which note nothing: each would make a folder of its own.
+    Spawned processes are fresh interpreters without this journal; each would create its own folder.
 
     Args:
         util: ``multiprocessing.util``.
     """
-    with contextlib.suppress(OSError):  # whoever needs one says so
+    with contextlib.suppress(OSError):  # raised again where the folder is needed
         util.get_temp_dir()
 
 
 def note_shared_memory(record: Path) -> None:
-    """Have what this process and its forks make in shared memory noted before they do: it may be in use for an instant.
+    """Record files that this process and its forks create in shared memory, before their creation.
 
-    That is what Python opens there, and ``multiprocessing.shared_memory``. What a library in C makes, or another
-    program, is seen while a process uses it (``launch/machine/shared_memory.py``). What was there before is not noted.
+    Files may exist only briefly, so they cannot be found by looking. Covers files that Python opens and
+    ``multiprocessing.shared_memory``. Files of C libraries and other programs are detected while a process uses them
+    (``launch/machine/shared_memory.py``). Existing files are not recorded.
 
     Args:
         record: File that receives the paths.
@@ -139,25 +139,25 @@ def note_shared_memory(record: Path) -> None:
 
 
 def _note_new(record: Path, path: str) -> None:
-    """Note a path in shared memory at which there is nothing yet."""
-    with contextlib.suppress(OSError, ValueError):  # a working directory that is gone, a path that no file has
+    """Record a path in shared memory that does not exist yet."""
+    with contextlib.suppress(OSError, ValueError):  # the working directory is gone, or the path is invalid
         whole = os.path.abspath(path)  # noqa: PTH100 - in a hook, which opens no module
         if os.path.dirname(whole) == str(SHARED_MEMORY) and not os.path.lexists(whole):  # noqa: PTH120
             note(record, whole)
 
 
-# Locks of torch's builds of extensions: who holds one, and what becomes of one that nobody holds.
+# Locks of torch's extension builds: detecting their owners, and removing stale locks.
 #
 # DeepSpeed compiles its operators on first use. torch guards a build with a lock *file*, whose existence is the lock
-# (``torch.utils.file_baton``), and waits for its removal without limit: a builder that is killed would make everybody
-# wait for ever. The builder keeps the file open meanwhile, and its compilers work in the folder, so whether it lives
-# can be seen, unless it runs on another machine or in another container. Then the lock says so, if one of ours made
-# it.
+# (``torch.utils.file_baton``), and waits for its removal without limit: after a killed build, every process would wait
+# forever. A running build keeps the file open, and its compilers work in the folder, so a living owner can be detected
+# on the same machine and in the same container. For other machines and containers, locks made by this package contain
+# their owner.
 
 _ABANDONED_S = 600.0
-"""Age from which a lock is stale that may be held where its holder cannot be seen from here."""
+"""Age in seconds from which a lock is stale if its owner may be on another machine or in another container."""
 _POLL_S, _LOOK_S = 0.1, 1.0
-"""Pauses of a wait for a lock: until it is looked whether it is there, and whether it is held."""
+"""Intervals in seconds, while waiting for a lock, of checking its existence and its owner."""
 
 _PROC = Path("/proc")
 
@@ -165,23 +165,23 @@ _TOOLS = re.compile(
     r"(.*-)?(ninja|c\+\+|g\+\+|gcc|cc|cc1|cc1plus|clang|clang\+\+|icpx|nvcc|cicc|cudafe\+\+|ptxas|fatbinary|hipcc"
     r"|as|ld|collect2)(-[\d.]+)?"
 )
-"""Names of programs that take part in a build."""
+"""Names of build programs."""
 
 _SHARED = re.compile(
     r"nfs\d?|cifs|smb\w*|lustre|gpfs|beegfs|ceph|glusterfs|afs|panfs|wekafs|fuse\.(sshfs|ceph|gluster.*)"
 )
-"""File systems that other machines may have mounted, too (field 9 of ``/proc/self/mountinfo``: proc(5))."""
+"""Types of file systems that other machines may also mount (field 9 of ``/proc/self/mountinfo``: proc(5))."""
 
 
 def remove_if_abandoned(lock: Path) -> bool:
-    """Remove a lock that nobody holds; return whether it was removed."""
+    """Remove a lock without an owner; return whether it was removed."""
     try:
         before = lock.stat()
         if is_held(lock):
             return False
         now = lock.stat()
         if (before.st_ino, before.st_ctime_ns) != (now.st_ino, now.st_ctime_ns):
-            return False  # another process has removed it meanwhile, and builds
+            return False  # another process has just removed it, and builds
         lock.unlink()
     except OSError:
         return False
@@ -189,7 +189,7 @@ def remove_if_abandoned(lock: Path) -> bool:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a lock has a living holder: one that can be seen, or one that cannot while the lock is young."""
+    """Return whether a lock has a living owner; an owner that cannot be checked counts while the lock is young."""
     if any(_works_at(pid, lock) for pid in _processes()):
         return True
     try:
@@ -208,9 +208,9 @@ def is_held(lock: Path) -> bool:
 
 
 def guard_builds(file_baton: Any) -> None:
-    """Have torch's locks say who made them, and have nobody in this process wait for one that is abandoned.
+    """Write the owner into torch's build locks, and take over stale locks instead of waiting for them.
 
-    Who waits for a builder that is killed goes on with its build.
+    A process that waits for a killed build continues that build.
 
     Args:
         file_baton: The module ``torch.utils.file_baton``; its class is patched in place, once.
@@ -225,7 +225,7 @@ def guard_builds(file_baton: Any) -> None:
         path = Path(baton.lock_file_path)
         taken = bool(acquire(baton)) or (remove_if_abandoned(path) and bool(acquire(baton)))
         if taken:
-            with contextlib.suppress(OSError):  # a full disk: then it is judged by who has it open
+            with contextlib.suppress(OSError):  # a full disk: the owner is then found by its open file
                 maker = (platform.node(), process_space(), os.getpid(), start_ticks(os.getpid()))
                 path.write_text(" ".join(map(str, maker)) + "\n", encoding="utf-8")
         return taken
@@ -246,7 +246,7 @@ def guard_builds(file_baton: Any) -> None:
 
 
 def _finish_build(folder: Path) -> None:
-    """Go on with a build whose builder was killed, as it would itself; what fails is seen when its result is loaded."""
+    """Continue the build of a killed process; errors show when the result is loaded."""
     if (folder / "build.ninja").exists():
         with contextlib.suppress(OSError):
             subprocess.run(["ninja"], cwd=folder, stdout=subprocess.DEVNULL, check=False)
@@ -257,7 +257,7 @@ def _processes() -> list[int]:
 
 
 def _works_at(pid: int, lock: Path) -> bool:
-    """Whether a process has a lock open, or is a program of a build and at work in its folder."""
+    """Return whether a process has a lock open, or is a build program working in its folder."""
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -277,7 +277,7 @@ def _works_at(pid: int, lock: Path) -> bool:
 
 
 def _is_shared(folder: Path) -> bool:
-    """Whether a folder lies on a file system that other machines may have mounted, too."""
+    """Return whether a folder is on a file system that other machines may also mount."""
     best, kind = "", ""
     path = str(folder.resolve())
     with contextlib.suppress(OSError):

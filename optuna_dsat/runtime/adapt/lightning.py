@@ -1,10 +1,10 @@
 """Applies the launch's config to Lightning's DeepSpeed strategy, for its Trainer and for Fabric.
 
 The strategy reads the config before ``deepspeed.initialize`` does: it builds the model under ``zero.Init`` at ZeRO 3.
-The Trainer rejects a config with ``gradient_accumulation_steps``, which is its own argument; that argument is set to
-the launch's value instead. Batches come from the script's own loader.
+The Trainer rejects a config with ``gradient_accumulation_steps``, since it has an argument for it; that argument is set
+to the launch's value instead. Batches come from the script's loader.
 
-In a launch that measures, the Trainer does not validate, save, log or resume. This module does not import Lightning.
+In measured launches, the Trainer does not validate, save, log or resume. This module does not import Lightning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["LightningHook"]
 
 _ACCUMULATION = "gradient_accumulation_steps"
 _NEEDS_VALIDATION = frozenset({"Checkpoint", "EarlyStopping", "ModelCheckpoint"})
-"""Class names of callbacks that save checkpoints or require metrics of validation."""
+"""Class names of callbacks that save checkpoints or require validation metrics."""
 
 
 class LightningHook:
@@ -110,10 +110,10 @@ class LightningHook:
         cls.__init__, cls.fit = init_as_launched, fit_without_validation
 
     def _check_ranks(self, devices: Any, nodes: int) -> None:
-        """Refuse a Trainer that asks for another number of devices than the launch has ranks, as Lightning does later.
+        """Check early that the Trainer's device count is the launch's number of ranks; Lightning checks it later.
 
         Raises:
-            ValueError: If it does; the message has the options with which it gets its number.
+            ValueError: If the numbers differ; the message contains the options to set the number of ranks.
         """
         number = _number_of(devices)
         wanted = None if number is None else nodes * number
@@ -159,7 +159,7 @@ class LightningHook:
 
 
 def _number_of(devices: Any) -> int | None:
-    """Return how many devices an argument of Lightning's Trainer asks for; None if it leaves that open.
+    """Return the number of devices in the ``devices`` argument of Lightning's Trainer; None if unspecified.
 
     Args:
         devices: A number, a list of indices, either of these as text (``"2"``, ``"0,1"``), ``-1`` or ``"auto"``.

@@ -1,7 +1,7 @@
-"""Watches what makes batches: data loaders of torch, ``datasets``, ``webdataset``, data sets that batch by themselves.
+"""Observes sources of batches: data loaders of torch, ``datasets``, ``webdataset``, datasets that yield batches.
 
-Each is noted with its place in the user's code and its sizes. In a launch whose batch size follows by one of them, the
-script's own size is replaced here, and nothing else: sampler, order and seed stay the script's.
+Records the sizes of each source and its location in the user's code. In launches that set the batch size through such a
+source, replaces the script's batch size, and nothing else: the sampler, order and seed remain unchanged.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from optuna_dsat.runtime.user_code import Place, is_installed, is_size, place_of
 __all__ = ["LoaderWatch"]
 
 _MOST_ATTRIBUTES = 8
-"""Whole numbers of one data set that are noted."""
+"""Maximum number of integer attributes recorded per dataset."""
 
 
 class LoaderWatch:
-    """Notes what makes batches, and gives it the launch's micro-batch if that is how the batch size follows.
+    """Records sources of batches; sets the launch's micro-batch in the source selected by ``follow``.
 
     Args:
-        micro_batch: Samples per rank and forward pass under the launch's config; None if it does not say.
+        micro_batch: Samples per rank and forward pass in the launch's config; None if unspecified.
         follow: As for ``BatchSources``.
-        fed: Returns how many micro-batches the engine was fed so far.
-        repeat: Whether what feeds the engine begins again instead of ending.
+        fed: Returns the number of micro-batches that the engine has received.
+        repeat: Whether to restart iterators that feed the engine when they are exhausted.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class LoaderWatch:
         self._loaders: list[_Loader] = []
         self._known: set[tuple[Place, str]] = set()
         self.loaded: int | None = None
-        """What a loader yielded last; None if its batch size is not known."""
+        """Batch size of the loader that yielded last; None if unknown."""
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
-        """Return what to call when a module has been imported, by its name."""
+        """Return module name -> function to call when the module has been imported."""
         return {
             "torch.utils.data.dataloader": lambda module: self._watch_loaders(module.DataLoader),
             "torchdata.stateful_dataloader.stateful_dataloader": lambda module: self._watch_loaders(
@@ -61,14 +61,14 @@ class LoaderWatch:
         }
 
     def described(self) -> list[dict[str, Any]]:
-        """Return what the event says of all that is known."""
+        """Return the entries of all sources with known sizes for ``BatchSourcesFound.loaders``."""
         return [loader.described() for loader in self._loaders if loader.tells]
 
     def _watch_loaders(self, loader_class: Any) -> None:
         make, iterate = loader_class.__init__, loader_class.__iter__
 
         @functools.wraps(make)
-        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - takes the place of one
+        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces a method
             noted = _Loader(place_of(sys._getframe(1)))
             args, kwargs = noted.sized(args, kwargs, own=self._own, micro_batch=self._micro_batch)
             if noted.unbatched:
@@ -79,19 +79,19 @@ class LoaderWatch:
             self._loaders.append(noted)
 
         @functools.wraps(iterate)
-        def __iter__(loader: Any) -> Any:  # noqa: N807 - takes the place of one
+        def __iter__(loader: Any) -> Any:  # noqa: N807 - replaces a method
             return self._iteration(lambda: iterate(loader), loader.__dict__.get("_optuna_dsat"))
 
         loader_class.__init__ = __init__
         loader_class.__iter__ = __iter__
 
     def _datasets_of_torch_imported(self, dataset: ModuleType) -> None:
-        """Have sets that are classes of the user's, and are iterated without a data loader, noted as they are."""
+        """Record the user's ``IterableDataset`` classes when they are iterated without a data loader."""
         base = dataset.IterableDataset
         prepare = base.__init_subclass__.__func__
 
         @functools.wraps(prepare)
-        def __init_subclass__(cls: Any, **kwargs: Any) -> None:  # noqa: N807 - takes the place of one
+        def __init_subclass__(cls: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces a method
             prepare(cls, **kwargs)
             iterate = cls.__dict__.get("__iter__")
             if iterate is not None and not is_installed(iterate.__code__.co_filename):
@@ -101,9 +101,9 @@ class LoaderWatch:
 
     def _watching_iteration(self, original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @functools.wraps(original)
-        def __iter__(stream: Any) -> Iterator[Any]:  # noqa: N807 - takes the place of one
+        def __iter__(stream: Any) -> Iterator[Any]:  # noqa: N807 - replaces a method
             caller = sys._getframe(1)
-            if is_installed(caller.f_code.co_filename):  # a data loader, which is watched itself
+            if is_installed(caller.f_code.co_filename):  # a data loader, which is observed itself
                 self._size_attributes(stream, None)
                 return original(stream)
             self._size_attributes(stream, place_of(caller))
@@ -112,11 +112,11 @@ class LoaderWatch:
         return __iter__
 
     def _size_attributes(self, dataset: Any, place: Place | None) -> None:
-        """Note the whole numbers that a set of the user's holds, and replace the one that follows the launch.
+        """Record integer attributes of a user's dataset; set the batch-size attribute to the launch's micro-batch.
 
         Args:
-            dataset: The data set.
-            place: Where it is used; None if that is noted already.
+            dataset: The dataset.
+            place: Location of its use; None if already recorded.
         """
         kind = type(dataset)
         if is_installed(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<none>"):
@@ -165,7 +165,7 @@ class LoaderWatch:
         replace_function(filters, "batched", batched)
 
     def _sized(self, size: int | None, given: Any) -> Any:
-        """Return the launch's micro-batch in place of the script's own size, else what was given."""
+        """Return the launch's micro-batch if ``size`` is the script's batch size, else ``given``."""
         return self._micro_batch if size is not None and size == self._own and self._micro_batch else given
 
     def _iteration(self, start: Callable[[], Iterator[Any]], loader: _Loader | None) -> _Iteration:
@@ -177,12 +177,12 @@ class LoaderWatch:
 
 
 class _Loader:
-    """Something that makes batches: where it is in the user's code, and its sizes.
+    """Source of batches: its location in the user's code, and its sizes.
 
     Args:
         place: File and line.
-        batch_size: Samples of a batch as the script says; anything else than a size counts as None.
-        attribute: Class and name of the attribute of a data set that says so; empty if none does.
+        batch_size: Samples of a batch in the script; None if it is not a valid size.
+        attribute: ``CLASS.NAME`` of the dataset's attribute with the batch size; empty for other sources.
     """
 
     def __init__(self, place: Place, *, batch_size: Any = None, attribute: str = "") -> None:
@@ -190,18 +190,18 @@ class _Loader:
         self.batch_size: int | None = batch_size if is_size(batch_size) else None
         self.attribute = attribute
         self.unbatched = False
-        """Whether a data loader of torch leaves the batches to its data set."""
+        """Whether a torch data loader leaves batching to its dataset."""
         self.samples: int | None = None
-        """Samples of one rank in an epoch; None if the data set does not tell."""
+        """Samples per rank and epoch; None if the dataset has no length."""
         self.loads_all = False
-        """Whether a rank's samples are all of its data set, by a sampler that divides them among no ranks."""
+        """Whether each rank loads the whole dataset, because the sampler does not shard it."""
         self.trains = False
-        """Whether the engine was fed while it was iterated."""
+        """Whether the engine received inputs during the iteration."""
 
     def sized(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: int | None, micro_batch: int | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a data loader's arguments with the launch's micro-batch if they say the script's own."""
+        """Return a data loader's arguments with batch size ``own`` replaced by the launch's micro-batch."""
         sampler = kwargs.get("batch_sampler", args[4] if len(args) > 4 else None)
         given = getattr(sampler, "batch_size", None) if sampler is not None else None
         if sampler is None:
@@ -219,9 +219,9 @@ class _Loader:
         return args, kwargs
 
     def measure(self, loader: Any) -> None:
-        """Note how many samples a rank gets in an epoch; what is not batched by the loader is not counted by it."""
+        """Record the samples per rank and epoch, unless the dataset yields the batches."""
         batches: Any = getattr(loader, "batch_sampler", None)
-        if hasattr(batches, "samples_per_rank"):  # a ``DeepSpeedTrial``'s, which shards by itself
+        if hasattr(batches, "samples_per_rank"):  # the batch sampler of a ``DeepSpeedTrial``, which shards
             self.samples = batches.samples_per_rank
         elif not self.unbatched:
             self.samples = _sampled(batches)
@@ -233,11 +233,11 @@ class _Loader:
 
     @property
     def tells(self) -> bool:
-        """Whether anything is known of it."""
+        """Whether its batch size or number of samples is known."""
         return self.batch_size is not None or self.samples is not None
 
     def described(self) -> dict[str, Any]:
-        """Return what the event says of it."""
+        """Return its entry for ``BatchSourcesFound.loaders``."""
         return {
             "batch_size": self.batch_size,
             "file": self.place[0],
@@ -250,13 +250,13 @@ class _Loader:
 
 
 class _Iteration:
-    """An iteration that fed the engine begins again where it would end; others end.
+    """Iterator that restarts when exhausted, if it fed the engine; other iterations end.
 
     Args:
-        start: Begins one.
-        loader: Told that it feeds the engine; None for one that is noted otherwise, or was made before the recording.
-        fed: Returns how many micro-batches the engine was fed so far.
-        repeat: Whether to begin again at all.
+        start: Starts an iteration.
+        loader: Marked as ``trains`` if it feeds the engine; None if it is recorded elsewhere or predates the recording.
+        fed: Returns the number of micro-batches that the engine has received.
+        repeat: Whether to restart at all.
         yielded: Called with each batch.
     """
 
@@ -306,9 +306,9 @@ class _Iteration:
 
 
 def _sampled(batches: Any) -> int | None:
-    """Return how many samples a batch sampler yields to a rank; None if it does not tell.
+    """Return the number of samples that a batch sampler yields to a rank; None if unknown.
 
-    One without a sampler of samples under it, such as accelerate's that shards another one, tells its batches alone.
+    Batch samplers without a ``sampler``, such as accelerate's sharding wrapper, only have a number of batches.
     """
     sampler = getattr(batches, "sampler", None)
     if sampler is not None:
@@ -317,7 +317,7 @@ def _sampled(batches: Any) -> int | None:
     size: Any = getattr(batches, "batch_size", None)
     if count is None or not is_size(size):
         return None
-    parts = batches.num_processes if getattr(batches, "split_batches", False) else 1  # a batch is that of all ranks
+    parts = batches.num_processes if getattr(batches, "split_batches", False) else 1  # a batch is split among all ranks
     return count * int(size) // int(parts)
 
 

@@ -1,6 +1,7 @@
-"""Scripts that say themselves where their ranks meet: under torchrun, whose store listens elsewhere, they would wait.
+"""Replaces rendezvous settings of scripts by torchrun's.
 
-``os.environ["MASTER_PORT"] = "29500"`` and ``init_method="tcp://..."`` are for launchers without a store of their own.
+Scripts that set ``os.environ["MASTER_PORT"] = "29500"`` or pass ``init_method="tcp://..."`` are written for launchers
+without a store. Under torchrun, whose store listens elsewhere, they would wait forever.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def callbacks(rank: Rank) -> dict[str, Callable[[ModuleType], None]]:
-    """Return what is called with modules once the script has imported them; construct it before the script runs.
+    """Return module name -> function to call with the imported module. Call this before the script runs.
 
     Args:
         rank: This rank.
@@ -51,10 +52,10 @@ def _distributed_imported(rank: Rank, place: dict[str, str], distributed: Module
 
 
 def _check_world(given: int, ranks: int) -> None:
-    """Refuse a script that makes a world of another size than the launch's.
+    """Check that the script's world size is the launch's number of ranks.
 
     Raises:
-        ValueError: If it does; the message has the option with which it gets its size.
+        ValueError: If the sizes differ; the message contains the option to set the launch's.
     """
     wanted = given if given > 0 else int(os.environ.get("WORLD_SIZE") or ranks)
     if wanted != ranks:

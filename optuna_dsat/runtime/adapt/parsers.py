@@ -1,4 +1,4 @@
-"""Notes whole numbers that parsers gave a script: argparse and its kin, click, typer, Fire, Hydra, OmegaConf, tyro."""
+"""Records integers from a script's parser: argparse and its subclasses, click, typer, Fire, Hydra, OmegaConf, tyro."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ __all__ = [
 ]
 
 _BATCH = re.compile(r"batch|(^|[-_.])(m?bsz?|mbs|b)(=?$|[-_.=])", re.IGNORECASE)
-"""Names that mean a batch size."""
+"""Names of batch sizes."""
 _ELSEWHERE = re.compile(r"eval|valid|test|predict|infer|generat", re.IGNORECASE)
-"""Names that mean another one than that of training."""
+"""Names of batch sizes outside of training."""
 _LENGTH = re.compile(r"bptt|seq|len|context|ctx|block|window|token", re.IGNORECASE)
-"""Names that mean the length of what is trained on."""
+"""Names of sequence lengths."""
 _STAGE = re.compile(r"stage(?!s)|zero", re.IGNORECASE)
-"""Names that may mean a ZeRO stage; 'stages' are counted."""
+"""Names of possible ZeRO stages; 'stages' is excluded, since it is a count."""
 
 
 def means_batch(name: str) -> bool:
-    """Whether a name means a batch size, of training or another."""
+    """Return whether a name suggests a batch size, of training or evaluation."""
     return _BATCH.search(name) is not None
 
 
 def means_elsewhere(name: str) -> bool:
-    """Whether a name means something of evaluation and its like."""
+    """Return whether a name suggests evaluation, inference or similar."""
     return _ELSEWHERE.search(name) is not None
 
 
 def means_length(name: str) -> bool:
-    """Whether a name means the length of a sequence, and no batch size."""
+    """Return whether a name suggests a sequence length and not a batch size."""
     return _LENGTH.search(name) is not None and not means_batch(name)
 
 
 def means_stage(name: str) -> bool:
-    """Whether a name may mean a ZeRO stage."""
+    """Return whether a name may refer to a ZeRO stage."""
     return _STAGE.search(name) is not None
 
 
-@cache  # asked of every option of the script at each forward pass
+@cache  # called for every option of the script at each forward pass
 def names_training_batch(name: str) -> bool:
-    """Whether a name means a batch size of training."""
+    """Return whether a name suggests the training batch size."""
     return means_batch(name) and not means_elsewhere(name)
 
 
 _DEPTH = 8
-"""Levels of nested settings that are looked at."""
+"""Maximum depth at which nested settings are searched."""
 
 
 class ParserWatch:
-    """Notes what parsers parse. ``simple_parsing`` and ``HfArgumentParser`` are parsers of argparse.
+    """Records parsed values. ``simple_parsing`` and ``HfArgumentParser`` are subclasses of argparse's parser.
 
     Args:
-        outputs: Folder that receives what Hydra writes of a run; None to leave that as the script says.
+        outputs: Folder for the output of a Hydra run; None to keep the script's.
     """
 
     def __init__(self, *, outputs: Path | None = None) -> None:
@@ -78,14 +78,14 @@ class ParserWatch:
         self._dotlist = False
         """Whether OmegaConf read overrides ``key=value`` from the command line."""
         self.options: dict[str, int] = {}
-        """Option -> parsed value; one that ends with ``=`` is an override ``key=value``."""
+        """Option -> parsed value; an option that ends with ``=`` is an override ``key=value``."""
         self.defaults: dict[str, int] = {}
-        """Option -> its default."""
+        """Option -> default."""
         self.choices: dict[str, list[int]] = {}
-        """Option that may mean a ZeRO stage -> the stages that it accepts, where it lists them."""
+        """Option that may be the ZeRO stage -> stages that it lists as choices."""
 
     def install(self) -> None:
-        """Start noting what argparse parses; other libraries are watched as they are imported (``callbacks``)."""
+        """Start recording values parsed by argparse; other libraries are patched on import (``callbacks``)."""
         original = argparse.ArgumentParser.parse_known_args
 
         @functools.wraps(original)
@@ -105,7 +105,7 @@ class ParserWatch:
         argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
-        """Return what to call when a module has been imported, by its name."""
+        """Return module name -> function to call when the module has been imported."""
         return {
             "click.core": self._click_imported,
             "typer._click.core": self._click_imported,
@@ -116,7 +116,7 @@ class ParserWatch:
         }
 
     def _note(self, spellings: Sequence[str], value: Any) -> None:
-        """Note an option's value under the spellings that the command line uses; under all if it uses none."""
+        """Record an option's value under the spellings used on the command line, or under all if it is not given."""
         for option in [one for one in spellings if one in _given()] or spellings:
             if is_size(value) or (is_stage(value) and means_stage(option)):
                 self.options.setdefault(option, value)
@@ -140,7 +140,7 @@ class ParserWatch:
         core.Command.make_context = make_context
 
     def _fire_imported(self, core: ModuleType) -> None:
-        """Note the parameters of the functions that Python Fire calls; it has no parser of its own to ask."""
+        """Record the parameters of the functions that Python Fire calls; it has no parser object to query."""
         original = core._MakeParseFn
 
         @functools.wraps(original)
@@ -158,7 +158,7 @@ class ParserWatch:
         core._MakeParseFn = make_parse  # type: ignore[attr-defined]
 
     def _note_parameters(self, function: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Note what a call binds to each parameter; one that was given by its place has no option to follow by."""
+        """Record options and defaults of a call, but not positional arguments, which no option can change."""
         try:
             signature = inspect.signature(function)
             bound = signature.bind(*given, **named)
@@ -190,7 +190,7 @@ class ParserWatch:
         replace_function(utils, "run_job", run_job)
 
     def _omegaconf_imported(self, module: ModuleType) -> None:
-        """Note what is merged with overrides of the command line: each number of it can be overridden there."""
+        """Record numbers of configs merged with command-line overrides, since each can be overridden there."""
         omegaconf = module.OmegaConf
         from_cli, merge = omegaconf.from_cli, omegaconf.merge
 
@@ -224,7 +224,7 @@ class ParserWatch:
         calling.callable_with_args = callable_with_args  # type: ignore[attr-defined]
 
     def _note_tyros(self, arg: Any, values: Mapping[Any, Any]) -> None:
-        """Note one of tyro's arguments: what was given for it as text, else its default; names have dashes."""
+        """Record a tyro argument: the value given as text, else its default; names have dashes."""
         field = getattr(arg, "field", None)
         flags = [flag for flag in getattr(getattr(arg, "lowered", None), "name_or_flags", ()) if flag.startswith("-")]
         name = ".".join(filter(None, (getattr(arg, "intern_prefix", ""), getattr(field, "intern_name", ""))))
@@ -239,12 +239,12 @@ class ParserWatch:
 
 
 def _given() -> set[str]:
-    """Return the options that stand on the command line."""
+    """Return the options on the command line."""
     return {arg.partition("=")[0] for arg in sys.argv[1:]}
 
 
 def numbers(found: Any, prefix: str = "", depth: int = 0) -> Iterable[tuple[Any, Any, str, int]]:
-    """Yield (holder, name in it, dotted key, value) of every whole number in nested mappings and lists."""
+    """Yield (container, key in it, dotted key, value) of every integer in nested mappings and lists."""
     if depth > _DEPTH or not isinstance(found, MutableMapping | MutableSequence):
         return
     items = found.items() if isinstance(found, Mapping) else enumerate(found)

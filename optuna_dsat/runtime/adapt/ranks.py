@@ -1,10 +1,10 @@
-"""The script's ``--local_rank`` option, as the ``deepspeed`` launcher passes it.
+"""Sets the script's ``--local_rank`` option, which the ``deepspeed`` launcher passes.
 
-That launcher passes ``--local_rank=N`` to every rank, and scripts written for it take the option, often with a
-default that is valid for a single rank only. torchrun sets the environment variable ``LOCAL_RANK`` instead; DeepSpeed
-raises an error if the two differ. Therefore the option's default is set to this rank's number, in the parsers of
-argparse, click, Typer, absl, jsonargparse and Python Fire; an explicit argument takes precedence. A script that looks
-for the option in ``sys.argv`` by itself is given it there.
+Scripts for the ``deepspeed`` launcher, which passes ``--local_rank=N`` to every rank, often have a default that is
+valid for a single rank only. torchrun sets the environment variable ``LOCAL_RANK`` instead; DeepSpeed raises an error
+if the two differ. Therefore the option's default is set to this rank's number, in the parsers of argparse, click,
+Typer, absl, jsonargparse and Python Fire; an explicit argument takes precedence. For scripts that search ``sys.argv``,
+the option is added there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = "local_rank"
 _OPTIONS = frozenset({"--local_rank", "--local-rank"})
 _BY_HAND = re.compile(r"--local_rank(?![\w-])")
 _DECLARING = frozenset({"add_argument", "Argument", "Option", "option"})
-"""Functions to which parsers' options are named."""
+"""Functions that declare options of parsers."""
 
 
 def default_local_rank(local_rank: int, *, on_found: Callable[[], None] = lambda: None) -> None:
@@ -51,12 +51,12 @@ def default_local_rank(local_rank: int, *, on_found: Callable[[], None] = lambda
 
 
 def with_local_rank(args: Sequence[str], local_rank: int, *, script: Path | None) -> tuple[str, ...]:
-    """Return a script's arguments with the option first, where the script looks for it in ``sys.argv`` by itself.
+    """Return a script's arguments, with the option prepended if the script searches ``sys.argv`` for it.
 
     Args:
         args: The arguments.
         local_rank: Number of this rank on its host, from 0.
-        script: The script's file; None if it is unknown.
+        script: The script's file; None if unknown.
     """
     given = any(word.partition("=")[0] in _OPTIONS for word in args)
     if given or script is None or not _reads_by_hand(script):
@@ -65,7 +65,7 @@ def with_local_rank(args: Sequence[str], local_rank: int, *, script: Path | None
 
 
 def _reads_by_hand(script: Path) -> bool:
-    """Whether a file names the option beside ``sys.argv``, and to no parser."""
+    """Return whether a file uses ``sys.argv`` and contains the option's name outside of parser declarations."""
     try:
         nodes = list(ast.walk(parsed_source(script)))
     except (OSError, SyntaxError):
@@ -95,7 +95,7 @@ def _default_in(parser: argparse.ArgumentParser, local_rank: int, on_found: Call
 
 
 def _jsonargparse_imported(local_rank: int, on_found: Callable[[], None], core: ModuleType) -> None:
-    """Do as for argparse, of which its parsers are; they do without ``parse_known_args``."""
+    """Set the default in jsonargparse, whose parsers derive from argparse's but do not use ``parse_known_args``."""
     original = core.ArgumentParser.parse_args
 
     @functools.wraps(original)
@@ -120,7 +120,7 @@ def _absl_imported(local_rank: int, on_found: Callable[[], None], module: Module
 
 
 def _fire_imported(local_rank: int, on_found: Callable[[], None], core: ModuleType) -> None:
-    """Give the functions that Python Fire calls the parameter of this name."""
+    """Pass ``local_rank`` to functions with such a parameter that Python Fire calls."""
     original = core._ParseKeywordArgs
 
     @functools.wraps(original)
@@ -154,6 +154,6 @@ _WATCHED: dict[str, Callable[[int, Callable[[], None], ModuleType], None]] = {
     "fire.core": _fire_imported,
     "jsonargparse._core": _jsonargparse_imported,
     "jsonargparse.core": _jsonargparse_imported,
-    "typer._click.core": _click_imported,  # a copy, which newer versions of Typer bring along
+    "typer._click.core": _click_imported,  # a copy, included in newer versions of Typer
 }
-"""Module that has a library's parser -> what is done when it has been imported."""
+"""Module with a library's parser -> function to call when it has been imported."""

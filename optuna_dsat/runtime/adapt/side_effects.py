@@ -1,8 +1,7 @@
 """Disables side effects of a trial: it must not overwrite checkpoints or log among the user's real runs.
 
-Files that the script writes by itself are still written. Checkpoints are loaded as usual, except that one saved at
-another ZeRO stage, which DeepSpeed cannot load, does not end the trial: otherwise scripts that resume could not be
-tuned.
+Files that the script writes directly are still written. Checkpoints are loaded as usual. DeepSpeed cannot load a
+checkpoint of another ZeRO stage; the trial then continues without it, so that scripts that resume can be tuned.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
     """Write TensorBoard summaries below ``folder``, in a subfolder with the base name of the script's ``log_dir``.
 
     Args:
-        writer_class: ``torch.utils.tensorboard.SummaryWriter`` or that of tensorboardX; patched in place.
+        writer_class: ``SummaryWriter`` of ``torch.utils.tensorboard`` or tensorboardX; patched in place.
         folder: Absolute path; created by the first writer.
     """
     original = writer_class.__init__
@@ -79,7 +78,7 @@ def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
 
 
 def redirect_accelerates_tensorboard(tracker_class: Any, folder: Path) -> None:
-    """Write what accelerate's TensorBoard tracker stores beside its summaries (``hparams.yml``) below ``folder``.
+    """Write the additional file of accelerate's TensorBoard tracker (``hparams.yml``) below ``folder``.
 
     Args:
         tracker_class: ``accelerate.tracking.TensorBoardTracker``; patched in place.
@@ -98,10 +97,10 @@ def redirect_accelerates_tensorboard(tracker_class: Any, folder: Path) -> None:
 
 
 def disable_checkpoints(engine_class: Any) -> None:
-    """Make engines of this class write no checkpoint; the first call prints a notice to the rank's log.
+    """Make engines of this class skip writing checkpoints; the first call prints a notice to the rank's log.
 
-    ``save_checkpoint`` and ``save_16bit_model`` keep their signatures and return values: True, or False for the
-    latter if ZeRO 3 may not gather the weights. They do not synchronize the ranks.
+    ``save_checkpoint`` and ``save_16bit_model`` keep their signatures and return values: True, or False for
+    ``save_16bit_model`` if ZeRO 3 may not gather the weights. They do not synchronize the ranks.
 
     Args:
         engine_class: ``deepspeed.DeepSpeedEngine``, the base class of pipeline engines; patched in place.
@@ -115,11 +114,11 @@ def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[
     """Make a trial continue with the script's initial weights if a checkpoint does not match its configuration.
 
     Step times do not depend on the weights' values; a notice is printed to the rank's log. The client state is returned
-    as far as the checkpoint's files contain one. Missing checkpoints are left to DeepSpeed.
+    if the checkpoint's files contain it. DeepSpeed handles missing checkpoints.
 
     Args:
         engine_class: ``deepspeed.DeepSpeedEngine``; patched in place.
-        is_mismatch: Returns whether a mismatch can explain an error; others, such as out-of-memory, are raised.
+        is_mismatch: Returns whether a mismatch can explain an error; other errors, such as out-of-memory, are raised.
     """
     original = engine_class.load_checkpoint
     signature = inspect.signature(original)
@@ -149,7 +148,7 @@ def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[
 
 
 def _model_states(load_dir: Any, tag: Any) -> Path | None:
-    """Return a ``*model_states.pt`` file of a checkpoint; None if there is none."""
+    """Return a ``*model_states.pt`` file of a checkpoint, or None."""
     folder = Path(load_dir)
     latest = folder / "latest"
     if tag is None and latest.is_file():
@@ -160,7 +159,7 @@ def _model_states(load_dir: Any, tag: Any) -> Path | None:
 def _client_state(states: Path) -> dict[str, Any]:
     import torch
 
-    record = torch.load(states, map_location="cpu", mmap=True, weights_only=False)  # as DeepSpeed itself loads it
+    record = torch.load(states, map_location="cpu", mmap=True, weights_only=False)  # as DeepSpeed loads it
     return {key: value for key, value in record.items() if key not in _STATES_OF_DEEPSPEED}
 
 

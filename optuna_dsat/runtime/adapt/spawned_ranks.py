@@ -1,4 +1,4 @@
-"""Scripts that start their ranks by ``torch.multiprocessing.spawn``: each rank of a launch runs one of them itself."""
+"""Support for scripts that use ``torch.multiprocessing.spawn``: each rank of a launch runs a single spawned rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _REFUSAL = "the script starts {wanted} processes by torch.multiprocessing"
 
 
 def callbacks(rank: Rank, *, on_spawn: Callable[[], None]) -> dict[str, Callable[[ModuleType], None]]:
-    """Return what is called with modules once the script has imported them.
+    """Return module name -> function to call with the imported module.
 
     Args:
         rank: This rank.
-        on_spawn: Called when the script starts the ranks, before one of them runs here.
+        on_spawn: Called when the script spawns its ranks, before this rank's function runs.
     """
     return {"torch.multiprocessing": functools.partial(_multiprocessing_imported, rank, on_spawn)}
 
@@ -31,7 +31,7 @@ def _multiprocessing_imported(rank: Rank, on_spawn: Callable[[], None], multipro
 
 
 def _shared(original: Callable[..., Any], rank: Rank, on_spawn: Callable[[], None]) -> Callable[..., Any]:
-    """Return a function that runs this rank's process here where as many are asked for as the launch has ranks."""
+    """Return a spawn function that runs only this rank's function, in this process, if ``nprocs`` is the rank count."""
 
     @functools.wraps(original)
     def start(fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, *rest: Any, **options: Any) -> Any:
@@ -52,7 +52,7 @@ def _shared(original: Callable[..., Any], rank: Rank, on_spawn: Callable[[], Non
 
 
 def _refusal(wanted: int, ranks: int) -> str:
-    """Return why a process that the script starts cannot be measured, and the option with which it can."""
+    """Return the error message for a wrong number of spawned processes, with the option to set it."""
     has = "1 rank" if ranks == 1 else f"{ranks} ranks"
     return (
         f"{_REFUSAL.format(wanted=wanted)}, and this launch has {has}: tune with --gpus-per-trial {wanted} "
@@ -61,7 +61,7 @@ def _refusal(wanted: int, ranks: int) -> str:
 
 
 def _without_engine(fn: Callable[..., Any], refusal: str, index: int, *args: Any) -> None:
-    """Run a process that the script started; one that trains with DeepSpeed is refused, others do as they like."""
+    """Run a process spawned by the script; raise if it calls ``deepspeed.initialize``."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ValueError(refusal)

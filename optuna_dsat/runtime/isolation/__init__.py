@@ -1,1 +1,1 @@
-"""Keep the user's files as they are: overlays, and redirected writes where no overlay can be mounted."""
+"""Protect the user's files from changes: overlays, or redirected writes where overlays cannot be mounted."""

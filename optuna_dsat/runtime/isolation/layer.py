@@ -1,12 +1,12 @@
-"""A writable layer over folders, as overlayfs makes it, for machines where none can be mounted.
+"""A writable layer over folders, like overlayfs, for machines that cannot mount overlays.
 
-``files/a/b/f`` of the layer contains what was written to ``/a/b/f``. Three kinds of entries have a meaning:
+``files/a/b/f`` in the layer contains data written to ``/a/b/f``. There are three kinds of entries:
 
-- A file whose name starts with ``MARK`` hides the folder's own entry of that name. A directory beside its mark hides
-  everything that the folder has below it.
-- A symbolic link whose target starts with ``REFERENCE`` stands for a file of a folder under another name, or not yet
-  copied. C code that opens it reads that file.
-- Everything else is as the script made it.
+- A file whose name starts with ``MARK`` hides the entry of that name in the folder below. If the layer also has a
+  directory of that name, everything below the folder's directory is hidden.
+- A symbolic link whose target starts with ``REFERENCE`` represents a file of a folder that was renamed or not yet
+  copied. C code that opens the link reads that file.
+- Every other entry was created by the script.
 
 All state is on disk, so that ranks and their data loader workers see the same files. The operations that have to be
 atomic for scripts (exclusive creation, renaming over a file, removal) are single operations of the file system.
@@ -29,7 +29,7 @@ __all__ = ["Layer", "Location", "native"]
 
 MARK = ".optuna-dsat-removed."
 REFERENCE = "/.//"
-"""Read by the kernel as ``/``; no script writes its links like this."""
+"""Equivalent to ``/`` for the kernel; scripts do not create links in this form."""
 
 _MOST_LINKS = 40
 """``MAXSYMLINKS`` of Linux."""
@@ -38,22 +38,22 @@ _COPY_BYTES = 2**30
 _DOTS = frozenset({"", ".", ".."})
 
 native = SimpleNamespace(**{name: getattr(os, name) for name in dir(os) if callable(getattr(os, name))})
-"""Functions of ``os`` before any is replaced."""
+"""Original functions of ``os``."""
 
 
 class Location(NamedTuple):
-    """Result of looking a path up."""
+    """Result of a path lookup."""
 
     path: str
-    """Without symbolic links (except the last part, where it is not followed)."""
+    """Path without symbolic links (except the last part if it is not followed)."""
     real: str
-    """The file that contains it now, or where the system reports the right error."""
+    """Path of the actual file; for missing files, a path for which the system reports the right error."""
     state: os.stat_result | None
-    """``lstat`` of ``real``; None if there is no such entry."""
+    """``lstat`` of ``real``; None if the entry does not exist."""
     visible: bool
-    """Whether the folder's own entry would be seen if the layer had none."""
+    """Whether the folder's entry would be visible without an entry in the layer."""
     plain: bool
-    """Whether no redirected folder was passed on the way."""
+    """Whether the lookup passed no redirected folder."""
 
     @property
     def is_dir(self) -> bool:
@@ -62,12 +62,12 @@ class Location(NamedTuple):
 
 
 class Layer:
-    """What the processes of a launch wrote, over folders that stay as they are.
+    """Writable layer of a launch over read-only folders.
 
     Args:
         upper: Folder of the layer.
-        folders: Absolute paths below which writing is redirected.
-        passed: Absolute paths below which it is not; the longest of both that fits decides.
+        folders: Absolute paths below which writes are redirected.
+        passed: Absolute paths below which writes are not redirected; the longest matching path of both lists decides.
     """
 
     def __init__(self, upper: Path, *, folders: Sequence[str], passed: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class Layer:
     # Paths
 
     def absolute(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """Return the absolute path that an argument of a function names; None for descriptors and invalid paths."""
+        """Return the absolute path of a function's path argument; None for descriptors and invalid paths."""
         if isinstance(path, int):
             return None
         try:
@@ -99,20 +99,20 @@ class Layer:
             return None
 
     def working_directory(self) -> str:
-        """Return the working directory as the script knows it."""
+        """Return the working directory as seen by the script."""
         return str(native.getcwd()).removeprefix(self._files) or "/"
 
     def of_descriptor(self, descriptor: int) -> str:
-        """Return the path of an open directory as the script knows it."""
+        """Return the path of an open directory as seen by the script."""
         return str(native.readlink(f"/proc/self/fd/{descriptor}")).removeprefix(self._files) or "/"
 
     def covers(self, path: str) -> bool:
-        """Return whether writing to a path without symbolic links is redirected."""
+        """Return whether writes to a path without symbolic links are redirected."""
         path += "/"
         return next((redirected for root, redirected in self._rules if path.startswith(root)), False)
 
     def is_outside(self, path: str, *, follow: bool) -> bool:
-        """Return whether an absolute path is outside of all folders; the answer of a directory is remembered."""
+        """Return whether an absolute path is outside of all folders; results for directories are cached."""
         head, _, name = path.rpartition("/")
         if head not in self._outside:
             if head.startswith("/proc/"):
@@ -131,11 +131,11 @@ class Layer:
         return state is None or not stat.S_ISLNK(state.st_mode)
 
     def forget_outside(self) -> None:
-        """Forget which directories are outside, since one may have become a link."""
+        """Clear the cache of outside directories, since a directory may have become a link."""
         self._outside.clear()
 
     def locate(self, path: str, *, follow: bool = True) -> Location:
-        """Look an absolute path up, as the kernel does, in the folders and the layer over them.
+        """Look up an absolute path in the folders and the layer over them, as the kernel does for an overlay.
 
         Args:
             path: Absolute path.
@@ -182,7 +182,7 @@ class Layer:
         return Location(at or "/", real, state, visible, plain)
 
     def _start(self, path: str) -> tuple[str, list[str]]:
-        """Return a part of the path that needs no look, and the other parts, last first."""
+        """Return a prefix of the path that needs no lookup, and the other parts, last first."""
         if "/.." not in path:
             root = next((root for root, _ in self._rules if f"{path}/".startswith(root)), "/")
             at = root[:-1].rpartition("/")[0]
@@ -190,10 +190,10 @@ class Layer:
         return "", _parts(path)
 
     def _entry(self, step: str, *, visible: bool, inside: bool) -> tuple[str, os.stat_result | None, bool, bool]:
-        """Look one entry of a redirected directory up.
+        """Look up an entry of a redirected directory.
 
         Returns:
-            Where it is, its state, whether the folder's own entry may be seen, whether the layer has the directory.
+            Actual path, state, whether the folder's entry may be visible, whether the layer has the directory.
         """
         if inside:
             upper = self._files + step
@@ -217,7 +217,7 @@ class Layer:
     # Reading
 
     def names(self, at: Location) -> list[str]:
-        """Return the names in a directory; those of the launch's own folder are left out."""
+        """Return the names in a directory, without the launch's folder."""
         names: list[str] = native.listdir(at.real)
         upper = self._files + at.path
         if at.real == upper or (at.path in self._parents and _lstat(upper) is not None):
@@ -233,19 +233,19 @@ class Layer:
         return names
 
     def is_merged(self, at: Location) -> bool:
-        """Return whether a directory differs from the folder's own."""
+        """Return whether a directory differs from the folder's directory."""
         return at.real != at.path or at.path in self._parents or at.path == self._hidden[0]
 
-    # Writing: each takes a location that is covered
+    # Writing: each method takes a covered location
 
     def new(self, at: Location) -> str:
-        """Return where to create an entry that must not exist."""
+        """Return the path at which to create an entry that must not exist."""
         if at.state is not None:
             raise _error(errno.EEXIST, at.path)
         return self._place(at.path)
 
     def opened(self, at: Location, flags: int) -> str:
-        """Return the file to open for writing, copied to the layer if its content is kept."""
+        """Return the file to open for writing; it is copied to the layer if its content is kept."""
         if at.state is None:
             return self._place(at.path) if flags & os.O_CREAT else at.real
         if flags & os.O_CREAT and flags & os.O_EXCL:
@@ -253,7 +253,7 @@ class Layer:
         return self._copied(at, content=not flags & os.O_TRUNC)
 
     def changed(self, at: Location) -> str:
-        """Return the entry whose content, mode or times are about to change."""
+        """Return the layer's entry for a change of content, mode or times."""
         if at.is_dir:
             self._make_directory(at.path)
             return self._files + at.path
@@ -262,7 +262,7 @@ class Layer:
         return self._copied(at, content=True)
 
     def directory(self, at: Location) -> str:
-        """Return the layer's part of a directory, for unnamed temporary files."""
+        """Return the directory in the layer, for unnamed temporary files."""
         if at.is_dir:
             self._make_directory(at.path)
             return self._files + at.path
@@ -314,14 +314,14 @@ class Layer:
         native.rename(moved, place)
 
     def link(self, source: Location, target: Location) -> None:
-        """Make a hard link within the layer."""
+        """Create a hard link within the layer."""
         if source.state is None or source.is_dir:
             raise _missing(source) if source.state is None else _error(errno.EPERM, source.path)
         place = self.new(target)
         native.link(self.changed(source), place, follow_symlinks=False)
 
     def _place(self, path: str) -> str:
-        """Return where to create an entry, after making sure that its directory exists."""
+        """Return the path at which to create an entry, after creating its directory if needed."""
         head = path.rpartition("/")[0] or "/"
         parent = self.locate(head)
         if not parent.is_dir:
@@ -336,7 +336,7 @@ class Layer:
             raise _error(errno.EACCES, path)
 
     def _make_directory(self, path: str) -> None:
-        """Have a directory of the folder in the layer too, with its mode and times."""
+        """Create a folder's directory in the layer, with the same mode and times."""
         upper = self._files + path.rstrip("/")
         if _lstat(upper) is not None:
             return
@@ -358,7 +358,7 @@ class Layer:
                 raise _error(errno.ENOENT, at.path) from None
 
     def _clear(self, at: Location) -> None:
-        """Remove the layer's part of a directory that is hidden or empty."""
+        """Remove a hidden or empty directory from the layer."""
         upper = self._files + at.path
         if _lstat(upper) is not None:
             for name in native.listdir(upper):
@@ -367,7 +367,7 @@ class Layer:
             native.rmdir(upper)
 
     def _moved_up(self, at: Location) -> str:
-        """Return the layer's entry for one that is about to be renamed; files are referred to, not copied."""
+        """Return the layer's entry for a rename; files become references instead of copies."""
         upper = self._files + at.path
         if at.is_dir:
             self._make_directory(at.path)
@@ -384,7 +384,7 @@ class Layer:
         return upper
 
     def _copied(self, at: Location, *, content: bool) -> str:
-        """Return the layer's copy of a regular file; anything else is used where it is."""
+        """Return the layer's copy of a regular file; other entries are used in place."""
         upper = self._files + at.path
         if at.state is None or not stat.S_ISREG(at.state.st_mode) or at.real == upper:
             return at.real
@@ -427,7 +427,7 @@ def _error(number: int, path: str) -> OSError:
 
 
 def _missing(at: Location) -> OSError:
-    """Return the error for an entry that does not exist: a part of its path may not be a directory."""
+    """Return the error for an entry that does not exist, or whose path contains a file as a directory."""
     try:
         native.lstat(at.real)
     except NotADirectoryError:
@@ -438,7 +438,7 @@ def _missing(at: Location) -> OSError:
 
 
 def _copy(source: str, state: os.stat_result, target: str, *, content: bool) -> None:
-    """Copy a file with mode, owner and times; the access time of the source stays where the system allows it."""
+    """Copy a file with mode, owner and times; the source keeps its access time if the system allows it."""
     writer = native.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if content:
@@ -460,7 +460,7 @@ def _copy(source: str, state: os.stat_result, target: str, *, content: bool) -> 
 
 def _copy_content(reader: int, writer: int) -> None:
     try:
-        while native.copy_file_range(reader, writer, _COPY_BYTES):  # shares the blocks where the file system can
+        while native.copy_file_range(reader, writer, _COPY_BYTES):  # shares the blocks if the file system can
             pass
     except OSError:  # not between these file systems
         while native.sendfile(writer, reader, None, _COPY_BYTES):

@@ -1,7 +1,7 @@
-"""Mounts of a launch: a mount namespace of its own with overlays, by the system calls themselves.
+"""Mounts of a launch: a private mount namespace with overlays, created by direct system calls.
 
-Standard library only, and no other module of the package: ``python mounts.py FOLDER`` is the probe of
-``launch/isolation.py``. Sources: mount_namespaces(7), user_namespaces(7), Documentation/filesystems/overlayfs.rst.
+Imports only the standard library, since ``python mounts.py FOLDER`` is the probe of ``launch/isolation.py``. Sources:
+mount_namespaces(7), user_namespaces(7), Documentation/filesystems/overlayfs.rst.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _mount(source: str, target: str, kind: str | None, flags: int = 0, data: str
 
 
 def enter_namespace() -> bool:
-    """Give this process a mount namespace; return whether a user namespace had to come with it.
+    """Give this process a mount namespace; return whether this required a user namespace.
 
-    In a user namespace this user keeps its numbers. All other users and groups appear as ``nobody`` there.
+    In the user namespace, this user keeps its user and group IDs. All other users and groups appear as ``nobody``.
 
     Raises:
         OSError: If the system permits neither.
@@ -56,7 +56,7 @@ def enter_namespace() -> bool:
 
 
 def mount_points() -> dict[str, str]:
-    """Return mount point -> type of file system; of several on one another the last."""
+    """Return mount point -> type of file system; of several mounts on the same path, the last."""
     found: dict[str, str] = {}
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
@@ -67,7 +67,7 @@ def mount_points() -> dict[str, str]:
 
 
 def open_path(path: str) -> int:
-    """Return a descriptor that keeps naming what a path names now, whatever is mounted there later."""
+    """Return a descriptor of the file currently at a path; later mounts on the path do not affect it."""
     return os.open(path, os.O_PATH | os.O_CLOEXEC)
 
 
@@ -79,14 +79,14 @@ def mount_overlay(target: str, *, lower: int, layers: int, name: str, unprivileg
     """Mount an overlay.
 
     Args:
-        target: Where.
-        lower: Descriptor of the folder below.
+        target: Mount point.
+        lower: Descriptor of the lower folder.
         layers: Descriptor of the folder that receives ``NAME/upper`` and ``NAME/work``.
         name: Name of the folder of this overlay.
         unprivileged: Whether this process is in a user namespace.
 
     Raises:
-        OSError: If it cannot be mounted, as where ``layers`` is on NFS or in an overlay.
+        OSError: If it cannot be mounted, e.g. if ``layers`` is on NFS or in an overlay.
     """
     upper, work = f"{_named(layers)}/{name}/upper", f"{_named(layers)}/{name}/work"
     for folder in (upper, work):
@@ -97,8 +97,8 @@ def mount_overlay(target: str, *, lower: int, layers: int, name: str, unprivileg
         os.chown(upper, found.st_uid, found.st_gid)
     os.utime(upper, ns=(found.st_atime_ns, found.st_mtime_ns))
     options = f"lowerdir={_named(lower)},upperdir={upper},workdir={work},"
-    # Without redirect_dir a folder cannot be renamed (EXDEV); a user namespace does not have that option. A volatile
-    # overlay is not written to the disk when it is unmounted: it is removed then.
+    # Without redirect_dir a folder cannot be renamed (EXDEV); user namespaces do not have that option. A volatile
+    # overlay is not synced to disk when it is unmounted, which is not needed: its files are removed anyway.
     options += "userxattr" if unprivileged else "redirect_dir=on"
     try:
         _mount("overlay", target, "overlay", 0, f"{options},volatile")
@@ -107,7 +107,7 @@ def mount_overlay(target: str, *, lower: int, layers: int, name: str, unprivileg
 
 
 def mount_tmpfs(target: str, *, like: str | None = None) -> None:
-    """Mount an empty file system in memory, as large as another one or else of the kernel's default size.
+    """Mount an empty file system in memory, of the size of ``like`` or else of the kernel's default size.
 
     Raises:
         OSError: If it cannot be mounted.
@@ -120,7 +120,7 @@ def mount_tmpfs(target: str, *, like: str | None = None) -> None:
 
 
 def bind(descriptor: int, target: str) -> None:
-    """Mount what a descriptor names, with all that is mounted below it, on a path.
+    """Mount a descriptor's file or folder, with all mounts below it, on a path.
 
     Raises:
         OSError: If it cannot be mounted.
@@ -129,7 +129,7 @@ def bind(descriptor: int, target: str) -> None:
 
 
 def unmount(target: str) -> None:
-    """Remove a mount, whatever uses it."""
+    """Remove a mount, even if it is in use."""
     _call("umount2", os.fsencode(target), _MNT_DETACH)
 
 

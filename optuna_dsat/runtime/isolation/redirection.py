@@ -1,7 +1,7 @@
-"""Redirects writers of Python to a layer over the user's folders, in ranks where no overlay can be mounted.
+"""Redirects writes of Python code to a layer over the user's folders, in ranks that cannot mount an overlay.
 
-Functions of ``os``, ``open`` and the few libraries that open files by themselves look each path up in one ``Layer``.
-Programs that the script starts and other C code are not redirected.
+Functions of ``os``, ``open`` and a few libraries that open files in C code look up each path in a common ``Layer``.
+Other C code, and programs that the script starts, are not redirected.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _CHANGERS = ("chmod", "lchmod", "chown", "lchown", "utime", "setxattr", "removex
 _CREATORS = ("mkdir", "mkfifo", "mknod")
 _LAST_LINK_STAYS = frozenset({"lstat", "readlink", "lchmod", "lchown"})
 _SQLITE_FILES = ("-journal", "-wal")
-"""What SQLite keeps beside a database with changes that are not in it yet."""
+"""Suffixes of SQLite's files with changes that are not yet in the database."""
 
 _open = io.open
 _open_code = io.open_code
 
 
 def redirect_writes(upper: Path, *, folders: Sequence[str], passed: Sequence[str]) -> None:
-    """Redirect what this process writes in folders; it then reads what it wrote.
+    """Redirect this process's writes below folders to a layer; reads return the redirected data.
 
     Args:
-        upper: Folder for what is written, common to all processes of the launch.
-        folders: Absolute paths below which writing is redirected.
-        passed: Absolute paths below which it is not.
+        upper: Folder of the layer, common to all processes of the launch.
+        folders: Absolute paths below which writes are redirected.
+        passed: Absolute paths below which writes are not redirected.
     """
     redirection = _Redirection(Layer(upper, folders=folders, passed=passed))
     supported = (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids)
@@ -76,7 +76,7 @@ class _Redirection:
         self._layer = layer
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return name -> replacement of functions of ``os``."""
+        """Return name -> replacement for functions of ``os``."""
         own = ("open", "listdir", "scandir", "chdir", "getcwd", "getcwdb", "rename", "rmdir", "link", "symlink")
         found = {name: getattr(self, name) for name in (*own, "unlink", "truncate")}
         found |= {"open": self.os_open, "replace": self.rename, "remove": self.unlink}
@@ -85,7 +85,7 @@ class _Redirection:
         return found | {name: self._creator(name) for name in _CREATORS}
 
     def _find(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Location | None:
-        """Return where a path is; None for one outside of all folders, which needs no change."""
+        """Return the location of a path; None outside of all folders, where no change is needed."""
         name = self._layer.absolute(path, dir_fd)
         if name is None or self._layer.is_outside(name, follow=follow):
             return None
@@ -102,7 +102,7 @@ class _Redirection:
                 return self._layer.opened(at, flags)
         return at.real
 
-    # Functions of ``os``: those that only look or change an entry where it is, then those that create, and the others
+    # Functions of ``os``: reading or changing entries in place, then creating entries, then the others
 
     def _reader(self, name: str) -> Callable[..., Any]:
         original: Any = getattr(native, name, None)
@@ -371,7 +371,7 @@ class _Entry(os.PathLike[Any]):
 
 
 class _Entries:
-    """What ``os.scandir`` returns."""
+    """Result of ``os.scandir``."""
 
     def __init__(self, entries: Sequence[_Entry]) -> None:
         self._left = iter(entries)
@@ -405,7 +405,7 @@ def _with(named: dict[str, Any], dir_fd: int | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named(path: Any, other: Any = None) -> Iterator[None]:
-    """Have errors name the path that the script gave."""
+    """Make errors contain the script's path instead of the redirected path."""
     try:
         yield
     except OSError as error:

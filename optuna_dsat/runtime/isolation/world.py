@@ -1,9 +1,9 @@
-"""A launch's own view of the file system: what its processes change is kept in the launch's folder.
+"""World of a launch: a private view of the file system, with all changes stored in the launch's folder.
 
-torchrun's agent enters the world before it starts ranks (``enter_world``), so that ranks, their subprocesses and C++
-libraries are all inside. Each covered folder becomes an overlay in a mount namespace. Where that cannot be, a folder is
-``redirected``: ranks redirect writers of Python themselves (``runtime/isolation/redirection.py``). ``passed`` folders
-are shared with the rest of the machine: the launch's folder, caches, and what the user names by ``--writable``.
+torchrun's agent enters the world before it starts ranks (``enter_world``), so that it includes ranks, their
+subprocesses and C++ libraries. Each covered folder becomes an overlay in a mount namespace. If that is not possible,
+the folder is ``redirected``: ranks redirect writes of Python code (``runtime/isolation/redirection.py``). ``passed``
+folders are shared with the rest of the machine: the launch's folder, caches, and the paths in ``--writable``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SYSTEM = frozenset(
     {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "lost+found", "nix", "proc", "run", "sbin", "snap"}
     | {"sys", "usr", "var"}
 )
-"""Folders of ``/`` that belong to the system. What a command uses below ``/usr/local`` and ``/var`` is covered."""
+"""System folders of ``/``. Folders below ``/usr/local`` and ``/var`` are covered if the command uses them."""
 _SHARED_MEMORY = "/dev/shm"
 _NO_FILES = frozenset(
     {"autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"}
     | {"fuse.lxcfs", "fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore", "ramfs", "securityfs", "sysfs"}
     | {"tracefs"}
 )
-"""Types of file systems without files of users (filesystems(5))."""
+"""Types of file systems without user files (filesystems(5))."""
 _CACHE_VARIABLES = (
     "CUDA_CACHE_PATH",
     "CUDA_MPS_PIPE_DIRECTORY",
@@ -59,57 +59,57 @@ NEW_CACHES = "caches"
 """Folder next to run directories for caches that did not exist before the search."""
 _CACHES_AT_HOME = (".cache", ".nv", ".triton", "nltk_data")
 _PIPES = ("/tmp/nvidia-mps",)
-"""Folders with named pipes of services (CUDA's MPS), which an overlay does not connect to."""
+"""Folders with named pipes of services (CUDA's MPS), which do not work through an overlay."""
 _MOST_ENTRIES = 1000
-"""Entries of a folder that are looked at for groups that a user namespace cannot represent."""
+"""Maximum number of entries per folder checked for groups that a user namespace cannot represent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldPlan:
-    """What the launcher decides about a launch's world; part of the launch description."""
+    """Settings of a launch's world, chosen by the launcher; part of the launch description."""
 
     isolation: str = "off"
     """``auto``, ``python`` (no mounts) or ``off``."""
     folder: str = ""
-    """Folder for what the launch changes, within its run directory; empty where the launch has no world."""
+    """Folder for the launch's changes, within its run directory; empty if the launch has no world."""
     passed: tuple[str, ...] = ()
-    """Paths that stay shared, as the user and the launcher name them."""
+    """Shared paths, as specified by the user and the launcher."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> WorldPlan:
         """Build from the plan's JSON.
 
         Raises:
-            TypeError: If it is the record of another thing.
+            TypeError: If the record has other keys.
         """
         return cls(**{**record, "passed": tuple(record.get("passed", ()))})
 
     @property
     def record(self) -> Path:
-        """File that describes the world that was made."""
+        """File that describes the created world."""
         return Path(f"{self.folder}.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The world that was made for a launch on this machine."""
+    """The world created for a launch on this machine."""
 
     mode: str = "off"
     """``mount``, ``python`` or ``off``."""
     mounted: tuple[str, ...] = ()
     """Folders under an overlay."""
     redirected: tuple[str, ...] = ()
-    """Folders in which ranks redirect writers of Python."""
+    """Folders in which ranks redirect writes of Python code."""
     passed: tuple[str, ...] = ()
     """Paths that are shared with the rest of the machine."""
     reason: str = ""
-    """Why folders that the command uses are redirected; empty if none are."""
+    """Reason why folders used by the command are redirected; empty if none are."""
     unprivileged: bool = False
     """Whether the mounts are in a user namespace."""
 
     @property
     def covers_shared_memory(self) -> bool:
-        """Whether ``/dev/shm`` is the launch's own."""
+        """Whether the launch has a private ``/dev/shm``."""
         return _SHARED_MEMORY in self.mounted
 
     def save(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class World:
 
     @classmethod
     def load(cls, path: Path) -> World:
-        """Read the record of a world; one that cannot be read is off.
+        """Read the record of a world; if it cannot be read, return a world with mode ``off``.
 
         Args:
             path: ``WorldPlan.record``.
@@ -132,13 +132,13 @@ class World:
 
 
 def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> World:
-    """Enter the world of a launch; call it in a process with one thread, before anything is started from it.
+    """Enter the world of a launch. Call it in a single-threaded process, before starting other processes.
 
     Args:
         plan: The plan.
         cwd: The script's working directory.
-        arguments: Words of the command: paths among them are covered.
-        environ: Environment of the launch: likewise.
+        arguments: Words of the command; paths among them are covered.
+        environ: Environment of the launch; paths in it are covered.
 
     Returns:
         The world, which is also written to ``plan.record``.
@@ -166,10 +166,10 @@ def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ:
 def covered_folders(
     cwd: str, arguments: Sequence[str], environ: Mapping[str, str], points: Mapping[str, str]
 ) -> list[str]:
-    """Return the folders in which a launch may change files, none below another of the same file system.
+    """Return the folders in which a launch may change files, without subfolders on the same file system.
 
-    These are the folders of ``/`` that do not belong to the system, mounts below them, temporary folders, shared
-    memory, and the folders that the command names; those alone that this user may write to.
+    These are the non-system folders of ``/``, mounts below them, temporary folders, shared memory, and the folders in
+    the command, as far as this user may write to them.
 
     Args:
         cwd: The script's working directory.
@@ -194,13 +194,13 @@ def covered_folders(
 
 
 def named_folders(cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the folders that arguments and variables name, or the nearest folder above that is there."""
+    """Return the folders in arguments and variables, or their nearest existing parents."""
     words = [word for argument in arguments for word in (argument, argument.partition("=")[2])]
     words = [word for word in words if word and (os.sep in word or os.path.lexists(os.path.join(cwd, word)))]
     words += [value for value in environ.values() if value.startswith("/") and os.pathsep not in value]
     found = set()
     for word in words:
-        with contextlib.suppress(OSError, ValueError):  # no path that a file system takes
+        with contextlib.suppress(OSError, ValueError):  # not a valid path
             path = os.path.realpath(os.path.join(cwd, word))
             while not os.path.isdir(path):
                 path = os.path.dirname(path)
@@ -228,7 +228,7 @@ def _real_paths(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def _caches(environ: Mapping[str, str]) -> list[str]:
-    """Return folders for what is downloaded or compiled once for all runs."""
+    """Return cache folders of downloads and compiled code, which all runs share."""
     found = [environ[name] for name in _CACHE_VARIABLES if environ.get(name, "").startswith("/")]
     if home := environ.get("HOME"):
         found += [os.path.join(home, name) for name in _CACHES_AT_HOME]
@@ -238,7 +238,7 @@ def _caches(environ: Mapping[str, str]) -> list[str]:
 
 
 def _sockets(folders: Collection[str]) -> list[str]:
-    """Return the sockets of servers in covered folders: an overlay does not connect to them (unix(7))."""
+    """Return the server sockets in covered folders; connecting does not work through an overlay (unix(7))."""
     found = []
     with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
@@ -249,7 +249,7 @@ def _sockets(folders: Collection[str]) -> list[str]:
 
 
 class _Layers:
-    """Where the upper layers of a launch's overlays are: in its folder, or in memory where that does not serve."""
+    """Upper layers of a launch's overlays: in its folder, or in memory if the folder does not support them."""
 
     def __init__(self, folder: Path, *, unprivileged: bool) -> None:
         for name in ("layers", "memory"):
@@ -263,7 +263,7 @@ class _Layers:
         """Mount an overlay on a folder.
 
         Raises:
-            OSError: If it takes none.
+            OSError: If it cannot be mounted.
         """
         if path != _SHARED_MEMORY:
             with contextlib.suppress(OSError):
@@ -275,7 +275,7 @@ class _Layers:
         mounts.mount_overlay(path, lower=lower, layers=self._memory, name=name, unprivileged=self._unprivileged)
 
     def close(self) -> None:
-        """Hide the layers: the script must not meet its own changes a second time."""
+        """Hide the layers, so that the script does not see its changes a second time."""
         for name in ("layers", "memory"):
             mounts.mount_tmpfs(str(self._folder / name))
         for descriptor in filter(None, (self._disk, self._memory)):
@@ -285,7 +285,7 @@ class _Layers:
 def _mount_world(
     world: World, plan: WorldPlan, points: Mapping[str, str], *, used: Sequence[str], unprivileged: bool
 ) -> World:
-    """Mount overlays on the covered folders; those that do not take one stay redirected.
+    """Mount overlays on the covered folders; folders that do not support overlays stay redirected.
 
     Args:
         world: The covered folders and the shared paths.
@@ -316,11 +316,11 @@ def _mount_world(
                 mounts.bind(lower, path)
     for path, descriptor in through.items():
         if _is_below(path, mounted):
-            with contextlib.suppress(OSError):  # its owner has removed it meanwhile
+            with contextlib.suppress(OSError):  # removed by its owner in the meantime
                 mounts.bind(descriptor, path)
     for path, descriptor in caches.items():
         if _is_below(path, mounted):
-            with contextlib.suppress(OSError):  # the launch has a cache of its own then
+            with contextlib.suppress(OSError):  # the launch then uses a private cache
                 os.makedirs(path, exist_ok=True)
                 mounts.bind(descriptor, path)
     for descriptor in (*through.values(), *caches.values(), *lowers.values()):
@@ -339,9 +339,9 @@ def _mount_world(
 
 
 def _unmappable(path: str, used: Iterable[str]) -> str:
-    """Return a path of this user's in a covered folder whose group a user namespace cannot represent; empty for none.
+    """Return a path of this user with a group that a user namespace cannot represent; empty if not found.
 
-    Such a file cannot be changed there (EOVERFLOW).
+    Only covered folders are searched. Such a file cannot be changed in the namespace (EOVERFLOW).
     """
     unknown = int(Path("/proc/sys/kernel/overflowgid").read_text(encoding="ascii"))
     if unknown == os.getegid():
@@ -360,18 +360,18 @@ def _unmappable(path: str, used: Iterable[str]) -> str:
 
 
 def _new_caches(paths: Iterable[str], folder: Path) -> dict[str, int]:
-    """Make folders, common to the launches of a study, for caches that do not exist yet.
+    """Create folders, shared by the launches of a study, for caches that do not exist yet.
 
     Args:
-        paths: Where the script looks for its caches.
-        folder: Where they are kept.
+        paths: Paths of the caches in the script.
+        folder: Parent of the created folders.
 
     Returns:
         Path of the cache -> descriptor of its folder.
     """
     found = {}
     for path in paths:
-        with contextlib.suppress(OSError):  # the launch has a cache of its own then
+        with contextlib.suppress(OSError):  # the launch then uses a private cache
             own = folder / path.lstrip("/").replace("/", "_")
             own.mkdir(parents=True, exist_ok=True)
             found[path] = mounts.open_path(str(own))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import perf_counter  # the clock itself: a script may put another in its place in the module
+from time import perf_counter  # the function itself: a script may replace it in the module
 from typing import Any, Protocol
 
 __all__ = ["Clock", "DeviceClock", "HostClock"]
@@ -51,7 +51,7 @@ class DeviceClock:
     """Clock of devices that execute asynchronously: phases are timed by events on the device's current stream.
 
     Synchronizing after every phase would keep the host from running ahead and so change the measurement;
-    events do not. The device is synchronized once per step, at its boundary.
+    events do not. The device is synchronized once per step, at the step boundary.
 
     Args:
         accelerator: DeepSpeed's accelerator of this rank.

@@ -1,11 +1,12 @@
-"""Which engine of a script is measured: the first that it makes, unless that does not train.
+"""Selects the measured engine of a script: the first engine created, unless it does not train.
 
-A script of reinforcement learning or preference optimisation may make the engine of a reference model first, which
-never steps, and one that trains folds or rounds makes an engine for each. The first engine counts until another one
-makes two updates while it makes none, if it has made none at all, or if the other was made after it had begun to train.
-Two models that train together, as those of a GAN, are made before either trains: the first that steps stays measured.
+Scripts for reinforcement learning or preference optimization may first create the engine of a reference model, which
+never steps; scripts that train folds or rounds create an engine for each. Another engine replaces the measured engine
+after two updates in a row without an update of the measured engine, if the measured engine has never made an update, or
+if the other engine was created after the measured engine had begun to train. Models that train together, as in a GAN,
+are created before either trains: the first engine that steps remains measured.
 
-An engine whose optimizer the script steps itself (Lightning Fabric) takes no other's place.
+An engine whose optimizer is stepped directly by the script (Lightning Fabric) never replaces the measured engine.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def is_pipeline(engine: Any) -> bool:
 
 
 def global_steps(engine: Any) -> int | None:
-    """Return the engine's own count of optimizer steps, with those of a loaded checkpoint; None if it keeps none."""
+    """Return the engine's optimizer step count, including steps of a loaded checkpoint; None without a count."""
     count = getattr(engine, "global_steps", None)
     return count if isinstance(count, int) else None
 
@@ -57,7 +58,7 @@ def is_update_step(engine: Any) -> bool:
 
 
 def loss_of(output: Any) -> Any:
-    """Return the detached loss of a model's output (the output itself or its ``loss``); None if there is none."""
+    """Return the detached loss of a model's output (the output itself or its ``loss``), or None."""
     loss = getattr(output, "loss", output)
     if hasattr(loss, "detach") and getattr(loss, "numel", lambda: 0)() == 1:
         return loss.detach()
@@ -65,13 +66,13 @@ def loss_of(output: Any) -> Any:
 
 
 UPDATES_ALONE = 2
-"""Updates of another engine in a row at which it is the one that trains."""
+"""Consecutive updates after which another engine counts as the training engine."""
 
 
 def replace_method(
     owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace a method on an object by what ``wrap`` makes of it; return a function that puts it back."""
+    """Replace a method of an object by ``wrap(method)``; return a function that restores it."""
     own = vars(owner).get(name)
     setattr(owner, name, wrap(getattr(owner, name)))
 
@@ -85,12 +86,12 @@ def replace_method(
 
 
 class OtherEngine:
-    """Watches the updates of an engine beside the measured one.
+    """Observer of the updates of an engine that is not measured.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
-        measured: Returns how many updates the measured engine has made.
-        takes_over: Called once this engine is the one that trains; it is not watched any more then.
+        engine: The engine that ``deepspeed.initialize`` returned.
+        measured: Returns the number of updates of the measured engine.
+        takes_over: Called once this engine counts as the training engine; the observation then ends.
     """
 
     def __init__(self, engine: Any, *, measured: Callable[[], int], takes_over: Callable[[], None]) -> None:
@@ -123,18 +124,18 @@ class OtherEngine:
 
 
 MOST_SKIPPED_STEPS = 33
-"""Skipped steps after which a launch goes on no longer: from 2^32, the largest initial scale that DeepSpeed's defaults
-have had, a scaler with a hysteresis of 2 needs 33 to arrive at 1."""
+"""Skipped steps after which a launch ends: a scaler with a hysteresis of 2 needs 33 steps from 2^32, the largest
+initial scale that DeepSpeed's defaults have had, down to 1."""
 
 
 class SkipDetector:
-    """Tells whether the engine's last update was skipped.
+    """Detector of skipped updates.
 
     DeepSpeed counts the steps that its own scaler skipped (fp16, and non-finite gradients with bf16); at ZeRO 0 with
-    ``torch_autocast`` the scaler is torch's, which lowers its scale whenever it skips.
+    ``torch_autocast`` the scaler is torch's, which lowers its scale at each skipped step.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
+        engine: The engine that ``deepspeed.initialize`` returned.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -143,10 +144,10 @@ class SkipDetector:
         self._scale = self._torch_scale()
 
     def skipped(self, *, by_script: bool) -> bool:
-        """Return whether the update that has just ended was skipped; called once per update.
+        """Return whether the latest update was skipped; call once per update.
 
         Args:
-            by_script: Whether the script stepped the optimizer itself, which the engine then does not count.
+            by_script: Whether the script called ``optimizer.step()`` directly; the engine does not count such steps.
         """
         counted, self._counted = self._counted, self._count()
         scale, self._scale = self._scale, self._torch_scale()
@@ -167,7 +168,7 @@ SHM_OPERATOR = "deepspeed_shm_comm"
 
 
 def is_engine(candidate: Any) -> bool:
-    """Return whether an object has what is used of a DeepSpeed engine."""
+    """Return whether an object has the attributes of a DeepSpeed engine that this package uses."""
     needed = ("module", "train_micro_batch_size_per_gpu", "zero_optimization_stage")
     return all(hasattr(candidate, name) for name in needed)
 

@@ -1,4 +1,4 @@
-"""Sizes of the inputs that an engine is fed: samples and elements, by the tensors' shapes alone."""
+"""Sizes of an engine's inputs, in samples and elements, from the tensors' shapes only."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = [
 ]
 
 _DEPTH = 4
-"""Maximum nesting depth at which a batch's tensors are searched; deeper ones count as not observed."""
+"""Maximum nesting depth at which a batch is searched for tensors; deeper tensors count as not observed."""
 
 _TOKEN_TYPES = ("int16", "int32", "int64")
-"""Element types of token tensors, without their library's name; ``uint8`` and ``bool`` are images and masks."""
+"""Element types of token tensors, without the library's name; ``uint8`` and ``bool`` are images and masks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputSize:
-    """Size of the inputs of one forward pass, or of several."""
+    """Size of the inputs of one or several forward passes."""
 
     samples: int
     elements: int = 0
-    """Elements of the largest token tensor, padding included, or of the largest tensor if there is none."""
+    """Elements of the largest token tensor, including padding; without token tensors, of the largest tensor."""
     are_tokens: bool = False
     """Whether ``elements`` counts tokens: an integer tensor of (samples, length)."""
 
@@ -43,7 +43,7 @@ class InputSize:
 
 
 def size_of(batch: Any) -> InputSize | None:
-    """Return the size of a batch; None if it has no tensor.
+    """Return the size of a batch; None without tensors.
 
     Args:
         batch: A tensor, or sequences and mappings of them (a ``BatchEncoding`` is a mapping).
@@ -60,18 +60,18 @@ def size_of(batch: Any) -> InputSize | None:
 
 
 def leading_dimension(batch: Any) -> int | None:
-    """Return the leading dimension of the first tensor in a batch; None if none is found."""
+    """Return the leading dimension of the first tensor in a batch, or None."""
     size = size_of(batch)
     return None if size is None else size.samples
 
 
 def first_tensor(batch: Any) -> Any:
-    """Return the first tensor of a batch, whose leading dimension is that of its samples; None if there is none."""
+    """Return the first tensor of a batch, whose leading dimension usually counts samples, or None."""
     return next(iter(_shaped(batch)), None)
 
 
 def may_have_time_first(tensor: Any) -> bool:
-    """Whether a tensor is of a kind that some models take as (length, samples, ...): tokens, or vectors of floats."""
+    """Return whether a tensor could have shape (length, samples, ...): tokens, or sequences of float vectors."""
     if tensor is None:
         return False
     kind = str(getattr(tensor, "dtype", ""))
@@ -83,7 +83,7 @@ def _shaped(batch: Any) -> list[Any]:
 
 
 def _elements(tensor: Any) -> int:
-    if callable(getattr(tensor, "numel", None)):  # torch's; the shape of a ragged one has no product
+    if callable(getattr(tensor, "numel", None)):  # torch's; the shape of a ragged tensor has no product
         return int(tensor.numel())
     return math.prod(tensor.shape)
 
@@ -101,34 +101,34 @@ def _tensors(batch: Any, depth: int) -> Iterator[Any]:
             yield from _tensors(item, depth - 1)
 
 
-# How many samples the inputs of a forward pass are: mostly their leading dimension, not always.
+# Number of samples in the inputs of a forward pass: usually the leading dimension, but not always.
 #
-# Recurrent models and some transformers take time first: (length, samples, ...). Other numbers show which dimension it
-# is: the batch sizes of the configs, of options whose names mean one, and of the loader. Where a model gets several
-# rows for each sample (two views, pairs, frames of a video), launches at two sizes have shown how many
-# (``optuna_dsat.study.profile.batch_search``).
+# Recurrent models and some transformers take inputs of shape (length, samples, ...). The sample dimension is then
+# identified by known batch sizes: of the configs, of options with such names, and of the loader. If a model gets
+# several rows per sample (two views, pairs, frames of a video), the number of rows comes from earlier launches at two
+# batch sizes (``optuna_dsat.study.profile.batch_search``).
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchNumbers:
-    """Numbers of a launch that mean samples of a batch."""
+    """Known batch sizes of a launch."""
 
     configured: Set[int]
-    """Micro-batches of the launch's config and of the script's own."""
+    """Micro-batch sizes in the launch's config and the script's config."""
     named: Set[int]
-    """Values of options and settings whose names mean a batch size."""
+    """Values of options and settings with the name of a batch size."""
     loaded: int | None
-    """Batch size of the data loader that made the batch in use; None if no data loader is known to have made it."""
+    """Batch size of the data loader that yielded the current batch; None if unknown."""
 
 
 def sample_counter(
     numbers: Callable[[], BatchNumbers], *, rows: Sequence[int] = (1, 1)
 ) -> Callable[[Any], InputSize | None]:
-    """Return what tells the size of a forward pass's inputs; None if they have no tensor.
+    """Return a function that computes the size of a forward pass's inputs, or returns None without tensors.
 
     Args:
-        numbers: Returns the numbers that are known at the time.
-        rows: Rows that the model is fed, and the samples that they are: (2, 1) for pairs.
+        numbers: Returns the currently known batch sizes.
+        rows: Rows of the model's input, and the number of samples in them: (2, 1) for pairs.
     """
 
     def counted(batch: Any) -> InputSize | None:
@@ -143,7 +143,7 @@ def sample_counter(
 
 
 def _time_first(batch: Any, leading: int, known: BatchNumbers) -> int | None:
-    """Return the second dimension of the inputs if that is the batch size and the leading one is not; else None."""
+    """Return the second dimension of the inputs if it is a known batch size and the leading dimension is not."""
     tensor = first_tensor(batch)
     if not may_have_time_first(tensor):
         return None

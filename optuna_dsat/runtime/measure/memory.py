@@ -1,6 +1,6 @@
 """Memory peaks and limits of a rank.
 
-On CUDA both are the caching allocator's. On a CPU the limit is ``RLIMIT_DATA``, which counts private writable
+On CUDA, both come from the caching allocator. On a CPU the limit is ``RLIMIT_DATA``, which counts private writable
 memory, touched or not (``VmData`` of ``/proc/self/status``); the peak is in the same unit, as growth since the
 limit was set. The kernel keeps no high-water mark of ``VmData``, so the peak is the larger of two lower bounds:
 the growth of ``VmData`` sampled at the end of every phase (includes buckets that are allocated but never
@@ -153,8 +153,8 @@ def limit_process_memory(budget_bytes: int, baseline: ProcessMemory) -> None:
     """Limit this process to ``budget_bytes`` beyond the baseline; torch raises its allocation error above it.
 
     Called after torch and DeepSpeed are imported, so that the imports do not count. All later allocations of the
-    script do, including the model and data it holds in memory. Gloo's threads and DeepSpeed's late imports take
-    about 60 MiB of it (measured with DeepSpeed 0.19.8).
+    script count, including its model and data in memory. Gloo's threads and DeepSpeed's late imports use about 60 MiB
+    of the budget (measured with DeepSpeed 0.19.8).
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = baseline.data + budget_bytes
@@ -198,7 +198,7 @@ def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
     Args:
         torch: The torch module.
         budget_bytes: Bytes that the rank may allocate.
-        local_rank: The rank's number on this host, by torchrun's convention its device index.
+        local_rank: The rank's number on this host; by torchrun's convention also its device index.
     """
 
     def apply() -> None:
@@ -238,8 +238,8 @@ def support_uuid_visible_devices(accelerator: Any) -> None:
     """Make ``accelerator.available_memory`` work if ``CUDA_VISIBLE_DEVICES`` names GPUs by UUID.
 
     With nvidia-ml-py installed, DeepSpeed's accelerator (0.19.8) parses that variable as device numbers for NVML and
-    raises a ValueError in ``deepspeed.initialize`` at ZeRO 1 and 2 if it holds UUIDs. MIG instances have no numbers.
-    On that error, CUDA is asked instead.
+    raises a ValueError in ``deepspeed.initialize`` at ZeRO 1 and 2 if it contains UUIDs. MIG instances have no numbers.
+    On that error, CUDA is queried instead.
 
     Args:
         accelerator: DeepSpeed's accelerator of this rank; other versions may lack ``available_memory``.

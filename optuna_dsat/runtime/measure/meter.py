@@ -1,8 +1,8 @@
-"""Measures the optimizer steps of one DeepSpeed engine by wrapping its methods on the instance.
+"""Measures the optimizer steps of a DeepSpeed engine by wrapping its methods on the instance.
 
-A step ends at a gradient-accumulation boundary. Steps are counted here, from 1. One that the loss scaler skipped is
-recorded but does not count: the launch goes on for another, up to ``MOST_SKIPPED_STEPS``. Forward passes in evaluation
-mode or without gradients do not count as training; the time that they take between the phases is recorded apart.
+A step ends at a gradient-accumulation boundary. Steps are counted here, from 1. Steps that the loss scaler skipped are
+recorded but not counted: the launch runs an additional step for each, up to ``MOST_SKIPPED_STEPS``. Forward passes in
+evaluation mode or without gradients do not count as training; their time between the phases is recorded separately.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class _Step:
     micro_batch: int | None = None
     """Largest leading dimension of an input; None if not observed."""
     direct: InputSize | None = None
-    """Largest batch that the module itself was fed since the last backward pass; None if it was fed none."""
+    """Largest batch passed directly to the module since the last backward pass; None without such a batch."""
     by_script: bool = False
-    """Whether the script stepped the optimizer itself."""
+    """Whether the script called ``optimizer.step()`` directly."""
     loss: Any = None
     """Loss tensor of the last micro-batch; None if not observed."""
     forward_end: Any = None
-    """Mark of the last forward's end; None once a backward has followed."""
+    """Mark at the end of the last forward; None after the following backward."""
     evaluation_s: float = 0.0
-    """Duration of completed intervals of evaluation."""
+    """Duration of completed evaluation intervals."""
 
 
 class Meter:
@@ -62,19 +62,19 @@ class Meter:
     Overhead per step: two marks per phase, one device synchronization and one line in the event file. A pipeline
     engine's schedule interleaves its phases; they are reported as 0.
 
-    A script that drives the engine in another way marks its micro-batches with ``micro_batch``.
+    Scripts that drive the engine in another way mark their micro-batches with ``micro_batch``.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
+        engine: The engine that ``deepspeed.initialize`` returned.
         rank: Global rank, for the events.
         write: Records an event.
         clock: Times the phases.
         memory: Tracks memory.
         state: Updated with phase and steps.
-        last_step: The step after which ``exit_process`` is called; skipped ones do not count.
-        exit_process: Ends the script by an exception; called again if the script catches that and trains on.
-        observer: Observes the phases; None for none.
-        size_of: Tells the size of a forward pass's inputs.
+        last_step: The step after which ``exit_process`` is called, not counting skipped steps.
+        exit_process: Ends the script with an exception; called again if the script catches it and continues training.
+        observer: Observes the phases, if given.
+        size_of: Returns the size of a forward pass's inputs.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Meter:
         self._in_forward = False
         self._module_hooked = False
         self._evaluation: tuple[float, float] | None = None
-        """Times at which the current interval of evaluation began and its last forward ended; None outside of one."""
+        """Start of the current evaluation interval and end of its last forward; None outside of evaluation."""
         self._end_observation: Callable[[], None] | None = None
-        """Ends the current observation of a whole micro-batch; None if there is none."""
+        """Ends the current observation of a whole micro-batch; None outside of such an observation."""
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
@@ -134,7 +134,7 @@ class Meter:
         self._boundary_s = self._clock.now()
 
     def detach(self) -> None:
-        """End measuring: the engine is as it was before ``attach``."""
+        """Stop measuring and restore the engine's methods."""
         while self._undo:
             self._undo.pop()()
         self._state.phase = "between"
@@ -150,20 +150,20 @@ class Meter:
         return evaluate
 
     def _evaluation_begins(self) -> None:
-        """Start an interval of evaluation at a forward outside of training, unless one has started."""
+        """Start an evaluation interval at a forward outside of training, unless already started."""
         if self._state.phase == "between" and self._evaluation is None:
             self._clock.synchronize()
             now = self._clock.now()
             self._evaluation = now, now
 
     def _evaluation_continues(self) -> None:
-        """Extend the interval of evaluation to the end of a forward."""
+        """Extend the evaluation interval to the end of a forward."""
         if self._evaluation is not None:
             self._clock.synchronize()
             self._evaluation = self._evaluation[0], self._clock.now()
 
     def _close_evaluation(self) -> None:
-        """End the interval of evaluation, if there is one, with its last forward: training goes on."""
+        """End the current evaluation interval, if any, at its last forward: training continues."""
         if self._evaluation is not None:
             start, end = self._evaluation
             self._step.evaluation_s += end - start
@@ -218,7 +218,7 @@ class Meter:
         return step
 
     def _wrap_optimizer_step(self) -> None:
-        """Count the updates of scripts that call the optimizer directly instead of the engine (Lightning Fabric)."""
+        """Count updates of scripts that call ``optimizer.step()`` instead of ``engine.step()`` (Lightning Fabric)."""
         optimizer = getattr(self._engine, "optimizer", None)
         if optimizer is None or getattr(optimizer, "step", None) is None:
             return
@@ -260,10 +260,10 @@ class Meter:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Measure forward, backward and step of one micro-batch, however the script calls them.
+        """Measure forward, backward and step of a micro-batch, however the script calls them.
 
-        Phases and steps within the context that the wrapped methods observe are recorded by them. Otherwise the
-        context is one ``batch`` phase, as a pipeline's, and the step ends with the context in which the engine's
+        Phases and steps observed by the wrapped methods are recorded as usual. If they observe none, the context is
+        recorded as a ``batch`` phase, as for pipelines. The step then ends with the context in which the engine's
         ``global_steps`` increased, or with every context if the engine does not count steps.
         """
         self._hook_module_input()
@@ -323,16 +323,16 @@ class Meter:
         return bool(self._engine.module.training) or self._trains_in_eval_mode
 
     def _note_unproven(self, batch: Any) -> None:
-        """Note an input in eval mode but with gradients: evaluation, unless a backward pass follows."""
+        """Record an input in eval mode with gradients: counts as evaluation unless a backward pass follows."""
         import torch
 
         if torch.is_grad_enabled():
             self._unproven = self._size_of(batch)
 
     def _prove_training(self) -> None:
-        """Count what was fed in eval mode alone since the last backward pass: the script never left that mode.
+        """Count inputs in eval mode as training if a backward pass follows and no input came in train mode.
 
-        Models of ``from_pretrained`` are in eval mode until the script says ``train()``, and train in it.
+        ``from_pretrained`` returns models in eval mode; scripts that never call ``train()`` train in eval mode.
         """
         size, self._unproven = self._unproven, None
         if size is not None and not self._fed_in_training:
@@ -361,9 +361,9 @@ class Meter:
         self._step.micro_batch = max(size.samples, self._step.micro_batch or 0)
 
     def _count_direct_samples(self, batch: Any) -> None:
-        """Count a batch that the script fed the module itself, past the engine.
+        """Count a batch that the script passed to the module instead of the engine.
 
-        If it is fed several times before a backward pass, as the discriminator of a GAN is, the largest batch counts.
+        Of several batches before a backward pass, as in the discriminator of a GAN, the largest counts.
         """
         self._fed_in_training = True
         size = self._size_of(batch)
@@ -374,7 +374,7 @@ class Meter:
                 self._step.direct = size
 
     def _close_direct(self) -> None:
-        """Count what the module itself was fed since the last backward pass."""
+        """Count the largest batch passed directly to the module since the last backward pass."""
         size, self._step.direct = self._step.direct, None
         if size is not None and size.samples:
             self._count(size)
@@ -383,9 +383,9 @@ class Meter:
     def _phase(self, name: str) -> Iterator[None]:
         self._exit_if_measured()
         self._close_evaluation()
-        # "batch" contains all three phases and starts with forward, as which a failure is reported.
+        # "batch" contains all three phases and starts with forward; failures are reported as forward.
         self._state.phase = "forward" if name == "batch" else name
-        if self._end_observation is not None:  # the wrapped methods observe each phase on its own
+        if self._end_observation is not None:  # the wrapped methods observe each phase separately
             self._end_observation()
             self._end_observation = None
         start = self._clock.mark()
@@ -451,7 +451,7 @@ class Meter:
             self._exit_process()
 
     def _steps_completed(self) -> int:
-        """Return the batches that the training has completed: the script's count, else the engine's, else ours."""
+        """Return the number of completed batches: the script's count, else the engine's, else the meter's."""
         state = self._state
         if state.steps_completed is not None:
             return state.steps_completed

@@ -1,9 +1,8 @@
-"""Measures parameters, activations and FLOPs of one step in the profile launch.
+"""Measures parameters, activations and FLOPs of the profile launch's last step.
 
-Only the launch's last step is profiled: by then optimizer states and persistent workspaces of the first step are
-allocated (cuBLAS keeps one per thread, of 32 MiB on an H100). FLOPs are counted by torch's ``FlopCounterMode``: 2 per
-multiply-add, recomputation included; custom kernels unknown to torch count as 0. If counting fails, the result is 0,
-which stands for unknown.
+Earlier steps allocate optimizer states and persistent workspaces (cuBLAS: 32 MiB per thread on an H100). FLOPs are
+counted by torch's ``FlopCounterMode``: 2 per multiply-add, recomputation included; custom kernels unknown to torch
+count as 0. If counting fails, the result is 0 (unknown).
 
 Activations are the tensors that autograd saves (CPU), or the growth of allocated memory during forward (CUDA) without
 the parameters that ZeRO 3 has gathered by its end: from the second step on ZeRO 3 keeps up to
@@ -33,7 +32,7 @@ _BLOCK_BYTES = 512
 def count_parameters(module: Any) -> tuple[int, int]:
     """Return the unpartitioned counts of (all, trainable) parameters of a module.
 
-    A rank of a pipeline engine holds the parameters of its own stage only.
+    With a pipeline engine, only the parameters of the rank's stage count.
     """
     sizes = [(_numel(parameter), parameter.requires_grad) for parameter in module.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
@@ -45,10 +44,10 @@ def _numel(parameter: Any) -> int:
 
 
 class Profiler:
-    """Profiles one step of an engine and records ``ProfileMeasured`` (a ``StepObserver``).
+    """Profiles a single step of an engine and records ``ProfileMeasured`` (a ``StepObserver``).
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
+        engine: The engine that ``deepspeed.initialize`` returned.
         accelerator: DeepSpeed's accelerator.
         plan: The launch.
         rank: This rank.
@@ -80,7 +79,7 @@ class Profiler:
 
     @contextmanager
     def observe(self, phase: str, step: int) -> Iterator[None]:
-        """Count the FLOPs of forward and backward, and the activations that forward saves."""
+        """Count the FLOPs of forward and backward, and the activations saved by forward."""
         if step != self._step or phase == "step":
             yield
             return
@@ -130,7 +129,7 @@ class Profiler:
         )
 
     def discard(self) -> None:
-        """Forget what was observed of the profiled step, which was skipped and is run again."""
+        """Discard the observations of a skipped step; the next step is profiled instead."""
         self._flops = self._activations = 0
         self._flops_known = True
 
@@ -221,13 +220,13 @@ def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:
 
 
 def _parameter_bytes(module: Any) -> int:
-    """Return the bytes currently held by a module's parameters; with ZeRO 3 its partitions and gathered ones."""
+    """Return the bytes currently held by a module's parameters; with ZeRO 3, partitions and gathered parameters."""
     held: dict[int, int] = {}
     for parameter in module.parameters():
         # With a single rank nothing is gathered: the parameter becomes a view of its partition (ds_tensor), which must
         # not count as growth.
         for tensor in (parameter, getattr(parameter, "ds_tensor", parameter)):
-            with suppress(RuntimeError, NotImplementedError):  # a tensor without storage of its own
+            with suppress(RuntimeError, NotImplementedError):  # a tensor without storage
                 storage = tensor.untyped_storage()
                 held[storage.data_ptr()] = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
     return sum(held.values())

@@ -1,4 +1,4 @@
-"""Where a rank is in its steps, and who observes them."""
+"""State of a rank's training steps, and the interface of their observers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class RankState:
     phase: str = "script"
     """See ``RankFailed.phase``."""
     steps: int = 0
-    """Global steps completed, without those that the loss scaler skipped."""
+    """Global steps completed, without steps that the loss scaler skipped."""
     skipped: int = 0
     """Global steps that the loss scaler skipped."""
     steps_completed: int | None = None
-    """Batches completed as the script counts them around its current step; None if it does not say."""
+    """Batches completed, as counted by the script around its current step; None if not reported."""
     device: str = ""
     """``cuda`` or ``cpu``; empty before DeepSpeed was imported."""
     limited: bool = False
@@ -33,19 +33,19 @@ class RankState:
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``."""
     starts_ranks: bool = False
-    """Whether the script starts its ranks by ``torch.multiprocessing``; one of them runs here then."""
+    """Whether the script spawns its ranks with ``torch.multiprocessing``; this process then runs one of them."""
     joins_ranks: bool = False
-    """Whether the runtime gave accelerate the backend without which each rank trains alone."""
+    """Whether the runtime set accelerate's backend; without a backend, each rank would train alone."""
     config_option: str = ""
-    """The script's option for its DeepSpeed config whose default is the launch's; empty if there is none."""
+    """The script's option for its DeepSpeed config whose default was set to the launch's; empty if not found."""
     config_read: bool | None = None
-    """Whether the launch's config was read by its own name; False by the user's alone, None not at all."""
+    """Whether the launch's config was read by its own path; False if only by the user's path, None if not read."""
     fed: int = 0
-    """Inputs that the engine, or its module, was fed in training."""
+    """Number of training inputs of the engine or its module."""
     fed_size: int = 0
-    """Samples of the largest of them."""
+    """Samples of the largest input."""
     fed_from: Sequence[Place] = ()
-    """Places of the user's code that led to the first of them, the innermost first."""
+    """Places in the user's code that led to the first input, innermost first."""
 
     def has_measured(self, last_step: int) -> bool:
         """Return whether a launch up to ``last_step`` ends here."""
@@ -64,5 +64,5 @@ class StepObserver(Protocol):
         ...
 
     def discard(self) -> None:
-        """Called after a step that the loss scaler skipped: the next one has its number."""
+        """Called after a step that the loss scaler skipped; the next step has the same number."""
         ...
