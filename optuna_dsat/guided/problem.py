@@ -98,7 +98,7 @@ class Problem:
 
     @property
     def work_per_sample(self) -> int:
-        """Work of one sample per rank in the unit of a rate's numerator: FLOPs, or samples over all ranks."""
+        """Work of a single sample per rank in the unit of a rate's numerator: FLOPs, or samples over all ranks."""
         each = self.profile.flops_per_sample if self.metric == "FLOPS_per_gpu" else self.hardware.world_size
         return max(1, each)
 

@@ -1,4 +1,4 @@
-"""All lineages of a study as one mapping with incremental updates, indexed by structure.
+"""Mapping of all lineages of a study with incremental updates, indexed by structure.
 
 Samplers and pruners accept any mapping of lineages. Other mappings are converted to a ``Lineages``. A ``Lineages`` kept
 since the last decision retains all cached results that new trials do not affect.
