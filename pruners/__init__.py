@@ -1,4 +1,4 @@
-"""Optuna pruners that know DeepSpeed, usable in any study."""
+"""Optuna pruners for DeepSpeed configurations, usable in any study."""
 
 from optuna_dsat.pruners._asha import AshaPruner
 from optuna_dsat.pruners._deepspeed import DeepSpeedPruner

@@ -21,29 +21,29 @@ __all__ = ["AshaPruner"]
 
 
 class AshaPruner(LineagePruner):
-    """Allocates more launches to the lineages with better metrics.
+    """Pruner that allocates more launches to lineages with better metrics.
 
     Asynchronous successive halving (Li et al. 2018, arXiv:1810.05934) with lineages as the candidates and
     launches as the resource. A lineage completes rung k when it has ``min_binary_search_trials * divisor **
     (asha_early_stopping + k)`` launches, or when its search ended earlier. Of the n lineages that completed a
-    rung the best ``n // divisor`` go on to the next; the others wait, and go on later if they are among the
-    best of a rung that has grown. The top rung, ``max_rungs - 1``, is never left. Launches that failed for
+    rung the best ``n // divisor`` are promoted to the next; the others wait, and are promoted later if they are among
+    the best of a rung that has grown. The top rung, ``max_rungs - 1``, is never left. Launches that failed for
     reasons unrelated to the configuration do not count.
 
-    With ``BinarySearchSampler`` this is the search of Determined AI's ``dsat asha``: the sampler asks which lineages go
-    on, the highest rung first, and opens a new one if all wait. With other samplers, a trial of a waiting lineage is
-    pruned before it is launched; enqueued trials and copies of lost ones never are.
+    With ``BinarySearchSampler`` this is the search of Determined AI's ``dsat asha``: the sampler asks which lineages to
+    continue, highest rung first, and opens a new lineage if all wait. With other samplers, a trial of a waiting lineage
+    is pruned before its launch; enqueued trials and retries of lost trials are never pruned.
 
     Within a launch the same rule applies to the reported steps: after ``divisor ** (asha_early_stopping + k)`` reports
-    a job must be among the best ``1 / divisor`` of all trials at that step. It is not stopped while it is within
+    a trial must be among the best ``1 / divisor`` of all trials at that step. It is not stopped while it is within
     ``stop_margin`` (or three standard errors) of the best, so that noise does not decide between good configurations.
 
     Args:
         max_rungs: Number of rungs.
         min_binary_search_trials: Launches of the lowest rung (``r`` in the paper).
-        divisor: One lineage in ``divisor`` goes on (``eta`` in the paper).
+        divisor: Inverse share of lineages to promote (``eta`` in the paper).
         asha_early_stopping: Raises all rungs by this power of the divisor (``s`` in the paper).
-        stop_margin: Least relative distance from the best at which a job in flight is stopped.
+        stop_margin: Minimum relative distance from the best at which a running trial is stopped.
         micro_batch: Name of the micro-batch's parameter.
 
     Raises:
@@ -79,7 +79,7 @@ class AshaPruner(LineagePruner):
         self._micro_batch = micro_batch
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
-        """Return whether to veto a trial (nothing reported yet) or to stop it in flight."""
+        """Return whether to veto a trial (nothing reported yet) or to stop a running trial."""
         if trial.intermediate_values:
             return self._stops(study, trial)
         return self.reason(study, trial) is not None
@@ -97,7 +97,7 @@ class AshaPruner(LineagePruner):
         return f"other configurations did better with {things_in_words(len(lineage.conclusive), 'launch')}"
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
-        """Return the keys of the lineages that may go on: the highest rung first, then the most launches."""
+        """Return the keys of the lineages that may continue: highest rung first, then most launches."""
         known, direction = Lineages.of(lineages), study.direction
         return known.derived(("continuable", self._rungs, direction), lambda: self._continuing(known, direction))
 
@@ -141,7 +141,7 @@ _Ranked = tuple[int, int, int, str]
 def _split(
     group: StructureGroup, direction: StudyDirection, least: int, best: float | None
 ) -> tuple[Sequence[_Ranked], Sequence[Lineage]]:
-    """Return the lineages of a group below the lowest rung, which holds ``least`` launches, and the others."""
+    """Return the lineages of a group below the lowest rung, of ``least`` launches, and the others."""
 
     def find() -> tuple[list[_Ranked], list[Lineage]]:
         below, on = [], []

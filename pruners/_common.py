@@ -1,4 +1,4 @@
-"""Code shared by the pruners: their base class, who chose a trial, and which lineage it belongs to."""
+"""Code shared by the pruners: base class, origin of a trial, and lineage of a trial."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["LineagePruner", "chosen_by_user", "lineage_of"]
 
 
 class LineagePruner(BasePruner):
-    """Base of the pruners over lineages; implements ``optuna_dsat.trials.lineage.LineageGate``."""
+    """Base class of the pruners over lineages; implements ``optuna_dsat.trials.lineage.LineageGate``."""
 
     @abc.abstractmethod
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
-        """Return the keys of the lineages that may get another launch, the most urgent first."""
+        """Return the keys of the lineages that may get another launch, most urgent first."""
 
     @abc.abstractmethod
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
-        """Return the structures (partial knobs) of which no new lineage can win."""
+        """Return the structures (partial knobs) whose new lineages cannot win."""
 
     def held_back(self, study: Study, lineages: Mapping[str, Lineage]) -> frozenset[str]:
-        """Return the keys of the lineages that may get no launch now."""
+        """Return the keys of the lineages that must currently not be launched."""
         return frozenset(lineages) - frozenset(self.continuable(study, lineages))
 
 
 def chosen_by_user(trial: FrozenTrial) -> bool:
-    """Return whether a trial was enqueued or repeats a lost one; pruners never veto such a trial."""
+    """Return whether a trial was enqueued or is the retry of a lost trial; pruners never veto such a trial."""
     return bool(trial.system_attrs.get("fixed_params")) or RETRY_ATTR in trial.system_attrs
 
 

@@ -1,4 +1,4 @@
-"""Stops lineages that cannot win, from knowledge of DeepSpeed and the search's history."""
+"""Stop lineages that cannot win, based on knowledge of DeepSpeed and the search's history."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from optuna_dsat.words import things_in_words
 __all__ = ["DeepSpeedPruner"]
 
 _NOISE = 0.03
-"""Relative difference up to which metrics of a lineage count as equal."""
+"""Largest relative difference at which metrics of a lineage count as equal."""
 _SPREAD = 0.2
 """Largest relative gain expected of other buckets and flags within a structure."""
 _MIN_JUDGED = 2
-"""Lineages of a structure that must be judged before the structure counts as hopeless."""
+"""Minimum number of judged lineages before a structure counts as hopeless."""
 
 
 class DeepSpeedPruner(LineagePruner):
-    """Stops lineages and jobs that cannot win.
+    """Pruner that stops lineages and running trials that cannot win.
 
     Before a launch (nothing reported) it vetoes a trial if
 
@@ -46,19 +46,19 @@ class DeepSpeedPruner(LineagePruner):
       or optimistic bound of any of them is over 20% worse than the study's best, which is more than buckets and flags
       are expected to gain.
 
-    The last two replace the rule of Determined AI's ``dsat random`` that drops ZeRO 3 as soon as ZeRO 1 or 2 ran: a
-    higher stage or an offload pays communication for memory, so it loses if a cheaper structure fits the same
+    The last two rules replace the rule of Determined AI's ``dsat random`` that drops ZeRO 3 as soon as ZeRO 1 or 2 ran:
+    a higher stage or an offload trades communication for memory, so it loses if a cheaper structure fits the same
     micro-batch, but it may win through a larger micro-batch. See ``optuna_dsat.trials.extrapolation`` for the
     optimistic bound; it is not applied to lineages without measurements.
 
-    While a job runs, it is stopped if its mean over the reported steps is worse than the mean of the study's best trial
-    at the same steps by more than ``stop_margin`` and three standard errors. Enqueued trials and copies of lost trials
+    A running trial is stopped if its mean over the reported steps is worse than the mean of the study's best trial at
+    the same steps by more than ``stop_margin`` and three standard errors. Enqueued trials and retries of lost trials
     are never vetoed.
 
     Args:
         trials_per_random_config: Largest number of conclusive launches of a lineage.
-        warmup_reports: Reports of a job before it may be stopped, at least 1.
-        stop_margin: Least relative distance from the best at which a running job is stopped.
+        warmup_reports: Reports of a trial before it may be stopped, at least 1.
+        stop_margin: Minimum relative distance from the best at which a running trial is stopped.
         micro_batch: Name of the micro-batch's parameter.
 
     Raises:
@@ -86,7 +86,7 @@ class DeepSpeedPruner(LineagePruner):
         self._micro_batch = micro_batch
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
-        """Return whether to veto a trial (nothing reported yet) or to stop it in flight."""
+        """Return whether to veto a trial (nothing reported yet) or to stop a running trial."""
         if not trial.intermediate_values:
             return self.reason(study, trial) is not None
         if len(trial.intermediate_values) < self._warmup:
@@ -132,7 +132,7 @@ class DeepSpeedPruner(LineagePruner):
         ]
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
-        """Return the structures (ZeRO stage and offload) of which no lineage can win."""
+        """Return the structures (ZeRO stage and offload) that cannot win."""
         return hopeless_structures(Lineages.of(lineages), direction=study.direction, budget=self._budget)
 
     def _veto_reason(self, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> VetoReason | None:
@@ -167,7 +167,7 @@ class DeepSpeedPruner(LineagePruner):
 
 
 class VetoReason(StrEnum):
-    """Why a lineage gets no further launch."""
+    """Reason why a lineage gets no further launch."""
 
     BROKEN = "this configuration failed whatever its micro-batch"
     DEAD = "this configuration does not fit at the smallest micro-batch"
@@ -184,7 +184,7 @@ def veto_reason(lineage: Lineage, lineages: Lineages, *, direction: StudyDirecti
         lineage: The lineage.
         lineages: All lineages of the study.
         direction: Direction of the metric.
-        budget: Largest number of conclusive launches of one lineage.
+        budget: Largest number of conclusive launches of a lineage.
     """
     if lineage.broken:
         return VetoReason.BROKEN
@@ -206,7 +206,7 @@ def veto_reason(lineage: Lineage, lineages: Lineages, *, direction: StudyDirecti
 
 
 def hopeless_structures(lineages: Lineages, *, direction: StudyDirection, budget: int) -> Sequence[Mapping[str, Any]]:
-    """Return the structures (ZeRO stage and offload) of which no lineage can win.
+    """Return the structures (ZeRO stage and offload) that cannot win.
 
     A structure is hopeless if at least two of its lineages were judged, and the metric and the optimistic bound of each
     lineage are worse than the best metric of the study by more than ``_SPREAD``. A lineage is judged if it ended, spent
@@ -215,7 +215,7 @@ def hopeless_structures(lineages: Lineages, *, direction: StudyDirection, budget
     Args:
         lineages: All lineages of the study.
         direction: Direction of the metric.
-        budget: Largest number of conclusive launches of one lineage.
+        budget: Largest number of conclusive launches of a lineage.
     """
 
     def find() -> list[Mapping[str, Any]]:
@@ -238,11 +238,11 @@ class _StructureBound:
     """Optimistic bound on the metric of a structure, over its lineages with conclusive launches."""
 
     lineages: int
-    """Number of these lineages."""
+    """Number of lineages with conclusive launches."""
     bound: float
-    """Best of their metrics and optimistic bounds, NaN without lineages."""
+    """Best metric or optimistic bound of the lineages, NaN without lineages."""
     first_number: int
-    """Number of the earliest trial of any of them, -1 without lineages."""
+    """Number of the earliest trial of the lineages, -1 without lineages."""
 
 
 def _structure_bound(group: StructureGroup, direction: StudyDirection, budget: int) -> _StructureBound:
@@ -297,7 +297,7 @@ def _remaining_interval(lineage: Lineage) -> tuple[int, int]:
 
 
 def _best_of_larger_fits(lineage: Lineage, lineages: Lineages, high: int, direction: StudyDirection) -> float | None:
-    """Return the best metric of other lineages of the structure that ran ``high`` or more, or None."""
+    """Return the best metric of other lineages of the structure that ran micro-batches from ``high`` up, or None."""
     group = lineages.structure_group(lineage.params)
     if group is None:
         return None
@@ -329,7 +329,7 @@ def _overtaken(lineage: Lineage, bound: float, rival: float, direction: StudyDir
 
 
 def _worse(value: float, than: float, direction: StudyDirection, margin: float) -> bool:
-    """Return whether a metric is worse than another by more than ``margin`` times its size."""
+    """Return whether a metric is worse than another by more than the relative ``margin``."""
     if math.isinf(value) or math.isinf(than):
         return value < than if direction == StudyDirection.MAXIMIZE else value > than
     allowed = margin * abs(than)

@@ -1,4 +1,4 @@
-"""Rules that stop a job in flight, from the metrics that trials report per step."""
+"""Rules that stop a running trial, based on the metrics that trials report per step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _SIGMAS = 3.0
-"""Standard errors within which a job is not stopped."""
+"""Standard errors within which a trial is not stopped."""
 _MAX_CACHED = 128
-"""Results of each kind that are kept up to date; the least recently used are dropped."""
+"""Largest number of cached results of each kind; the least recently used are dropped."""
 
 
 class Reports:
     """Statistics over the reports of finished trials.
 
-    Each result is cached and updated with the trials that finished since the last query.
+    Results are cached and updated with the trials that finished since the last query.
 
     Args:
         finished: Finished trials; the sequence may grow.
@@ -44,9 +44,9 @@ class Reports:
         self._at_step: OrderedDict[int, tuple[list[float], int]] = OrderedDict()
 
     def noise(self) -> float:
-        """Return the noise of one step: the median over completed trials of (standard deviation / mean).
+        """Return the noise of a step: the median over completed trials of (standard deviation / mean).
 
-        Trials with fewer than two finite reports are left out; without any others, the noise is 0.
+        Trials with fewer than two finite reports are ignored; without other trials, the noise is 0.
         """
         for trial in self._finished[self._noise_read :]:
             if trial.state == TrialState.COMPLETE:
@@ -59,7 +59,7 @@ class Reports:
         return statistics.median(middle) if middle else 0.0
 
     def best(self, steps: tuple[int, ...], direction: StudyDirection) -> float | None:
-        """Return the best mean of a completed trial's reports at these steps, None if none reported all of them."""
+        """Return the best mean of a completed trial's reports at the steps, None if no trial reported all steps."""
         best, read = self._best.pop((direction, steps), (None, 0))
         better = max if direction == StudyDirection.MAXIMIZE else min
         for trial in self._finished[read:]:
@@ -72,7 +72,7 @@ class Reports:
         return best
 
     def at_step(self, step: int) -> Sequence[float]:
-        """Return the reports at a step of trials that fit, ascending, without NaN."""
+        """Return the reports at a step of trials that fitted, ascending, without NaN."""
         values, read = self._at_step.pop(step, ([], 0))
         for trial in self._finished[read:]:
             value = trial.intermediate_values.get(step, math.nan)
@@ -88,17 +88,17 @@ def reports_of(history: StudyHistory) -> Reports:
 
 
 def cannot_win(trial: FrozenTrial, reports: Reports, *, direction: StudyDirection, margin: float) -> bool:
-    """Return whether a job's best plausible metric is worse than the best completed trial's at those steps.
+    """Return whether a trial's best plausible metric is worse than the best completed trial's at the same steps.
 
-    With ``m`` the mean of the job's n reports and ``b`` the mean of the best trial's reports at the same
-    steps, the job cannot win when ``m`` is worse than ``b`` by more than ``max(margin, 3 s sqrt(2 / n)) *
-    |b|``, where s is the noise of one step relative to its mean, taken from completed trials.
+    With ``m`` the mean of the trial's n reports and ``b`` the mean of the best trial's reports at the same
+    steps, the trial cannot win when ``m`` is worse than ``b`` by more than ``max(margin, 3 s sqrt(2 / n)) *
+    |b|``, where s is the noise of a step relative to its mean, estimated from completed trials.
 
     Args:
         trial: The running trial.
         reports: Statistics of other trials.
         direction: Direction of the metric.
-        margin: Least relative distance from the best at which a job is stopped.
+        margin: Minimum relative distance from the best at which a trial is stopped.
     """
     mine = {step: value for step, value in trial.intermediate_values.items() if math.isfinite(value)}
     rival = reports.best(tuple(sorted(mine)), direction) if mine else None
@@ -119,17 +119,17 @@ def below_rung(
     divisor: int,
     early_stopping: int,
 ) -> bool:
-    """Return whether successive halving over its steps stops a job.
+    """Return whether successive halving over steps stops a trial.
 
-    The resource is the number of reports: a job is judged after ``divisor ** (early_stopping + k)`` of them,
-    for k = 0, 1, ... It stays while it is among the best ``1 / divisor`` of all trials that reported the same
-    step, itself included (Li et al. 2018, arXiv:1810.05934). With fewer than ``divisor`` trials it is not
+    The resource is the number of reports: a trial is judged after ``divisor ** (early_stopping + k)`` reports,
+    for k = 0, 1, ... It continues while it is among the best ``1 / divisor`` of all trials that reported the same
+    step, including itself (Li et al. 2018, arXiv:1810.05934). With fewer than ``divisor`` trials it is not
     stopped. Trials that ran out of memory later do not count.
 
     Args:
         trial: The running trial.
         reports: Statistics of finished trials.
-        pending: Other trials in flight, which count as well.
+        pending: Other running trials, which count as well.
         direction: Direction of the metric.
         divisor: ``eta`` of the paper.
         early_stopping: ``s`` of the paper.

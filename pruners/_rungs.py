@@ -1,7 +1,7 @@
 """Rungs of asynchronous successive halving over lineages: pure functions.
 
 Li et al. 2018, "A System for Massively Parallel Hyperparameter Tuning" (arXiv:1810.05934), algorithm 2, with
-the launches given to a lineage as the resource. Rung k holds ``r * eta ** (s + k)`` launches.
+the launches of a lineage as the resource. Rung k has ``r * eta ** (s + k)`` launches.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Rungs:
     """Sizes of the rungs, in launches."""
 
     max_rungs: int
-    """Number of rungs; the last one is never left."""
+    """Number of rungs; the last rung is never left."""
     min_launches: int
     """Launches of the lowest rung, before ``early_stopping`` (``r`` in the paper)."""
     divisor: int
-    """One lineage in ``divisor`` is promoted to the next rung (``eta`` in the paper)."""
+    """Inverse share of lineages promoted to the next rung (``eta`` in the paper)."""
     early_stopping: int
     """Raises all rungs by this power of the divisor (``s`` in the paper)."""
 
@@ -36,12 +36,12 @@ class Rungs:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One rung: the lineages that completed it, and those promoted."""
+    """Completed and promoted lineages of a rung."""
 
     completed: tuple[str, ...]
-    """Keys of the lineages that completed it, the best first."""
+    """Keys of the lineages that completed it, best first."""
     promoted: frozenset[str]
-    """Keys of the promoted: the best ``1 / divisor``, and those promoted before others overtook them."""
+    """Keys of the promoted lineages: the best ``1 / divisor``, and lineages overtaken after their promotion."""
 
 
 def build_rungs(
@@ -53,9 +53,9 @@ def build_rungs(
 ) -> list[Rung]:
     """Return the rungs, from the lowest.
 
-    A lineage completes a rung when it has as many launches as the rung holds, or when its search ended with
-    fewer. It is ranked by its best metric within the launches of the rung, so a longer search is no
-    advantage. A lineage without a metric counts as completed but is never promoted.
+    A lineage completes a rung when it has the launches of the rung, or when its search ended with fewer. It is
+    ranked by its best metric within the launches of the rung, so a longer search is not an advantage. A lineage
+    without a metric counts as completed but is never promoted.
 
     Args:
         lineages: The lineages of the study.
@@ -80,7 +80,7 @@ def build_rungs(
 
 
 def survivors(scores: Mapping[str, float | None], *, keep: int, direction: StudyDirection) -> list[str]:
-    """Return the keys of the ``keep`` best scores, the best first; ties keep their order."""
+    """Return the keys of the ``keep`` best scores, best first; ties keep their order."""
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
     scored = [(sign * score, key) for key, score in scores.items() if score is not None]
     return [key for _, key in sorted(scored, key=lambda item: item[0])][:keep]

@@ -1,4 +1,4 @@
-"""Base of the samplers over lineages: choose the lineage that a trial continues, or draw a new lineage."""
+"""Base class of the samplers over lineages: choose the lineage that a trial continues, or draw a new lineage."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Proposal:
 
 @dataclass(kw_only=True)
 class _TrialNotes:
-    """Data on the trial that a worker suggests for, so that it is not read again for each parameter."""
+    """Cached data of the trial being sampled, so that it is not read again for each parameter."""
 
     plan: Mapping[str, Any]
     """As stored under ``PLAN_ATTR``."""
@@ -68,12 +68,12 @@ class _TrialNotes:
 
 
 class LineageSampler(BaseSampler):
-    """Base of the samplers that tune the micro-batch inside lineages.
+    """Base class of the samplers that tune the micro-batch inside lineages.
 
-    ``before_trial`` decides whether the trial continues a lineage or opens a new one, and stores the decision on the
-    trial before any parameter is suggested, so that other workers do not choose the same. All decisions are functions
-    of the study's history; random draws depend on ``(seed, number of the trial, name of the parameter)``. A trial that
-    repeats a lost one draws the same values, and repeats do not shift the draws of later trials. A study that is
+    ``before_trial`` decides whether the trial continues a lineage or opens a new lineage, and stores the decision on
+    the trial before any parameter is suggested, so that other workers do not make the same choice. All decisions are
+    functions of the study's history; random draws depend on ``(seed, number of the trial, name of the parameter)``. The
+    retry of a lost trial draws the same values, and retries do not shift the draws of later trials. A study that is
     stopped and resumed, by any worker, therefore continues as if never stopped.
 
     A lineage with a running trial is skipped, since its next micro-batch depends on the result: k workers work on
@@ -84,19 +84,19 @@ class LineageSampler(BaseSampler):
         max_micro_batch: Largest micro-batch worth a launch for given knobs; None for the upper end of the
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
-            these like all others.
-        proven: Micro-batches that ran before the study, such as the baseline's: no launch goes beyond twice the
-            largest that fitted, these included, or beyond a size at which a doubling gained too little
-            (``optuna_dsat.trials.reach``). Empty for no such bound.
-        profile_steps: Steps of a launch, to exclude launches that would take far more seconds than a launch at the
-            largest of ``proven``.
+            these as in other lineages.
+        proven: Micro-batches that ran before the study, such as the baseline's. No launch exceeds twice the largest
+            micro-batch that fitted, including these, or a size at which a doubling gained too little
+            (``optuna_dsat.trials.reach``). Empty for no such limit.
+        profile_steps: Steps of a launch, to exclude launches that would take far longer than a launch at the largest of
+            ``proven``.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, or a categorical parameter
             of whole numbers, suggested last.
         seed: Seed of the draws; None draws a seed for the study and stores it there.
 
     Raises:
         ValueError: If ``search_range_factor`` is not positive or the micro-batch has no name; in a study, if the
-            micro-batch takes other values than whole numbers, or a measured trial has none.
+            micro-batch has values other than whole numbers, or a measured trial has no micro-batch.
     """
 
     def __init__(
@@ -135,17 +135,17 @@ class LineageSampler(BaseSampler):
         history: Sequence[FrozenTrial],
         rng: random.Random,
     ) -> Proposal | None:
-        """Return the next micro-batch of a lineage (without trials if new), None if the lineage is finished."""
+        """Return the next micro-batch of a lineage, which may have no trials yet; None if the lineage is finished."""
 
     def exhausted(self, study: Study, classes: int | None = None) -> bool:
         """Return whether the space is exhausted: no running trial and nothing left to propose.
 
-        Structures that fail, or that the study's pruner considers hopeless, do not count.
+        Structures that fail, or that the study's pruner considers hopeless, are ignored.
 
         Args:
             study: The study.
-            classes: Number of lineages of the space; None to infer the space from the trials, which detects the end of
-                a purely categorical space once all its lineages were opened.
+            classes: Number of lineages of the space; None to infer the space from the trials, which works for purely
+                categorical spaces once all lineages were opened.
         """
         history = read_history(study, micro_batch=self._name)
         if history.pending:
@@ -164,11 +164,11 @@ class LineageSampler(BaseSampler):
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         """Decide which lineage the trial continues or opens, and store the decision on the trial."""
         if len(study.directions) > 1:
-            return  # refused with a message as soon as a parameter is suggested
+            return  # rejected with a message when a parameter is suggested
         notes = self._notes(study, trial, begin=True)
         fixed = {**(trial.system_attrs.get("fixed_params") or {}), **trial.params}
         if self._name in fixed or PLAN_ATTR in trial.system_attrs:
-            return  # enqueued with its micro-batch, or the copy of a lost trial: its configuration is given
+            return  # enqueued with its micro-batch, or the retry of a lost trial: its configuration is given
         for _ in range(_PLAN_ATTEMPTS):
             plan = self._plan(study, trial, self._history(study, trial), fixed)
             self._store_plan(study, trial, notes, plan)
@@ -227,9 +227,9 @@ class LineageSampler(BaseSampler):
         )
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """Refuse a study whose trials have no micro-batch: there would be nothing to bisect."""
+        """Raise if trials have no micro-batch, which leaves nothing to bisect."""
         super().after_trial(study, trial, state, values)
-        measured = state == TrialState.COMPLETE and PURPOSE not in trial.user_attrs  # the user's own may lie outside
+        measured = state == TrialState.COMPLETE and PURPOSE not in trial.user_attrs  # the baseline may lie outside
         if measured and self._name not in trial.params:
             others = ", ".join(trial.params) or "none"
             self._refuse(
@@ -238,7 +238,7 @@ class LineageSampler(BaseSampler):
             )
 
     def _refuse(self, why: str) -> None:
-        """Refuse a study that cannot be searched.
+        """Raise for a study that cannot be searched.
 
         Raises:
             ValueError: Always.
@@ -246,7 +246,7 @@ class LineageSampler(BaseSampler):
         raise ValueError(f"{type(self).__name__} cannot search this study: {why}")
 
     def reseed_rng(self) -> None:
-        """Do nothing: draws depend on the trial's number, so workers do not repeat each other's."""
+        """Do nothing: draws depend on the trial's number, so workers do not repeat each other's draws."""
 
     def _plan(
         self, study: Study, trial: FrozenTrial, history: StudyHistory, fixed: Mapping[str, Any]
@@ -264,7 +264,7 @@ class LineageSampler(BaseSampler):
         return {"draw": number}
 
     def _ready(self, study: Study, history: StudyHistory, fixed: Mapping[str, Any]) -> Iterator[Lineage]:
-        """Yield the lineages that another trial may continue, the most urgent first."""
+        """Yield the lineages that another trial may continue, most urgent first."""
         pruner = study.pruner
         lineages = history.lineages
         keys = pruner.continuable(study, lineages) if isinstance(pruner, LineageGate) else list(lineages)
@@ -276,12 +276,12 @@ class LineageSampler(BaseSampler):
                 yield found
 
     def _taken(self, planned: Mapping[str, Any], trial: FrozenTrial, others: StudyHistory) -> bool:
-        """Return whether an earlier trial in flight plans the same lineage."""
+        """Return whether an earlier running trial plans the same lineage."""
         earlier = [t for t in others.pending if t.number < trial.number]
         return lineage_key(planned, micro_batch=self._name) in group(earlier, micro_batch=self._name)
 
     def _follows(self, trial: FrozenTrial, plan: Mapping[str, Any]) -> bool:
-        """Return whether a trial has the knobs that were planned for it."""
+        """Return whether a trial has its planned knobs."""
         if "lineage" not in plan:
             return False
         planned = lineage_key(plan["lineage"], micro_batch=self._name)
@@ -317,7 +317,7 @@ class LineageSampler(BaseSampler):
         history: Sequence[FrozenTrial],
         rng: random.Random,
     ) -> Proposal | None:
-        """Return the next micro-batch of a lineage within reach, None if none is left (``_propose``)."""
+        """Return the next micro-batch of a lineage within reach, None if the lineage is finished (``_propose``)."""
         proposal = self._propose(study, lineage, distribution, lineages=lineages, history=history, rng=rng)
         top = self._top(study, lineage, distribution, lineages)
         if proposal is None or proposal.micro_batch <= top:
@@ -327,7 +327,7 @@ class LineageSampler(BaseSampler):
         return replace(proposal, micro_batch=left[-1]) if left else None
 
     def _top(self, study: Study, lineage: Lineage, distribution: IntDistribution, lineages: Lineages) -> int:
-        """Return the largest micro-batch of a lineage that the history allows, see ``optuna_dsat.trials.reach``."""
+        """Return the largest micro-batch that the history allows for a lineage, see ``optuna_dsat.trials.reach``."""
         if not self._proven:
             return distribution.high
         direction, own = study.direction, max(self._proven)
@@ -354,10 +354,10 @@ class LineageSampler(BaseSampler):
     ) -> int | None:
         """Return the largest micro-batch still worth trying after failures in the same structure, None if unlimited.
 
-        A size too large for a lineage is too large for all lineages that need as much memory by the memory model,
-        unless it fitted a lineage that needs no less than they do. Without such a lineage, or without a model, a size
-        that was too large for some lineage and never fitted may be tried again: other buckets and flags may free enough
-        memory for it, but not for much more.
+        A size too large for a lineage is too large for all lineages that need at least as much memory by the memory
+        model, unless it fitted a lineage that needs no less than they do. Without such a lineage, or without a model, a
+        size that was too large for some lineage and never fitted may be tried again: other buckets and flags may free
+        enough memory for it, but not for much more.
         """
         edge, group = structure_edge(lineage, lineages), lineages.structure_group(lineage.params)
         if group is None or self._max_micro_batch is None or lineage.smallest_too_large is not None:
@@ -379,22 +379,22 @@ class LineageSampler(BaseSampler):
         return limit
 
     def _failures(self, history: StudyHistory) -> StructureFailures:
-        """Return the evidence of failed launches about structures."""
+        """Return the evidence from failed launches against structures."""
         finished = history.finished
         return history.cached(
             ("structure failures", len(finished)), lambda: structure_failures(finished, micro_batch=self._name)
         )
 
     def _hopeless(self, study: Study, history: StudyHistory) -> Sequence[Mapping[str, Any]]:
-        """Return the structures that fail, or of which no lineage can win according to the study's pruner."""
+        """Return the structures that fail, or that cannot win according to the study's pruner."""
         pruner, failing = study.pruner, self._failures(history).avoided
         return [*failing, *(pruner.hopeless(study, history.lineages) if isinstance(pruner, LineageGate) else ())]
 
     def _likely(self, lineage: Lineage, low: int, high: int) -> int:
         """Return the lower end of the interval to try, raised to its upper half while the memory model is trusted.
 
-        The model seldom errs by a factor of two. It is trusted until a micro-batch of the upper half has fitted, or two
-        were too large.
+        The model is rarely wrong by a factor of two. It is trusted until a micro-batch of the upper half has fitted, or
+        two were too large.
         """
         if self._max_micro_batch is None or lineage.feasibilities.count(Feasibility.TOO_LARGE) > 1:
             return low
@@ -449,7 +449,7 @@ def _up_to(distribution: IntDistribution, most: int | None) -> IntDistribution:
 
 
 def _draw_number(trial: FrozenTrial, history: StudyHistory) -> int:
-    """Return the number that draws depend on: the trial's, less the copies of lost trials before it."""
+    """Return the number that seeds draws: the trial's number minus the number of earlier retries of lost trials."""
     number = int(trial.system_attrs.get(RETRY_ATTR, trial.number))
     return number - history.retries_before(number)
 
@@ -459,7 +459,7 @@ def _bounds_of(proposal: Proposal) -> dict[str, int]:
 
 
 def _kind_of(distribution: BaseDistribution) -> str:
-    """Return the values that a parameter takes, in words."""
+    """Describe the values of a parameter."""
     if isinstance(distribution, CategoricalDistribution):
         return f"one of {', '.join(map(repr, distribution.choices))}"
     return "a float" if isinstance(distribution, FloatDistribution) else type(distribution).__name__

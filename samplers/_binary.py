@@ -18,37 +18,37 @@ __all__ = ["BinarySearchSampler"]
 
 
 class BinarySearchSampler(LineageSampler):
-    """Draws lineages at random and bisects the micro-batch inside each.
+    """Sampler that draws lineages at random and bisects the micro-batch inside each.
 
     A lineage starts with ``low = 1`` and ``high = search_range_factor * max_micro_batch`` (within the parameter's
-    distribution). A micro-batch that fits sets ``low = micro-batch + 1``, one that does not fit sets ``high =
-    micro-batch - 1``. The oldest lineage that can go on is continued first; if none can, a new one is drawn.
-    Micro-batches that were vetoed or failed for unrelated reasons are replaced by their neighbours.
+    distribution). A micro-batch that fits sets ``low = micro-batch + 1``, otherwise ``high = micro-batch - 1``. The
+    oldest unfinished lineage is continued first; if all are finished, a new lineage is drawn. Micro-batches that were
+    vetoed or failed for unrelated reasons are replaced by their neighbours.
 
     The interval is divided
 
     - in the middle, by default;
     - with a memory model (``max_micro_batch``), in the middle of its upper half, until a micro-batch of that half has
-      fitted or two were too large: models seldom err by a factor of two;
-    - if a lineage of the same structure (ZeRO stage and offload) was measured: a new lineage starts with the best one's
-      micro-batch, so that both are compared at the same size, and an eighth lower if that is too large. It goes no
-      further than micro-batches that were slower for the best one, or too large for others that need no more memory.
-      The first lineage of a structure starts with the micro-batch of the best one of the study.
+      fitted or two were too large: models are rarely wrong by a factor of two;
+    - if a lineage of the same structure (ZeRO stage and offload) was measured, at the micro-batch of the best such
+      lineage, so that both are compared at the same size, and an eighth lower if this is too large. Micro-batches that
+      were slower for the best lineage, or too large for lineages that need no more memory, are excluded. The first
+      lineage of a structure starts with the micro-batch of the study's best lineage.
 
-    A bisection ends when ``low > high``. For a rate (a metric to maximize) it also ends when less than a twentieth of
-    the micro-batch is left, or when the lineage cannot become the best of the study, as a rate grows at most in
-    proportion to the micro-batch (``optuna_dsat.trials.bisection``).
+    A bisection ends when ``low > high``. For a rate (a metric to maximize) it also ends when the interval is shorter
+    than a twentieth of the micro-batch, or when the lineage cannot become the best of the study, because a rate grows
+    at most in proportion to the micro-batch (``optuna_dsat.trials.bisection``).
 
     The largest micro-batch is not always the fastest. If a rate was measured to decrease with a larger micro-batch, the
     gaps next to the best micro-batch are bisected instead of the edge, until they are narrower than a tenth of it
-    (``optuna_dsat.trials.lineage.peak_gap``). Durations grow with the micro-batch in any case, so a metric to minimize
-    is treated so only after the edge was found.
+    (``optuna_dsat.trials.lineage.peak_gap``). Durations always grow with the micro-batch, so for a metric to minimize
+    this happens only after the edge was found.
 
-    This is the search of Determined AI's ``dsat binary``, which bisects from the plain middle and down to the last
+    This is the search of Determined AI's ``dsat binary``, which always bisects in the middle and down to the last
     sample. With ``AshaPruner`` as the study's pruner it is the search of ``dsat asha``: the pruner then decides which
     lineages continue, and in which order.
 
-    Knobs are balanced over the choices drawn before or taken over from the best lineage, and offloading and stages that
+    Knobs are balanced over the choices drawn before or inherited from the best lineage, and offloading and stages that
     do not fit or perform badly become rare; see ``optuna_dsat.samplers._draw``.
 
     Example:
@@ -63,14 +63,14 @@ class BinarySearchSampler(LineageSampler):
         max_micro_batch: Largest micro-batch worth a launch for given knobs; None for the upper end of the
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
-            these like all others.
-        proven: Micro-batches that ran before the study, such as the baseline's: no launch goes beyond twice the
-            largest that fitted, these included, or beyond a size at which a doubling gained too little
-            (``optuna_dsat.trials.reach``). Empty for no such bound.
-        profile_steps: Steps of a launch, to exclude launches that would take far more seconds than a launch at the
-            largest of ``proven``.
-        micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last; a study
-            without one, or with a float, is refused with the first trial (``ValueError``).
+            these as in other lineages.
+        proven: Micro-batches that ran before the study, such as the baseline's. No launch exceeds twice the largest
+            micro-batch that fitted, including these, or a size at which a doubling gained too little
+            (``optuna_dsat.trials.reach``). Empty for no such limit.
+        profile_steps: Steps of a launch, to exclude launches that would take far longer than a launch at the largest of
+            ``proven``.
+        micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last; the first
+            trial of a study raises ``ValueError`` if the parameter is missing or a float.
         seed: Seed of the draws; None draws a seed for the study and stores it there.
     """
 
@@ -119,7 +119,7 @@ class BinarySearchSampler(LineageSampler):
         distribution: IntDistribution,
         direction: StudyDirection,
     ) -> int:
-        """Return where to divide the interval: first at the best of another lineage's, then in the middle."""
+        """Return where to divide the interval: first at the best micro-batch of another lineage, then in the middle."""
         left = unused_micro_batches(low, high, distribution, used=lineage.used)
         best = None if model is None else model.best(direction)
         if model is not None and best is not None and lineage.largest_fit is None:
@@ -140,7 +140,7 @@ def _has_edge_left(lineage: Lineage, distribution: IntDistribution, direction: S
 
 
 def _best_other(lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Lineage | None:
-    """Return the best other lineage of the same structure, the earliest of ties; None if none was measured."""
+    """Return the best other lineage of the same structure, the earliest of ties; None if no other was measured."""
     group = lineages.structure_group(lineage.params)
     if group is None or direction == StudyDirection.MINIMIZE:
         return None
@@ -151,7 +151,7 @@ def _best_other(lineage: Lineage, lineages: Lineages, direction: StudyDirection)
 
 
 def _best_elsewhere(lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Lineage | None:
-    """Return the best lineage of the study for one whose own structure was not measured, or None."""
+    """Return the best lineage of the study if the lineage's structure was not measured, else None."""
     group = lineages.structure_group(lineage.params)
     if direction == StudyDirection.MINIMIZE or (group is not None and best_lineage(group, direction) is not None):
         return None
@@ -159,7 +159,7 @@ def _best_elsewhere(lineage: Lineage, lineages: Lineages, direction: StudyDirect
 
 
 def _first_slower(lineage: Lineage, direction: StudyDirection) -> int | None:
-    """Return the first measured micro-batch above the peak, None if no larger one was measured to be slower."""
+    """Return the first measured micro-batch above the peak, None if no larger micro-batch was slower."""
     best = lineage.best(direction)
     if best is None or not past_peak(lineage, direction):
         return None

@@ -1,19 +1,19 @@
-"""Draws the knobs of a new lineage: by what was learnt of their effects, else balanced over those opened before.
+"""Draw the knobs of a new lineage by their estimated effects, or balanced over the lineages opened before.
 
 Pure functions of the history and of a random generator. Four rules, in this order:
 
-1. A choice all of whose completions were opened before is not drawn: no lineage is opened twice.
+1. A choice whose completions were all opened before is not drawn: no lineage is opened twice.
 2. The first lineage of a structure (ZeRO stage and offload) has the usual values of all other knobs, if they are known:
-   the user's, or DeepSpeed's defaults, unless other structures showed a choice to be surely better. In later ones each
-   of these knobs is taken over from the best lineage of the structure with probability 1/2 (uniform crossover with a
-   new draw; Syswerda 1989), so that good configurations are varied rather than forgotten.
-3. Once some launches were measured (``optuna_dsat.trials.effects``), a structure is drawn in proportion to what it may
-   gain (``optuna_dsat.samplers._structures``), and a choice of a knob with the chance that it is the best.
-4. Before, choices are balanced rather than independent: with weights ``w`` and counts ``n`` of lineages opened so far,
-   one of the choices with the largest ``w / (2 n + 1)`` is taken (highest averages of Sainte-Laguë), ties at random.
-   With equal weights this is one coordinate of a Latin hypercube (McKay et al. 1979): every choice comes once before
-   any comes again. All weights are equal except those of ``zero_stage`` and the offload knobs, which decide what fits:
-   see ``_structural_weight``.
+   the user's, or DeepSpeed's defaults, unless a choice is significantly better in other structures. In later lineages,
+   each of these knobs is inherited from the best lineage of the structure with probability 1/2 (uniform crossover with
+   a new draw; Syswerda 1989), so that good configurations are varied rather than forgotten.
+3. Once enough launches were measured (``optuna_dsat.trials.effects``), a structure is drawn in proportion to its
+   expected gain (``optuna_dsat.samplers._structures``), and a choice of a knob with its probability to be the best.
+4. Before that, choices are balanced rather than independent: with weights ``w`` and counts ``n`` of lineages opened so
+   far, the choice with the largest ``w / (2 n + 1)`` is taken (highest averages of Sainte-Laguë), with random ties.
+   With equal weights this is a coordinate of a Latin hypercube (McKay et al. 1979): every choice is drawn once before
+   any is repeated. Weights are equal except for ``zero_stage`` and the offload knobs, which determine memory use: see
+   ``_structural_weight``.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ __all__ = ["Usual", "draw", "draw_choice", "generator"]
 
 _NO_OFFLOAD = ("none", None, False)
 _OFFLOAD_WEIGHTS = (1 / 16, 1 / 2)
-"""Bounds of the weight of offloading if a lineage fits without: 1 / (largest micro-batch that fits)."""
+"""Bounds of the weight of offloading if a lineage fits without offload: 1 / (largest micro-batch that fits)."""
 _UNKNOWN_WEIGHT = 1 / 8
-"""Weight of offloading while it is unknown what fits without."""
+"""Weight of offloading while nothing was measured without offload."""
 _INHERITANCE_PROBABILITY = 1 / 2
-"""Probability that a knob is taken over from the best lineage of its structure."""
+"""Probability that a knob is inherited from the best lineage of its structure."""
 
 Usual = Callable[[str, Mapping[str, Any]], Any]
 """Value of a knob that is not tuned: (name, knobs drawn before) -> value."""
 
 
 def generator(*parts: object) -> random.Random:
-    """Return a random generator seeded by the parts only, equal on every machine."""
+    """Return a random generator seeded by the parts only, reproducible on every machine."""
     digest = hashlib.sha256("\x1f".join(map(repr, parts)).encode()).digest()
     return random.Random(int.from_bytes(digest[:8], "big"))
 
@@ -80,18 +80,18 @@ def draw_choice(
     direction: StudyDirection = StudyDirection.MAXIMIZE,
     usual: Usual | None = None,
 ) -> Any:
-    """Return the choice of one knob of a new lineage.
+    """Return the choice of a knob of a new lineage.
 
     Args:
-        generate: What is drawn -> generator; equal for all knobs of a new lineage.
+        generate: Name of a draw -> generator; the same for all knobs of a new lineage.
         name: The knob.
-        distribution: Its choices.
+        distribution: Choices of the knob.
         params: The knobs drawn before.
         lineages: Lineages opened before.
         opening: Knobs drawn so far of lineages that other workers are opening.
-        hopeless: Structures (partial knobs) that fail or of which no lineage can win.
+        hopeless: Structures (partial knobs) that fail or cannot win.
         direction: Direction of the metric.
-        usual: Values of the first lineage of each structure; None to draw them like all others.
+        usual: Values of the first lineage of each structure; None to draw them as in other lineages.
     """
     context, choices = structure(params), distribution.choices
     effects = effects_of(lineages, direction)
@@ -126,7 +126,7 @@ def _balanced(
     opening: Sequence[Mapping[str, Any]],
     hopeless: Sequence[Mapping[str, Any]],
 ) -> Any:
-    """Return the choice with the highest average (rule 4 of the module), any if none is left."""
+    """Return the choice with the highest average (rule 4 of the module), or any choice if all were opened."""
     groups = [group for group in lineages.structures.values() if group.complete]
     same_context = [group for group in groups if agrees(group.params, context)]
     being_opened = [p for p in opening if agrees(p, context)]
@@ -155,10 +155,10 @@ def _structural_weight(
     groups: Sequence[StructureGroup],
     hopeless: Sequence[Mapping[str, Any]],
 ) -> float:
-    """Return the weight of a ZeRO stage or of an offload choice, given what is known to fit.
+    """Return the weight of a ZeRO stage or of an offload choice, given the micro-batches that fitted.
 
-    Offloading starts rare and becomes the rule if nothing fits without it. A choice loses weight with each lineage
-    that did not fit at the smallest micro-batch, and nearly all weight if all its structures are hopeless.
+    Offloading is rare at first and frequent if nothing fits without it. A choice loses weight with each lineage that
+    did not fit at the smallest micro-batch, and nearly all weight if all its structures are hopeless.
     """
     matching = [group for group in groups if agrees(group.params, {**context, name: choice}, strict=True)]
     weight = 1.0
@@ -182,7 +182,7 @@ def _inherited(
     direction: StudyDirection,
     usual: Usual | None,
 ) -> Any:
-    """Return the value that a knob takes without being drawn (rule 2 of the module), None if it is drawn."""
+    """Return the usual or inherited value of a knob (rule 2 of the module), None if it is to be drawn."""
     group = lineages.structure_group(context)
     if group is None or not group.complete:
         if usual is None or any(agrees(p, context, strict=True) for p in opening):
@@ -195,7 +195,7 @@ def _inherited(
 
 
 def _offload_weight(name: str, context: Mapping[str, Any], groups: Sequence[StructureGroup]) -> float:
-    """Return the weight of offloading, which trades time for memory and pays if little fits without it."""
+    """Return the weight of offloading, which trades time for memory and is useful if little fits without it."""
     without = [k for k in groups if agrees(k.params, context, strict=True) and k.params.get(name) in _NO_OFFLOAD]
     fits = max((fit for group in without if (fit := largest_fit(group)) is not None), default=None)
     if fits is not None:

@@ -19,22 +19,22 @@ __all__ = ["GuidedSampler"]
 
 
 class GuidedSampler(BinarySearchSampler):
-    """Plans every launch from models of DeepSpeed's memory and step time, fitted to all launches so far.
+    """Sampler that plans launches with models of DeepSpeed's memory and step time, fitted to all launches so far.
 
     After the profile launch only a few coefficients are unknown: memory is nearly linear in the micro-batch, the step
     time is computation plus communication plus the optimizer step. Each launch measures peak memory and the phases of a
-    step. The coefficients are fitted to these, the error of the formulas is estimated per structure (ZeRO stage and
-    offload), knob and lineage, and the configuration with the largest expected improvement per second is launched,
+    step. The coefficients are fitted to these measurements, and the error of the formulas is estimated per structure
+    (ZeRO stage and offload), knob and lineage. The next launch has the largest expected improvement per second,
     weighted by its probability to fit in memory. The formulas and their sources are in ``optuna_dsat.guided.planner``
     (choice of the next launch), ``optuna_dsat.cost.step_time`` (times) and ``optuna_dsat.cost.memory_posterior``
     (memory).
 
-    Nothing is drawn at random: the plan depends on the study's trials only, so a study that is resumed goes on as if
-    never stopped. A launch in flight counts as if measured at its predicted metric, and its lineage is left alone.
-    Trials of lineages outside the space, and those that failed for unrelated reasons, are ignored.
+    The plan is deterministic and depends on the study's trials only, so a resumed study continues as if never stopped.
+    A running launch counts as if measured at its predicted metric, and no other launch of its lineage is planned.
+    Trials of lineages outside the space, and trials that failed for unrelated reasons, are ignored.
 
     Trials are read through the user attributes ``metrics`` and ``peak_memory_bytes``
-    (``optuna_dsat.trials.attributes``). If these are not set, the models are fitted to the values only, less precisely.
+    (``optuna_dsat.trials.attributes``). Without them, the models are fitted to the trials' values, less precisely.
 
     Without a ``planner``, and outside the planner's space, lineages are bisected as by ``BinarySearchSampler``.
 
@@ -47,8 +47,7 @@ class GuidedSampler(BinarySearchSampler):
             params = space.suggest(trial)
 
     Args:
-        planner: The planner of the space; its micro-batch has the name ``train_micro_batch_size_per_gpu``. None to
-            bisect.
+        planner: The planner of the space; its micro-batch is named ``train_micro_batch_size_per_gpu``. None to bisect.
         search_range_factor: See ``BinarySearchSampler``.
         max_micro_batch: See ``BinarySearchSampler``.
         usual: See ``BinarySearchSampler``.
@@ -81,7 +80,7 @@ class GuidedSampler(BinarySearchSampler):
         self._planner = planner
 
     def exhausted(self, study: Study, classes: int | None = None) -> bool:
-        """Return whether no candidate is worth a launch, with launches in flight counted as measured.
+        """Return whether no candidate is worth a launch, with running launches counted as measured.
 
         Args:
             study: The study.

@@ -25,27 +25,26 @@ from optuna_dsat.trials.lineage_index import Lineages, best_of_all, structure_ed
 __all__ = ["LineageRandomSampler"]
 
 _ELSEWHERE_PROBABILITY = 1 / 2
-"""Probability that a new lineage opens by the best of the study, not of its structure."""
+"""Probability that a new lineage starts from the best lineage of the study, not of its structure."""
 
 
 class LineageRandomSampler(LineageSampler):
-    """Draws lineages at random and a few micro-batches in each, around the middle of its bounds.
+    """Sampler that draws lineages at random and a few micro-batches in each, around the middle of its bounds.
 
     The micro-batch is ``low + Binomial(high - low, 1/2)``. A micro-batch that fits sets ``low = micro-batch + 1`` (and
-    raises ``high`` by a quarter if the interval is then empty, within the distribution), one that does not fit sets
-    ``high = micro-batch - 1``. A lineage ends after ``trials_per_random_config`` conclusive launches or when ``low >
-    high``.
+    raises ``high`` by a quarter if the interval is then empty, within the distribution); otherwise ``high =
+    micro-batch - 1``. A lineage ends after ``trials_per_random_config`` conclusive launches or when ``low > high``.
 
     A new lineage starts between 1 and ``high = search_range_factor * max_micro_batch``; with a memory model, in the
-    upper half of that. If a lineage was measured, of the same structure (ZeRO stage and offload) or, for half of the
-    new lineages, of any, with the best at micro-batch ``b``:
+    upper half of this interval. The start changes once there is a measured lineage of the same structure (ZeRO stage
+    and offload) or, for half of the new lineages, of any structure. With ``b`` its best micro-batch:
 
-    - half of the new lineages start above, between ``b + 1`` and ``high``, as Determined AI's ``dsat random`` does for
-      all, unless the best lineage is known to be slower or not to fit there: such launches are not informative;
-    - the others start at ``b`` itself, which compares their knobs with the best ones at the same micro-batch, or, if
-      larger micro-batches were slower, between the neighbours of ``b`` that the best lineage measured.
+    - half of the new lineages start between ``b + 1`` and ``high``, as all lineages do in Determined AI's ``dsat
+      random``, unless the best lineage is known to be slower or not to fit there: such launches are not informative;
+    - the others start at ``b``, which compares their knobs with the best knobs at the same micro-batch, or, if larger
+      micro-batches were slower, between the neighbours of ``b`` that the best lineage measured.
 
-    Meant for use with ``DeepSpeedPruner``, which ends lineages that cannot win.
+    Intended for use with ``DeepSpeedPruner``, which ends lineages that cannot win.
 
     Args:
         trials_per_random_config: Largest number of conclusive launches of a lineage.
@@ -53,12 +52,12 @@ class LineageRandomSampler(LineageSampler):
         max_micro_batch: Largest micro-batch worth a launch for given knobs; None for the upper end of the
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
-            these like all others.
-        proven: Micro-batches that ran before the study, such as the baseline's: no launch goes beyond twice the
-            largest that fitted, these included, or beyond a size at which a doubling gained too little
-            (``optuna_dsat.trials.reach``). Empty for no such bound.
-        profile_steps: Steps of a launch, to exclude launches that would take far more seconds than a launch at the
-            largest of ``proven``.
+            these as in other lineages.
+        proven: Micro-batches that ran before the study, such as the baseline's. No launch exceeds twice the largest
+            micro-batch that fitted, including these, or a size at which a doubling gained too little
+            (``optuna_dsat.trials.reach``). Empty for no such limit.
+        profile_steps: Steps of a launch, to exclude launches that would take far longer than a launch at the largest of
+            ``proven``.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
         seed: Seed of the draws; None draws a seed for the study and stores it there.
 
@@ -133,14 +132,14 @@ class LineageRandomSampler(LineageSampler):
 def bounds_left(
     lineage: Lineage, ceiling: int, distribution: IntDistribution, *, edge: int | None = None
 ) -> tuple[int, int]:
-    """Return the interval (low, high) left by the launches of a lineage, from the one it was opened with.
+    """Return the interval (low, high) that remains after the launches of a lineage.
 
     Args:
-        lineage: The lineage; one without a plan starts with [lower end of the distribution, ceiling].
+        lineage: The lineage; its initial interval is its plan's, or [lower end of the distribution, ceiling].
         ceiling: Largest micro-batch worth a launch by the memory model; a soft limit, which success raises.
         distribution: Distribution of the micro-batch; its upper end is a hard limit.
-        edge: Largest micro-batch that failures of others of the structure leave to try, None for any. ``high`` is
-            raised no further.
+        edge: Largest micro-batch still possible after failures of other lineages of the structure, None for any.
+            ``high`` is not raised above it.
     """
     low, high = _opening_bounds(lineage) or (distribution.low, ceiling)
     limit = distribution.high
@@ -183,7 +182,7 @@ def _first_proposal(
 
 
 def _best_elsewhere(lineages: Lineages, highest: int, direction: StudyDirection) -> tuple[Lineage, FrozenTrial] | None:
-    """Return the best measured trial of the study with its lineage, None without one or if it is above ``highest``."""
+    """Return the best measured trial of the study with its lineage, None if missing or above ``highest``."""
     best = None if direction == StudyDirection.MINIMIZE else best_of_all(lineages, direction)
     trial = None if best is None else best.best(direction)
     return None if best is None or trial is None or best.size(trial) > highest else (best, trial)
@@ -201,7 +200,7 @@ def _draw_between(
 
 
 def _best_measured(study: Study, lineage: Lineage, lineages: Lineages) -> tuple[Lineage, FrozenTrial] | None:
-    """Return the best measured trial of the same structure with its lineage, None if none was measured."""
+    """Return the best measured trial of the same structure with its lineage, None without measurements."""
     group = lineages.structure_group(lineage.params)
     if group is None:
         return None
@@ -215,7 +214,7 @@ def _best_measured(study: Study, lineage: Lineage, lineages: Lineages) -> tuple[
 
 
 def _opening_bounds(lineage: Lineage) -> tuple[int, int] | None:
-    """Return the interval that a lineage was opened with, None if its first trial has no plan."""
+    """Return the initial interval of a lineage, None if its first trial has no plan."""
     if not lineage.trials:
         return None
     plan = lineage.trials[0].system_attrs.get(PLAN_ATTR) or {}

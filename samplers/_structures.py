@@ -1,4 +1,4 @@
-"""Draws the structure (ZeRO stage and offload) of a new lineage in proportion to what it may gain.
+"""Draw the structure (ZeRO stage and offload) of a new lineage in proportion to its expected gain.
 
 Pure functions of the history and of a random generator.
 """
@@ -21,13 +21,13 @@ from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_line
 __all__ = ["DEAD_FACTOR", "HOPELESS_FACTOR", "dead", "draw_structure", "largest_fit"]
 
 DEAD_FACTOR = 1 / 4
-"""Factor per lineage that did not fit at the smallest micro-batch or failed at any, if none of its structure fits."""
+"""Factor per lineage that did not fit at the smallest micro-batch or failed at any, if its structure never fitted."""
 HOPELESS_FACTOR = 1 / 50
 """Factor if all structures with this choice are hopeless."""
 _NEW_PROBABILITY = 1 / 5
-"""Probability that a new lineage has a structure without one while there is such a structure."""
+"""Probability that a new lineage has a new structure, while structures without lineages remain."""
 _LEAST = 1e-6
-"""Gain of structures that are not expected to gain anything."""
+"""Gain assigned to structures without an expected gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class _Candidate:
     params: Mapping[str, Any]
     """ZeRO stage and offloads."""
     is_new: bool
-    """Whether it has no lineage, and may win."""
+    """Whether it has no lineage yet, and may win."""
     gain: float
-    """What it is expected to gain, times the odds that it runs."""
+    """Expected gain times the odds that it runs."""
 
 
 def draw_structure(
@@ -49,16 +49,16 @@ def draw_structure(
     hopeless: Sequence[Mapping[str, Any]] = (),
     direction: StudyDirection = StudyDirection.MAXIMIZE,
 ) -> Mapping[str, Any] | None:
-    """Return the structure of a new lineage, None if no known one has what was drawn before.
+    """Return the structure of a new lineage, None if no known structure has the knobs drawn before.
 
-    Equal generators draw the same structure, whatever part of it was drawn before.
+    Equal generators draw the same structure, regardless of the knobs drawn before.
 
     Args:
-        rng: Draws.
+        rng: Random generator.
         context: Knobs of the structure that were drawn before.
         lineages: Lineages opened before.
-        effects: What they taught.
-        hopeless: Structures (partial knobs) that fail or of which no lineage can win.
+        effects: Effects estimated from the lineages.
+        hopeless: Structures (partial knobs) that fail or cannot win.
         direction: Direction of the metric.
     """
     seed = rng.getrandbits(63)
@@ -76,7 +76,7 @@ def draw_structure(
 
 
 def _pick(pool: Sequence[_Candidate], *, only_new: bool, at: float) -> _Candidate | None:
-    """Return the candidate at the share ``at`` of all gains, None without candidates."""
+    """Return the candidate at the share ``at`` of the cumulative gains, None without candidates."""
     pool = [one for one in pool if one.is_new] if only_new and any(one.is_new for one in pool) else pool
     target = at * sum(one.gain for one in pool)
     for one, reached in zip(pool, itertools.accumulate(one.gain for one in pool), strict=True):
@@ -92,7 +92,7 @@ def _candidates(
     hopeless: Sequence[Mapping[str, Any]],
     direction: StudyDirection,
 ) -> Sequence[_Candidate]:
-    """Return the structures of the space that have lineages left to open, with what each may gain."""
+    """Return the structures with unopened lineages, and their expected gains."""
     found = []
     for params in _structures(lineages):
         if lineages.tree.closed(params):
@@ -111,7 +111,7 @@ def _candidates(
 
 
 def _sizes(group: StructureGroup, lineages: Lineages, best_size: int, direction: StudyDirection) -> set[int]:
-    """Return the micro-batches that a structure is judged at: its own best one, and the study's as far as it fits."""
+    """Return the micro-batches at which to judge a structure: its best, and the study's best as far as it fits."""
     members = group.members.values()
     fits = largest_fit(group) or 1
     top = max([fits, *(one.ceiling for one in members if one.ceiling is not None)])
@@ -126,7 +126,7 @@ def _sizes(group: StructureGroup, lineages: Lineages, best_size: int, direction:
 
 
 def _structures(lineages: Lineages) -> Sequence[Mapping[str, Any]]:
-    """Return all structures of the space, as far as the choices of the lineages show it."""
+    """Return all structures of the space, inferred from the choices of the lineages."""
 
     def find() -> Sequence[Mapping[str, Any]]:
         stages: dict[Any, None] = {}
@@ -149,14 +149,14 @@ def _structures(lineages: Lineages) -> Sequence[Mapping[str, Any]]:
 
 
 def _of_stage(lineages: Lineages, params: Mapping[str, Any]) -> StructureGroup | None:
-    """Return the first structure with a complete lineage of the same ZeRO stage, None if there is none."""
+    """Return the first structure with a complete lineage of the same ZeRO stage, else None."""
     stage = {ZERO_STAGE: params[ZERO_STAGE]}
     groups = (group for group in lineages.structures.values() if group.complete)
     return next((group for group in groups if agrees(group.params, stage, strict=True)), None)
 
 
 def _knobs(group: StructureGroup | None) -> Choices:
-    """Return the choices of the knobs of a structure beside those that make it; empty if they are unknown."""
+    """Return the choices of the knobs that are not part of the structure; empty if they are unknown."""
     lineage = None if group is None else _complete(group)
     shown = {} if lineage is None else _choices(lineage)
     return {name: choices for name, choices in shown.items() if name not in STRUCTURE}
@@ -177,7 +177,7 @@ def _choices(lineage: Lineage) -> Choices:
 
 
 def largest_fit(group: StructureGroup) -> int | None:
-    """Return the largest micro-batch that fitted a lineage of a group, None if none did."""
+    """Return the largest micro-batch that fitted a lineage of a group, else None."""
     return group.derived(
         "largest fit",
         lambda: max((o.largest_fit for o in group.members.values() if o.largest_fit is not None), default=None),

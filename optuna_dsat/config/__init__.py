@@ -1,4 +1,4 @@
-"""Reads and writes DeepSpeed configs: the batch triangle, the knobs, the search space over them.
+"""Read and write DeepSpeed configs: batch sizes, knobs, search spaces.
 
 Imports: errors, runtime.flattening. Called by: all folders that handle configurations.
 """

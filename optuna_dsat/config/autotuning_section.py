@@ -1,4 +1,4 @@
-"""The ``autotuning`` section of a DeepSpeed config, as far as it is honoured."""
+"""Supported keys of the ``autotuning`` section of a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Autotuning", "parse_autotuning", "positive_int"]
 
 @dataclass(frozen=True, kw_only=True)
 class Autotuning:
-    """The honoured keys of an ``autotuning`` section; None if a key is not given."""
+    """Supported keys of an ``autotuning`` section; None for unset keys."""
 
     enabled: bool | None = None
     fast: bool | None = None
@@ -27,7 +27,7 @@ class Autotuning:
     metric: str | None = None
     """``latency``, ``throughput``, ``flops`` and so on, as written."""
     arg_mappings: Mapping[str, str] | None = None
-    """DeepSpeed key -> argument of the script that must carry the same value."""
+    """DeepSpeed key -> argument of the script that must have the same value."""
     min_train_micro_batch_size_per_gpu: int | None = None
     max_train_micro_batch_size_per_gpu: int | None = None
     max_train_batch_size: int | None = None
@@ -37,16 +37,16 @@ class Autotuning:
     num_gpus: int | None = None
     """The largest of a list."""
     gpu_counts: tuple[int, ...] = ()
-    """A list of ``num_gpus`` in ascending order: a search at each; empty if it is one number or not given."""
+    """List of ``num_gpus`` in ascending order, each searched separately; empty for a single number or if unset."""
     num_nodes: int | None = None
     """The largest of a list."""
     node_counts: tuple[int, ...] = ()
-    """A list of ``num_nodes`` in ascending order; empty if it is one number or not given."""
+    """List of ``num_nodes`` in ascending order; empty for a single number or if unset."""
     mp_size: int | None = None
     ignored: tuple[str, ...] = ()
-    """Keys of DeepSpeed's autotuner that have no meaning here (folders, ``model_info``...)."""
+    """Keys of DeepSpeed's autotuner without a meaning for optuna-dsat (folders, ``model_info``...)."""
     unknown: tuple[str, ...] = ()
-    """Keys that are unknown to DeepSpeed's autotuner as well."""
+    """Keys also unknown to DeepSpeed's autotuner."""
 
 
 _RENAMED = {"start_step": "start_profile_step", "end_step": "end_profile_step", "num_trials": "tuner_num_trials"}
@@ -88,7 +88,7 @@ def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Au
 
 
 def _listed(counts: Any) -> tuple[int, ...]:
-    """Return a list's numbers in ascending order; empty if it is none."""
+    """Return a list's numbers in ascending order; empty if the value is not a list."""
     return tuple(sorted({int(count) for count in counts})) if isinstance(counts, list) else ()
 
 

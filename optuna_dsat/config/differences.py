@@ -1,4 +1,4 @@
-"""The knobs in which a configuration differs from the user's own settings."""
+"""Knobs in which a configuration differs from the user's settings."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from optuna_dsat.config.structures import Structure
 __all__ = ["knob_differences"]
 
 _IN_THE_STRUCTURE = frozenset({"stage", "device", "nvme_path"})
-"""Keys that say stage and offloads."""
+"""Keys of stage and offloads."""
 
 
 def knob_differences(
     config: Mapping[str, Any], own: Mapping[str, Any], *, params_count: int | None = None
 ) -> dict[str, Any]:
-    """Return the knobs, beside stage, offloads and micro-batch, that DeepSpeed treats otherwise than the user's own.
+    """Return the knobs, except stage, offloads and micro-batch, whose effect differs from the user's settings.
 
-    Compared is with the user's settings at the configuration's own stage and offloads.
+    The baseline is the user's settings at the configuration's stage and offloads.
 
     Args:
         config: A DeepSpeed config.
         own: The user's config.
-        params_count: Parameters of the model, beyond which all sizes are alike; None if unknown.
+        params_count: Parameters of the model, above which all sizes are equivalent; None if unknown.
 
     Returns:
         Dotted key within the ZeRO section, or ``gradient_accumulation_steps`` -> value; sorted by key.
@@ -45,7 +45,7 @@ def knob_differences(
 
 
 def _flat(zero: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ZeRO section with the keys of its own sections dotted."""
+    """Return a ZeRO section with dotted keys for its subsections."""
     found: dict[str, Any] = {}
     for key, value in zero.items():
         if isinstance(value, Mapping):

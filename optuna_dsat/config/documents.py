@@ -1,4 +1,4 @@
-"""Files of the user's, read within bounds: size, depth, numbers, and the time that a pipe may take."""
+"""Read user files with limits on size, nesting, numbers, and the time to read a pipe."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ __all__ = ["as_written", "check_nesting", "checked", "is_pipe", "read_document",
 _MOST_BYTES = 16 * 2**20
 _MOST_DEPTH = 64
 _MOST_VALUES = 100_000
-"""Values of a document, those behind an alias counted wherever it stands."""
+"""Largest number of values of a document; aliased values count at each use of the alias."""
 _BRACKETS = re.compile(r"[\[{\]}]")
 _MOST_BRACKETS = 256
 _LARGEST_INTEGER = 2**63 - 1
 _MOST_SHOWN = 120
 """Characters of a value in a message."""
 _PIPE_S = 3.0
-"""Longest time in which a pipe's writer begins, or goes on."""
+"""Longest wait for a pipe's writer to start or continue, in seconds."""
 
 
 def as_written(value: Any) -> str:
-    """Return a value for a message as its file has it (``null``, ``true``), text in single quotes; cut where long."""
+    """Format a value for a message as in its file (``null``, ``true``), text in single quotes; long values are cut."""
     try:
         text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
-    except (TypeError, ValueError):  # given by Python: keys of other types, circles
+    except (TypeError, ValueError):  # passed by Python code: keys of other types, circular references
         text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
 
 
 def is_pipe(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is that of a pipe, such as ``<(...)`` of a shell, whose content can be read once."""
+    """Return whether a path is a pipe, such as ``<(...)`` of a shell, whose content can be read only once."""
     try:
         return stat.S_ISFIFO(Path(path).stat().st_mode)
     except (OSError, ValueError):
@@ -50,15 +50,15 @@ def is_pipe(path: str | os.PathLike[str]) -> bool:
 
 
 def read_document(path: str | os.PathLike[str], error: Callable[[str], UsageError] = UsageError) -> bytes:
-    """Return the content of a file, or of a pipe, which is kept: it is there only once.
+    """Return the content of a file or pipe; the content of a pipe is cached, because it can be read only once.
 
     Args:
         path: The file.
-        error: Makes the error of a message.
+        error: Creates the error from a message.
 
     Raises:
         OSError: If it cannot be opened or read.
-        UsageError: If it is neither file nor pipe, larger than a document is, or a pipe that nobody writes to.
+        UsageError: If it is neither file nor pipe, is too large, or is a pipe without a writer.
     """
     text = os.fspath(path)
     if "\x00" in text:
@@ -84,7 +84,7 @@ def read_document(path: str | os.PathLike[str], error: Callable[[str], UsageErro
 
 
 _pipes: dict[tuple[str, int], bytes] = {}
-"""Pipe -> what it held, of this process."""
+"""Pipe -> its content, read by this process."""
 
 
 def _pipe_content(key: tuple[str, int], descriptor: int, path: str, error: Callable[[str], UsageError]) -> bytes:
@@ -104,7 +104,7 @@ def _pipe_content(key: tuple[str, int], descriptor: int, path: str, error: Calla
         if not part and parts:
             _pipes[key] = b"".join(parts)
             return _pipes[key]
-        if not part:  # nobody writes yet, or it was empty
+        if not part:  # no writer yet, or the pipe was empty
             time.sleep(0.05)
             continue
         parts.append(part)
@@ -115,10 +115,10 @@ def _pipe_content(key: tuple[str, int], descriptor: int, path: str, error: Calla
 
 
 def check_nesting(text: str, where: str, error: Callable[[str], UsageError] = UsageError) -> None:
-    """Refuse a text whose brackets are nested so deeply that a parser written in Python takes seconds to fail.
+    """Raise if brackets are nested so deeply that a parser written in Python takes seconds to fail.
 
     Raises:
-        UsageError: If they are.
+        UsageError: If the nesting is too deep.
     """
     depth = 0
     for bracket in _BRACKETS.findall(text):
@@ -128,16 +128,16 @@ def check_nesting(text: str, where: str, error: Callable[[str], UsageError] = Us
 
 
 def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageError) -> Any:
-    """Return the data of a document if they are within bounds.
+    """Return the data of a document if they are within the limits.
 
     Args:
-        data: What was parsed.
+        data: The parsed data.
         where: The document, for messages.
-        error: Makes the error of a message.
+        error: Creates the error from a message.
 
     Raises:
-        UsageError: If they are nested too deeply or in themselves, too many, a number is beyond all measure, or text
-            can be no argument.
+        UsageError: If there are too many values, the nesting is too deep or circular, a number is too large, or text
+            cannot be a command-line argument.
     """
     left, pending = _MOST_VALUES, [(data, 0)]
     while pending:
@@ -161,7 +161,7 @@ def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageErr
 
 
 def read_hjson(text: str) -> Any:
-    """Return what HJSON text holds, as DeepSpeed reads a config with comments; None if it is not HJSON."""
+    """Parse HJSON, as DeepSpeed parses configs with comments; None if the text is not HJSON."""
     import hjson
 
     try:

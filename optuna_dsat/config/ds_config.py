@@ -1,6 +1,6 @@
-"""Completing, merging, keying and writing DeepSpeed configs. Pure: imports neither torch nor DeepSpeed.
+"""Complete, merge, compare and write DeepSpeed configs. Imports neither torch nor DeepSpeed.
 
-What a user's config has that DeepSpeed does not accept (``optuna_dsat.config.user_file``) is removed by ``effective``.
+``effective`` removes extensions of a user's config that DeepSpeed does not accept (``optuna_dsat.config.user_file``).
 ``"auto"`` (filled in by Hugging Face) stays until an overlay replaces it.
 """
 
@@ -47,19 +47,19 @@ __all__ = [
 ]
 
 AUTO = "auto"
-"""Value that Hugging Face's integration replaces; without it, it means that no value is given."""
+"""Value that Hugging Face's integration replaces; treated as unset without the integration."""
 AUTO_IN_WORDS = (
     '"auto" is filled in by the Hugging Face Trainer and, in part, by accelerate and Lightning, not by DeepSpeed'
 )
 ALL = "all"
-"""Value that means every choice of a knob, as in DeepSpeed's autotuner."""
+"""Value that selects every choice of a knob, as in DeepSpeed's autotuner."""
 
 TRAIN_BATCH = "train_batch_size"
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
 ZERO = "zero_optimization"
 MICRO_BATCH_CAP = 2**16
-"""Largest micro-batch considered if nothing else bounds it, in samples per rank."""
+"""Default limit of the micro-batch, in samples per rank."""
 BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
 _AUTOTUNING = "autotuning"
 
@@ -133,7 +133,7 @@ def zero_default(key: str, *, stage: Any) -> Any:
 
 
 def size_limit(key: str, params_count: int) -> int:
-    """Return the size, in elements, from which on all larger values of a key are equivalent.
+    """Return the size, in elements, above which all values of a key are equivalent.
 
     No bucket holds more than all parameters. ``stage3_max_reuse_distance`` counts the elements until a parameter's next
     use, across the forward and the backward pass, hence twice the parameters.
@@ -142,10 +142,10 @@ def size_limit(key: str, params_count: int) -> int:
 
 
 def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with other values at dotted keys; None removes a key, and sections that it leaves empty.
+    """Return a config with other values at dotted keys; None removes a key and sections that become empty.
 
     Args:
-        config: The config; it stays as it is.
+        config: The config; not modified.
         values: Dotted key -> value.
     """
     result = copy.deepcopy(dict(config))
@@ -164,7 +164,7 @@ def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def _remove(section: dict[str, Any], path: Sequence[str]) -> None:
-    """Remove the key at a path, if it is there, and the sections that are empty without it."""
+    """Remove the key at a path, if it exists, and sections that become empty."""
     name, *below = path
     if not below:
         section.pop(name, None)
@@ -294,7 +294,7 @@ def _contradiction(config: Mapping[str, Any], *, train: int, world_size: int) ->
 
 
 def canonical_key(config: Mapping[str, Any], *, params_count: int | None = None) -> str:
-    """Return a key that configs share when DeepSpeed would behave the same (32 hexadecimal digits, SHA-256).
+    """Return a key that is equal for configs with equal behaviour in DeepSpeed (32 hexadecimal digits, SHA-256).
 
     Ignored are key order, the spelling of numbers (``5e8``), values equal to DeepSpeed's defaults, offload to ``none``,
     knobs that the stage does not read, and bucket sizes beyond the number of parameters.
@@ -327,7 +327,7 @@ def canonical_number(value: Any) -> Any:
 
 
 def canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[str, Any]:
-    """Return a ZeRO section without settings that make no difference to DeepSpeed (see ``canonical_key``)."""
+    """Return a ZeRO section without settings that have no effect in DeepSpeed (see ``canonical_key``)."""
     stage = zero.get("stage", 0)
     if stage == 0:
         return {key: value for key, value in zero.items() if key not in _ZERO_STAGE_KEYS | {"stage"}}
@@ -356,10 +356,10 @@ def write_json_atomic(path: str | Path, data: Mapping[str, Any] | Iterable[Any],
     Args:
         path: The file.
         data: The data to write.
-        private: Whether nobody else may read it.
+        private: Whether to make it unreadable for other users.
 
     Raises:
-        OSError: If the folder cannot be written; nothing is left behind.
+        OSError: If the folder cannot be written; no temporary file remains.
     """
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     write_text_atomic(Path(path), text, durable=True, mode=0o600 if private else 0o644)

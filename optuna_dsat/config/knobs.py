@@ -1,6 +1,6 @@
-"""The knobs: every DeepSpeed setting that the search may change, its condition, and its default choices.
+"""Knobs: every DeepSpeed setting that the search may change, its condition, and its default choices.
 
-The condition of a knob was read in DeepSpeed's source (``used_by`` names the place), and doubtful cases were tested. A
+The condition of a knob is from DeepSpeed's source (``used_by`` names the place), and doubtful cases were tested. A
 knob is sampled only if it changes DeepSpeed's behaviour; otherwise it would multiply equivalent configurations.
 """
 
@@ -60,7 +60,7 @@ class Site:
     nvme_only: bool = False
     """Whether the optimizer may be offloaded to NVMe only, which ZeRO 1 and 2 do not support."""
     one_rank: bool = False
-    """Whether a launch has one rank, which has nobody to communicate with."""
+    """Whether a launch has a single rank and hence no communication."""
 
 
 Condition = Callable[[Mapping[str, Any], Site], bool]
@@ -75,7 +75,7 @@ def _offloads(params: Mapping[str, Any]) -> bool:
 
 
 def _zero_reduces_gradients(params: Mapping[str, Any], site: Site) -> bool:
-    """Whether ZeRO's own gradient reduction runs."""
+    """Return whether ZeRO's gradient reduction runs."""
     stage = _stage(params)
     return stage >= 2 or (stage == 1 and not (site.bf16_optimizer and not _offloads(params)))
 
@@ -106,7 +106,7 @@ def _is_stage3(params: Mapping[str, Any], _: Site) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """One DeepSpeed setting the search may change."""
+    """A DeepSpeed setting that the search may change."""
 
     name: str
     """Name of the Optuna parameter: DeepSpeed's own key."""
@@ -116,17 +116,17 @@ class Knob:
     choices: tuple[Any, ...]
     """Default choices, ascending."""
     where: str
-    """Text on where it applies, shown to users."""
+    """Description of the condition, shown to users."""
     used_by: str
-    """Text on the place in DeepSpeed 0.19.8 that uses it and the reason for its condition."""
+    """Place in DeepSpeed 0.19.8 that uses it, and the reason for its condition."""
     applies: Condition
     """Whether it changes DeepSpeed's behaviour, given the params drawn before."""
     inert: bool = False
     """Whether DeepSpeed accepts the value without using it: sampled only if the user lists values."""
     several_nodes: bool = False
-    """Whether it gains something on several nodes only: sampled on one only if the user lists values."""
+    """Whether it is useful on several nodes only: sampled on a single node only if the user lists values."""
     several_ranks: bool = False
-    """Whether it gains something with several ranks only: sampled with one only if the user lists values."""
+    """Whether it is useful with several ranks only: sampled with a single rank only if the user lists values."""
 
 
 def _zero(name: str, key: str | None = None) -> tuple[str, ...]:
@@ -316,7 +316,7 @@ KNOBS: tuple[Knob, ...] = (
         several_nodes=True,
     ),
 )
-"""In the order of suggestion: a condition reads only preceding knobs."""
+"""All knobs in the order of suggestion: a condition reads only preceding knobs."""
 
 _MINIMUM = {"reduce_bucket_size": 1, "allgather_bucket_size": 2}
 """Smallest value that DeepSpeed accepts; 0 for the other sizes."""
@@ -346,7 +346,7 @@ def normalise(name: str, kind: Kind, value: Any) -> Any:
     if kind == "stage" and number not in ZERO_STAGES:
         raise ConfigError(f"{name} is {as_written(value)}; ZeRO stages are 0, 1, 2 and 3.")
     if kind == "ranks":
-        number = number or 1  # DeepSpeed takes 0 for 1
+        number = number or 1  # DeepSpeed treats 0 as 1
     lowest = 1 if kind in ("count", "ranks") else _MINIMUM.get(name, 0)
     if number < lowest:
         raise ConfigError(f"{name} is {as_written(value)}; it must be at least {lowest}.")

@@ -1,4 +1,4 @@
-"""Misspelt keys of a DeepSpeed config, which DeepSpeed ignores without a word or refuses."""
+"""Misspelt keys of a DeepSpeed config, which DeepSpeed silently ignores or rejects."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _KEYS = (
 )
 """Top-level keys that change the training: https://www.deepspeed.ai/docs/config-json/."""
 _ALIKE = 0.9
-"""Similarity from which on a key is taken for another one misspelt: keys of other tools differ more."""
+"""Minimum similarity of a misspelt key to the correct key; keys of other tools differ more."""
 _ALIKE_IF_WRONG = 0.8
-"""The same for a key that is known to be wrong."""
+"""Minimum similarity for a key that is known to be wrong."""
 
 
 def misspelt_keys(keys: Iterable[str]) -> dict[str, str]:
@@ -34,7 +34,7 @@ def misspelt_keys(keys: Iterable[str]) -> dict[str, str]:
 
 
 def near_key(key: str, known: Iterable[str], *, alike: float = _ALIKE_IF_WRONG) -> str:
-    """Return the known key that a key resembles; empty if there is none."""
+    """Return the known key that a key resembles, else an empty string."""
     return next(iter(difflib.get_close_matches(key.strip().lower(), list(known), n=1, cutoff=alike)), "")
 
 
@@ -45,7 +45,7 @@ def misspelt_in_words(keys: Iterable[str]) -> list[str]:
 
 
 def correction(key: str, known: Iterable[str]) -> str:
-    """Return the remedy for a key that its section does not have: remove it, or write the known name it resembles."""
+    """Return the remedy for a key that is invalid in its section: remove it, or use the known key it resembles."""
     section, _, name = key.rpartition(".")
     near = near_key(name, known)
     corrected = f"{section}.{near}" if section else near

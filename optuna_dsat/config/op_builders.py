@@ -37,7 +37,7 @@ _DEEPSPEEDS_OWN = ("Fused", "DeepSpeed")
 
 
 def operators_at_start(ds_config: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
-    """Return the names of the operator builders that a launch of the user's own config needs.
+    """Return the names of the operator builders needed to launch the user's config.
 
     Args:
         ds_config: The user's config.
@@ -45,7 +45,7 @@ def operators_at_start(ds_config: Mapping[str, Any], *, device: str) -> tuple[st
     """
     config = effective(ds_config)
     structure, name = Structure.of(config), _own_optimizer(config)
-    target = structure.offload_optimizer if structure.stage != 0 else "none"  # "auto" is accelerate's to fill in
+    target = structure.offload_optimizer if structure.stage != 0 else "none"  # accelerate fills in "auto"
     found = {(_ON_DEVICE if target == "none" else _ON_HOST).get(name, "")} - {""}
     if "nvme" in (target, structure.offload_param):
         found.add("AsyncIOBuilder")
@@ -55,7 +55,7 @@ def operators_at_start(ds_config: Mapping[str, Any], *, device: str) -> tuple[st
 
 
 def _own_optimizer(ds_config: Mapping[str, Any]) -> str:
-    """Return the type of the config's optimizer in lower case; empty if there is none, or torch's own is used."""
+    """Return the type of the config's optimizer in lower case; empty without an optimizer or with torch's optimizer."""
     optimizer = ds_config.get("optimizer")
     if not isinstance(optimizer, Mapping):
         return ""
@@ -75,16 +75,16 @@ def operators_of(
     Args:
         ds_config: The user's config.
         space: The search space.
-        measured_with: Class of the optimizer in the profile launch; empty if it is not known.
-        replaced_on_host: Whether accelerate prepares the script's own optimizer: where it is offloaded, DeepSpeed's
-            takes its place (``map_pytorch_optim_to_deepspeed`` of accelerate 1.15), the config forbidding that aside.
+        measured_with: Class of the optimizer in the profile launch; empty if unknown.
+        replaced_on_host: Whether accelerate prepares the script's optimizer: if offloaded, DeepSpeed's optimizer
+            replaces it (``map_pytorch_optim_to_deepspeed`` of accelerate 1.15), unless the config forbids it.
     """
     name = _own_optimizer(ds_config)
     choices = {tuned.name: tuned.choices for tuned in space.knobs}
     offloads = choices.get(OFFLOAD_OPTIMIZER, ("none",)) if max(space.stages) > 0 else ("none",)
     found = set()
     if not name or (name in _ON_DEVICE and measured_with and not measured_with.startswith(_DEEPSPEEDS_OWN)):
-        # Without one in the config, or with one that the script builds itself.
+        # Without an optimizer in the config, or if the script builds its own.
         if not replaced_on_host or ds_config.get("zero_force_ds_cpu_optimizer") is False:
             return ()
         offloads = tuple(value for value in offloads if value != "none")

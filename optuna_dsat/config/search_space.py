@@ -1,4 +1,4 @@
-"""Search spaces: suggesting params, and translating between params and DeepSpeed configs."""
+"""Search spaces: suggest params, and convert between params and DeepSpeed configs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optuna_dsat.config.knobs import KNOBS, NVME, OFFLOAD_OPTIMIZER, ZERO_STAGE,
 from optuna_dsat.errors import ConfigError
 
 if TYPE_CHECKING:
-    import optuna  # what only names operators must start fast: a node's agent, the runtime in a rank
+    import optuna  # keeps imports fast for a node's agent and the runtime in a rank, which only name operators
 
 __all__ = ["KnobRow", "Role", "SearchSpace", "TunedKnob", "capped", "device_of", "present"]
 
@@ -26,7 +26,7 @@ class Role(StrEnum):
 
     PARAMETER = "searched"
     FIXED = "fixed"
-    """Held by ``fix``: merged over the user's config where it applies."""
+    """Fixed by ``fix``: merged over the user's config where it applies."""
     KEPT = "kept"
     """Left as in the user's config (``no_tune``)."""
 
@@ -53,10 +53,10 @@ class KnobRow:
     role: str
     """``searched``, ``fixed``, ``kept`` or ``without effect``."""
     where: str
-    """Text on where it applies."""
+    """Description of the condition."""
     choices: tuple[Any, ...]
     used_by: str
-    """Text on the place in DeepSpeed that uses it."""
+    """Place in DeepSpeed that uses it."""
     is_range: bool = False
     """Whether ``choices`` are the ends of a range."""
 
@@ -83,7 +83,7 @@ class SearchSpace:
     max_samples_per_rank: int | None = None
     """Largest number of samples per rank and global step: larger micro-batches accumulate less; None if unbounded."""
     user_zero: Mapping[str, Any] = field(default_factory=dict)
-    """The user's own ``zero_optimization`` section in its current form, lists resolved."""
+    """The user's ``zero_optimization`` section in its current form, lists resolved."""
     legacy_keys: tuple[str, ...] = ()
     """Deprecated spellings of knobs in the user's section, which overlays remove."""
     allow_untested_optimizer: bool = False
@@ -127,7 +127,7 @@ class SearchSpace:
         return self.gradient_accumulation_steps
 
     def _settings(self, pick: Callable[[TunedKnob], Any]) -> Iterator[tuple[TunedKnob, Any]]:
-        """Yield the knobs that apply with their values: ``pick`` chooses values of parameters, others are given."""
+        """Yield the knobs that apply with their values; ``pick`` chooses the values of searched knobs."""
         settings: dict[str, Any] = {}
         for tuned in self.knobs:
             if tuned.knob.applies(settings, self.site):
@@ -138,7 +138,7 @@ class SearchSpace:
     def overlay(self, params: Mapping[str, Any], *, gradient_accumulation_steps: int | None = None) -> dict[str, Any]:
         """Return the overlay over the user's config that runs ``params``; a value of None removes a key.
 
-        Sub-keys of the user's own offload sections (``pin_memory``, ``buffer_count``...) are kept. Knobs that do not
+        Sub-keys of the user's offload sections (``pin_memory``, ``buffer_count``...) are kept. Knobs that do not
         apply are removed, as they would be inherited otherwise: an ``offload_param`` is meaningless below ZeRO 3, and
         an ``offload_optimizer`` without ZeRO makes DeepSpeed build a CPU optimizer for parameters on the GPU.
         ``reduce_scatter`` is disabled at stages 2 and 3 if gradients are prescaled, because DeepSpeed refuses its
@@ -147,7 +147,7 @@ class SearchSpace:
         (``Profiled.zero_is_untested``).
 
         Args:
-            params: As :meth:`suggest` returned them.
+            params: Params as returned by :meth:`suggest`.
             gradient_accumulation_steps: Accumulation steps; None for :meth:`accumulation` of the micro-batch.
 
         Raises:
@@ -247,7 +247,7 @@ class SearchSpace:
         """Return the lineage with the wanted values where they apply, and the user's or default values elsewhere.
 
         Args:
-            wanted: Knobs; those that do not apply, or whose value is not a choice, are ignored.
+            wanted: Knobs; inapplicable knobs and values that are not a choice are ignored.
         """
         params: dict[str, Any] = {}
 
@@ -265,7 +265,7 @@ class SearchSpace:
     def describe(self) -> list[KnobRow]:
         """Return a row per knob: its role, choices, where it applies and where DeepSpeed uses it.
 
-        Knobs to search that apply to no configuration of this space, such as those of ZeRO 3 without it, have none.
+        Searched knobs that apply to no configuration of this space have no row, such as ZeRO 3's knobs without ZeRO 3.
         """
         applying = self._applying()
         ours = {tuned.name: tuned for tuned in self.knobs}
@@ -295,7 +295,7 @@ class SearchSpace:
         return [*rows, micro]
 
     def _applying(self) -> frozenset[str]:
-        """Return the knobs that some configuration has; what applies does not depend on numbers."""
+        """Return the knobs that apply to some configuration; conditions do not depend on numbers."""
         knobs = tuple(
             replace(tuned, choices=tuned.choices[:1]) if tuned.knob.kind in ("size", "ranks") else tuned
             for tuned in self.knobs
@@ -303,10 +303,10 @@ class SearchSpace:
         return frozenset(name for params in replace(self, knobs=knobs).lineages() for name in params)
 
     def without_idle(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config without the settings that change nothing.
+        """Return a config without settings that have no effect.
 
-        Those that DeepSpeed accepts and does not use, but those of this space; and DeepSpeed's defaults where the
-        search chose them. Keys that the user wrote stay.
+        Removed are settings outside this space that DeepSpeed accepts but does not use, and DeepSpeed's defaults chosen
+        by the search. Keys of the user's config stay.
         """
         zero = config.get(ZERO)
         if not isinstance(zero, Mapping):

@@ -1,13 +1,13 @@
-"""Builds search spaces: the knobs to search, their choices and conditions.
+"""Build search spaces: the knobs to search, their choices and conditions.
 
 A configuration is a dict of *params*, named after DeepSpeed's keys: ``zero_stage`` first, then the knobs that apply,
 ``train_micro_batch_size_per_gpu`` last. All except the micro-batch are categorical.
 
 - A list in the user's config narrows a knob to these values.
-- ``fix`` holds a knob at one value: it is not a parameter, but merged over the user's config where it applies.
+- ``fix`` fixes a knob's value: it is not a parameter, but merged over the user's config where it applies.
 - ``no_tune`` leaves a knob as in the user's config.
-- ``zero_stage`` and the micro-batch remain parameters even if held: they then have one value.
-- The user's own value is always among the choices, unless a list, ``fix`` or the requested stages exclude it.
+- ``zero_stage`` and the micro-batch remain parameters even if fixed: they then have a single value.
+- The user's value is always among the choices, unless a list, ``fix`` or the requested stages exclude it.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class SpaceRequest:
     zero_stages: Collection[int] = (1, 2, 3)
     """Stages to search; a list of stages in the config narrows them further."""
     fix: Mapping[str, Any] = field(default_factory=dict)
-    """Knobs to hold, with their values (numbers, flags, or the same as text)."""
+    """Knobs to fix, with their values (numbers, flags, or either as text)."""
     no_tune: Collection[str] = ()
-    """Knobs to leave as the config has them."""
+    """Knobs to leave as in the config."""
     nvme_path: str | None = None
     """Folder for NVMe offload; None excludes NVMe unless the config itself offloads there."""
     params: int | None = None
-    """Parameters of the model: sizes at or above this number are equivalent and become one choice; None if unknown."""
+    """Parameters of the model, None if unknown: sizes at or above it are equivalent and become a single choice."""
     micro_batch_cap: int = MICRO_BATCH_CAP
-    """Largest micro-batch; the same for the whole study."""
+    """Largest micro-batch of the study."""
     pipeline: bool = False
     """Whether the script trains a pipeline module: ZeRO 0 and 1 only."""
     untested_optimizer: str = ""
@@ -94,8 +94,8 @@ class SpaceRequest:
     device: str = "cuda"
     """``cuda`` or ``cpu``."""
     gradient_accumulation_steps: int | None = None
-    """Accumulation steps that overlays set; None for the config's own number, or 1. If the config implies it by its
-    ``train_batch_size``, give that of :func:`optuna_dsat.config.ds_config.batch_triangle`.
+    """Accumulation steps set by overlays; None for the config's number, or 1. If the config implies the number by its
+    ``train_batch_size``, pass the number from :func:`optuna_dsat.config.ds_config.batch_triangle`.
     """
     samples_per_rank: int | None = None
     """Samples per rank and global step that every configuration keeps: micro-batches are its divisors, and
@@ -104,26 +104,27 @@ class SpaceRequest:
     max_samples_per_rank: int | None = None
     """Largest number of samples per rank and global step, None if unbounded."""
     divisible_by: int = 1
-    """Number that every micro-batch is a multiple of, unless ``fix`` or ``no_tune`` hold the micro-batch."""
+    """Common divisor of all micro-batches, unless ``fix`` or ``no_tune`` determine the micro-batch."""
     least_micro_batch: int = 1
-    """Smallest micro-batch that the script trains with, unless ``fix`` or ``no_tune`` hold the micro-batch."""
+    """Smallest micro-batch accepted by the script, unless ``fix`` or ``no_tune`` determine the micro-batch."""
     nodes: int = 1
     """Nodes of a launch."""
     ranks_per_node: int = 1
-    """Ranks of a launch on each of them."""
+    """Ranks of a launch on each node."""
 
 
 def build_space(request: SpaceRequest) -> SearchSpace:
     """Build the search space of a study.
 
     Raises:
-        ConfigError: If a knob is unknown or both fixed and left alone, a value has the wrong type, or no stage is left.
+        ConfigError: If a knob is unknown or in both ``fix`` and ``no_tune``, a value has the wrong type, or no stage
+            remains.
     """
     return _Builder(request).build()
 
 
 def smallest_micro_batch(request: SpaceRequest) -> int:
-    """Return the smallest micro-batch that a space allows: a fixed, kept or listed one, or a lower bound; else 1.
+    """Return the smallest micro-batch of a space: a fixed, kept or listed value, or a lower bound; else 1.
 
     Raises:
         ConfigError: If the list and the bounds of the config contradict each other.
@@ -132,20 +133,20 @@ def smallest_micro_batch(request: SpaceRequest) -> int:
 
 
 class _Builder:
-    """Builds the space of one request, step by step."""
+    """Builder of the space of a request."""
 
     def __init__(self, request: SpaceRequest) -> None:
         self._request = request
         self._no_tune = frozenset(request.no_tune)
         self._plain = configs.effective({ZERO: {}, **request.ds_config})
         self._zero = self._plain[ZERO]
-        """The user's own section, lists resolved."""
+        """The user's section, lists resolved."""
 
     def build(self) -> SearchSpace:
         self._check_names()
         request = self._request
         for knob in (one for one in KNOBS if one.name != NVME):
-            read_present(knob, self._zero)  # refuses invalid values, also of knobs that are not searched
+            read_present(knob, self._zero)  # rejects invalid values, also of knobs that are not searched
         stage = TunedKnob(knob=_BY_NAME[ZERO_STAGE], choices=self._stages())
         offloads = self._offload_knobs()
         others = [
@@ -207,11 +208,11 @@ class _Builder:
         return self._request.nodes * self._request.ranks_per_node
 
     def _named(self, knob: Knob) -> bool:
-        """Whether the user names this knob: by a list in the config, or by ``fix``."""
+        """Return whether the user specifies this knob by a list in the config or by ``fix``."""
         return knob.name in self._request.fix or self._listed(knob) is not None
 
     def _listed(self, knob: Knob) -> tuple[Any, ...] | None:
-        """Return the values that the user lists for a knob, None if there is no list."""
+        """Return the values listed by the user for a knob, None without a list."""
         zero = configs.zero_section(self._request.ds_config)
         value = zero.get(knob.path[1])
         if knob.kind == "device" and isinstance(value, Mapping):
@@ -338,7 +339,7 @@ class _Builder:
         return low, max(low, min(high, cap))
 
     def _micro_batch_values(self, low: int, high: int) -> tuple[int, ...] | None:
-        """Return the allowed micro-batches: those listed, or divisors of a kept global batch; None for all."""
+        """Return the allowed micro-batches: listed values, or divisors of a kept global batch; None for all."""
         listed = self._request.ds_config.get(MICRO_BATCH)
         held = MICRO_BATCH in self._request.fix or MICRO_BATCH in self._no_tune
         allowed: Iterable[int] | None = None
@@ -377,7 +378,7 @@ class _Builder:
 
 
 _MULTIPLES = 64
-"""Multiples that are all searched; beyond them every one is at least 3% larger than the one before."""
+"""Number of consecutive multiples searched; further multiples are at least 3% apart."""
 
 
 def _multiples(unit: int, high: int) -> list[int]:
@@ -400,19 +401,19 @@ def _types(config: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _other_accumulation(config: Mapping[str, Any]) -> bool:
-    """Whether ``engine._do_optimizer_sanity_check`` refuses the config without ZeRO."""
+    """Return whether ``engine._do_optimizer_sanity_check`` rejects the config without ZeRO."""
     model, accumulated = _types(config)
     return model != accumulated
 
 
 def site_of(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_rank: bool) -> Site:
-    """Return the facts of a config on which the conditions of knobs depend.
+    """Return the properties of a config on which the conditions of knobs depend.
 
     Args:
         plain: The config, with a ``zero_optimization`` section.
-        pipeline: As of ``Site``.
-        nvme_only: Likewise.
-        one_rank: Likewise.
+        pipeline: See ``Site``.
+        nvme_only: See ``Site``.
+        one_rank: See ``Site``.
     """
     predivide = plain.get("gradient_predivide_factor", 1.0)
     return Site(
@@ -426,7 +427,7 @@ def site_of(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_ra
 
 
 def _distinct(name: str, sizes: Iterable[int], params: int | None) -> Iterable[int]:
-    """Return the sizes that differ in effect: of those at or above ``size_limit`` only the smallest."""
+    """Return sizes with different effects: at or above ``size_limit`` only the smallest."""
     if params is None:
         return sizes
     limit = configs.size_limit(name, params)

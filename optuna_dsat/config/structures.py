@@ -1,4 +1,4 @@
-"""Structures: ZeRO stage and offloads of a configuration, in words, as config, and in their order of tries."""
+"""Structures (ZeRO stage and offloads of a configuration): names, configs, and the order in which to try them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Structure:
     offload_optimizer: str = _NONE
     """Target of the optimizer's states: ``cpu``, ``nvme``, or ``none`` if they stay on the accelerator."""
     offload_param: str = _NONE
-    """Target of the parameters, likewise."""
+    """Target of the parameters: ``cpu``, ``nvme`` or ``none``."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Structure:
@@ -51,7 +51,7 @@ class Structure:
 
     @property
     def words(self) -> str:
-        """The structure in words, such as ``ZeRO 2 + optimizer offload``."""
+        """Name of the structure, such as ``ZeRO 2 + optimizer offload``."""
         parts = [
             f"{word} offload" + (" to NVMe" if device == _NVME else "")
             for word, device in (("parameter", self.offload_param), ("optimizer", self.offload_optimizer))
@@ -84,7 +84,7 @@ STRUCTURES = (
     Structure(stage=3, offload_param=_CPU),
     Structure(stage=3, offload_param=_CPU, offload_optimizer=_CPU),
 )
-"""All structures without NVMe, by the device memory that they save, least first."""
+"""All structures without NVMe, by ascending saving of device memory."""
 
 GUIDE_ORDER = tuple(one for one in STRUCTURES if one != Structure(stage=3, offload_optimizer=_CPU))
 """Order of the DeepSpeed configuration guide, fastest first: at ZeRO 3 it offloads parameters before the optimizer."""

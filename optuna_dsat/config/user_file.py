@@ -1,7 +1,7 @@
-"""Reading and checking a user's DeepSpeed config.
+"""Read and check a user's DeepSpeed config.
 
-It may contain three things that DeepSpeed itself does not accept: lists as values of knobs (the user's narrowing of the
-search), the word ``"all"`` in their place, and the ``autotuning`` section.
+A config may have three extensions that DeepSpeed does not accept: lists as values of knobs (which narrow the search),
+``"all"`` in place of a list, and the ``autotuning`` section.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ _SECTIONS = (
     "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop", "sparse_attention", "tensor_parallel",
     "tensorboard", "torch_autocast", "wandb",
 )  # fmt: skip
-"""Keys of a config that are objects, and whatever else stands there ``DeepSpeedConfig`` 0.19.8 refuses."""
+"""Keys whose values must be objects: ``DeepSpeedConfig`` 0.19.8 rejects all other values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserConfig:
-    """A DeepSpeed config file as the user wrote it."""
+    """A user's DeepSpeed config file."""
 
     path: str
     """Path of the file as given by the user."""
     raw: Mapping[str, Any]
-    """The whole config, lists and ``autotuning`` section included."""
+    """The complete config, including lists and the ``autotuning`` section."""
     autotuning: Autotuning
     lists: Mapping[str, tuple[Any, ...]]
-    """Dotted key -> the values listed there, for every knob that the user narrowed; ``("all",)`` for ``"all"``."""
+    """Dotted key -> listed values, for every knob narrowed by the user; ``("all",)`` for ``"all"``."""
 
 
 def load(path: str | Path | None) -> UserConfig:
-    """Read a user's DeepSpeed config; an empty one if there is no file.
+    """Read a user's DeepSpeed config; an empty config without a file.
 
     Raises:
-        ConfigError: As :func:`read`, or on the first of ``shape_errors``; the message gives the file.
+        ConfigError: As :func:`read`, or on the first of ``shape_errors``; the message contains the file.
     """
     return _checked(read(path), "" if path is None else str(path))
 
 
 def read(path: str | Path | None) -> dict[str, Any]:
-    """Return what a DeepSpeed config file holds, whatever the types of the values; nothing if there is no file.
+    """Return the content of a DeepSpeed config file without checking the types of values; empty without a file.
 
     Raises:
-        ConfigError: If the file is missing, a directory, unreadable, empty, not UTF-8, not JSON, no object,
-            or names a key twice; the message gives the file, and line and column where they are known.
+        ConfigError: If the file is missing, a directory, unreadable, empty, not UTF-8, not JSON, not an object,
+            or contains a key twice; the message contains the file, and line and column if known.
     """
     if path is None:
         return {}
@@ -152,7 +152,7 @@ def _kind(value: Any) -> str:
 
 
 def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the key and a message for each value whose type no later step accepts."""
+    """Yield the key and a message for each value of an invalid type."""
     if not isinstance(raw.get(ZERO, {}), dict | bool):
         yield ZERO, f"{ZERO} is {_kind(raw[ZERO])}; it must be an object."
     wrong = [key for key in _SECTIONS if not isinstance(raw.get(key, {}), dict)]
@@ -184,7 +184,7 @@ def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def knob_lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return dotted key -> the list (or ``"all"``) that the user wrote in place of a knob's value."""
+    """Return dotted key -> list (or ``"all"``) given in place of a knob's value."""
     found: dict[str, tuple[Any, ...]] = {}
 
     def note(key: str, value: Any) -> None:

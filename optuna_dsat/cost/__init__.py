@@ -1,4 +1,4 @@
-"""Cost models of a configuration: memory of device and host, seconds of a step, data sheets of GPUs.
+"""Cost models of a configuration: memory of device and host, step time, data sheets of GPUs.
 
 Imports: config, errors, runtime.events. Called by: guided, study, plan, report.
 """

@@ -1,9 +1,9 @@
-"""Performance of GPUs by their makers' data sheets, and the share of it that training reaches.
+"""Performance of GPUs from vendor data sheets, and the share of it that training reaches.
 
-All figures are the makers': memory, peak dense FLOPS of tensor cores in half precision (bf16 or fp16) with fp32
+All figures are the vendors': memory, peak dense FLOPS of tensor cores in half precision (bf16 or fp16) with fp32
 accumulation (figures "with sparsity" are halved), peak FLOPS in fp32 without tensor cores, bandwidth of the memory, of
-all NVLinks (or Infinity Fabric links) of a GPU (sum of both directions) and of the link to the host, PCIe but for GH200
-(sum of both directions).
+all NVLinks (or Infinity Fabric links) of a GPU (sum of both directions) and of the link to the host (sum of both
+directions), which is PCIe except for GH200.
 
 Sources, by name of the document:
 
@@ -23,23 +23,23 @@ Sources, by name of the document:
 - h200: "NVIDIA H200 Tensor Core GPU" data sheet, SXM (1979 TFLOPS with sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s).
 - gh200, gh200-144g: "NVIDIA GH200 Grace Hopper Superchip" data sheet (the GPU of h100: 1979 TFLOPS with sparsity; 96 GB
   at 4 TB/s, or 144 GB at 4.9 TB/s; NVLink-C2C to its CPU 900 GB/s, NVLink to other GPUs 900 GB/s):
-  https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip. A host with a single one has no other GPU.
-- b200: "NVIDIA DGX B200" data sheet and HGX page, a GPU being an eighth of the eight (36 PFLOPS with sparsity, fp32 600
+  https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip. A host with a single superchip has a single GPU.
+- b200: "NVIDIA DGX B200" data sheet and HGX page, an eighth of the total of 8 GPUs (36 PFLOPS with sparsity, fp32 600
   TFLOPS, 1440 GB at 64 TB/s, NVLink 14.4 TB/s, PCIe 5.0): https://www.nvidia.com/en-us/data-center/dgx-b200/ and
   https://www.nvidia.com/en-us/data-center/hgx/
 - mi300x: "AMD Instinct MI300X Accelerator" data sheet (1307.4 TFLOPS, fp32 163.4, 192 GB, 5.3 TB/s, seven Infinity
   Fabric links of 128 GB/s, PCIe 5.0): https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html. For
-  plans alone: searches run on NVIDIA's GPUs.
+  plans only: searches run on NVIDIA GPUs.
 - rtx3090: "NVIDIA Ampere GA102 GPU Architecture" white paper, appendix (71 TFLOPS with fp32 accumulation, 24 GB,
   936 GB/s, PCIe 4.0; its NVLink joins pairs only).
 - rtx4090: "NVIDIA Ada GPU Architecture" white paper, appendix (165.2 TFLOPS with fp32 accumulation, 24 GB, 1008 GB/s,
   PCIe 4.0).
 
-Figures in fp32 are of the same documents.
+Figures in fp32 are from the same documents.
 
 The driver reserves a part of the nominal memory: ``torch.cuda.get_device_properties`` reports a few per cent less (79.2
-GiB on an A100 of 80 GB, 39.4 GiB on one of 40 GB, 14.6 to 15 GiB on a T4). The table holds nominal sizes in GiB, from
-which ``_RESERVED`` is subtracted.
+GiB on an A100 with 80 GB, 39.4 GiB on an A100 with 40 GB, 14.6 to 15 GiB on a T4). The table contains nominal sizes in
+GiB, from which ``_RESERVED`` is subtracted.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ _REACHED_FLOPS = 0.45
 table 1: 44 to 52% on A100) and Chowdhery et al. (arXiv:2204.02311, table 3: 21 to 46%).
 """
 _REACHED_FP32 = 0.8
-"""Likewise in fp32 without tensor cores. Whether the script lets them work in TF32 is not known: hence the spread."""
+"""The same in fp32 without tensor cores. Whether the script enables TF32 is unknown, hence the spread."""
 _REACHED_NVLINK, _REACHED_PCIE, _REACHED_MEMORY = 0.75, 0.6, 0.8
-"""Shares of one direction's bandwidth that collectives and copies reach; nccl-tests shows 230 of 300 GB/s on A100."""
+"""Shares of the bandwidth per direction that collectives and copies reach; nccl-tests shows 230 of 300 GB/s on A100."""
 _REACHED_NETWORK = 0.8
 _MESSAGE_S, _HOP_S = 2e-5, 4e-6
 """Seconds to start a collective, and per rank of its ring: nccl-tests show 30 to 60 us for the smallest all-gathers
@@ -89,7 +89,7 @@ over 8 GPUs of a host, and milliseconds over hundreds of GPUs.
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpec:
-    """Data sheet of one GPU."""
+    """Data sheet of a GPU."""
 
     name: str
     memory_gib: float
@@ -98,9 +98,9 @@ class GpuSpec:
     """Peak dense tensor FLOPS in half precision with fp32 accumulation, in 10**12."""
     memory_gb_per_s: float
     pcie_gb_per_s: float
-    """To the host, over PCIe or a link in its place; sum of both directions."""
+    """Bandwidth to the host, over PCIe or an alternative link; sum of both directions."""
     nvlink_gb_per_s: float = 0
-    """Sum of both directions; 0 if GPUs of a host communicate over PCIe."""
+    """Bandwidth of NVLink, sum of both directions; 0 if GPUs of a host communicate over PCIe."""
     fp32_tflops: float
     """Peak FLOPS in fp32 without tensor cores, in 10**12."""
     bf16: bool = True
@@ -133,7 +133,7 @@ def _gpu(name: str, gib: float, tflops: float, fp32: float, memory: float, pcie:
 
 
 _ALL = (
-    _gpu("t4", 15, 65, 8.1, 320, 32),  # error correction takes a sixteenth of its memory
+    _gpu("t4", 15, 65, 8.1, 320, 32),  # error correction uses a sixteenth of its memory
     _gpu("v100-16g", 16, 125, 15.7, 900, 32, 300),
     _gpu("v100-32g", 32, 125, 15.7, 900, 32, 300),
     _gpu("a10", 22.5, 125, 31.2, 600, 64),  # likewise
@@ -170,7 +170,7 @@ CPU_PRIORS: Priors = MappingProxyType(
         "hooks": (5e-3, 1.2),
     }
 )
-"""Prior for a rank on the CPU: round figures of a virtual machine, with wide spreads."""
+"""Prior for a rank on the CPU: rounded figures of a virtual machine, with wide spreads."""
 
 _DEVICE_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -196,12 +196,12 @@ _DEVICE_NAMES: Mapping[str, str] = MappingProxyType(
         "GeForce RTX 4090": "rtx4090",
     }
 )
-"""CUDA's device name without the brand -> name. Only full matches count: ``GB200``, ``H200 NVL``, a virtual GPU
-(``A100-40C``) and a part of one (``H100 80GB HBM3 MIG 1g.10gb``) are other devices.
+"""CUDA's device name without the brand -> name. Only full matches count: ``GB200``, ``H200 NVL``, virtual GPUs
+(``A100-40C``) and MIG instances (``H100 80GB HBM3 MIG 1g.10gb``) are other devices.
 """
 
 _COUNT = re.compile(r"^\d+\s*x\s*")
-"""A number of GPUs before the name, as in 8xH100."""
+"""Number of GPUs before the name, as in 8xH100."""
 _BRAND = re.compile(r"(NVIDIA|Tesla) ", re.IGNORECASE)
 
 
@@ -228,12 +228,12 @@ def gpu_of_device(device_name: str) -> GpuSpec | None:
 
 
 def peak_flops(gpu: GpuSpec | None, config: Mapping[str, Any], *, param_bytes: int) -> float | None:
-    """Return the peak FLOPS of one GPU in the precision of a config; None if the table does not hold that.
+    """Return the peak FLOPS of a GPU in the precision of a config; None if it is not in the table.
 
     Args:
         gpu: The GPU; None if it is not in the table.
         config: The DeepSpeed config.
-        param_bytes: Bytes of one element of the engine's parameters; the table holds peaks of half precision only.
+        param_bytes: Bytes per parameter of the engine; only peaks of half precision are returned.
     """
     if gpu is None or param_bytes != 2:
         return None
@@ -242,10 +242,10 @@ def peak_flops(gpu: GpuSpec | None, config: Mapping[str, Any], *, param_bytes: i
 
 
 def network_priors(gbit_per_s: float) -> Priors:
-    """Return the prior of what a network between hosts takes: a ring passes through each host's once.
+    """Return the prior of the cost of a network between hosts: a ring passes through each host's network once.
 
     Args:
-        gbit_per_s: Bandwidth of one host, in 10**9 bits per second and direction.
+        gbit_per_s: Bandwidth of a host, in 10**9 bits per second and direction.
 
     Raises:
         UsageError: If it is not positive.
@@ -258,14 +258,14 @@ def network_priors(gbit_per_s: float) -> Priors:
 def machine_priors(
     gpu: GpuSpec, *, ranks: int, network_gbit_per_s: float | None = None, param_bytes: int = 2
 ) -> Priors:
-    """Return the prior of the step-time model's coefficients that follows from a data sheet.
+    """Return the prior of the step-time model's coefficients derived from a data sheet.
 
     Args:
         gpu: The GPU.
         ranks: Number of GPUs on all hosts.
-        network_gbit_per_s: Network bandwidth of one host, in 10**9 bits per second and direction; None if it is not
-            known, or there is one host.
-        param_bytes: Bytes of one element of the parameters: 4 computes in fp32, 2 in half precision.
+        network_gbit_per_s: Network bandwidth of a host, in 10**9 bits per second and direction; None if it is unknown,
+            or with a single host.
+        param_bytes: Bytes per parameter: 4 computes in fp32, 2 in half precision.
 
     Raises:
         UsageError: If the network's bandwidth is not positive.
@@ -282,12 +282,12 @@ def machine_priors(
 
 
 def latency_prior(ranks: int) -> tuple[float, float]:
-    """Return median and spread of the seconds that a collective takes to start over so many GPUs."""
+    """Return median and spread of the seconds to start a collective over a number of GPUs."""
     return _MESSAGE_S + _HOP_S * ranks, 0.8
 
 
 def priors_of_device(device_name: str, *, device: str, ranks: int) -> Priors:
-    """Return the prior for the machine that a launch runs on; empty for a GPU that is not in the table.
+    """Return the prior for the machine of a launch; empty for a GPU that is not in the table.
 
     Args:
         device_name: CUDA's name of the device.

@@ -1,17 +1,17 @@
-"""The memory model: bytes per rank and per host for a profile and a DeepSpeed config, and what fits.
+"""Memory model: bytes per rank and per host for a profile and a DeepSpeed config, and the largest micro-batch.
 
 A training step has four moments at which memory peaks: the end of the forward pass (all activations live), the end of
 the backward pass (all gradients live), their conversion for the optimizer, and its step (its temporaries live). Each
 is linear in the micro-batch, the estimate is their maximum, and the largest micro-batch has a closed form. The time of
 each allocation was read in DeepSpeed 0.19.8 and checked on two CPU ranks, where predictions agree with the resident
-set within 3% (the figures are in ``tests/cost/test_memory.py``); :mod:`optuna_dsat.cost.zero_states` holds the
+set within 3% (the figures are in ``tests/cost/test_memory.py``); :mod:`optuna_dsat.cost.zero_states` contains the
 formulas and their sources. Under a limit on virtual memory (``RLIMIT_DATA``) buffers that are allocated but not
 written count as well; the model always counts them.
 
-Known limits: model and expert parallelism are not modelled (the profile's parameter counts are taken as those
-of one rank); neither are the CUDA context (0.3 to 0.6 GiB), NCCL's buffers (0.1 to 1 GiB) and fragmentation
-of the caching allocator (a few per cent), none of which ``torch.cuda.max_memory_allocated`` counts.
-:class:`Correction` holds the error that measured peaks show, :mod:`optuna_dsat.cost.memory_fit` fits it.
+Known limitations: model and expert parallelism are not modelled (the profile's parameter counts are assumed to be per
+rank). The CUDA context (0.3 to 0.6 GiB), NCCL's buffers (0.1 to 1 GiB) and fragmentation of the caching allocator (a
+few per cent) are not modelled either; ``torch.cuda.max_memory_allocated`` does not count them.
+:class:`Correction` contains the error shown by measured peaks, :mod:`optuna_dsat.cost.memory_fit` fits it.
 """
 
 from __future__ import annotations

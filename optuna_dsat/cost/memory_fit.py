@@ -1,9 +1,9 @@
 """Incremental fit of the memory model's correction to measured peaks.
 
-The slope is the median over all pairs of samples of one lineage whose predicted peak depends on the activations (Theil
-1950, Sen 1968: robust against 29% of wrong samples). Without such a pair, with two different micro-batches, it is the
-least-squares slope of the residuals over all lineages. It is never negative. Offsets are the medians of the residuals
-that remain.
+The slope is the median over all pairs of samples of the same lineage whose predicted peak depends on the activations
+(Theil 1950, Sen 1968: robust against 29% of wrong samples). Without such a pair, with two different micro-batches, it
+is the least-squares slope of the residuals over all lineages. It is never negative. Offsets are the medians of the
+remaining residuals.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Point:
 
 
 class CorrectionFit:
-    """Fits a :class:`~optuna_dsat.cost.memory.Correction` to peaks that are added one by one.
+    """Incremental fit of a :class:`~optuna_dsat.cost.memory.Correction` to measured peaks.
 
     Each peak is modelled once, when it is added; slopes of pairs are kept sorted, and the residuals of a new slope are
     computed for all peaks at once.
@@ -57,7 +57,7 @@ class CorrectionFit:
         self._members: dict[str, list[_Point]] = {}
         """Sloped points by lineage."""
         self._slopes: list[float] = []
-        """Bytes per sample of all pairs of sloped points of one lineage, ascending."""
+        """Bytes per sample of all pairs of sloped points of the same lineage, ascending."""
         self._cached: Correction | None = None
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class CorrectionFit:
             self._slopes = sorted([*self._slopes, *slopes])
 
     def correction(self) -> Correction:
-        """Return the correction fitted to all peaks; without any, the identity."""
+        """Return the correction fitted to all peaks; the identity without peaks."""
         if self._cached is None:
             self._cached = self._fit()
         return self._cached

@@ -1,19 +1,19 @@
 """Gaussian posterior over peak memory: predicted peak of any configuration, and the probability that it fits.
 
-The prior mean are the formulas of ``optuna_dsat.cost.memory``. Their error is a Gaussian process, a sum of linear
-parts: activations per sample (one factor shared by all lineages, a smaller one per structure), and constants: one
-shared by all, one per ZeRO stage, one per offload, one per structure (stage and offloads), one per value of a knob
-within its structure, one per lineage. A measured peak determines nearly all of its own lineage, much of its structure,
-and less of the others. If a peak is far from its formula, the formulas of other structures are assumed to be as wrong:
+The prior mean is given by the formulas of ``optuna_dsat.cost.memory``. Their error is a Gaussian process, a sum of
+linear parts: activations per sample (a factor shared by all lineages, and a smaller factor per structure), and
+constants: shared by all, per ZeRO stage, per offload, per structure (stage and offloads), per value of a knob within
+its structure, and per lineage. A measured peak determines its lineage almost completely, its structure largely, and
+the others less. If a peak is far from its formula, the formulas of other structures are assumed to be equally wrong:
 the shared variance is scaled by the factor with the largest posterior density given the measured peaks (type II maximum
 likelihood, MacKay 2003, chapter 28). The formulas take the largest of a step's moments; an unknown share of the
 activations may be allocated at the other moments too.
 
-The memory that can be used is uncertain as well: the CUDA context, NCCL's buffers and fragmentation are not part of a
-peak. It is at least the largest peak that was measured. A launch that fitted or ran out of memory only shows on which
-side of the limit its memory lies. Such one-sided observations are included as the normal distributions that give the
-means and variances of the truncated ones (expectation propagation; Minka 2001, "Expectation Propagation for Approximate
-Bayesian Inference").
+The usable memory is uncertain as well: the CUDA context, NCCL's buffers and fragmentation are not part of a peak. It is
+at least the largest measured peak. A launch that fitted or ran out of memory only shows whether its memory is below or
+above the limit. Such one-sided observations are included as normal distributions that reproduce the means and variances
+of the truncated distributions (expectation propagation; Minka 2001, "Expectation Propagation for Approximate Bayesian
+Inference").
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ Numbers: TypeAlias = npt.NDArray[Any]
 _SLOPE_SD = 0.1
 """Relative standard deviation of the profiled activations per sample, shared by all lineages."""
 _STRUCTURE_SLOPE_SD = 0.03
-"""The same for each structure."""
+"""Relative standard deviation of the activations per sample of each structure."""
 _CURVE_SD, _CURVE_WIDTH = 0.03, 1.0
-"""The same of a smooth function of the micro-batch's logarithm, and its length scale in doublings."""
+"""Relative standard deviation of a smooth function of the micro-batch's logarithm, and its length scale in doublings.
+"""
 _HIDDEN_SD = 0.4
-"""Standard deviation of the share of the activations that is still there at the other moments of a step."""
+"""Standard deviation of the share of the activations still allocated at the other moments of a step."""
 _BUFFER_SD = 0.6
 """Standard deviation of the share of ``MemoryInputs.buffers`` by which the formulas are wrong."""
 _SHARED_SD, _STAGE_SD, _OFFLOAD_SD, _STRUCTURE_SD = 0.012, 0.02, 0.012, 0.02
 """Standard deviations of the formulas' error, relative to the device's memory: common to all, per ZeRO stage,
-per optimizer offload (likewise per parameter offload), and per structure."""
+per optimizer offload (also per parameter offload), and per structure."""
 _KNOBS_SD, _LINEAGE_SD, _NOISE_SD = 0.02, 0.005, 0.003
-"""The same of a value of each knob within its structure, of a lineage, and of a measurement."""
+"""The same for a knob's value within its structure, a lineage, and a measurement."""
 _RELATIVE_SDS = (_STAGE_SD, _OFFLOAD_SD, _OFFLOAD_SD)
 _ERROR_FACTORS, _ERROR_LOG_SD = (1.0, 4.0, 16.0, 64.0, 256.0), 2.0
-"""Candidate factors on the variance of what structures share, and the prior standard deviation of their logarithm."""
+"""Candidate factors on the variance of the shared errors, and the prior standard deviation of their logarithm."""
 _FRAGMENTATION = 0.03
-"""Share of the memory lost to fragmentation, prior mean."""
+"""Prior mean of the share of memory lost to fragmentation."""
 _FRAGMENTATION_SD = 0.02
 _NON_CONTIGUOUS_LOSS, _NON_CONTIGUOUS_LOSS_SD = 0.01, 0.015
 """Additional share lost, and its standard deviation, if gradients are not contiguous."""
@@ -61,7 +62,7 @@ _INFORMATIVE_SHARE = 0.85
 _MAX_ONE_SIDED = 64
 """Largest number of one-sided observations; the nearest to the limit are used."""
 _SURPRISE_SIGMAS = 2.5
-"""Standard deviations by which a launch must be predicted to fit for running out of memory to be a surprise.
+"""Standard deviations by which a launch must be predicted to fit for an out-of-memory result to be a surprise.
 
 Each surprise doubles the standard deviation of the limit or, if the device is known to have enough memory, the standard
 deviation of the structure's error.
@@ -144,15 +145,15 @@ class MemoryPosterior:
     """Posterior distribution of peaks and of the usable memory.
 
     Args:
-        device_bytes: Memory of one rank's device.
+        device_bytes: Memory of a rank's device.
         bytes_per_sample: Profiled activation bytes per sample.
-        on_cpu: Whether ranks compute on the CPU, where there is no CUDA context in addition to the peak.
+        on_cpu: Whether ranks compute on the CPU, without a CUDA context in addition to the peak.
     """
 
     def __init__(self, *, device_bytes: int, bytes_per_sample: int, on_cpu: bool) -> None:
         self._device = float(device_bytes)
         self._noise_variance = (_NOISE_SD * self._device) ** 2
-        """Of a measured peak, in bytes squared."""
+        """Variance of a measured peak, in bytes squared."""
         self._slope = float(bytes_per_sample)
         self.usable = self._device * (1 - _FRAGMENTATION) - (0.0 if on_cpu else _CONTEXT_BYTES)
         """Prior mean of the largest possible peak, in bytes."""
@@ -163,7 +164,7 @@ class MemoryPosterior:
         self._weights: Numbers = np.zeros(0)
         self._inverse: Numbers = np.zeros((0, 0))
         self._ran = 0.0
-        """Largest measured peak: the device holds that much."""
+        """Largest measured peak: a lower bound of the usable memory."""
         self.error_factor = 1.0
         """Factor on the variance of the errors that structures share, learnt from the peaks."""
         self._doubts: Numbers = np.zeros(0)
@@ -211,7 +212,7 @@ class MemoryPosterior:
         self._weights = self._inverse @ (values - predicted)[used]
 
     def _likeliest_factor(self, inputs: MemoryInputs, errors: Numbers) -> float:
-        """Return the factor on the variance of what structures share that is likeliest, given measured errors."""
+        """Return the most likely factor on the variance of the shared errors, given measured errors."""
         if not len(errors):
             return 1.0
         shared = self._structures_covariance(inputs, inputs)
@@ -225,7 +226,7 @@ class MemoryPosterior:
         return max(_ERROR_FACTORS, key=density)
 
     def _structures_covariance(self, a: MemoryInputs, b: MemoryInputs) -> Numbers:
-        """Return the covariance of the errors that structures share, at a factor of 1."""
+        """Return the covariance of the errors shared by structures, at a factor of 1."""
         found = np.full((len(a.lineage), len(b.lineage)), _SHARED_SD**2)
         found += _STRUCTURE_SD**2 * (a.structure[:, None] == b.structure[None, :])
         for place, spread in enumerate(_RELATIVE_SDS):
@@ -235,8 +236,8 @@ class MemoryPosterior:
     def _count_surprises(self, out_of_memory: MemoryInputs, measured: MemoryInputs, errors: Numbers) -> None:
         """Widen the uncertainty after launches ran out of memory although confidently predicted to fit.
 
-        The limit becomes less certain, unless the device is known to hold more than was predicted: then the formulas
-        are wrong about the structure.
+        The limit becomes less certain, unless a peak above the prediction was measured: then the formulas are wrong
+        about the structure.
 
         Args:
             out_of_memory: The launches that ran out of memory.
@@ -256,28 +257,28 @@ class MemoryPosterior:
         self._doubts = 4.0 ** np.minimum(_MAX_STRUCTURE_SURPRISES, doubted)
 
     def _doubt(self, structure: Numbers) -> Numbers:
-        """Return what surprises add to the variances of structures' own errors, relative to the device's memory."""
+        """Return the additional variances of structures' errors due to surprises, relative to the device's memory."""
         factors = np.append(self._doubts, 1.0)[np.minimum(structure, len(self._doubts))]
         found: Numbers = _STRUCTURE_SD**2 * np.maximum(0.0, factors - self.error_factor)
         return found
 
     def peaks(self, inputs: MemoryInputs) -> Numbers:
-        """Return the posterior mean peaks in bytes, without the lineages' own part: fast for many configurations."""
+        """Return the posterior mean peaks in bytes, without the lineages' part: fast for many configurations."""
         return self._predicted(inputs) + self._correction(inputs)
 
     def _correction(self, inputs: MemoryInputs) -> Numbers:
-        """Return the posterior mean error of the formulas, without the lineages' own part."""
+        """Return the posterior mean error of the formulas, without the lineages' part."""
         constant, slope, hidden = self._correction_line(inputs)
         found: Numbers = constant + slope * inputs.micro_batch + hidden * self._hidden(inputs)
         return found
 
     def _hidden(self, inputs: MemoryInputs) -> Numbers:
-        """Return the bytes of activations that the formulas leave out, as another moment of the step needs more."""
+        """Return the bytes of activations omitted from the formulas, because another moment of the step needs more."""
         found: Numbers = np.clip(inputs.others - inputs.forward, 0, self._slope * inputs.micro_batch)
         return found
 
     def _correction_line(self, inputs: MemoryInputs) -> tuple[Numbers, Numbers, float]:
-        """Return the same as a constant, bytes per sample, and the share of the hidden activations."""
+        """Return the correction as a constant, bytes per sample, and the share of the hidden activations."""
         observed, weights = self._inputs, self._weights
         if observed is None or not len(weights):
             return np.zeros(len(inputs.lineage)), np.zeros(len(inputs.lineage)), 0.0
@@ -305,7 +306,7 @@ class MemoryPosterior:
         return self.usable - self._limit_variance * float(self._one_sided @ self._weights)
 
     def largest(self, inputs: MemoryInputs, limit: float) -> Numbers:
-        """Return the largest micro-batches whose posterior mean peak is within ``limit`` bytes, 0 if none is."""
+        """Return the largest micro-batches whose posterior mean peak is within ``limit`` bytes, 0 if 1 is not."""
         constant, slope, hidden = self._correction_line(inputs)
         above = np.maximum(0.0, inputs.others - inputs.forward)
         crossing = above / max(1.0, self._slope)
@@ -341,7 +342,7 @@ class MemoryPosterior:
         return found
 
     def _covariance(self, a: MemoryInputs, b: MemoryInputs, *, error_factor: float | None = None) -> Numbers:
-        """Return the covariance of the formulas' errors, at the learnt factor unless another is given."""
+        """Return the covariance of the formulas' errors; ``error_factor`` defaults to the learnt factor."""
         factor = self.error_factor if error_factor is None else error_factor
         same = a.structure[:, None] == b.structure[None, :]
         samples = np.outer(self._slope * a.micro_batch, self._slope * b.micro_batch)
@@ -376,8 +377,8 @@ def _propagated(mean: Numbers, covariance: Numbers, limit: float, above: Numbers
 
     Args:
         mean: Prior mean of the memory of each launch, in bytes.
-        covariance: Prior covariance of the same.
-        limit: Bytes, the same for all.
+        covariance: Prior covariance of the launches' memory.
+        limit: Limit in bytes, equal for all launches.
         above: Whether each launch was observed to be above the limit.
     """
     values, noises = mean.copy(), np.full(len(mean), math.inf)

@@ -45,11 +45,11 @@ Numbers: TypeAlias = npt.NDArray[Any]
 PHASES = ("forward", "backward", "step", "other")
 
 _PRIORS = {
-    "speed": (5e13, 1.5),  # FLOP/s of one rank
+    "speed": (5e13, 1.5),  # FLOP/s per rank
     "idle": (1.5, 1.3),  # h, in samples
     "backward": (2.0, 0.3),  # computation of the backward pass over computation of the forward pass
     "pressure": (0.03, 1.0),  # slow-down of the computation when memory is full
-    "steepness": (5.0, 0.6),  # power of the filled share with which that grows
+    "steepness": (5.0, 0.6),  # power of the filled share with which the slow-down grows
     "edge": (0.03, 1.0),  # slow-down of the computation in the last per cent of memory
     "link": (5e-11, 1.5),  # seconds per byte of a collective in a node
     "latency": (1e-4, 1.2),  # seconds per message
@@ -70,7 +70,7 @@ _PRIORS = {
 }
 """Coefficient -> median and spread (standard deviation of its logarithm) of the log-normal prior.
 
-Medians are round figures of data-centre GPUs; a spread of 1.5 covers a factor of twenty either way.
+Medians are rounded figures of data-centre GPUs; a spread of 1.5 covers a factor of twenty in both directions.
 """
 
 COEFFICIENTS = tuple(_PRIORS)
@@ -86,14 +86,14 @@ BOUNDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Resource that may bound a step, besides computation -> the coefficients that are zero if it costs nothing.
 
-``memory`` is the device's: under-utilisation by a small micro-batch, slow-down by a full memory, and the memory
+``memory`` is the device memory: under-utilisation by a small micro-batch, slow-down by a full memory, and the memory
 bandwidth of the optimizer.
 """
 
 ERROR = 0.03
 """Relative standard deviation of the model's error per phase, including noise."""
 _FLOOR = 0.005
-"""Least standard deviation of a phase's error, relative to the whole step."""
+"""Minimum standard deviation of a phase's error, relative to the whole step."""
 _MAX_ITERATIONS = 25
 _MAX_CHANGE = 4.0
 """Largest change of a coefficient's logarithm per iteration; contradictory measurements would change it more."""
@@ -208,9 +208,9 @@ class StepTimeModel:
 
         Args:
             profile: The model.
-            hardware: Where it runs.
+            hardware: Hardware of the launch.
             machine: Prior of the machine's coefficients: name -> median and spread.
-            prior: Prior from earlier studies, None without any.
+            prior: Prior from earlier studies; None without earlier studies.
         """
         return cls(
             params=profile.params,
@@ -278,8 +278,8 @@ class StepTimeModel:
     ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Return ZeRO 3's gather seconds, forward and backward, messages, and the share of computation that hides them.
 
-        Parameters within half of the reuse distance are kept from one pass to the next, those below the persistence
-        threshold are never partitioned, and the less is prefetched, the less is hidden. A second copy serves all
+        Parameters within half of the reuse distance are kept between the passes. Parameters below the persistence
+        threshold are never partitioned. With less prefetching, less communication is hidden. A second copy serves all
         gathers except in the forward pass that follows an optimizer step.
         """
         module = self.params / x["modules"]
@@ -325,7 +325,7 @@ class StepTimeModel:
         return self.param_bytes * elements * (self.ranks - 1) / self.ranks
 
     def fit(self, timings: Timings, *, error: float = ERROR) -> LogCoefficients:
-        """Return the maximum a posteriori coefficients given measured steps; without any, the prior.
+        """Return the maximum a posteriori coefficients given measured steps; the prior without measurements.
 
         Levenberg-Marquardt iterations on the logarithms, from the prior's medians.
 

@@ -1,4 +1,4 @@
-"""The share of a GPU's peak that a launch reaches: model FLOPs utilisation (MFU)."""
+"""Model FLOPs utilisation (MFU): share of a GPU's peak FLOPS that a launch reaches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["utilisation"]
 def utilisation(profile: ModelProfile, config: Mapping[str, Any], metrics: Mapping[str, float]) -> float | None:
     """Return the share of the GPU's peak FLOPS that a configuration reached; None if either is unknown.
 
-    The FLOPs are those of forward and backward as the profile launch counted them, per rank
-    (Chowdhery et al., arXiv:2204.02311, appendix B).
+    The profile launch counts the FLOPs of forward and backward pass per rank (Chowdhery et al., arXiv:2204.02311,
+    appendix B).
 
     Args:
         profile: The study's profile.
         config: The DeepSpeed config.
-        metrics: What it reached, by name of the metric.
+        metrics: Measured metrics of the configuration, by name.
     """
     peak = peak_flops(gpu_of_device(profile.device_name), config, param_bytes=profile.param_bytes)
     reached = metrics.get("FLOPS_per_gpu")

@@ -50,7 +50,7 @@ def optimizer_bytes_per_param(config: Mapping[str, Any], profiled_optimizer: str
 
     Args:
         config: DeepSpeed config; its ``optimizer`` section, if any, takes precedence.
-        profiled_optimizer: Class name of the script's own optimizer.
+        profiled_optimizer: Class name of the script's optimizer.
     """
     section = config.get("optimizer") or {}
     name = str(section.get("type") or profiled_optimizer).lower()
@@ -73,7 +73,7 @@ class ZeroSettings:
     largest_layer: int
     param_bytes: int
     activation_bytes: int
-    """Per sample."""
+    """Activation bytes per sample."""
     ranks: int
     stage: int
     mixed: bool
@@ -104,7 +104,7 @@ class ZeroSettings:
     nvme_buffers: int
     """Elements of the parameter swap buffers (count x size)."""
     copy_ranks: int = 1
-    """Ranks that share a second copy of the parameters (``zero_hpz_partition_size`` of ZeRO 3); 1 if there is none."""
+    """Ranks that share a second copy of the parameters (``zero_hpz_partition_size`` of ZeRO 3); 1 without a copy."""
 
     @property
     def partition(self) -> int:
@@ -182,7 +182,7 @@ def _size(zero: Mapping[str, Any], key: str) -> int:
 
 
 def _half_precision(config: Mapping[str, Any]) -> bool | None:
-    """Whether the config enables fp16 or bf16; None if it is ``"auto"``."""
+    """Return whether the config enables fp16 or bf16; None if it is ``"auto"``."""
     flags = [(config.get(key) or {}).get("enabled", False) for key in ("fp16", "bf16")]
     if True in flags:
         return True
@@ -198,7 +198,7 @@ def _offload_device(zero: Mapping[str, Any], key: str, stage: int) -> str:
 
 
 def _is_fused(config: Mapping[str, Any], optimizer: str) -> bool:
-    """Whether the optimizer updates in place, as DeepSpeed's own FusedAdam and DeepSpeedCPUAdam do.
+    """Return whether the optimizer updates in place, like DeepSpeed's FusedAdam and DeepSpeedCPUAdam.
 
     ``DeepSpeedEngine._configure_basic_optimizer`` builds them for ``Adam`` and ``AdamW`` unless
     ``torch_adam`` is set. An unknown optimizer counts as fused.
@@ -241,7 +241,7 @@ def moments(s: ZeroSettings) -> tuple[Moment, ...]:
     term of ``s b h (34 + 5 a s / h)`` is proportional to the micro-batch b), and are freed layer by layer
     while gradients grow, so with equal layers the peak of the backward pass is at its start or its end. At its
     start the buckets are already allocated. Known error: unequal layers, and a large logits tensor at the end,
-    shift the peak by up to the size of one layer's activations.
+    shift the peak by up to the size of a layer's activations.
     """
     persistent, buckets, gradients = _persistent(s), _buckets(s), _gradients(s)
     kept = gradients if s.accumulates else {}
@@ -262,8 +262,8 @@ def moments(s: ZeroSettings) -> tuple[Moment, ...]:
 def _persistent(s: ZeroSettings) -> dict[str, int]:
     """Return the permanent allocations: parameters, master copy, optimizer state.
 
-    ZeRO paper, section 5 (mixed-precision Adam, K = 12): 2P + 2P + 12P; P_os divides the 12 by N, P_os+g the
-    gradients, too, P_os+g+p everything. DeepSpeed keeps a master copy of a rank's partition in fp32 training
+    ZeRO paper, section 5 (mixed-precision Adam, K = 12): 2P + 2P + 12P; P_os divides the 12 by N, P_os+g also the
+    gradients, P_os+g+p everything. DeepSpeed keeps a master copy of a rank's partition in fp32 training
     as well (``DeepSpeedZeroOptimizer.__init__`` clones the partition), 4P/N that the paper does not count.
     ZeRO-3's gradient partition (``grad_partitions_flat_buffer``) is live throughout as well and counts here.
     """
@@ -317,7 +317,7 @@ def _gradients(s: ZeroSettings) -> dict[str, int]:
 
 
 def _buckets(s: ZeroSettings) -> dict[str, int]:
-    """Return the buffers that gradients are gathered in: R elements; in stages 1 and 2 twice with overlap.
+    """Return the buffers in which gradients are gathered: R elements; in stages 1 and 2 twice with overlap.
 
     ``DeepSpeedZeroOptimizer.setup_buckets`` and ``DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer``
     allocate all R elements, even for a small model. They are empty until written, so a CPU's resident set
@@ -343,13 +343,13 @@ def _reduction(s: ZeroSettings) -> dict[str, int]:
 
 
 def _gathered(s: ZeroSettings, *, at_end_of_forward: bool) -> dict[str, int]:
-    """Return the parameters that ZeRO 3 holds gathered.
+    """Return the parameters that ZeRO 3 keeps gathered.
 
     ``PartitionedParameterCoordinator`` gathers a module (at most the largest layer; ZeRO-Infinity's
     model-state working memory, arXiv:2104.07857, section 3), prefetches ``prefetch_bucket_size`` elements
-    while fewer than ``max_live_parameters`` are live, and releases what is not used again within
-    ``max_reuse_distance``: at the turn from forward to backward half of that distance stays, as the way to the
-    end and back counts twice. Parameters below the persistence threshold always stay; their number is not
+    while fewer than ``max_live_parameters`` are live, and releases parameters not used again within
+    ``max_reuse_distance``: between forward and backward pass, half of this distance stays gathered, because the
+    distance counts in both passes. Parameters below the persistence threshold always stay; their number is not
     profiled, so they count only if the threshold exceeds the largest layer and hence all parameters persist.
     Known error: modules are assumed to have equal sizes; a gather in flight also holds its flat copy.
     """
@@ -372,9 +372,9 @@ def _gathered(s: ZeroSettings, *, at_end_of_forward: bool) -> dict[str, int]:
 def _conversion(s: ZeroSettings) -> dict[str, int]:
     """Return the gradients live during their conversion for the optimizer.
 
-    Stages 1 and 2 flatten the gradients of the rank's partition into a new tensor and convert that to fp32
-    (``DeepSpeedZeroOptimizer.step``), all of it at once, before the gradients are freed. Gradients that are
-    fp32 already are not converted. DeepSpeed's estimators also count the 4 bytes of the fp32 gradients.
+    Stages 1 and 2 flatten the gradients of the rank's partition into a new tensor and convert it to fp32
+    (``DeepSpeedZeroOptimizer.step``) as a whole, before the gradients are freed. Gradients that are already fp32 are
+    not converted. DeepSpeed's estimators also count the 4 bytes of the fp32 gradients.
     """
     if s.stage in (0, 3) or s.offload_optimizer != "none":
         return {}
@@ -410,7 +410,7 @@ def _scratch(s: ZeroSettings, elements: int) -> int:
     """Return the temporaries of torch's Adam: an fp32 element per parameter on CUDA, two on the CPU.
 
     ``torch.optim.adam._multi_tensor_adam`` (the default on CUDA) keeps the square roots of all second
-    moments, ``_single_tensor_adam`` (on the CPU) square root and quotient of one tensor, which under ZeRO is
+    moments, ``_single_tensor_adam`` (on the CPU) square root and quotient of a single tensor, which under ZeRO is
     the whole updated part and without ZeRO at most the largest layer. DeepSpeed's optimizers need no temporaries;
     other optimizers of torch are assumed to need the same as Adam.
     """
@@ -427,7 +427,7 @@ def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
     Optimizer offload (ZeRO-Offload, arXiv:2101.06840, section 3): master, optimizer state, fp32 gradients and
     a half-precision copy of the partition, (4 + k + 4 + b) T/N, and the temporaries of an optimizer of torch.
     Stages 1 and 2 add a gradient of the largest parameter and, under gradient accumulation, the accumulated
-    partition; stage 3 the gradient partition. With NVMe (ZeRO-Infinity) only the buffers of one sub-group stay.
+    partition; stage 3 the gradient partition. With NVMe (ZeRO-Infinity) only the buffers of a single sub-group stay.
     Parameter offload: b P/N, with NVMe the swap buffers, and the second copy, if any. DeepSpeed's estimators
     multiply by 1.5, because the CUDA host allocator rounds pinned blocks up to powers of two; that factor is not
     included.

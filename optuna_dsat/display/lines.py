@@ -1,4 +1,4 @@
-"""Progress events as lines of text: what scrolls by on a terminal, and the whole output in a pipe."""
+"""Progress events as lines of text: the scrolling part on a terminal, and the complete output in a pipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from optuna_dsat.words import (
 __all__ = ["LineView", "lines_of", "speed_of_best"]
 
 _QUIET_S = 2.0
-"""Shortest phase that lines tell of."""
+"""Shortest phase to print, in seconds."""
 
 
 def lines_of(event: progress.ProgressEvent, search: progress.SearchStarted | None) -> list[str]:
@@ -35,7 +35,7 @@ def lines_of(event: progress.ProgressEvent, search: progress.SearchStarted | Non
 
     Args:
         event: The event.
-        search: How the search began; None before it did.
+        search: The start event of the search; None before the start.
     """
     if isinstance(event, progress.Message):
         return [event.text]
@@ -60,7 +60,7 @@ def lines_of(event: progress.ProgressEvent, search: progress.SearchStarted | Non
 
 
 def speed_of_best(best: progress.BestSoFar, search: progress.SearchStarted) -> str:
-    """Return how fast the best of a search is, in words."""
+    """Describe the speed of the best configuration of a search."""
     return _speed(best.value, best, search)
 
 
@@ -132,7 +132,7 @@ def _finalist_line(event: progress.FinalistMeasured, search: progress.SearchStar
 
 
 def _value(value: float, samples_per_s: float | None, search: progress.SearchStarted | None) -> str:
-    """Return a metric as samples/s, where these are known and grow with it."""
+    """Format a metric, as samples/s if known and increasing with the metric."""
     metric, device = ("", "cuda") if search is None else (search.metric, search.device)
     if samples_per_s is not None and metric in LARGER_IS_BETTER:
         return metric_in_words("throughput", samples_per_s)
@@ -143,7 +143,7 @@ class LineView:
     """Prints each event as plain lines: for pipes and logs.
 
     Args:
-        quiet_s: Shortest phase that is told, in seconds.
+        quiet_s: Shortest phase to print, in seconds.
     """
 
     def __init__(self, *, quiet_s: float = _QUIET_S) -> None:
@@ -161,14 +161,14 @@ class LineView:
             say_prose(f"{line}{self._so_far(event)}", file=sys.stderr)
 
     def _so_far(self, event: progress.ProgressEvent) -> str:
-        """Return how far the search is, for the end of the line on a launch that is over."""
+        """Return the progress of the search, for the end of the line of a finished launch."""
         if not isinstance(event, progress.TrialFinished) or self._search is None:
             return ""
         done = max(0, event.launched - event.running)
         return f"; {done} of {self._search.max_trials} done, {event.running} running"
 
     def close(self) -> None:
-        """Tell of no phase any more."""
+        """Stop printing phases."""
         self._enter(progress.Phase(words=""))
 
     def _enter(self, event: progress.Phase) -> None:
@@ -178,7 +178,7 @@ class LineView:
 
 
 class _ToldPhase:
-    """A phase that is told once it has lasted for a while, and at its end with its duration."""
+    """A phase that is printed after a delay, and at its end with its duration."""
 
     def __init__(self, words: str, *, quiet_s: float) -> None:
         self._words = words[:1].upper() + words[1:]
@@ -197,7 +197,7 @@ class _ToldPhase:
         say_prose(f"{self._words} ...", file=sys.stderr)
 
     def end(self) -> None:
-        """End it; waits for a line that is being written."""
+        """End the phase, after waiting for a line that is being written."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()

@@ -39,17 +39,17 @@ __all__ = ["LiveView", "make_observer", "render"]
 _BAR_CELLS = 10
 _PADDING = 2
 _WORDS = 1
-"""Index of the column that is folded on a narrow terminal: the configuration in words."""
+"""Index of the column that is folded on a narrow terminal: the description of the configuration."""
 _MIN_WORDS_CELLS = 12
-"""Least width of that column."""
+"""Minimum width of the folded column."""
 _MOST_WORDS_LINES = 3
-"""Most lines of a configuration in words."""
+"""Maximum number of lines of a configuration's description."""
 _TIGHT = 0.9
-"""Share of the device's memory from which the bar changes its colour."""
+"""Share of the device's memory above which the bar changes its colour."""
 _REFRESH_S, _END_S = 0.25, 2.0
-"""Pause between two drawings, and longest wait for the last one."""
+"""Interval between two updates, and longest wait for the last update, in seconds."""
 _KEPT_LINES = 200
-"""Latest lines that scrolled by, which are shown again after a resize."""
+"""Number of latest scrolled lines, which are printed again after a resize."""
 
 _STYLES = {Outcome.OUT_OF_MEMORY: "yellow", Outcome.HOST_OUT_OF_MEMORY: "yellow", Outcome.OUT_OF_DATA: "yellow"}
 
@@ -60,10 +60,10 @@ class _Column:
 
     heading: str
     least_width: int
-    """Width of the terminal from which it is shown."""
+    """Minimum width of the terminal to show the column."""
     cell: Callable[[LaunchInFlight], str | Text]
     least_cells: int = 0
-    """Least width of the column, so that others do not move from step to step."""
+    """Minimum width of the column, so that other columns do not move between steps."""
     justify: Literal["left", "right"] = "left"
 
 
@@ -76,11 +76,11 @@ def render(
     ascii_only: bool = False,
     stopping: bool = False,
 ) -> RenderableType:
-    """Return what the terminal shows below the lines that scroll by.
+    """Return the content of the terminal below the scrolling lines.
 
     Args:
         state: The search.
-        now: Present time of the state's clock, in seconds.
+        now: Current time of the state's clock, in seconds.
         width: Columns of the terminal.
         height: Lines of the terminal.
         ascii_only: Whether the terminal's encoding lacks block characters.
@@ -155,7 +155,7 @@ def _launches(
 
 
 def _fitting(heights: Sequence[int], room: int) -> int:
-    """Return how many rows of these heights fit; where not all do, a line is left to say so."""
+    """Return how many rows of these heights fit; if not all fit, a line is reserved for a note."""
     if sum(heights) <= room:
         return len(heights)
     count, used = 0, 1
@@ -194,7 +194,7 @@ def _memory(row: LaunchInFlight, limit_bytes: int, ascii_only: bool) -> Text:
 
 
 def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> list[str]:
-    """Return the lines on the best of the search, the user's own config, the budget and the time left."""
+    """Return the lines on the best configuration, the user's config, the budget and the remaining time."""
     lines = []
     if search.confirmed is not None:
         one = search.confirmed
@@ -217,7 +217,7 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
 
 
 def _speed_of_own(state: LiveState, search: progress.SearchStarted, value: float) -> str:
-    """Return how fast the user's own config is; where the metric goes with samples/s, these follow from the best's."""
+    """Describe the speed of the user's config; samples/s are derived from the best's if proportional to the metric."""
     best = state.best
     if best is None or best.speed is None or search.metric not in LARGER_IS_BETTER or best.value <= 0:
         return metric_in_words(search.metric, value, device=search.device)
@@ -226,7 +226,7 @@ def _speed_of_own(state: LiveState, search: progress.SearchStarted, value: float
 
 
 class LiveView:
-    """A table of the launches in flight below the lines of those that ended: for terminals.
+    """A table of running launches below the lines of finished launches: for terminals.
 
     Args:
         console: The terminal.
@@ -272,7 +272,7 @@ class LiveView:
             self._live.stop()
 
     def __call__(self, event: progress.ProgressEvent) -> None:
-        """Apply an event; lines scroll by for launches that ended, not for those that begin."""
+        """Apply an event; finished launches are printed as scrolling lines, starting launches are not."""
         with self._drawing, outliving_the_terminal():
             self._state.apply(event, self._clock())
             if isinstance(event, progress.TrialStarted | progress.FinalistStarted | progress.ProfileStarted):
@@ -291,7 +291,7 @@ class LiveView:
                 self._live.refresh()
 
     def _follow_size(self) -> None:
-        """Draw all anew where the terminal has another size: what it made of the lines before is not known."""
+        """Redraw everything if the terminal was resized, because it may have rewrapped the earlier lines."""
         size = self._console.size
         if size == self._size:
             return
@@ -304,7 +304,7 @@ class LiveView:
         self._live.start()
 
     def _last_lines(self, width: int, height: int) -> list[Text]:
-        """Return the latest of the lines that scrolled by, as many as the terminal has room for."""
+        """Return the latest scrolled lines that fit on the terminal."""
         room, shown = height // 2, []
         for line in reversed(tuple(self._scrolled)):
             room -= len(line.wrap(self._console, width))
@@ -337,9 +337,9 @@ def _style(event: progress.ProgressEvent) -> str:
 
 @contextmanager
 def make_observer(*, quiet: bool, stopping: Stopping | None = None) -> Iterator[progress.Observer]:
-    """Yield the observer that suits stderr: a live view on a terminal, lines when piped, nothing when quiet.
+    """Yield the observer for stderr: a live view on a terminal, lines when piped, nothing when quiet.
 
-    ``NO_COLOR`` leaves out all colours. A terminal that cannot move its cursor (``TERM=dumb``) gets lines.
+    ``NO_COLOR`` disables all colours. Lines are used on terminals that cannot move the cursor (``TERM=dumb``).
     """
     console = Console(stderr=True, highlight=False)
     if quiet:

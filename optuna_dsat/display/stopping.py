@@ -1,4 +1,4 @@
-"""Ctrl-C: once stops cleanly, twice stops at once."""
+"""Ctrl-C: once stops cleanly, twice stops immediately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optuna_dsat.signals import ENDING, handling, is_told_again
 __all__ = ["EXIT_INTERRUPTED", "STOP_MESSAGE", "Stopping", "stopping_on_signals"]
 
 EXIT_INTERRUPTED = 130
-"""Exit code of an interrupted command, as shells give it."""
+"""Exit code of an interrupted command, as in shells."""
 
 STOP_MESSAGE = "Stopping: launches in flight are ended and returned to the study. Ctrl-C again stops at once."
 _OF_PERSONS = (signal.SIGINT, signal.SIGTERM)
@@ -25,14 +25,14 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 @dataclass(kw_only=True)
 class Stopping:
-    """Whether the user asked to stop, and how to go on afterwards."""
+    """Stop request of the user, and how to continue afterwards."""
 
     by: int | None = None
-    """The signal by which the user asked to stop; None while nobody did."""
+    """The signal by which the user asked to stop, else None."""
     live: bool = False
-    """Whether a live view shows ``STOP_MESSAGE``; then it is not written to the terminal as well."""
+    """Whether a live view shows ``STOP_MESSAGE``, so that it need not be written to the terminal."""
     remedy: str = ""
-    """The command that continues; empty while it is not known."""
+    """The command to continue; empty while unknown."""
     leave: Callable[[int], None] = os._exit
     """Ends the process without cleaning up; the kernel then ends its launches."""
 
@@ -77,8 +77,8 @@ class Stopping:
 def stopping_on_signals() -> Iterator[Stopping]:
     """In the block, the first signal to end (``ENDING``) raises KeyboardInterrupt; a second request ends the process.
 
-    What only repeats the first one is no second request (``is_told_again``).
-    A signal that is ignored, as a shell ignores SIGINT for what runs in its background, stays ignored.
+    A signal that only repeats the first is not a second request (``is_told_again``). Ignored signals stay ignored, such
+    as SIGINT for background processes of a shell.
     """
     stopping = Stopping()
     with handling(ENDING, stopping):

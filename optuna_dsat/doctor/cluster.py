@@ -1,4 +1,4 @@
-"""Looks at the nodes of a cluster as a search would find them: by holding a place for a moment."""
+"""Check the nodes of a cluster by briefly holding an allocation, as a search would."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["examine"]
 
 _AREA = "cluster"
 _WAIT_S = 120.0
-"""Longest wait for a place."""
+"""Longest wait for an allocation."""
 
 
 def examine(
     engine: Engine, layout: Layout, *, files: dict[str, str], clock: Callable[[], float] = time.monotonic
 ) -> list[Finding]:
-    """Return findings on the nodes of one place; it is given back.
+    """Return findings on the nodes of an allocation, which is released.
 
     Args:
-        engine: Holds the place; it is closed.
-        layout: What a launch would take.
-        files: File that every node must have -> digest of its content.
+        engine: Owner of the allocation; it is closed.
+        layout: Resources of a launch.
+        files: File required on every node -> digest of its content.
         clock: Monotonic time in seconds.
     """
     try:

@@ -1,4 +1,4 @@
-"""Checks a DeepSpeed config without a launch: what the installed DeepSpeed refuses of it, ignores and does not use."""
+"""Check a DeepSpeed config without a launch for keys that the installed DeepSpeed rejects, ignores or does not use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _QUOTED_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MISSING = re.compile(r"(\w+)\.__init__\(\) missing \d+ required positional arguments?: (.+)")
 _UNEXPECTED = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '\w+'")
 _OF_STAGE_3 = ("stage3_", "zero_quantized_", "offload_param", "sub_group_size", "zero_hpz_partition_size")
-"""Beginnings of the keys of ``zero_optimization`` that ZeRO 3 alone reads."""
+"""Prefixes of the keys of ``zero_optimization`` that only ZeRO 3 reads."""
 _TRAINER = {
     MICRO_BATCH: "per_device_train_batch_size",
     GRADIENT_ACCUMULATION: "gradient_accumulation_steps",
@@ -43,7 +43,7 @@ _TRAINER = {
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
 }
-"""Key -> argument of the Hugging Face Trainer that has to agree with it (``transformers.integrations.deepspeed``)."""
+"""Key -> argument of the Hugging Face Trainer that must agree with it (``transformers.integrations.deepspeed``)."""
 _SEVERITY = (Status.FATAL, Status.PROBLEM, Status.NOTE)
 
 
@@ -54,13 +54,13 @@ def check(
     fills_auto: bool | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """Return all findings on a config, fatal ones first: the result of ``run_probe`` and what is known of DeepSpeed.
+    """Return all findings on a config, fatal findings first, from ``run_probe`` and from knowledge of DeepSpeed.
 
     Args:
-        config: The config as a file holds it.
-        ranks: Data-parallel ranks; None if they are not known.
-        fills_auto: Whether the script's trainer fills in "auto" and batch sizes; None if that is not known.
-        trainer_arguments: Arguments of the Hugging Face Trainer that the command gives, by name.
+        config: The config as in its file.
+        ranks: Data-parallel ranks; None if unknown.
+        fills_auto: Whether the script's trainer fills in "auto" and batch sizes; None if unknown.
+        trainer_arguments: Arguments of the Hugging Face Trainer in the command, by name.
     """
     findings = list(_of_shape(config))
     sound = ds_config.with_values(config, dict.fromkeys(["autotuning", *(one.name for one in findings)]))
@@ -86,7 +86,7 @@ def check(
 
 
 def _finding(keys: Sequence[str], status: Status, text: str, remedy: str = "") -> Finding:
-    """Return a finding whose text names its keys."""
+    """Return a finding whose text contains its keys."""
     named = ", ".join(f"{key!r}" if key != key.strip() else key for key in keys)
     text = text if not keys or text.startswith(tuple(keys)) else f"{named}: {text}"
     text, remedy = (one.strip().rstrip(".") for one in (hidden_text(text), remedy))
@@ -96,7 +96,7 @@ def _finding(keys: Sequence[str], status: Status, text: str, remedy: str = "") -
 
 
 def _is_plain(key: str) -> bool:
-    """Whether a key's value is used as it is: "auto" in other sections means DeepSpeed's own default."""
+    """Return whether a key's value is used unchanged: "auto" in other sections means DeepSpeed's default."""
     return "." not in key or key.startswith(_BUILT)
 
 
@@ -115,13 +115,13 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _implied_ranks(config: Mapping[str, Any]) -> int:
-    """Return the number of ranks for which three batch sizes are right; 1 if they are not three."""
+    """Return the number of ranks for which three given batch sizes are consistent; 1 if fewer are given."""
     sizes = _sizes(config)
     return sizes[TRAIN_BATCH] // (sizes[MICRO_BATCH] * sizes[GRADIENT_ACCUMULATION]) or 1 if len(sizes) == 3 else 1
 
 
 def _of_batches(config: Mapping[str, Any], ranks: int | None) -> Iterator[Finding]:
-    """Yield that the batch sizes contradict each other, at a number of ranks or at any."""
+    """Yield a finding if the batch sizes contradict each other, at the given or at any number of ranks."""
     sizes = _sizes(config)
     try:
         ds_config.batch_triangle(sizes, world_size=ranks or _implied_ranks(config))
@@ -132,7 +132,7 @@ def _of_batches(config: Mapping[str, Any], ranks: int | None) -> Iterator[Findin
 
 
 def _filled(config: Mapping[str, Any], contradicts: bool) -> dict[str, Any]:
-    """Return a config with some value where "auto" stands for one that a trainer knows, and with batch sizes."""
+    """Return a config with batch sizes and with placeholders for "auto" values that a trainer fills in."""
     flat = ds_config.flatten(config)
     values: dict[str, Any] = {
         key: 1 if key.startswith("scheduler.") else None
@@ -154,7 +154,7 @@ def _of_auto(config: Mapping[str, Any], autos: Sequence[str], status: Status) ->
 
 
 def _of_types(config: Mapping[str, Any], asked: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield values of another type than DeepSpeed's default has, where it does not look at types."""
+    """Yield values whose type differs from DeepSpeed's default and is not checked by DeepSpeed."""
     for key, value in ds_config.flatten(config).items():
         section, _, name = key.rpartition(".")
         if value == AUTO or not (name in asked.get(section, {}) or key.startswith(_BUILT)):
@@ -179,7 +179,7 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _of_refusals(config: Mapping[str, Any], probed: Mapping[str, Any], autos: list[str]) -> Iterator[Finding]:
-    """Yield what DeepSpeed refuses; keys with "auto" are added to ``autos`` instead."""
+    """Yield findings on values rejected by DeepSpeed; keys with "auto" are added to ``autos`` instead."""
     flat = ds_config.flatten(config)
     for refusal in probed["refused"]:
         keys, text = refusal["keys"], refusal["text"]
@@ -234,13 +234,13 @@ def _of_ignored(config: Mapping[str, Any], probed: Mapping[str, Any]) -> Iterato
 
 
 def _site(config: Mapping[str, Any]) -> Site:
-    """Return the facts of a config on which conflicts and the use of knobs depend."""
+    """Return the properties of a config on which conflicts and the use of knobs depend."""
     plain = {**config, ZERO: ds_config.zero_section(config)}
     return site_of(plain, pipeline=False, nvme_only=False, one_rank=False)
 
 
 def _of_conflicts(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what ZeRO refuses once there is a model."""
+    """Yield findings on settings that ZeRO rejects once it has a model."""
     zero = ds_config.zero_section(config)
     stage = zero.get("stage", 0)
     if _site(config).prescaled and stage in (2, 3) and zero.get("reduce_scatter", True) is True:
@@ -256,7 +256,7 @@ def _of_conflicts(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _of_unused(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield keys that DeepSpeed accepts and does not use at the config's ZeRO stage."""
+    """Yield keys that DeepSpeed accepts but does not use at the config's ZeRO stage."""
     zero, plain = ds_config.zero_section(config), config.get(ZERO)
     stage = zero.get("stage", 0)
     if not isinstance(plain, Mapping) or stage not in ZERO_STAGES:
@@ -281,7 +281,7 @@ def _of_unused(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _of_trainer(config: Mapping[str, Any], arguments: Mapping[str, Any], ranks: int | None) -> Iterator[Finding]:
-    """Yield values that disagree with arguments of the Hugging Face Trainer, which refuses to train with both."""
+    """Yield values that contradict arguments of the Hugging Face Trainer, which rejects such a combination."""
     flat = ds_config.flatten(config)
     expected = {
         key: (f"--{name} {arguments[name]}", arguments[name]) for key, name in _TRAINER.items() if name in arguments

@@ -1,7 +1,7 @@
-"""Loads a DeepSpeed config with the installed DeepSpeed (``python -m optuna_dsat.doctor.config_probe``).
+"""Load a DeepSpeed config with the installed DeepSpeed (``python -m optuna_dsat.doctor.config_probe``).
 
-Runs in a process of its own: it imports torch and DeepSpeed, which takes seconds. Reads ``{"config": ..., "ranks": N}``
-from stdin and prints one line of JSON, see ``probe``.
+Runs in a separate process, because importing torch and DeepSpeed takes seconds. Reads ``{"config": ..., "ranks": N}``
+from stdin and prints a line of JSON, see ``probe``.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from optuna_dsat.doctor.probe import print_alone, reason
 __all__ = ["UNKNOWN", "probe"]
 
 UNKNOWN = "unknown key"
-"""Text of a refusal of a key that DeepSpeed does not have."""
+"""Text of the error for a key unknown to DeepSpeed."""
 _ROUNDS = 25
-"""Most refusals that are looked for, one after the other."""
+"""Largest number of errors to collect."""
 _NOT_BUILT = ("onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd", "muon")
-"""Optimizers that need process groups, a model or packages of others."""
+"""Optimizers that need process groups, a model or third-party packages."""
 
 _OF_ENGINE = "'DeepSpeedEngine' object has no attribute"
 
 Asked = dict[str, dict[str, Any]]
-"""Section, "" for the whole config -> name that DeepSpeed asks for in it -> its default."""
+"""Section ("" for the whole config) -> name that DeepSpeed reads from it -> default."""
 
 
 def probe(config: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return what the installed DeepSpeed does with a config, as JSON values; ``error`` if it cannot be imported.
+    """Return how the installed DeepSpeed reads a config, as JSON values; ``error`` if it cannot be imported.
 
-    ``refused`` lists refusals, each with its ``text``, the ``keys`` without any one of which it is not raised, and the
-    class that raises it, ``model``.
-    ``asked`` has the names that DeepSpeed reads by section ("" for the whole config), with their defaults; ``quoted``
-    unread keys at the top that its source names elsewhere. ``models`` has the names that sections may have, by class;
-    ``choices`` the values that a key may have.
+    - ``refused``: errors, each with its ``text``, its causes ``keys`` (removing any single key avoids the error) and
+      the class that raises it, ``model``.
+    - ``asked``: the names that DeepSpeed reads by section ("" for the whole config), with their defaults.
+    - ``quoted``: unread top-level keys that occur elsewhere in DeepSpeed's source.
+    - ``models``: the valid names of sections, by class.
+    - ``choices``: the valid values of a key.
 
     Args:
         config: The config.
@@ -80,7 +81,7 @@ def probe(config: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 class _Ranks:
-    """Stands for ``deepspeed.comm``: a number of ranks without a process group."""
+    """Substitute for ``deepspeed.comm``: a number of ranks without a process group."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -93,7 +94,7 @@ class _Ranks:
 
 
 class _Noted(dict[str, Any]):
-    """A section of a config that notes the names that are asked for."""
+    """A section of a config that records the names read from it."""
 
     def __init__(self, section: Mapping[str, Any], path: str, asked: Asked) -> None:
         prefix = f"{path}." if path else ""
@@ -115,12 +116,12 @@ class _Noted(dict[str, Any]):
         return super().__contains__(name)
 
     def keys(self) -> Any:
-        """Return the section itself: ``name in section.keys()`` asks, too."""
+        """Return the section itself, so that ``name in section.keys()`` is recorded as well."""
         return self
 
 
 def _load(config: Mapping[str, Any], asked: Asked) -> tuple[int, dict[Any, str]]:
-    """Return how far DeepSpeed comes with a config (steps done), and what it refuses then: identity -> text."""
+    """Return the number of steps completed by DeepSpeed, and the errors of the next step: identity -> text."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     done = 0
@@ -130,7 +131,7 @@ def _load(config: Mapping[str, Any], asked: Asked) -> tuple[int, dict[Any, str]]
             done += 1
             step()
     except Exception as error:  # noqa: BLE001 - whatever it raises is the answer
-        if _OF_ENGINE in str(error):  # of the one that stands in for it here
+        if _OF_ENGINE in str(error):  # an error of its substitute
             return done, {}
         if not hasattr(error, "errors"):
             return done, {(type(error).__name__, str(error)): str(error).partition("\n")[0] or type(error).__name__}
@@ -144,9 +145,9 @@ def _text(error: Mapping[str, Any]) -> str:
 
 
 def _refusals(config: dict[str, Any], asked: Asked) -> list[dict[str, Any]]:
-    """Return what DeepSpeed refuses of a config, one after the other, each time without the causes found before.
+    """Return DeepSpeed's successive errors for a config; the causes of an error are removed before the next attempt.
 
-    The causes of a refusal are the keys without any one of which it is not raised, the innermost ones.
+    The causes are the innermost keys whose removal, each alone, avoids the error.
     """
     found: list[dict[str, Any]] = []
     for _ in range(_ROUNDS):
@@ -170,7 +171,7 @@ def _refusals(config: dict[str, Any], asked: Asked) -> list[dict[str, Any]]:
 
 
 def _paths(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of all keys, those within a section before the section's own."""
+    """Yield the paths of all keys; keys within a section come before the section."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from _paths(value, (*above, key))
@@ -194,13 +195,13 @@ def _models(model: Any) -> Iterator[Any]:
 
 
 def _names(model: Any) -> set[str]:
-    """Return the names that a section of a pydantic class may have."""
+    """Return the valid names of a section of a pydantic class."""
     fields = getattr(model, "model_fields", None) or model.__fields__
     return {*fields, *(one.alias for one in fields.values() if one.alias)}
 
 
 def _steps(loaded: Any) -> list[Callable[[], Any]]:
-    """Return what ``deepspeed.initialize`` does with a loaded config before it needs a model: optimizer, schedule."""
+    """Return the steps of ``deepspeed.initialize`` that need no model: optimizer and schedule."""
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -220,7 +221,7 @@ def _steps(loaded: Any) -> list[Callable[[], Any]]:
 
 
 def _no_operators() -> None:
-    """Have no operator built: optimizers get one that does nothing."""
+    """Replace the operators of optimizers by a stub, so that nothing is compiled."""
     for name in ("adam", "adagrad", "lamb", "lion"):
         importlib.import_module(f"deepspeed.ops.{name}")
     for name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""Runs all checks of the doctor."""
+"""Run all checks of the doctor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def examine(
     Args:
         output_dir: Output directory of launches.
         storage: Storage URL to check; None to skip.
-        nvme_path: Folder whose drive is measured for offload; None to skip.
+        nvme_path: Folder on the drive to measure for offload; None to skip.
         environ: Environment of launches; None for this process's.
         nvml: NVML to query; None for the machine's.
         ask: Queries torch and DeepSpeed.

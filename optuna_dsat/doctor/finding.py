@@ -17,7 +17,7 @@ class Status(StrEnum):
 
     FINE = "fine"
     NOTE = "note"
-    """Information; no problem."""
+    """Information, not a problem."""
     PROBLEM = "problem"
     """A feature fails or performs poorly; launches can run."""
     FATAL = "fatal"
@@ -26,7 +26,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of one check."""
+    """Result of a check."""
 
     area: str
     """``devices``, ``software``, ``host``, ``launches``, ``operators``, ``offload``, ``database`` or ``cluster``."""
@@ -36,7 +36,7 @@ class Finding:
     text: str
     """The result, for display."""
     remedy: str = ""
-    """How to fix the problem; empty if there is none."""
+    """How to fix the problem; empty without a problem."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """The result as JSON values, with units in the names."""
 

@@ -1,4 +1,4 @@
-"""Determines which launcher a search would use: the first usable one of ``LAUNCHERS``."""
+"""Determine the launcher of a search: the first usable of ``LAUNCHERS``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["LAUNCHERS", "finding"]
 
 
 def _torchrun(libraries: Libraries) -> str | None:
-    """Return why torchrun cannot start launches; None if it can."""
+    """Return the reason why torchrun cannot start launches, or None."""
     if "error" in libraries.torch:
         return "torch cannot be imported"
     return None if libraries.torch["torchrun"] else "this build of torch has no torch.distributed.run"
 
 
 def _warm(libraries: Libraries) -> str | None:
-    """Return why launches cannot be forked; None if they can, unless the script's imports prevent it."""
+    """Return the reason why launches cannot be forked, or None; the script's imports may still prevent it."""
     if why := _torchrun(libraries):
         return why
     return None if can_fork() else "it needs Linux 5.3 or newer"
@@ -37,7 +37,7 @@ LAUNCHERS: Mapping[str, tuple[str, Callable[[Libraries], str | None]]] = {
 
 
 def finding(libraries: Libraries) -> Finding:
-    """Return the finding on which launcher would be used."""
+    """Return the finding on the launcher that would be used."""
     why_not = {name: check(libraries) for name, (_, check) in LAUNCHERS.items()}
     usable = [name for name, why in why_not.items() if why is None]
     data = {"launcher": usable[0] if usable else None, "why_not": {k: v for k, v in why_not.items() if v is not None}}

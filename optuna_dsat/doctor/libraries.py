@@ -1,4 +1,4 @@
-"""Checks torch and DeepSpeed of this environment, queried in a subprocess."""
+"""Check torch and DeepSpeed of this environment, queried in a subprocess."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AREA = "software"
 
 @dataclass(frozen=True, kw_only=True)
 class Libraries:
-    """Results of ``probe``; a mapping with ``error`` stands for a package that cannot be imported."""
+    """Results of ``probe``; a package that cannot be imported is a mapping with ``error``."""
 
     torch: Mapping[str, Any]
     deepspeed: Mapping[str, Any]
@@ -33,12 +33,12 @@ class Libraries:
         return "error" not in self.torch and "error" not in self.deepspeed
 
     def operator(self, name: str) -> tuple[bool, str]:
-        """Return whether an operator of DeepSpeed can be built, and the reason if not."""
+        """Return whether an operator of DeepSpeed can be built, and if not, the reason."""
         found = self.deepspeed.get("operators", {}).get(name, {"compatible": False, "why_not": "not known"})
         return bool(found["compatible"]), str(found["why_not"])
 
     def is_installed(self, name: str) -> bool:
-        """Return whether an operator came built with DeepSpeed."""
+        """Return whether an operator was installed prebuilt with DeepSpeed."""
         return bool(self.deepspeed.get("operators", {}).get(name, {}).get("installed", False))
 
 
@@ -58,12 +58,12 @@ def ask(*, cpu: bool, environ: Mapping[str, str] | None = None) -> Libraries:
 
 
 def run_probe(module: str, *, environ: Mapping[str, str], given: Any = None) -> dict[str, Any]:
-    """Return what a module that imports torch and DeepSpeed prints as JSON; ``error`` if it ends without.
+    """Return the JSON output of a module that imports torch and DeepSpeed; ``error`` if it ends without output.
 
     Args:
-        module: The module, run in a process of its own.
-        environ: Its environment.
-        given: What it reads as JSON from stdin.
+        module: The module, run in a separate process.
+        environ: Environment of the process.
+        given: JSON data for its stdin.
     """
     command = [sys.executable, "-m", module]
     text = json.dumps(given)

@@ -1,4 +1,4 @@
-"""Checks GPUs, memory, disks and compiler of this machine."""
+"""Check GPUs, memory, disks and compiler of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Gpus", "compiler", "device_findings", "find_gpus", "host_findings"]
 
 _GIB = 2**30
 _LEAST_SHM_BYTES = 2**30
-"""NCCL, DeepSpeed's CPU operator and data loader workers use shared memory; containers often have only 64 MiB."""
+"""Minimum shared memory for NCCL, DeepSpeed's CPU operator and data loader workers; containers often have 64 MiB."""
 _LEAST_DISK_BYTES = 2 * _GIB
 
 
@@ -41,9 +41,9 @@ class Gpus:
     hidden: int
     """GPUs of the machine that are hidden from this process."""
     error: str = ""
-    """Why the driver does not respond; empty if it does."""
+    """Reason why the driver does not respond; empty if it responds."""
     refused: str = ""
-    """Why a search would be rejected before it looks for GPUs; empty if it would not."""
+    """Reason why a search would be rejected before detecting GPUs; empty if it would not."""
 
     @property
     def count(self) -> int:

@@ -1,4 +1,4 @@
-"""Measures the speed of a folder's drive, for NVMe offload."""
+"""Measure the speed of a folder's drive, for NVMe offload."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIZE_BYTES = 2**30
 _SHARE = 0.1
 """Maximum fraction of the free space that is written."""
 _SLOW_BYTES_PER_S = 10**9
-"""NVMe drives read 2 to 7 GB/s, SATA SSDs 0.5, hard disks 0.2."""
+"""Speed below which a drive is reported as slow: NVMe drives read 2 to 7 GB/s, SATA SSDs 0.5, hard disks 0.2."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "beegfs"})
 
@@ -55,7 +55,7 @@ def _file_system(folder: Path) -> str:
 def measure(folder: Path, *, size_bytes: int = _SIZE_BYTES, threads: int = _THREADS) -> Speed:
     """Write a file into a folder and read it back; return the throughput.
 
-    The file has no name from before its first byte on: whatever ends this process, nothing is left of it.
+    The file is unlinked before the first write, so it never outlives this process.
 
     Args:
         folder: Folder for offloaded states.
@@ -84,7 +84,7 @@ def measure(folder: Path, *, size_bytes: int = _SIZE_BYTES, threads: int = _THRE
 
 
 def _open(name: str) -> tuple[int, bool]:
-    """Open a file, bypassing the page cache if the file system allows it; return descriptor and whether it does."""
+    """Open a file, bypassing the page cache if possible; return the descriptor and whether the cache is bypassed."""
     try:
         return os.open(name, os.O_RDWR | os.O_DIRECT), True
     except OSError:

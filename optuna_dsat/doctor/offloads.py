@@ -1,4 +1,4 @@
-"""Checks which offloads can work in this environment."""
+"""Check which offloads can work in this environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def findings(libraries: Libraries, *, nvme: Path | None, environ: Mapping[str, s
 
     Args:
         libraries: Capabilities of torch and DeepSpeed.
-        nvme: Folder for NVMe offload; None if none was given.
+        nvme: Folder for NVMe offload, or None.
         environ: Environment of launches.
     """
     if not libraries.usable:

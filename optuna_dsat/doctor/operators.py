@@ -1,4 +1,4 @@
-"""Checks which of DeepSpeed's operators are built, can be built, or cannot."""
+"""Check which of DeepSpeed's operators are built, can be built, or cannot be built."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _USES = {
     "AsyncIOBuilder": "offload to NVMe",
     COMMUNICATION: "communication on the CPU",
 }
-"""Class of the builder -> what needs its operator."""
+"""Class of the builder -> use of its operator."""
 
 
 class BuildState(StrEnum):
-    """Whether an operator of DeepSpeed is there."""
+    """Availability of an operator of DeepSpeed."""
 
     BUILT = "built"
     CAN_BE = "can be built"
@@ -31,7 +31,7 @@ class BuildState(StrEnum):
 
 
 def state_of(libraries: Libraries, builder: str, *, environ: Mapping[str, str]) -> tuple[BuildState, str]:
-    """Return whether an operator is built, and why it cannot be.
+    """Return the availability of an operator, and the reason why it cannot be built.
 
     Args:
         libraries: Capabilities of torch and DeepSpeed.

@@ -1,6 +1,6 @@
-"""Prints versions and capabilities of torch and DeepSpeed as one line of JSON (``python -m optuna_dsat.doctor.probe``).
+"""Print versions and capabilities of torch and DeepSpeed as a line of JSON (``python -m optuna_dsat.doctor.probe``).
 
-Runs in a process of its own: it imports both, which takes seconds, and initializes CUDA.
+Runs in a separate process, because importing both takes seconds and initializes CUDA.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _toolkit() -> dict[str, Any]:
-    """Return the folder of the CUDA toolkit that torch uses and the version of its nvcc, or why there is none."""
+    """Return the folder of the CUDA toolkit used by torch and the version of its nvcc, or the reason if missing."""
     facts: dict[str, Any] = {"home": None, "version": None, "why_not": ""}
     try:
         from torch.utils.cpp_extension import CUDA_HOME
@@ -105,7 +105,7 @@ def _deepspeed() -> dict[str, Any]:
 
 
 def _why_not(builder: Any) -> str:
-    """Return what DeepSpeed says of an operator that cannot be built; it keeps the last of its sentences, if asked."""
+    """Return DeepSpeed's reason why an operator cannot be built; DeepSpeed keeps the last message if asked."""
     said: list[str] = []
     builder.warning = said.append
     builder.is_compatible(verbose=True)
@@ -119,7 +119,7 @@ def reason(error: Exception) -> str:
 
 
 def print_alone(probed: Callable[[], dict[str, Any]]) -> None:
-    """Print a result as one line of JSON to the real stdout, without output of the libraries, and leave."""
+    """Print a result as a line of JSON to the real stdout, without output of the libraries, and exit."""
     out = os.dup(1)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         silent = os.open(os.devnull, os.O_WRONLY)

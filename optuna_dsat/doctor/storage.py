@@ -1,4 +1,4 @@
-"""Checks whether a study's storage can be opened, without creating or changing anything."""
+"""Check whether a study's storage can be opened, without creating or changing anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from optuna_dsat.store import database_exists, display_url
 __all__ = ["examine"]
 
 _RETRY_LIMIT_S = 5.0
-"""Seconds for which connecting to the database is retried."""
+"""Longest time to retry connecting to the database, in seconds."""
 
 
 def examine(url: str) -> Finding:

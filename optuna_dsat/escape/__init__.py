@@ -1,4 +1,4 @@
-"""How data is shown: one module a medium, through which whatever comes from scripts, files and databases passes.
+"""Escape data from scripts, files and databases for display; a module per output format.
 
 Imports: runtime.plain_text. Called by: all that print, write notes and pages, or name files.
 """

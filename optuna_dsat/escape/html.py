@@ -1,4 +1,4 @@
-"""Text in figures of plotly, which reads some HTML in titles, labels and hover texts; pages are escaped by jinja."""
+"""Escape text for plotly figures, which interpret some HTML in titles, labels and hover texts; jinja escapes pages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from optuna_dsat.escape.terminal import one_line
 __all__ = ["figure_text", "safe_figure"]
 
 _FOREIGN_TAG = re.compile(r"<(?!/?(?:b|br|extra|i|sub|sup)>)", re.IGNORECASE)
-"""Beginning of a tag that none of our figures uses."""
+"""Start of a tag that our figures do not use."""
 
 
 def figure_text(value: object, *, limit_chars: int = 300) -> str:
-    """Return text that stands for itself in a figure, in one line.
+    """Return text that a figure shows literally, in a single line.
 
     Args:
         value: The text.
-        limit_chars: Characters that are kept of a longer one.
+        limit_chars: Maximum length; longer text is cut.
     """
     return html.escape(one_line(value, limit_chars=limit_chars), quote=False)
 
 
 def safe_figure(data: Any) -> Any:
-    """Return a figure's data and layout, as JSON values, with no tags in its texts but those for line breaks and style.
+    """Return a figure's data and layout, as JSON values, without tags except for line breaks and style.
 
-    Links in particular would be drawn as such.
+    Links in particular would become clickable.
     """
     if isinstance(data, str):
         return _FOREIGN_TAG.sub("&lt;", data)

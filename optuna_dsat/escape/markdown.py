@@ -1,4 +1,4 @@
-"""Text in Markdown, as optuna-dashboard renders it (GitHub's, without HTML)."""
+"""Escape text for Markdown as rendered by optuna-dashboard (GitHub's dialect without HTML)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _RUN = re.compile("`+")
 
 
 class Markdown(str):
-    """Text that is Markdown already: made by this module, or our own."""
+    """Text that is already Markdown: created by this module, or a constant."""
 
     __slots__ = ()
 
 
 def literal(value: object) -> Markdown:
-    """Return text that stands for itself in a paragraph, heading or cell, in one line."""
+    """Return text shown literally in a paragraph, heading or cell, in a single line."""
     escaped = _SPECIAL.sub(r"\\\1", one_line(value).strip())
     return Markdown(_LIST_MARK.sub(r"\1\2\\\3", escaped))
 
 
 def code(value: object) -> Markdown:
-    """Return text as inline code, in one line."""
+    """Return text as inline code, in a single line."""
     shown = one_line(value, limit_chars=MESSAGE_CHARS)
     longest = max((len(run) for run in _RUN.findall(shown)), default=0)
     mark = "`" * (longest + 1)
@@ -41,8 +41,8 @@ def fenced(value: object, language: str = "", *, limit_chars: int = TEXT_CHARS) 
 
     Args:
         value: The text.
-        language: Language of its colours.
-        limit_chars: Characters that are kept of a longer one.
+        language: Language for syntax highlighting.
+        limit_chars: Maximum length; longer text is cut.
     """
     shown = plain(shortened(str(value).rstrip(), limit_chars))
     longest = max((len(run) for run in _RUN.findall(shown)), default=0)
@@ -51,7 +51,7 @@ def fenced(value: object, language: str = "", *, limit_chars: int = TEXT_CHARS) 
 
 
 def table(headings: Sequence[object], rows: Sequence[Sequence[object]]) -> Markdown:
-    """Return a table; what is no ``Markdown`` is escaped, a cell of None is empty."""
+    """Return a table; values other than ``Markdown`` are escaped, None becomes an empty cell."""
     lines = [[_cell(one) for one in line] for line in (headings, *rows)]
     lines.insert(1, ["---"] * len(headings))
     return Markdown("\n".join("| " + " | ".join(line) + " |" for line in lines))

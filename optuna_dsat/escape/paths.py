@@ -1,4 +1,4 @@
-"""Paths that are made of names from elsewhere, held inside a folder."""
+"""Build paths and URLs from untrusted names; files are confined to a folder."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ __all__ = ["OutsideError", "held_inside", "page_address"]
 
 
 class OutsideError(ValueError):
-    """A name leads out of the folder that it belongs to, by itself or by a link."""
+    """A name leads out of its folder, directly or by a symlink."""
 
 
 def held_inside(folder: Path, *names: str) -> Path:
-    """Return the path of a file in a folder, links followed.
+    """Return the path of a file in a folder, with symlinks resolved.
 
     Args:
-        folder: The folder; it may be reached by a link itself.
-        names: Names of the folders below it, and of the file.
+        folder: The folder, which may be a symlink.
+        names: Names of the subfolders, and of the file.
 
     Raises:
-        OutsideError: If the path lies outside of the folder; names it.
+        OutsideError: If the path is outside of the folder; the message contains the path.
     """
     try:
         root = folder.resolve()
         path = root.joinpath(*names).resolve()
-    except (ValueError, OSError, RuntimeError) as error:  # a NUL character, a name too long, links in a circle
+    except (ValueError, OSError, RuntimeError) as error:  # NUL character, name too long, circular symlinks
         raise OutsideError(f"{names!r} is no path: {error}") from None
     if not path.is_relative_to(root) or path == root:
         raise OutsideError(f"{'/'.join(names)} leads out of {folder}")
@@ -33,10 +33,10 @@ def held_inside(folder: Path, *names: str) -> Path:
 
 
 def page_address(host: str, port: int, *path: object) -> str:
-    """Return the address of a page, such as ``http://[::1]:8080/dashboard/studies/1``.
+    """Return the URL of a page, such as ``http://[::1]:8080/dashboard/studies/1``.
 
     Args:
-        host: Name or number of the host.
+        host: Name or IP address of the host.
         port: Port.
         path: Parts of the path.
     """

@@ -1,4 +1,4 @@
-"""Words of a shell's command line."""
+"""Build shell command lines."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ __all__ = ["enter", "folded", "in_folder", "program", "shell_line"]
 _WORD = re.compile(r"""(?:\$'(?:\\.|[^'\\])*'|'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""", re.DOTALL)
 _GOES_ON = " \\\n  "
 _left: list[Path] = []
-"""Folders that this process has left; the first is that of the shell which started it."""
+"""Folders that this process has left; the first is the working directory of the parent shell."""
 
 
 def enter(folder: Path) -> None:
-    """Change the working directory of this process, whose shell stays in its own."""
+    """Change the working directory of this process; the parent shell keeps its directory."""
     _left.append(Path.cwd())
     os.chdir(folder)
 
 
 def in_folder(folder: str) -> list[str]:
-    """Return options of ``env`` that run a command in a folder; empty where the shell is in it."""
+    """Return the options of ``env`` to run a command in a folder; empty if it is the shell's directory."""
     here = _left[0] if _left else Path.cwd()
     return [] if here.resolve() == Path(folder).resolve() else ["-C", folder]
 
 
 def program(name: str) -> str:
-    """Return the name of a program of this Python's environment; its path where ``PATH`` leads elsewhere."""
+    """Return the name of a program of this Python's environment, or its path if ``PATH`` finds another program."""
     own, found = Path(sys.executable).with_name(name), shutil.which(name)
     is_found = found is not None and Path(found).parent.resolve() == own.parent.resolve()
     return name if is_found or not own.exists() else str(own)
 
 
 def shell_line(words: Iterable[str]) -> str:
-    """Return words as a command line of one line: what has control characters is quoted as ``$'...'`` has it."""
+    """Return words as a single-line command; words with control characters are quoted as ``$'...'``."""
     return " ".join(map(_quoted, words))
 
 
 def folded(line: str, *, width: int) -> str:
-    """Return a command line as lines that a shell reads as that one; a word longer than the width has its own.
+    """Fold a command line into equivalent lines; a word longer than the width gets a separate line.
 
     Args:
         line: The command line.
-        width: Most characters of a line.
+        width: Maximum length of a line.
     """
     words = _WORD.findall(line)
-    if " ".join(words) != line:  # no such line as is made here
+    if " ".join(words) != line:  # not created by this module
         return line
     lines = words[:1]
     for word in words[1:]:

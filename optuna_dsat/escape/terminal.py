@@ -1,4 +1,4 @@
-"""Text on a terminal: shown as it is, never obeyed."""
+"""Escape text for terminals, so that control sequences are shown and not executed."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ CELL_CHARS = 600
 """Longest text in a cell of a table."""
 
 _COMMAND = re.compile(r"`[^`\n]+`")
-"""A command within prose: what is copied is not folded."""
+"""A command within prose, which is not folded, so that it can be copied."""
 _NO_BREAK = "\u00a0"
 _CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and line feed, DEL, C1: escape sequences begin with these
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the direction of what follows
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 except tab and line feed, DEL, C1: escape sequences start with these
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of the following text
     "\u2028\u2029\ud800-\udfff]"  # other line ends, halves of surrogate pairs
 )
 
 
 def plain(text: object) -> str:
-    """Return text with control characters written out, by their numbers; tabs and line ends stay."""
+    """Return text with control characters replaced by escapes; tabs and line ends stay."""
     return _CONTROL.sub(lambda found: _written_out(found[0]), str(text))
 
 
@@ -52,25 +52,25 @@ def _written_out(character: str) -> str:
 
 
 def one_line(text: object, *, limit_chars: int = CELL_CHARS) -> str:
-    """Return text as ``plain``, in one line of bounded length.
+    """Return text as ``plain``, in a single line of limited length.
 
     Args:
         text: The text.
-        limit_chars: Characters to keep of a longer text.
+        limit_chars: Maximum length; longer text is cut.
     """
     whole = str(text)
     return plain(shortened(" ".join(whole.split()) if "\n" in whole or "\t" in whole else whole, limit_chars))
 
 
 def cell(value: object) -> Text:
-    """Return the cell of a table of rich's, without markup; empty for None."""
+    """Return a cell of a ``rich`` table, without markup; empty for None."""
     from rich.text import Text
 
     return Text("" if value is None else one_line(value))
 
 
 def say(text: object, *, file: TextIO | None = None) -> None:
-    """Print text as ``plain``; what the stream's encoding lacks is written out, and a terminal that is gone is let go.
+    """Print text as ``plain``; characters missing in the stream's encoding are escaped, closed terminals are ignored.
 
     Args:
         text: The text.
@@ -83,7 +83,7 @@ def say(text: object, *, file: TextIO | None = None) -> None:
 
 
 def drop_lost_terminal() -> bool:
-    """Lose what goes to a terminal that is closed, whose every write fails; return whether stdout or stderr is one."""
+    """Discard output to closed terminals, where every write fails; return whether stdout or stderr was closed."""
     lost = [descriptor for descriptor in (1, 2) if _is_lost_terminal(descriptor)]
     for descriptor in lost:
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -111,7 +111,7 @@ def outliving_the_terminal() -> Iterator[None]:
 
 
 def say_prose(text: str, *, file: TextIO | None = None) -> None:
-    """Print sentences as ``say``; on a terminal they are folded between words, and no command in backquotes is.
+    """Print sentences as ``say``; a terminal folds them between words, but not within commands in backquotes.
 
     Args:
         text: The sentences.
@@ -131,7 +131,7 @@ def say_prose(text: str, *, file: TextIO | None = None) -> None:
 
 
 def _columns(stream: TextIO) -> int:
-    """Return the columns of a terminal; ``shutil`` asks stdout, which may be a file while stderr is a terminal."""
+    """Return the columns of a terminal; ``shutil`` queries stdout, which may be a file while stderr is a terminal."""
     with contextlib.suppress(OSError, ValueError):
         if not os.environ.get("COLUMNS"):
             return os.get_terminal_size(stream.fileno()).columns or shutil.get_terminal_size().columns

@@ -1,4 +1,4 @@
-"""The models and the planner behind ``GuidedSampler``: candidates, posterior, acquisition; pure.
+"""Models and planner of ``GuidedSampler``: candidates, posterior, acquisition function. No side effects.
 
 Imports: config, trials, cost, metrics, outcome. Called by: samplers, study, report.
 """

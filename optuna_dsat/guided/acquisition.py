@@ -1,4 +1,4 @@
-"""Acquisition function: its values, and expected improvements in closed form."""
+"""Values of the acquisition function, and expected improvements in closed form."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Numbers: TypeAlias = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Acquisition:
-    """Acquisition function at n configurations; each array has length n."""
+    """Acquisition function at n configurations; arrays have length n."""
 
     over: float
-    """Log objective of the incumbent, which gains are relative to."""
+    """Log objective of the incumbent, the reference of gains."""
 
     value: Numbers
     """Acquisition value: the next launch maximizes it."""
@@ -35,7 +35,7 @@ class Acquisition:
     """Expected seconds of the launch."""
 
     def take(self, index: Numbers) -> Acquisition:
-        """Return the values at an index array, or where a mask says so."""
+        """Return the values selected by an index array or a mask."""
         names = (one.name for one in fields(self) if one.name != "over")
         return Acquisition(over=self.over, **{name: getattr(self, name)[index] for name in names})
 
@@ -49,7 +49,7 @@ class Acquisition:
 def heavy_tailed_improvement(mean: Numbers, sd: Numbers) -> Numbers:
     """Return the expected improvement over 0 if errors follow Student's t with 3 degrees of freedom and scale ``sd``.
 
-    For values and structures never measured: where the formula does not hold, it fails by more than a normal error.
+    Used for knob values and structures never measured: a formula that does not hold is off by more than a normal error.
     The closed form is from Tracey and Wolpert 2018, "Upgrading from Gaussian Processes to Student's-T Processes".
     """
     u = mean / sd
@@ -62,7 +62,7 @@ def heavy_tailed_improvement(mean: Numbers, sd: Numbers) -> Numbers:
 def learnt_spread(variance: Numbers, noise_variance: float) -> Numbers:
     """Return the standard deviations of the change of posterior means by a measurement (Frazier et al. 2009).
 
-    Without noise it is the posterior standard deviation; a measurement that is mostly noise teaches little.
+    Without noise it is the posterior standard deviation; a measurement that is mostly noise adds little information.
 
     Args:
         variance: Posterior variances of the measured quantities.

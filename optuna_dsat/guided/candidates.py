@@ -47,7 +47,7 @@ _SIZES = {
     "stage3_param_persistence_threshold": "persistence",
     "sub_group_size": "sub_group",
 }
-"""Knob -> the only field of ``ZeroSettings`` that depends on it."""
+"""Knob -> the only ``ZeroSettings`` field that depends on it."""
 
 
 _BUFFERS = (
@@ -56,7 +56,7 @@ _BUFFERS = (
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
 )
-"""Knobs that are a number of elements on the device."""
+"""Knobs whose value is a number of elements on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +101,11 @@ class Observations:
 
 
 class CandidateTable:
-    """All lineages of a space, with the inputs of the cost models for each; not to be changed.
+    """All lineages of a space, with the inputs of the cost models for each; must not be modified.
 
     Args:
         profile: The model, as measured by the profile launch.
-        hardware: Where launches run.
+        hardware: Hardware of the launches.
         config: The user's DeepSpeed config.
         space: The search space.
     """
@@ -129,7 +129,7 @@ class CandidateTable:
         self.knobs, values = self._codes()
         """Index of the value of each other knob, shape (rows, knobs)."""
         self.knob_kernels = [knob_kernel(one) for one in values]
-        """Of each other knob, the covariance of its values' effects."""
+        """For each other knob, the covariance of its values' effects."""
         self.components = Components.of(
             np.array([params[ZERO_STAGE] for params in self.lineages], dtype=np.int64),
             self.relatives,
@@ -137,7 +137,7 @@ class CandidateTable:
             self.knobs,
             has_value=[np.diag(one) > 0 for one in self.knob_kernels],
         )
-        """What may break the launches of each row."""
+        """Components of each row that may make launches fail."""
         self.non_default_knobs = self._count_non_default_knobs()
         """Number of knobs per row, except stage and offload, that differ from the user's config (else the default)."""
         settings = self._settings()
@@ -149,12 +149,12 @@ class CandidateTable:
         moments, and on a host.
         """
         self.buffers = self._buffers()
-        """Bytes on the device of each knob's value in excess of its cheapest value: as predicted, then bytes that the
-        prediction leaves out, shape (rows, 2 knobs).
+        """Bytes on the device of each knob's value in excess of its cheapest value: as predicted, then bytes missing
+        from the prediction, shape (rows, 2 knobs).
         """
 
     def marginal_means(self, values: Numbers) -> Numbers:
-        """Return the means of values over the rows of a structure and a value of a knob, shape (rows, knobs)."""
+        """Return the means of values over the rows with equal structure and knob value, shape (rows, knobs)."""
         found = np.zeros(self.knobs.shape)
         for one in np.unique(self.structure):
             own = np.flatnonzero(self.structure == one)
@@ -166,7 +166,7 @@ class CandidateTable:
     def _buffers(self) -> Numbers:
         """Return the bytes on the device of each knob's value beyond its cheapest in the structure, (rows, 2 knobs).
 
-        The second half are the bytes of a buffer of as many elements, if the formulas contain less.
+        The second half is the size of a buffer with as many elements, as far as the formulas contain less.
         """
         found = self.marginal_means(self.forward)
         possible = np.zeros(found.shape)
@@ -236,7 +236,7 @@ class CandidateTable:
         return np.array(counts, dtype=np.float64)
 
     def _settings(self) -> list[ZeroSettings]:
-        """Return the settings of every lineage; the config of lineages that differ only in sizes is read once."""
+        """Return the settings of every lineage; configs that differ only in sizes are parsed once."""
         known: dict[tuple[tuple[str, Any], ...], ZeroSettings] = {}
         settings = []
         for params in self.lineages:
@@ -335,7 +335,7 @@ class CandidateTable:
 
 @dataclass(frozen=True, kw_only=True)
 class _TableInputs:
-    """The arguments of a table, equal where their text is."""
+    """Arguments of a table, compared by their text."""
 
     text: str
     profile: ModelProfile = field(compare=False)
@@ -347,13 +347,14 @@ class _TableInputs:
 def candidate_table(
     *, profile: ModelProfile, hardware: Hardware, config: Mapping[str, Any], space: SearchSpace
 ) -> CandidateTable:
-    """Return the table of a space, from a cache of the last few tables if the arguments are the same.
+    """Return the table of a space, from a cache of recent tables if the arguments are equal.
 
-    A large space takes a second, and a study often shares its space with the earlier study that it learns from.
+    Building the table of a large space takes a second, and a study often shares its space with the earlier study that
+    provides its prior knowledge.
 
     Args:
-        profile: As for ``CandidateTable``, like the others.
-        hardware: Where launches run.
+        profile: The model, as measured by the profile launch.
+        hardware: Hardware of the launches.
         config: The user's DeepSpeed config.
         space: The search space.
     """

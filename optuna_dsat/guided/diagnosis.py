@@ -1,10 +1,10 @@
 """Diagnosis of failed launches: a posterior over components of a configuration that fail whenever they are used.
 
-Diagnosis of multiple faults (de Kleer and Williams 1987, "Diagnosing Multiple Faults"): a launch fails if one of its
-components is faulty, and sometimes by chance. A component with which a launch ran is not. Which of the others are is
-told by the failures: each hypothesis is a set of faulty components, its weight the product of their prior odds and of
-the chance of every failure that it leaves unexplained. The number of hypotheses is exponential, so the heaviest ones
-are kept while they grow by one component at a time (beam search).
+Diagnosis of multiple faults (de Kleer and Williams 1987, "Diagnosing Multiple Faults"): a launch fails if at least one
+of its components is faulty, and sometimes by chance. Components of a launch that ran are not faulty. Hypotheses are
+sets of faulty components. The weight of a hypothesis is the product of the prior odds of its components and of the
+probability of every failure that it does not explain. The number of hypotheses is exponential, so only the heaviest are
+kept while components are added step by step (beam search).
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ __all__ = ["Components", "Diagnosis"]
 Numbers: TypeAlias = npt.NDArray[Any]
 
 _STRUCTURE_FAULTY, _STAGES_FAULTY, _KNOB_FAULTY, _PAIR_FAULTY, _SIZE_FAULTY = 0.04, 0.01, 0.005, 0.002, 0.03
-"""Prior probabilities of a fault: of a ZeRO stage, an offload or both together; of a stage and all above; of a knob's
-value, of that in one structure; and of larger micro-batches than any that ran."""
+"""Prior probabilities of a fault of: a ZeRO stage, an offload or their combination; a stage and all above; a knob's
+value; a knob's value in a single structure; and micro-batches larger than any that ran."""
 _BY_CHANCE = 0.02
-"""Probability that a launch fails though none of its components is faulty."""
+"""Probability that a launch fails without a faulty component."""
 _HYPOTHESES, _MOST_FAULTY = 64, 12
-"""Hypotheses that are kept of each size, and the largest size."""
+"""Hypotheses kept per size, and the largest size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """What configurations share that may be faulty: stage, least stage, offloads, structure, and values of knobs."""
+    """Parts of configurations that may be faulty: stage, minimum stage, offloads, structure, and values of knobs."""
 
     numbers: Numbers
-    """Numbers of each row's components, shape (rows, k), -1 where it has fewer."""
+    """Component numbers of each row, shape (rows, k), padded with -1."""
     priors: Numbers
-    """Probability of each component to be faulty. The last one is of no row: a micro-batch larger than any that ran."""
+    """Prior probability that each component is faulty.
+
+    The last component belongs to no row: a micro-batch larger than any that ran.
+    """
 
     @classmethod
     def of(
@@ -47,9 +50,9 @@ class Components:
         Args:
             stages: ZeRO stage of each row.
             relatives: Index of each row's ZeRO stage and offloads, shape (rows, 3).
-            structure: Index of its structure, length rows.
+            structure: Index of each row's structure, length rows.
             knobs: Index of the value of each knob, shape (rows, knobs).
-            has_value: Of each knob, which of its indices are values and not the lack of one.
+            has_value: For each knob, whether each of its indices is a value (False if the knob is unset).
         """
         columns: list[Numbers] = []
         priors: list[Numbers] = []
@@ -72,12 +75,12 @@ class Components:
 
 
 class Diagnosis:
-    """Which components are faulty, given launches that failed and others that ran.
+    """Posterior over faulty components, given failed and successful launches.
 
     Args:
-        failed: Numbers of the components of each failed launch, shape (launches, k), -1 where it has fewer.
-        ran: The same of launches that ran, shape (launches, k).
-        priors: Probability of each component to be faulty before any launch.
+        failed: Component numbers of each failed launch, shape (launches, k), padded with -1.
+        ran: Component numbers of each launch that ran, shape (launches, k).
+        priors: Prior probability that each component is faulty.
     """
 
     def __init__(self, failed: Numbers, ran: Numbers, *, priors: Numbers) -> None:
@@ -89,21 +92,21 @@ class Diagnosis:
         self._weights = weights / weights.sum()
 
     def _suspects_of(self, components: Numbers) -> Numbers:
-        """Return which of the suspects are among the components of n launches, shape (n, suspects)."""
+        """Return a mask of the suspects among the components of n launches, shape (n, suspects)."""
         found = np.zeros((len(components), int(self._place.max()) + 1), dtype=bool)
         np.put_along_axis(found, self._place[components], values=True, axis=1)
         return found[:, :-1]
 
     def probability_of(self, component: int) -> float:
-        """Return the probability that a component is faulty; 0 where no failure suggests it."""
+        """Return the probability that a component is faulty; 0 if no failure suggests it."""
         place = self._place[component]
         return float(self._weights @ self._sets[:, place]) if place < self._sets.shape[1] else 0.0
 
     def runs(self, components: Numbers) -> Numbers:
-        """Return the probabilities that no component of launches is faulty.
+        """Return for each launch the probability that none of its components is faulty.
 
         Args:
-            components: Numbers of the components of each, shape (n, k), -1 where it has fewer.
+            components: Component numbers of each launch, shape (n, k), padded with -1.
         """
         shared = self._suspects_of(components).astype(np.float64) @ self._sets.T
         found: Numbers = (shared == 0) @ self._weights
@@ -114,8 +117,8 @@ def _heaviest(failed: Numbers, log_odds: Numbers) -> tuple[Numbers, Numbers]:
     """Return the sets of suspects that explain failures best, shape (sets, suspects), and the logs of their weights.
 
     Args:
-        failed: Which suspects each failed launch had, shape (launches, suspects).
-        log_odds: Prior log odds of each to be faulty.
+        failed: Mask of the suspects of each failed launch, shape (launches, suspects).
+        log_odds: Prior log odds that each suspect is faulty.
     """
     count = len(log_odds)
     keys = np.random.default_rng(0).integers(

@@ -1,4 +1,4 @@
-"""What a study's trials say of memory use, and which of them are worth conditioning on."""
+"""Posterior of memory use given a study's trials, and the choice of trials to condition on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["memory_posterior", "most_informative"]
 Numbers: TypeAlias = npt.NDArray[Any]
 
 _MAX_OBSERVATIONS = 120
-"""Largest number of measurements conditioned on: the best, and as many of the latest."""
+"""Largest number of measurements to condition on: the best, and as many of the latest."""
 
 
 def memory_posterior(problem: Problem, observations: Observations) -> MemoryPosterior:
-    """Return the posterior of memory use given the trials of a study at one moment, and those of earlier studies."""
+    """Return the posterior of memory use given a snapshot of a study's trials, and launches of earlier studies."""
     found = MemoryPosterior(
         device_bytes=problem.device_bytes,
         bytes_per_sample=problem.profile.activation_bytes_per_sample,
@@ -39,7 +39,7 @@ def memory_posterior(problem: Problem, observations: Observations) -> MemoryPost
 
 
 def most_informative(observations: Observations) -> Numbers:
-    """Return the measured trials to condition on: all, or of too many the best, a few of the worst and the latest."""
+    """Return the measured trials to condition on: all, or if too many, the best, a few of the worst and the latest."""
     measured = np.flatnonzero(observations.fits & ~np.isnan(observations.value))
     if len(measured) <= _MAX_OBSERVATIONS:
         return measured

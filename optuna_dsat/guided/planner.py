@@ -1,36 +1,41 @@
-"""Chooses the next launch of a guided search from a posterior over memory use and step time.
+"""Choose the next launch of a guided search from a posterior over memory use and step time.
 
-Memory is predicted by ``optuna_dsat.cost.memory_posterior``, the time of a step by ``optuna_dsat.cost.step_time``, and
-the error of its formula in the metric by ``optuna_dsat.guided.residual_gp``: a measurement corrects the prediction of
-its own lineage most, its structure less, and other structures as far as the formula relates them.
-``optuna_dsat.guided.prior_knowledge`` holds the measurements of earlier studies.
+``optuna_dsat.cost.memory_posterior`` predicts memory, ``optuna_dsat.cost.step_time`` the step time, and
+``optuna_dsat.guided.residual_gp`` the error of the step-time formula in the metric. A measurement corrects the
+prediction of its lineage most, of its structure less, and of other structures as far as the formula relates them.
+``optuna_dsat.guided.prior_knowledge`` contains measurements of earlier studies.
 
 The next launch has the largest expected improvement (Jones et al. 1998) per cost in seconds (Snoek et al. 2012)::
 
     P(fits) EI / (P(fits) T_run + (1 - P(fits)) T_failed)
 
-with EI the expected improvement of the metric's logarithm over the best posterior mean so far, by the change of the
-launch's posterior mean: noise bounds the information of a launch (the knowledge gradient of Frazier et al. 2009, of one
-configuration). ``T_run`` are the seconds of start-up and profile steps, and ``T_failed`` the seconds of start-up, which
-are estimated from the launches so far. A launch of ten times the seconds must be expected to
-gain ten times as much. For structures and values of flags that were never measured the improvement is that of a
-heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wrong, it is wrong by much. No
-micro-batch is larger than ``Problem.reach`` times the largest that ran, or larger than a size at which a doubling
-gained less than ``LEAST_GAIN`` (``sizes.paying_sizes``), or takes many times the seconds of the baseline without the
-prospect of gaining as much (``Posterior.is_dear``).
+EI is the expected improvement of the metric's logarithm over the best posterior mean so far, by the change of the
+launch's posterior mean: noise limits the information of a launch (the knowledge gradient of Frazier et al. 2009, for a
+single configuration). ``T_run`` is the duration of start-up and profile steps, ``T_failed`` the duration of start-up;
+both are estimated from the launches so far. A launch that takes ten times as long must be expected to gain ten times as
+much. Structures and values of flags that were never measured have heavy-tailed errors
+(``optuna_dsat.guided.acquisition``), because a formula that does not hold is off by much.
 
-The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
-launch, a launch being as long as the shortest of the best configurations, and ``_TOGETHER`` launches of these together
-are not expected to gain as much each (``Prospects.worth_of_launches``): with noisy launches, a single launch teaches
-little and many together much. It also ends when the remaining gain is, with 90% probability, below the noise between
-launches of one configuration (``remaining``): resolving it takes more launches than it is worth. Where no single launch
-pays, long launches are skipped.
+Micro-batches are limited in three ways. They are at most ``Problem.reach`` times the largest that ran. They do not
+exceed a size at which a doubling gained less than ``LEAST_GAIN`` (``sizes.paying_sizes``). They do not take many times
+as long as the baseline unless they are expected to gain as much (``Posterior.is_dear``).
 
-Launches in flight count as if measured at their predicted metric (the "kriging believer" of Ginsbourger et al. 2010),
-and no other launch of their lineages is proposed.
+The search ends under either of two conditions:
 
-Decisions depend only on the finished and pending trials; the state kept between them is determined by the space and the
-profile.
+- No configuration has an expected improvement of at least ``min_gain`` per launch (as in Jones et al. 1998), where a
+  launch is as long as the shortest of the best configurations; and ``_TOGETHER`` launches together are not expected to
+  gain ``min_gain`` each (``Prospects.worth_of_launches``). With noise, a single launch provides little information but
+  many together provide much.
+- The remaining gain is, with 90% probability, below the noise between launches of a configuration (``remaining``), so
+  that resolving it needs more launches than it is worth.
+
+If no single launch is worth its cost, long launches are skipped.
+
+Running launches count as if measured at their predicted metric (the "kriging believer" of Ginsbourger et al. 2010), and
+no other launch of their lineages is proposed.
+
+Decisions depend only on the finished and pending trials; the state kept between decisions is determined by the space
+and the profile.
 """
 
 from __future__ import annotations
@@ -61,9 +66,9 @@ __all__ = ["Candidate", "GuidedPlanner"]
 Numbers: TypeAlias = npt.NDArray[Any]
 
 _TOGETHER = 20
-"""Launches that the search goes on for if all of them together are expected to gain as much as each of them has to."""
+"""Number of launches that are evaluated together if no single launch is worth its cost."""
 _LONG = 2.0
-"""Seconds of a launch, relative to a launch of the best configuration, above which it has to pay on its own."""
+"""Duration relative to a launch of the best configuration above which a launch must be worth its cost alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +91,7 @@ class GuidedPlanner:
 
     Args:
         problem: Model, machine, space and metric.
-        min_gain: Least expected relative improvement of the metric, per launch, for which the search goes on.
+        min_gain: Minimum expected relative improvement of the metric per launch to continue the search.
 
     Raises:
         ValueError: If ``min_gain`` is negative.
@@ -98,13 +103,13 @@ class GuidedPlanner:
         self.problem = problem
         self.min_gain = min_gain
         self._cached: tuple[Hashable, Candidate | None] | None = None
-        """Key and result of the last call: a tuner asks first whether a candidate exists, then which."""
+        """Key and result of the last call: a tuner first asks whether a candidate exists, then for the candidate."""
 
     def next(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any] = MappingProxyType({})) -> Candidate | None:
         """Return the configuration to launch next, None if the search is over.
 
         Args:
-            trials: The study's trials, without the one to suggest for.
+            trials: The study's trials, without the trial to suggest for.
             fixed: Knobs that this trial already has.
         """
         observations, samples = self._observed(trials)
@@ -121,8 +126,8 @@ class GuidedPlanner:
     def posterior_means(self, trials: Sequence[FrozenTrial]) -> dict[int, float]:
         """Return the posterior mean metric of measured trials: trial number -> metric.
 
-        It is between the noisy measurement and the prediction from all other trials, so that among configurations of
-        similar speed the luckiest measurement does not count as the best.
+        The mean is between the noisy measurement and the prediction from all other trials, so that among configurations
+        of similar speed the luckiest measurement does not count as the best.
         """
         posterior = self._posterior(trials)
         return {
@@ -160,7 +165,7 @@ class GuidedPlanner:
             configurations: Knobs and micro-batch of each.
 
         Returns:
-            One prediction each, None for a configuration that is not in this space.
+            A prediction per configuration, None for configurations outside this space.
         """
         queried = [(self.problem.table.row_index(params), size) for params, size in configurations]
         inside = [(row, size) for row, size in queried if row is not None]
@@ -176,14 +181,14 @@ class GuidedPlanner:
         configuration: tuple[Mapping[str, Any], int],
         other: tuple[Mapping[str, Any], int],
     ) -> tuple[float, float]:
-        """Return by how much a configuration is better than another, as a logarithm, with its standard deviation.
+        """Return the log ratio of a configuration's objective to another's, and its standard deviation.
 
-        The formula may err by ``DOUBTED_FORMULA`` at each of them, which a fit to few launches does not show.
+        The formula's error is assumed to be ``DOUBTED_FORMULA`` for each, which a fit to few launches underestimates.
 
         Args:
             trials: The study's trials.
             configuration: Knobs and micro-batch.
-            other: The same of the other.
+            other: Knobs and micro-batch of the other configuration.
 
         Raises:
             ValueError: If one of them is not in this space.
@@ -197,7 +202,7 @@ class GuidedPlanner:
         return float(means[0] - means[1]), math.sqrt(max(0.0, float(variance)) + 2 * DOUBTED_FORMULA**2)
 
     def noise(self, trials: Sequence[FrozenTrial]) -> float:
-        """Return the relative standard deviation from launch to launch that the model takes as likeliest."""
+        """Return the most likely relative standard deviation between launches."""
         return math.sqrt(self._posterior(trials).residuals.noise_variance)
 
     def expected_peaks(
@@ -206,7 +211,7 @@ class GuidedPlanner:
         """Return the expected peak of a rank in bytes, given some trials; None outside this space.
 
         Args:
-            trials: The study's trials at one moment.
+            trials: A snapshot of the study's trials.
             configurations: Knobs and micro-batch of each.
         """
         queried = [(self.problem.table.row_index(params), size) for params, size in configurations]
@@ -221,10 +226,10 @@ class GuidedPlanner:
     def formula(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
     ) -> list[float] | None:
-        """Return the metric of configurations by the fitted formula of the step time alone, without measured residuals.
+        """Return the metric predicted by the fitted step-time formula alone, without measured residuals.
 
         Args:
-            trials: The study's trials, which the formula is fitted to.
+            trials: The study's trials, to fit the formula to.
             configurations: Knobs and micro-batch of each.
 
         Returns:
@@ -252,7 +257,7 @@ class GuidedPlanner:
         Args:
             trials: The study's trials.
             row: Row of the lineage in the candidate table.
-            micro_batch: Its present micro-batch.
+            micro_batch: Current micro-batch.
             larger_batch: Factor on the micro-batch.
             more_steps: Factor on the accumulation steps.
         """
@@ -288,7 +293,7 @@ class GuidedPlanner:
     def _worth_launching(
         self, posterior: Posterior, rows: Numbers, sizes: Numbers, acquisition: Acquisition
     ) -> tuple[Numbers, Numbers, Acquisition]:
-        """Return the configurations that are worth a launch, alone or as one of many; none if the search is over."""
+        """Return the configurations worth a launch, alone or together with others; empty if the search is over."""
         pays = sizes <= posterior.paying_sizes(rows)
         rows, sizes, acquisition = rows[pays], sizes[pays], acquisition.take(pays)
         relative = posterior.relative_costs(acquisition)
@@ -302,7 +307,7 @@ class GuidedPlanner:
         return rows, sizes, acquisition
 
     def _goes_on(self, prospects: Prospects | None) -> bool:
-        """Whether launches are worth it together, though no single launch is."""
+        """Return whether several launches together are worth their cost, though no single launch is."""
         if prospects is None:
             return True
         enough = prospects.worth_of_launches(_TOGETHER) >= _TOGETHER * self.min_gain
@@ -311,7 +316,7 @@ class GuidedPlanner:
     def remaining(self, trials: Sequence[FrozenTrial]) -> float:
         """Return the remaining gain: the best configuration is better by less than this share with 90% probability.
 
-        By the posterior given these trials; infinite before a metric was measured.
+        The probability is the posterior's given these trials. Infinite before a metric was measured.
         """
         observations, samples = self._observed(trials)
         posterior = Posterior(self.problem, observations, samples_limit=samples)
@@ -323,13 +328,13 @@ class GuidedPlanner:
         return math.inf if prospects is None else math.expm1(prospects.remaining())
 
     def _observed(self, trials: Sequence[FrozenTrial]) -> tuple[Observations, int | None]:
-        """Return the observations of trials, and the samples per rank and step for which the script's data last."""
+        """Return the observations of trials, and the samples per rank and step allowed by the size of the dataset."""
         finished = [trial for trial in trials if trial.state.is_finished()]
         return self.problem.table.observations_of_trials(trials), attributes.data_limit(finished)
 
     @staticmethod
     def _evaluated(posterior: Posterior, rows: Numbers) -> tuple[Numbers, Numbers, Acquisition]:
-        """Return the configurations of rows that are worth a look, with the acquisition function at each."""
+        """Return the shortlisted and refined configurations of rows, with the acquisition function at each."""
         rows, sizes = posterior.shortlist(rows)
         acquisition = posterior.acquisition(rows, sizes)
         more = posterior.refined(rows, sizes, acquisition.value)
@@ -339,7 +344,7 @@ class GuidedPlanner:
     def _open_rows(
         self, observations: Observations, fixed: Mapping[str, Any], avoided: Sequence[Mapping[str, Any]]
     ) -> Numbers:
-        """Return the rows that may be launched: neither broken, avoided, in flight, nor too large for the host."""
+        """Return the rows that may be launched: not broken, avoided, running, or too large for the host."""
         free = np.ones(len(self.problem.table.lineages), dtype=bool)
         closed = observations.pending | observations.broken | observations.host_out_of_memory
         free[observations.row[closed]] = False

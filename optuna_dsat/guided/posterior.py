@@ -1,4 +1,4 @@
-"""Posterior over memory use and speed of all candidates given the trials so far, and the acquisition function on it.
+"""Posterior over memory use and speed of all candidates given the trials so far, and its acquisition function.
 
 See ``optuna_dsat.guided.planner`` for the method.
 """
@@ -37,24 +37,24 @@ _DEFAULT_START_UP_S = 30.0
 _NON_DEFAULT_PENALTY = 5e-4
 """Log objective subtracted per knob that differs from the user's value (or DeepSpeed's default), to break ties."""
 _LARGER_PENALTY = 2e-4
-"""The same per doubling of the micro-batch: of equals, the smaller."""
+"""Log objective subtracted per doubling of the micro-batch, so that ties are won by the smaller micro-batch."""
 DOUBTED_FORMULA = 0.12
-"""Relative error of the step time's formula, per phase, to plan a search by.
+"""Relative error of the step-time formula, per phase, assumed during a search.
 
-It is larger than the formula's error where the formula holds: a fit that follows the measurements closely is confident
-about other structures even on machines where it is wrong.
+It is larger than the formula's error where the formula holds, because a close fit to the measurements would otherwise
+be overconfident about other structures on machines where the formula does not hold.
 """
 _MIN_FITS = 0.05
-"""Probability to run below which no candidate is launched once a metric was measured."""
+"""Minimum probability to run of launched candidates, once a metric was measured."""
 _HOPEFUL, _HOPE_SIGMAS = 160, 2.0
-"""Configurations that were not measured which what may be gained is looked for in, and the standard deviations above
-their means by which they are chosen."""
+"""Number of unmeasured configurations considered for the possible gain, and the standard deviations above the mean
+by which they are ranked."""
 _INITIAL_IMPROVEMENT = math.log(10)
 """Until a metric is measured, the incumbent is a tenth of the best predicted metric: running at all counts most."""
 _COARSE_SHARES = (1.0, 0.9, 0.7, 0.5, 0.35, 0.25, *(2.0**-octave for octave in range(3, 13)))
 """Shares of each lineage's predicted edge at which all lineages are evaluated for the shortlist."""
 _SAMPLED_ROWS = 24
-"""Lineages of each structure among which the best of these shares are chosen."""
+"""Lineages of each structure from which the best of these shares are chosen."""
 _COARSE_PEAK_SD = 0.05
 """Standard deviation of a peak relative to the device's memory, in that evaluation."""
 _SHORTLISTED, _SHORTLISTED_PER_STRUCTURE = 96, 8
@@ -62,22 +62,22 @@ _SHORTLISTED, _SHORTLISTED_PER_STRUCTURE = 96, 8
 _SHORTLISTED_MEASURED = 64
 """Measured lineages on the shortlist: the best."""
 _USUAL_FILL = 0.5
-"""Share of the memory in use at which the formula's effects of structures and knobs are compared."""
+"""Share of memory in use at which the predicted effects of structures and knobs are compared."""
 _BOUND_SIGMAS = 1.0
-"""Standard deviations of the knobs' parts that are added to the mean by which lineages are shortlisted."""
+"""Standard deviations of the knobs' parts added to the mean when ranking lineages for the shortlist."""
 _NEIGHBOURED = 3
-"""Lineages of the best posterior means whose single-knob neighbours are on the shortlist, too."""
+"""Lineages of the best posterior means whose single-knob neighbours are also on the shortlist."""
 _MAX_TIES = 3
 """Lineages on the shortlist among lineages of equal predictions."""
 _REFINED = 8
 """Configurations of the largest acquisition values around which more micro-batches are evaluated."""
 _FINE = tuple(2 ** (sixth / 6) for sixth in range(-6, 7))
-"""Multiples of their micro-batches at which that is done."""
+"""Multiples of their micro-batches to evaluate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Posterior of one configuration."""
+    """Posterior of a configuration."""
 
     value: float
     """Expected metric."""
@@ -92,13 +92,13 @@ class Prediction:
 
 
 class Posterior:
-    """Posterior given the trials of a study at one moment.
+    """Posterior given a snapshot of a study's trials.
 
     Args:
         problem: Model, machine, space and metric.
         observations: The trials.
-        samples_limit: Largest number of samples per rank and step for which the script's data last; None if unknown.
-        formula_error: Relative error of the step time's formula, per phase.
+        samples_limit: Largest number of samples per rank and step that the dataset allows; None if unknown.
+        formula_error: Relative error of the step-time formula, per phase.
     """
 
     def __init__(
@@ -121,15 +121,15 @@ class Posterior:
         self._limit_bytes = min(self._memory.limit, float(problem.device_bytes))
         self._runs = RunProbability(problem, observations, self._memory)
         self._largest = min(largest_size(problem, observations, samples_limit=samples_limit), self._runs.largest_sound)
-        """Largest micro-batch that the script's data allow, within reach of a size that ran and below failing sizes."""
+        """Largest micro-batch that the dataset allows, within reach of a size that ran and below failing sizes."""
         used = [(row, size) for row, sizes in observations.used.items() for size in sizes]
         every = np.array(used, dtype=np.int64).reshape(-1, 2)
         self._used_keys = every[:, 0] * len(problem.sizes) + problem.size_index(every[:, 1])
-        """Of each configuration with a trial: its row times the number of sizes, plus the index of its size."""
+        """For each configuration with a trial: its row times the number of sizes, plus the index of its size."""
         self._fit(measured, formula_error)
 
     def paying_sizes(self, rows: Numbers) -> Numbers:
-        """Return the largest micro-batch of each row that may pay, by what doublings gained; infinite if all may."""
+        """Return the largest micro-batch of each row worth trying by the gains of doublings; infinite if unlimited."""
         problem, measured = self._problem, self.measured
         count = int(self._table.structure.max()) + 1
         if problem.reach is None or problem.metric not in LARGER_IS_BETTER or not len(measured.row):
@@ -141,7 +141,7 @@ class Posterior:
         return found[self._table.structure[rows]]
 
     def _fit(self, measured: Observations, formula_error: float) -> None:
-        """Fit the coefficients, then the residuals; launches in flight count with their predicted metric."""
+        """Fit the coefficients, then the residuals; running launches count with their predicted metric."""
         problem = self._problem
         size, accumulation = measured.micro_batch, problem.accumulation(measured.micro_batch)
         fill = self._fill(measured.row, size, measured.peak)
@@ -179,11 +179,11 @@ class Posterior:
         self._incumbent = float(self.residuals.posterior_means[:count].max()) if count else None
 
     def _predicted_effects(self, measured: Observations) -> tuple[Numbers, Numbers]:
-        """Return the effects of structures and knobs by the fitted formula, at the micro-batch that measured best.
+        """Return the effects of structures and knobs by the fitted formula, at the best measured micro-batch.
 
         Returns:
-            For each row, the effect of its structure on the log objective, from the best measured row's, shape (rows,);
-            and of each knob's value, from the mean in the structure, shape (rows, knobs).
+            For each row, the effect of its structure on the log objective, relative to the best measured row, shape
+            (rows,); and the effect of each knob's value, relative to the mean in the structure, shape (rows, knobs).
         """
         table, rows = self._table, np.arange(len(self._table.lineages))
         larger = self._problem.metric in LARGER_IS_BETTER
@@ -232,7 +232,7 @@ class Posterior:
         )
 
     def shortlist(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the configurations (rows and micro-batches) of these rows to evaluate the acquisition function at."""
+        """Return the configurations (rows and micro-batches) at which to evaluate the acquisition function."""
         if not len(rows):
             return rows, rows
         edge = np.maximum(int(self._problem.sizes[0]), self.edges(rows))
@@ -245,7 +245,7 @@ class Posterior:
     def _promising_shares(self, edge: Numbers, rows: Numbers, structure: Numbers) -> Numbers:
         """Return the shares of the edge at which each row is worth evaluating, shape (2, rows).
 
-        They have the best scores among some rows of the structure: knobs move the best micro-batch little.
+        The shares have the best scores among sampled rows of the structure; knobs hardly change the best micro-batch.
         """
         found = np.ones((2, len(rows)))
         shares = np.array(_COARSE_SHARES)
@@ -285,7 +285,7 @@ class Posterior:
         return found
 
     def edges(self, rows: Numbers) -> Numbers:
-        """Return the largest micro-batch of each row that is expected to fit, within what ran and what did not."""
+        """Return the largest micro-batch of each row expected to fit, bounded by observed successes and failures."""
         limit = min(self._memory.limit, self._problem.allowed_bytes)
         edge = self._memory.largest(self._table.memory_inputs(rows, np.zeros(len(rows))), limit)
         highest = np.minimum(self._runs.smallest_too_large[rows] - 1, self._largest)
@@ -293,7 +293,7 @@ class Posterior:
         return found
 
     def formula_log_objective(self, row: Numbers, size: Numbers) -> Numbers:
-        """Return the log objective by the fitted formula of the step time alone."""
+        """Return the log objective predicted by the fitted step-time formula alone."""
         return self._formula(row, size, self._fill(row, size))
 
     def _formula(self, row: Numbers, size: Numbers, fill: Numbers) -> Numbers:
@@ -318,9 +318,9 @@ class Posterior:
         return self._unused(rows[chosen], spread_sizes(edge[chosen]))
 
     def _neighbours(self) -> Numbers:
-        """Return the rows that differ in one knob from the lineages of the best posterior means.
+        """Return the rows that differ in a single knob from the lineages of the best posterior means.
 
-        They show a knob's effect, even if the formula predicts none.
+        They reveal a knob's effect even if the formula predicts no effect.
         """
         count = len(self.measured.row)
         order = np.argsort(-self.residuals.posterior_means[:count], kind="stable")
@@ -333,7 +333,7 @@ class Posterior:
         return np.flatnonzero(np.any(near, axis=0)) if near else np.zeros(0, dtype=np.int64)
 
     def _unused(self, rows: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the permitted configurations next to the requested ones, without duplicates: rows and micro-batches.
+        """Return the permitted configurations nearest to a request, without duplicates: rows and micro-batches.
 
         Args:
             rows: n rows.
@@ -347,7 +347,7 @@ class Posterior:
         return keys // len(sizes), sizes[keys % len(sizes)]
 
     def refined(self, rows: Numbers, sizes: Numbers, value: Numbers) -> tuple[Numbers, Numbers]:
-        """Return more micro-batches around the largest acquisition values, one per lineage.
+        """Return more micro-batches around the largest acquisition values, each of a different lineage.
 
         Args:
             rows: Rows of evaluated configurations.
@@ -391,7 +391,7 @@ class Posterior:
         Args:
             rows: Rows of the configurations.
             sizes: Their micro-batches.
-            over: Log objective to improve on; None for the incumbent's (or its substitute's).
+            over: Log objective to improve on; None for the incumbent (or its substitute).
         """
         peak, fits = self._runs.fits(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
@@ -415,7 +415,7 @@ class Posterior:
         )
 
     def _never_measured(self, rows: Numbers) -> Numbers:
-        """Whether the structure of rows, or the value of one of their flags, was never measured; shape of ``rows``."""
+        """Return a mask of rows whose structure, or a flag's value, was never measured."""
         table, measured = self._table, self.measured.row
         found: Numbers = ~np.isin(table.structure[rows], table.structure[measured])
         for place, kernel in enumerate(table.knob_kernels):
@@ -431,7 +431,7 @@ class Posterior:
         return found
 
     def relative_costs(self, acquisition: Acquisition) -> Numbers:
-        """Return the seconds of launches relative to the cost of the best; 0 before a metric was measured.
+        """Return the cost of launches relative to the cost of the best; 0 before a metric was measured.
 
         The best is the shortest launch of the configurations within ``LEAST_GAIN`` of the best metric.
         """
@@ -444,10 +444,11 @@ class Posterior:
         return found
 
     def is_dear(self, acquisition: Acquisition) -> Numbers:
-        """Whether launches take over ``DEAR`` times the seconds of the user's own micro-batch, beyond what pays for it.
+        """Return a mask of launches that take over ``DEAR`` times as long as the baseline without a matching gain.
 
-        One of k times ``DEAR`` of them has to be expected to gain k times ``LEAST_GAIN``, as with the other methods
-        (``optuna_dsat.trials.reach``). None is dear without a bound on the reach, or before a metric was measured.
+        A launch that takes k times ``DEAR`` as long as the baseline's micro-batch must be expected to gain k times
+        ``LEAST_GAIN``, as with the other methods (``optuna_dsat.trials.reach``). All False without a bound on the
+        reach, or before a metric was measured.
         """
         own = np.flatnonzero(self.measured.micro_batch >= self._problem.user_micro_batch)
         if self._problem.reach is None or not len(own):

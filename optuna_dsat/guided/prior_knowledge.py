@@ -1,12 +1,13 @@
-"""Prior knowledge: measurements and fitted coefficients of an earlier study, small enough to store with a new one.
+"""Prior knowledge: measurements and fitted coefficients of an earlier study, compact enough to store with a new study.
 
-Two kinds of knowledge are taken over, each discounted:
+Two kinds of knowledge are reused, each discounted:
 
 - the coefficients of the step-time model, with their covariance: a machine's links, memory and processors are the same
   for every model trained on it. The covariance is widened: slightly if model and machine are the same (conditions
-  vary between days), more if the model differs, and for coefficients that depend on the model by their whole prior;
-- launches of the same model on the same machine: peaks and out-of-memory results as if measured now, as they repeat to
-  a fraction of a per cent; times with the errors that ``optuna_dsat.guided.residual_gp`` assigns to earlier studies.
+  vary between days), more if the model differs, and by the entire prior for coefficients that depend on the model;
+- launches of the same model on the same machine: peaks and out-of-memory results as if measured now, because they are
+  reproducible to a fraction of a per cent; times with the errors of ``optuna_dsat.guided.residual_gp`` for earlier
+  studies.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ __all__ = ["EarlierLaunch", "PriorKnowledge", "launches_of"]
 _SAME_MODEL_SD = 0.1
 """Standard deviation added to a coefficient's logarithm if model and machine are the same."""
 _OTHER_MODEL_SD = 0.3
-"""The same if the model differs, for coefficients of the machine."""
+"""Standard deviation added if the model differs, for coefficients of the machine."""
 _MODEL_COEFFICIENTS = frozenset(
     {"speed", "idle", "modules", "ahead", "hooks", "fetch", "other", "pressure", "steepness", "edge"}
 )
 """Coefficients that depend on the model and not only on the machine."""
 _MAX_LAUNCHES = 60
-"""Largest number of launches taken over from one study: the fastest, and others, out-of-memory ones first."""
+"""Largest number of launches reused from a study: the fastest, then out-of-memory launches, then others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierLaunch:
-    """One launch of an earlier study."""
+    """A launch of an earlier study."""
 
     params: Mapping[str, Any]
     """Knobs without the micro-batch."""
@@ -55,7 +56,7 @@ class EarlierLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class PriorKnowledge:
-    """Knowledge from earlier studies; nothing is discounted yet."""
+    """Knowledge from earlier studies, before discounting."""
 
     studies: tuple[str, ...]
     """Names of the studies."""
@@ -96,7 +97,7 @@ class PriorKnowledge:
             fitted: The coefficients.
             studies: Names of the studies.
             same_model: Whether they trained the same model on the same machine.
-            untold: Coefficients of which no launch can tell.
+            untold: Coefficients that launches cannot determine.
         """
         told = [index for index, name in enumerate(COEFFICIENTS) if name not in untold]
         return cls(
@@ -108,7 +109,7 @@ class PriorKnowledge:
         )
 
     def prior(self, step_time: StepTimeModel) -> LogCoefficients:
-        """Return the discounted prior for a new study; coefficients without knowledge keep the model's own prior.
+        """Return the discounted prior for a new study; other coefficients keep the model's prior.
 
         Args:
             step_time: The step-time model of the new study.
@@ -129,7 +130,7 @@ class PriorKnowledge:
         return LogCoefficients(mean=mean, covariance=covariance)
 
     def in_words(self) -> str:
-        """Return one line for users on what is taken over, and how to disable it."""
+        """Return a line for users that describes the reused knowledge and how to disable it."""
         names = " and ".join(self.studies)
         if not self.same_model:
             return (

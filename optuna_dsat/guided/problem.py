@@ -24,7 +24,7 @@ Numbers: TypeAlias = npt.NDArray[Any]
 
 
 REACH = 8.0
-"""Factor from the largest micro-batch that ran, or the user's own, to the largest that may be launched next."""
+"""Ratio of the largest micro-batch that may be launched to the largest that ran, or to the baseline's."""
 
 
 class Problem:
@@ -32,13 +32,13 @@ class Problem:
 
     Args:
         profile: The model, as measured by the profile launch.
-        hardware: Where launches run.
+        hardware: Hardware of the launches.
         config: The user's DeepSpeed config.
         space: The search space.
         metric: The metric to optimise: a key of the trials' metrics (``optuna_dsat.trials.attributes.METRICS``).
         memory_margin: Share of the device's memory that must be predicted to stay free.
         profile_steps: Steps of a launch, warm-up included.
-        reach: Largest factor from a micro-batch that ran, or the user's own, to the next; None for no bound.
+        reach: Largest ratio of the next micro-batch to the largest that ran, or to the baseline's; None if unbounded.
         prior_knowledge: Knowledge from earlier studies, None without a warm start.
 
     Raises:
@@ -89,16 +89,16 @@ class Problem:
         self.sizes = np.array(space.micro_batch_values or range(low, high + 1), dtype=np.int64)
         """All micro-batches, ascending."""
         self.user_micro_batch = _user_micro_batch(config, low)
-        """The micro-batch of the user's config, the least of the space if it names none."""
+        """Micro-batch of the user's config; the smallest of the space if the config has none."""
         self._accumulation = np.array([space.accumulation(int(size)) for size in self.sizes], dtype=np.float64)
 
     def metric_of(self, log_objective: float) -> float:
-        """Return the metric of a log objective."""
+        """Convert a log objective to the metric."""
         return math.exp(log_objective if self.metric in LARGER_IS_BETTER else -log_objective)
 
     @property
     def work_per_sample(self) -> int:
-        """Work of one sample per rank in the unit of a rate's numerator: its FLOPs, or one sample of each rank."""
+        """Work of a single sample per rank in the unit of a rate's numerator: FLOPs, or samples over all ranks."""
         each = self.profile.flops_per_sample if self.metric == "FLOPS_per_gpu" else self.hardware.world_size
         return max(1, each)
 
@@ -108,7 +108,7 @@ class Problem:
         return found
 
     def size_index(self, micro_batch: Numbers) -> Numbers:
-        """Return the index in ``sizes`` of the largest size that is not above each micro-batch; 0 if there is none."""
+        """Return the index in ``sizes`` of the largest size not above each micro-batch; 0 if all are above."""
         return np.maximum(0, np.searchsorted(self.sizes, micro_batch, side="right") - 1)
 
     def log_objective(self, phases: Numbers, micro_batch: Numbers) -> Numbers:

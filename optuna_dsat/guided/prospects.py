@@ -1,4 +1,4 @@
-"""Remaining gain of a search, by draws of the joint posterior of its configurations."""
+"""Remaining gain of a search, estimated by draws from the joint posterior of its configurations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Prospects"]
 Numbers: TypeAlias = npt.NDArray[Any]
 
 _DRAWS, _SURE = 256, 0.9
-"""Draws of the joint posterior, and the quantile of what remains to be gained."""
+"""Draws of the joint posterior, and the quantile of the remaining gain."""
 
 
 class Prospects:
@@ -21,10 +21,11 @@ class Prospects:
 
     Args:
         means: Posterior means of the log objectives of n configurations, unmeasured configurations first.
-        covariance: Their covariance, without noise, shape (n, n).
-        runs: Probability that each of those not measured runs; those near the edge of memory run or not together.
+        covariance: Covariance of the log objectives, without noise, shape (n, n).
+        runs: Probability of each unmeasured configuration to run; configurations near the edge of memory run or fail
+            together.
         held: Index of the incumbent.
-        noise_variance: Of a measurement.
+        noise_variance: Noise variance of a measurement.
     """
 
     def __init__(self, means: Numbers, covariance: Numbers, *, runs: Numbers, held: int, noise_variance: float) -> None:
@@ -45,12 +46,12 @@ class Prospects:
     def worth_of_launches(self, launches: int) -> float:
         """Return the expected gain of some launches together.
 
-        They are of configurations that are the best by one draw each (Thompson sampling for launches side by side,
-        Kandasamy et al. 2018), and measured with noise. What is held then has the best posterior mean (the knowledge
-        gradient of a batch, Wu and Frazier 2016).
+        Each launch runs the best configuration of a draw (parallel Thompson sampling, Kandasamy et al. 2018) and is
+        measured with noise. The new incumbent has the best posterior mean (the knowledge gradient of a batch, Wu and
+        Frazier 2016).
 
         Args:
-            launches: Their number.
+            launches: Number of launches.
         """
         hopes = np.where(self._runs, self._draws, -np.inf)[:, : self._unmeasured]
         best = np.argsort(-hopes, axis=1, kind="stable")[:, :launches].T.ravel()

@@ -5,18 +5,18 @@ is a sum of independent parts:
 
 - of its structure (ZeRO stage and offload) and of the lineage;
 - of each other knob's value, mostly the same in all structures; for numeric knobs, close values have similar residuals;
-- of the micro-batch: smooth functions of its logarithm (a shared function and a separate one per structure), which can
+- of the micro-batch: smooth functions of its logarithm (a shared function and a function per structure), which can
   follow any smooth curve; and the work that kernels waste on incomplete tiles ("tile quantization" in NVIDIA, "Matrix
   Multiplication Background"), the logarithm of ``ceil(m / t) t / m`` for tiles of ``t`` samples;
 - of the share of memory in use;
 - of the coefficients' uncertainty, by the model's derivatives.
 
-How large these parts are differs between machines by orders of magnitude, and most knobs do nothing: each has a factor
-on its variance, and so has the noise. They maximise the posterior density (type II maximum likelihood, MacKay 2003,
-chapter 28, with log-normal priors; a factor per knob is automatic relevance determination, Neal 1996) by coordinate
-ascent. A knob's factor is then replaced by its mean, in the logarithm and given the others: if few launches vary a
-knob, the most likely factor is small, and a search that relied on it would be too sure that the knob does nothing (for
-the same reason Snoek et al. 2012 integrate over such factors).
+The size of these parts differs between machines by orders of magnitude, and most knobs have no effect. The variances of
+the parts and of the noise are therefore multiplied by factors. The factors maximise the posterior density (type II
+maximum likelihood, MacKay 2003, chapter 28, with log-normal priors; a factor per knob is automatic relevance
+determination, Neal 1996) by coordinate ascent. A knob's factor is then replaced by its posterior mean in the logarithm,
+given the others: if few launches vary a knob, the most likely factor is small, and a search that relied on it would be
+too certain that the knob has no effect (for the same reason Snoek et al. 2012 integrate over such factors).
 
 Measurements of an earlier study have a larger noise than measurements of the current study, and a common error
 (conditions of that day).
@@ -41,17 +41,17 @@ Numbers: TypeAlias = npt.NDArray[Any]
 _STRUCTURE_SD, _LINEAGE_SD, _FILL_SD = 0.15, 0.005, 0.03
 """Prior standard deviations of the parts of a configuration, relative to the metric, at a factor of 1."""
 _KNOB_SD, _OWN_SHARE = 0.015, 0.2
-"""The same of a knob's value, and the share of its variance that is each structure's own."""
+"""Prior standard deviation of a knob's value, and the share of its variance that is specific to a structure."""
 _DOUBTED_STRUCTURE, _DOUBTED_KNOB = 0.3, 0.5
-"""Relative standard deviations of the effects that the formula predicts for a structure and for a knob's value."""
+"""Relative standard deviations of the predicted effects of a structure and of a knob's value."""
 _DECADE_WIDTH, _SMOOTH_SHARE = 1.0, 0.7
-"""Length scale of a knob's size in decades, and the share of its variance that is smooth in that."""
+"""Length scale of a knob's size in decades, and the share of its variance that is smooth in the size."""
 _SIZE_SD, _STRUCTURE_SIZE_SD, _SHORT_SIZE_SD = 0.06, 0.03, 0.02
-"""The same of the micro-batch: slow and shared, slow and per structure, fast and shared."""
+"""Prior standard deviations of the micro-batch's parts: slow and shared, slow and per structure, fast and shared."""
 _SIZE_WIDTH, _SHORT_SIZE_WIDTH = 3.0, 1.0
-"""Their length scales, in doublings."""
+"""Length scales of the slow and the fast parts, in doublings."""
 _TILES, _TILE_SD = (2, 4, 8, 16, 32, 64), 0.04
-"""Samples of a tile, and the standard deviation of the share of the work that each wastes."""
+"""Samples per tile, and the standard deviation of the share of the work that each tile size wastes."""
 _FILL_WIDTH = 0.2
 """Length scale of the share of memory in use."""
 NOISE_SD = 0.02
@@ -66,15 +66,15 @@ _LIMITS = {
     "doubt": (-2, 1),
     "noise": (-2, 4),
 }
-"""Least and largest power of ``_STEP`` of each group's factor."""
+"""Smallest and largest power of ``_STEP`` of each group's factor."""
 _KNOB_LIMITS = (-3, 3)
 _LOG_SD = {"structure": 1.5, "configuration": 1.0, "size": 2.0, "tile": 1.5, "doubt": 1.5, "noise": 1.2}
 """Prior standard deviation of the factors' logarithms."""
 _KNOB_LOG_SD = 2.0
 _SWEEPS = 4
-"""Largest number of times that each factor is moved in turn."""
+"""Largest number of passes of the coordinate ascent."""
 _GRID_POINTS = 129
-"""Micro-batches, evenly spaced in their logarithm, at which means are computed before they are interpolated."""
+"""Number of micro-batches, evenly spaced in their logarithm, between which means are interpolated."""
 _EARLIER_STUDY_SD, _EARLIER_LAUNCH_SD = 0.05, 0.02
 """Relative standard deviations of errors in earlier studies: shared by all their launches, and per launch."""
 
@@ -107,12 +107,14 @@ class Points:
     structure_effect: Numbers
     """Predicted effect of the structure on the log objective, relative to the best measured configuration."""
     knob_effects: Numbers
-    """Predicted effect of each knob's value on the same, from the mean in its structure, shape (n, knobs)."""
+    """Predicted effect of each knob's value on the log objective, relative to the mean in its structure, shape (n,
+    knobs).
+    """
     micro_batch: Numbers
     fill: Numbers
     """Share of the device's memory in use."""
     log_objective: Numbers
-    """Predicted by the step-time model: the prior mean."""
+    """Log objective predicted by the step-time model: the prior mean."""
     latency: Numbers
     """Predicted seconds of a step."""
     coefficient_factors: Numbers
@@ -137,7 +139,7 @@ class ResidualGP:
     Args:
         points: Measured configurations, followed by running configurations.
         observed: Measured log objectives of the first ``len(observed)`` points.
-        kernels: Of each knob, its values' covariance at a variance of 1.
+        kernels: Covariance of each knob's values at a variance of 1.
     """
 
     def __init__(self, points: Points, observed: Numbers, kernels: Sequence[Numbers]) -> None:
@@ -149,7 +151,7 @@ class ResidualGP:
         self.factors = self._learnt_factors(
             {name: part[:count, :count] for name, part in parts.items()}, measured, observed - measured.log_objective
         )
-        """Factor on the variances of each group of parts, the noise's included."""
+        """Factors on the variances of each group of parts, including the noise."""
         signal = self._weighted(parts)
         prior = signal + _noise_covariance(points, self.factors["noise"])
         self.weights = np.zeros(len(points.row))
@@ -185,7 +187,7 @@ class ResidualGP:
 
         Args:
             structure: Index of each lineage's structure.
-            effect: Predicted effect of that structure, as in ``Points``.
+            effect: Predicted effect of each lineage's structure, as in ``Points``.
         """
         points = self.points
         if not len(points.row):
@@ -201,7 +203,7 @@ class ResidualGP:
         """Return posterior mean and variance of the knobs' parts of the residual for n lineages of a structure.
 
         Args:
-            structure: Its index.
+            structure: Index of the structure.
             knobs: Index of each knob's value, shape (n, knobs).
             effects: Predicted effect of each knob's value, as in ``Points``.
         """
@@ -284,7 +286,7 @@ class ResidualGP:
         return found
 
     def _learnt_factors(self, parts: Mapping[str, Numbers], points: Points, residuals: Numbers) -> dict[str, float]:
-        """Return factors of large posterior density; knobs' factors are means over it, each given the others."""
+        """Return factors of large posterior density; knobs' factors are posterior means, each given the others."""
         knobs = [_knob(place) for place in range(len(self._kernels))]
         limits = {**_LIMITS, **dict.fromkeys(knobs, _KNOB_LIMITS)}
         if not len(residuals):

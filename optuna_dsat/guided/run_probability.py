@@ -1,4 +1,4 @@
-"""How probable it is that a configuration runs: that it fits on device and host, and that nothing else breaks it."""
+"""Probability that a configuration runs: it fits on device and host, and does not fail for other reasons."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ __all__ = ["RunProbability"]
 Numbers: TypeAlias = npt.NDArray[Any]
 
 _BLAMED = 0.5
-"""Probability from which on the micro-batch is taken to be the cause of failures."""
+"""Probability above which the micro-batch is considered the cause of failures."""
 _NEAR_OCTAVES = 0.5
 """Doublings of the micro-batch up to which an out-of-memory launch is evidence against smaller micro-batches."""
 _USUAL_FAILURES = 2
-"""Launches of a structure that fail near its edge while that is looked for; only what goes beyond them counts."""
+"""Expected number of failures near the edge of a structure while the edge is searched; only excess failures count."""
 _SURE_SHARE = 0.5
-"""Share of the profiled activations that a larger micro-batch needs at least."""
+"""Minimum memory of a larger micro-batch, as a share of the profiled activations."""
 _SURE_WEIGHT = 4
-"""Failures that one counts as which speaks against a configuration for certain, but for what launches differ by."""
+"""Weight of a failure that rules out a configuration, except for the variation between launches."""
 _HOST_SD = 0.1
 """Relative standard deviation of the predicted host memory."""
 
 
 class RunProbability:
-    """Probabilities given the trials of a study at one moment.
+    """Probabilities given a snapshot of a study's trials.
 
     Args:
         problem: Model, machine and space.
         observations: The trials.
-        memory: Posterior of memory use given them.
+        memory: Posterior of memory use given the trials.
     """
 
     def __init__(self, problem: Problem, observations: Observations, memory: MemoryPosterior) -> None:
@@ -55,7 +55,7 @@ class RunProbability:
         self._largest_run = float(observations.micro_batch[observations.fits].max(initial=0.0))
         beyond = observations.broken & (observations.micro_batch > self._largest_run) & observations.fits.any()
         self._smallest_failed = float(observations.micro_batch[beyond].min(initial=math.inf))
-        """Smallest micro-batch that failed for another reason than memory, of those larger than any that ran."""
+        """Smallest micro-batch above all that ran that failed for another reason than memory."""
         self._diagnosis = self._diagnosed()
 
     def _extreme_sizes(self, chosen: Numbers, extreme: np.ufunc, default: int) -> Numbers:
@@ -78,13 +78,14 @@ class RunProbability:
         return peak, fits * np.where(host > 0, normal_cdf((room - host) / max(1.0, _HOST_SD * room)), 1.0)
 
     def _seldom_fits(self, rows: Numbers, sizes: Numbers) -> Numbers:
-        """Return factors on the probability to fit where others of the structure failed, by the rule of succession.
+        """Return factors on the probability to fit given failures of the structure, by the rule of succession.
 
-        What ran out of memory at no larger micro-batch speaks against a configuration, unless that saves more on
-        buffers than its samples take; what ran at no smaller one and with no smaller buffers speaks for it. Where
-        launch after launch failed at somewhat larger micro-batches, those count, too: the posterior is wrong about the
-        structure then, and its edge lies elsewhere rather than one sample below. While it is not known to half a
-        doubling, all failures count against the upper half of where it may be, in the logarithm.
+        An out-of-memory launch at the same or a smaller micro-batch counts against a configuration, unless the
+        configuration saves more memory on buffers than its additional samples need. A launch that ran at the same or a
+        larger micro-batch, with the same or larger buffers, counts in its favour. Repeated failures at somewhat larger
+        micro-batches also count: the posterior is then wrong about the structure, and the edge is probably not just
+        below the failures. Until the edge is known to half a doubling, all failures count against the upper half of
+        its possible range, in the logarithm.
         """
         observations, found = self._observations, np.ones(len(rows))
         buffers = self._table.buffers.sum(axis=1)
@@ -117,10 +118,10 @@ class RunProbability:
 
     @property
     def largest_sound(self) -> int:
-        """Largest micro-batch to try where the script fails at larger ones for another reason than memory.
+        """Largest micro-batch to try if the script fails at larger sizes for another reason than memory.
 
-        A collator that takes one sample only fails so. The edge between what ran and what failed is bisected, by
-        ratios, once the size is more likely than not the cause.
+        An example is a collator that accepts only a single sample. Once the size is the probable cause, the range
+        between successful and failed sizes is bisected geometrically.
         """
         sizes = self._problem.sizes
         if self._diagnosis is None or self._diagnosis.probability_of(self._size_component) <= _BLAMED:
@@ -129,7 +130,7 @@ class RunProbability:
         return int(within[-1] if len(within) else sizes[0])
 
     def _diagnosed(self) -> Diagnosis | None:
-        """Return what breaks launches, None where none broke."""
+        """Return the diagnosis of broken launches; None if no launch is broken."""
         observations = self._observations
         if not observations.broken.any():
             return None

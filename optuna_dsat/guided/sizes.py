@@ -1,7 +1,7 @@
-"""Micro-batches that are worth a look: at every scale up to the edge of memory, and how large one may be.
+"""Micro-batches to evaluate, at every scale up to the edge of memory, and their upper limits.
 
-How large is bounded by the script's data, by what ran (``Problem.reach``), and by what doublings gained, as with the
-other methods (``optuna_dsat.trials.reach``).
+The limits are the size of the dataset, a factor on the sizes that ran (``Problem.reach``), and the gains of doublings,
+as with the other methods (``optuna_dsat.trials.reach``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["largest_size", "paying_sizes", "spread_sizes"]
 Numbers: TypeAlias = npt.NDArray[Any]
 
 _NEAR_EDGE, _AROUND_EDGE = 2, (0.75, 0.9, 1.03, 1.06, 1.12)
-"""Micro-batches evaluated on either side of the predicted edge, and multiples of the edge evaluated beside them."""
+"""Number of micro-batches evaluated on either side of the predicted edge, and additional multiples of the edge."""
 
 
 def spread_sizes(edge: Numbers) -> Numbers:
-    """Return micro-batches at every scale up to n predicted edges, and around those, shape (n, k)."""
+    """Return micro-batches at every scale up to n predicted edges and around the edges, shape (n, k)."""
     octaves = 2.0 ** np.arange(math.ceil(math.log2(max(2, int(edge.max())))) + 1)
     below = np.minimum(octaves[None, :], edge[:, None])
     near = edge[:, None] + np.arange(-_NEAR_EDGE, _NEAR_EDGE + 1)
@@ -35,18 +35,18 @@ def spread_sizes(edge: Numbers) -> Numbers:
 
 
 def largest_size(problem: Problem, observations: Observations, *, samples_limit: int | None) -> int:
-    """Return the largest micro-batch that the script's data allow, within reach of what ran.
+    """Return the largest micro-batch that the dataset allows, within reach of the sizes that ran.
 
     Args:
         problem: Model, machine, space and metric.
         observations: The trials.
-        samples_limit: Largest number of samples per rank and step for which the script's data last; None if unknown.
+        samples_limit: Largest number of samples per rank and step that the dataset allows; None if unknown.
     """
     return min(_within_data(problem, samples_limit), _within_reach(problem, observations))
 
 
 def _within_data(problem: Problem, samples_limit: int | None) -> int:
-    """Return the largest micro-batch within a number of samples per rank and step, the smallest of all if none is."""
+    """Return the largest micro-batch within a number of samples per rank and step, or else the smallest micro-batch."""
     if samples_limit is None:
         return int(problem.sizes[-1])
     within = problem.sizes[problem.sizes * problem.accumulation(problem.sizes) <= samples_limit]
@@ -54,7 +54,7 @@ def _within_data(problem: Problem, samples_limit: int | None) -> int:
 
 
 def _within_reach(problem: Problem, observations: Observations) -> int:
-    """Return the largest micro-batch within reach of those that ran, and of the user's own."""
+    """Return the largest micro-batch within reach of the sizes that ran and of the baseline."""
     if problem.reach is None:
         return int(problem.sizes[-1])
     ran = max(observations.micro_batch[observations.fits], default=0)
@@ -63,15 +63,15 @@ def _within_reach(problem: Problem, observations: Observations) -> int:
 
 
 def paying_sizes(structure: Numbers, size: Numbers, gain: Numbers, *, count: int) -> Numbers:
-    """Return the largest micro-batch that may pay for each structure, by what doublings gained; infinite if all may.
+    """Return the largest micro-batch worth trying for each structure by the gains of doublings; infinite if unlimited.
 
-    A structure ends at the smallest micro-batch at which a doubling gained less than ``LEAST_GAIN``. One for which none
-    is known goes to twice where others end, or to twice what ran in it.
+    The limit of a structure is the smallest micro-batch at which a doubling gained less than ``LEAST_GAIN``. Structures
+    without such a micro-batch are limited to twice the largest limit of the others, or twice their largest size.
 
     Args:
         structure: Structures of n measured launches.
-        size: Their micro-batches.
-        gain: What each is believed to gain over half its micro-batch, in the metric's logarithm.
+        size: Micro-batches of the launches.
+        gain: Estimated gain of each launch over half its micro-batch, in the metric's logarithm.
         count: Number of structures.
     """
     smallest, largest = np.full(count, np.inf), np.zeros(count)

@@ -1,8 +1,8 @@
-"""Advice of the DeepSpeed configuration guide, each piece only if it applies to this model on this machine.
+"""Advice of the DeepSpeed configuration guide that applies to a model on a machine.
 
-The first piece names the structure to begin with: where the guide has a fixed order of tries (ZeRO 0, 1, 2, 2 with
-offload, 3, 3 with offloads), those that fit are ordered by their predicted speed on this machine. The guide's figure
-for ``overlap_comm`` (4.5 times the buckets) refers to DeepSpeed 0.8; the advice uses today's allocations
+The first piece of advice names the structure to start with. The guide has a fixed order (ZeRO 0, 1, 2, 2 with offload,
+3, 3 with offloads); here the structures that fit are ordered by predicted speed. The guide's figure for
+``overlap_comm`` (4.5 times the buckets) refers to DeepSpeed 0.8; the advice uses current allocations
 (``optuna_dsat.cost.zero_states``).
 """
 
@@ -19,13 +19,13 @@ from optuna_dsat.words import bytes_in_words, count_in_words, setting_in_words
 __all__ = ["advise", "advise_by_rule"]
 
 _MUCH_OF_DEVICE = 0.08
-"""Least share of the device's memory that buffers take for advice on them."""
+"""Minimum share of the device's memory in buffers for advice on them."""
 _MUCH_OF_STEP = 0.1
-"""Least share of the step, or relative difference of throughput, for advice."""
+"""Minimum share of the step time, or relative difference of throughput, for advice."""
 _MUCH_OF_PEAK = 0.4
-"""Least share of the peak that activations take for advice on checkpointing if ZeRO 2 fits ..."""
+"""Minimum share of activations in the peak for advice on checkpointing if ZeRO 2 fits ..."""
 _SOME_OF_PEAK = 0.05
-"""... and if it does not."""
+"""... and if ZeRO 2 does not fit."""
 
 
 def advise(plan: Plan) -> list[str]:
@@ -34,20 +34,20 @@ def advise(plan: Plan) -> list[str]:
 
 
 def advise_by_rule(plan: Plan) -> dict[str, str]:
-    """Return the pieces of advice that apply by the names of their rules, most important first."""
+    """Return the pieces of advice that apply: name of the rule -> text, most important first."""
     found = {rule.name: rule.text(plan) for rule in _RULES if rule.on(plan)}
     return {name: text for name, text in found.items() if text is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """A piece of advice with the machines that it is for."""
+    """A piece of advice and the machines that it applies to."""
 
     name: str
     text: Callable[[Plan], str | None]
-    """What to advise; None if it does not apply to the model."""
+    """Return the advice, None if it does not apply to the model."""
     on: Callable[[Plan], bool]
-    """Whether the machine has what the advice is about."""
+    """Whether the advice applies to the machine."""
 
 
 def _on_any(plan: Plan) -> bool:  # noqa: ARG001 - as the others
@@ -63,7 +63,7 @@ def _on_several(plan: Plan) -> bool:
 
 
 def _round_size(elements: float) -> str:
-    """Return a size to try: one significant digit is enough."""
+    """Return a size to try, rounded to a single significant digit."""
     return setting_in_words(float(f"{elements:.0e}"))
 
 
@@ -72,7 +72,7 @@ def _on_several_gpus(plan: Plan) -> bool:
 
 
 def _start(plan: Plan) -> str | None:
-    """Advise the simplest structure of those predicted to be about the fastest, and name the others."""
+    """Advise the simplest structure whose predicted speed is close to the fastest, and name the others."""
     best = plan.recommended
     if best is None:
         return _nothing(plan)
@@ -140,7 +140,7 @@ def _short_of_memory(row: PlannedRow) -> bool:
 
 
 def _offload_is_dear(plan: Plan) -> str | None:
-    """Advise against an offload that is not needed."""
+    """Advise against an unnecessary offload."""
     best, own = plan.recommended, Structure.of(ds_config.effective(plan.subject.config))
     if best is None or not own.offloads or best.structure.offloads:
         return None
@@ -151,7 +151,7 @@ def _offload_is_dear(plan: Plan) -> str | None:
 
 
 def _overlap(plan: Plan) -> str | None:
-    """Advise overlap_comm against communication time, or smaller buckets against its memory."""
+    """Advise overlap_comm to hide communication time, or smaller buckets to reduce its memory."""
     best = next((row for row in plan.fitting if row.structure.stage in (1, 2)), None)
     if best is None or best.predicted is None:
         return None
@@ -194,7 +194,7 @@ def _buckets(plan: Plan) -> str | None:
 
 
 def _persistence(plan: Plan) -> str | None:
-    """Advise keeping parameters whole at ZeRO 3, as ZeRO 2 does, if they fit."""
+    """Advise keeping parameters unpartitioned at ZeRO 3, as ZeRO 2 does, if they fit."""
     best = plan.recommended
     if best is None or best.predicted is None or best.structure.stage != 3:
         return None
@@ -262,7 +262,7 @@ _RULES = (
     _Rule(name="start", text=_start, on=_on_any),
     _Rule(name="checkpointing", text=_checkpointing, on=_on_any),
     _Rule(name="offload", text=_offload_is_dear, on=_on_gpus),
-    _Rule(name="overlap_comm", text=_overlap, on=_on_several_gpus),  # on a CPU there is no second stream to overlap on
+    _Rule(name="overlap_comm", text=_overlap, on=_on_several_gpus),  # CPUs have no second stream to overlap on
     _Rule(name="buckets", text=_buckets, on=_on_any),
     _Rule(name="persistence", text=_persistence, on=_on_several),
     _Rule(name="round_robin", text=_round_robin, on=_on_several_gpus),

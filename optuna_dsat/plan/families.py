@@ -1,9 +1,9 @@
-"""Families of models as Hugging Face's transformers builds them: what a layer and its surroundings consist of.
+"""Model families of Hugging Face's transformers: composition of their layers, embeddings and heads.
 
-Counts follow the modules of transformers 5: an attention block has four projections, a feed-forward block two matrices
-or, where it is gated, three, each with or without biases; a mixture of experts has one such block an expert and a
-router. Known errors: what is smaller than a norm of a layer, such as T5's relative positions in further layers or the
-optional norms of Phi's queries, is left out.
+Counts follow the modules of transformers 5. An attention block has four projections. A feed-forward block has two
+matrices, or three if gated. Either may have biases. A mixture of experts has one feed-forward block per expert and a
+router. Known errors: modules smaller than a layer's norm are left out, such as T5's relative positions in further
+layers or the optional norms of Phi's queries.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ Kind = Literal["decoder", "encoder", "encoder-decoder", "image"]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What the models of one ``model_type`` have in common."""
+    """Properties shared by the models of a ``model_type``."""
 
     kind: Kind = "decoder"
     gated: bool = False
     """Whether the feed-forward block has three matrices."""
     norm_weights: int = 2
-    """Elements of a norm for each of its width: 1 for RMSNorm, 2 for LayerNorm."""
+    """Weights of a norm per unit of its width: 1 for RMSNorm, 2 for LayerNorm."""
     norms: int = 2
-    """Norms of a layer over the hidden size."""
+    """Norms per layer over the hidden size."""
     head_norms: int = 0
-    """Norms of a layer over the size of a head."""
+    """Norms per layer over the head size."""
     embedding_norm: bool = False
     final_norm: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
     attention_switch: str = ""
-    """Key of the config that turns biases of all four projections on or off; empty without one."""
+    """Key of the config that turns biases of all four projections on or off; empty if it has none."""
     qkv_switch: str = ""
     """Likewise, for queries, keys and values."""
     ffn_switch: str = ""
     """Likewise, for the feed-forward block."""
     learned_positions: bool = False
     extra_positions: int = 0
-    """Rows of the table of positions beyond those that the config names."""
+    """Rows of the position table in addition to the number in the config."""
     tied: bool = True
-    """Whether embedding and output share their weights where the config does not say."""
+    """Whether embedding and output share their weights if the config does not specify it."""
     head_bias: bool = False
-    """Whether the output has a bias."""
+    """Whether the output layer has a bias."""
     ffn_factor: int = 0
-    """Width of the feed-forward block over the hidden size where the config does not say; 0 if it has to."""
+    """Default ratio of the feed-forward block's width to the hidden size; 0 if the config must specify the width."""
     head_dim: int = 0
-    """Size of a head where the config does not say; 0 for the hidden size over the heads."""
+    """Default head size; 0 for the hidden size divided by the number of heads."""
     experts: bool = False
 
 
@@ -126,7 +126,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The numbers of one model."""
+    """Sizes of a model."""
 
     hidden: int
     layers: int
@@ -137,23 +137,23 @@ class Sizes:
     ffn: int
     """Width of a dense feed-forward block."""
     experts: int = 0
-    """Experts of a sparse layer; 0 without any."""
+    """Experts of a sparse layer; 0 if the model is dense."""
     experts_per_token: int = 0
     expert_ffn: int = 0
-    """Width of one expert."""
+    """Width of an expert."""
     shared_ffn: int = 0
-    """Width of the block that every token passes beside its experts."""
+    """Width of the shared block that every token passes in addition to its experts."""
     sparse_layers: int = 0
     """Layers with experts; the others are dense."""
 
     @property
     def q_width(self) -> int:
-        """Width of all queries."""
+        """Total width of the queries."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all keys, or of all values."""
+        """Total width of the keys, equal to that of the values."""
         return self.kv_heads * self.head_dim
 
 
@@ -169,7 +169,7 @@ def block_params(family: Family, sizes: Sizes, width: int) -> int:
 
     Args:
         family: The family.
-        sizes: The model's numbers.
+        sizes: Sizes of the model.
         width: Width of the block.
     """
     inward = 2 if family.gated else 1
@@ -178,13 +178,13 @@ def block_params(family: Family, sizes: Sizes, width: int) -> int:
 
 
 def layer_params(family: Family, sizes: Sizes, *, experts: int | None) -> int:
-    """Return the parameters of one layer.
+    """Return the parameters of a layer.
 
     Args:
         family: The family.
-        sizes: The model's numbers.
-        experts: Experts that count: all for what is stored, those of a token for what is computed; None for a dense
-            layer.
+        sizes: Sizes of the model.
+        experts: Number of experts to count: all for stored parameters, the experts per token for computed parameters;
+            None for a dense layer.
     """
     norms = family.norm_weights * (family.norms * sizes.hidden + family.head_norms * sizes.head_dim)
     attention = attention_params(family, sizes) + norms

@@ -1,4 +1,4 @@
-"""A plan of a script on this machine: from its profile launch, and from step times that searches measured."""
+"""Plan a script on this machine from its profile launch and from step times of earlier searches."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def plan_script(
     network_gbit_per_s: float | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Return the plan of a script, after a profile launch if no profile of it is stored.
+    """Return the plan of a script, after a profile launch if no profile is stored.
 
     Args:
-        spec: The script and where it runs.
-        store: Where profiles and studies are kept.
+        spec: The script and its resources.
+        store: Store of profiles and studies.
         device_names: Names of the devices, for the fingerprint.
         launcher: Opens a launcher; called only for a profile launch.
         on_attempt: Called before each attempt of the profile launch.
         memory_margin: Share of the device's memory to leave free.
-        seq_length: Tokens of a sample; None if not known.
-        nodes: Hosts such as this one that are planned for; the launch runs on this one.
-        network_gbit_per_s: Bandwidth of a host's network; None if not known.
-        on_notice: Called with who holds the slots while the launch waits for them.
+        seq_length: Tokens per sample; None if unknown.
+        nodes: Number of hosts to plan for, all like this host; the profile launch runs on this host only.
+        network_gbit_per_s: Network bandwidth of a host; None if unknown.
+        on_notice: Called with the owner of the slots while the launch waits for them.
 
     Raises:
-        DsatError: If the script fails, or does not fit at all.
+        DsatError: If the script fails, or does not fit in any configuration.
     """
     mark = fingerprint(spec, device_names=device_names)
     stored, origin = store.find_profile(mark), "measured before"
@@ -81,17 +81,17 @@ def plan_script(
 
 @dataclass(frozen=True, kw_only=True)
 class _Hosts:
-    """The hosts that are planned for, each as the one of the launch."""
+    """The planned hosts, all like the host of the profile launch."""
 
     count: int
     network_gbit_per_s: float | None
-    """Bandwidth of one host's network; None if not known."""
+    """Network bandwidth of a host; None if unknown."""
 
 
 def _subject(
     spec: StudySpec, profiled: Profiled, hosts: _Hosts, *, store: Store, mark: str, memory_margin: float
 ) -> tuple[Subject, str]:
-    """Return model and machine, and one sentence on what the predicted times rest on."""
+    """Return model and machine, and a sentence on the basis of the predicted times."""
     profile, one = profiled.profile, hardware_of(spec, profiled)
     ranks = one.world_size * hosts.count
     machine = priors_of_device(profile.device_name, device=spec.device, ranks=ranks)
@@ -118,7 +118,7 @@ def _subject(
 
 
 def _about(spec: StudySpec, profiled: Profiled, hosts: _Hosts, *, origin: str) -> tuple[str, ...]:
-    """Return lines on the profile and on the machine."""
+    """Return lines that describe the profile and the machine."""
     profile = profiled.profile
     each = f"{hosts.count} hosts like this one: {hosts.count} x " if hosts.count > 1 else ""
     return (

@@ -1,4 +1,4 @@
-"""A plan of a model that exists as a shape only, on a machine from the table of GPUs: nothing is launched."""
+"""Plan a model given by its shape, on a machine from the table of GPUs, without launching anything."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from optuna_dsat.words import bytes_in_words, count_in_words, params_in_words
 __all__ = ["Machine", "plan_shape"]
 
 _HOST_BYTES_PER_GPU = 128 * 2**30
-"""Host memory that is assumed where it is not given."""
+"""Default host memory per GPU."""
 _NETWORK_GBIT_PER_S = 100.0
-"""Bandwidth of a host's network that is assumed where it is not given."""
+"""Default network bandwidth of a host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Hosts with the same GPUs and one network between them."""
+    """Hosts with identical GPUs, connected by a network."""
 
     gpu: GpuSpec
     gpus_per_node: int
     nodes: int
     given_network_gbit_per_s: float | None
-    """Bandwidth of one host's network; None to assume it."""
+    """Network bandwidth of a host; None for the default."""
     given_host_bytes: int | None
-    """Memory of one host; None to assume it."""
+    """Memory of a host; None for the default."""
 
     @property
     def ranks(self) -> int:
@@ -40,25 +40,25 @@ class Machine:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of one host, in bytes."""
+        """Memory of a host, in bytes."""
         return self.given_host_bytes or _HOST_BYTES_PER_GPU * self.gpus_per_node
 
     @property
     def network_gbit_per_s(self) -> float:
-        """Bandwidth of one host's network."""
+        """Network bandwidth of a host."""
         given = self.given_network_gbit_per_s
         return _NETWORK_GBIT_PER_S if given is None else given
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Options that describe this machine and were not given."""
+        """Options of this machine that have default values."""
         options = ["--host-memory"] if self.given_host_bytes is None else []
         options += ["--network"] if self.nodes > 1 and self.given_network_gbit_per_s is None else []
         return tuple(options)
 
     @property
     def words(self) -> str:
-        """The machine in one sentence."""
+        """Description of the machine in a sentence."""
         memory, network = (
             f" (assumed; {option})" if option in self.assumed else "" for option in ("--host-memory", "--network")
         )
@@ -85,9 +85,9 @@ def plan_shape(
     Args:
         shape: The transformer.
         machine: The machine.
-        config: A DeepSpeed config; None for AdamW in the half precision that the GPU has tensor cores for.
+        config: A DeepSpeed config; None for AdamW in the half precision supported by the GPU's tensor cores.
         memory_margin: Share of the device's memory to leave free.
-        nvme_path: Folder on NVMe that every host has; None without one.
+        nvme_path: Folder on NVMe that exists on every host; None without NVMe.
     """
     gpu = machine.gpu
     if config is None:
@@ -132,7 +132,7 @@ def plan_shape(
 
 
 def _selective_in_words(shape: TransformerShape) -> tuple[str, ...]:
-    """Return a sentence on selective recomputation of attention that keeps no score matrices; empty without."""
+    """Return a sentence if selective recomputation is combined with fused attention, else an empty tuple."""
     if shape.recompute != "selective" or not shape.fused_attention:
         return ()
     return (
@@ -142,7 +142,7 @@ def _selective_in_words(shape: TransformerShape) -> tuple[str, ...]:
 
 
 def _quantized_in_words(shape: TransformerShape, *, element: int) -> tuple[str, ...]:
-    """Return a sentence on weights that the checkpoint stores in fewer bits than the plan counts; empty without."""
+    """Return a sentence on how the plan counts quantized weights; empty if the weights are not quantized."""
     if not shape.quantized:
         return ()
     if shape.quantized_params:
@@ -165,7 +165,7 @@ def _element_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _profile(shape: TransformerShape, machine: Machine, *, element: int) -> ModelProfile:
-    """Return what a profile launch would measure; ``peak_bytes`` is 0.
+    """Return the expected result of a profile launch, with a ``peak_bytes`` of 0.
 
     Args:
         shape: The transformer.

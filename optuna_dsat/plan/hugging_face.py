@@ -1,4 +1,4 @@
-"""The shape of a model from its Hugging Face ``config.json``: parameters are counted, nothing is built or loaded."""
+"""Derive a model's shape from its Hugging Face ``config.json``, without building or loading the model."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["find_config", "shape_of_config"]
 _CONFIG = "config.json"
 _MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEFAULT_TOKENS = 2048
-"""Tokens of a sample if the user names none and the model can take as many."""
+"""Default number of tokens per sample, unless the model's maximum is smaller."""
 _DROPOUTS = ("hidden_dropout_prob", "resid_pdrop", "resid_dropout", "hidden_dropout", "dropout", "dropout_rate")
 
 
 @dataclass(kw_only=True)
 class _Reader:
-    """Numbers of a config by any of their names; remembers what is missing."""
+    """Read numbers of a config by any of their names, and record missing numbers."""
 
     data: Mapping[str, Any]
     missing: list[str] = field(default_factory=list)
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Return the first of ``names`` that is there, else the default; a missing one is noted and stands as 1.
+        """Return the value of the first existing key, else the default; without either, record the key and return 1.
 
         Raises:
-            UsageError: If it is no whole number above 0.
+            UsageError: If the value is not a whole number above 0.
         """
         found = self.maybe(*names)
         if found is not None:
@@ -46,7 +46,7 @@ class _Reader:
         return default
 
     def maybe(self, *names: str) -> int | None:
-        """Return the first of ``names`` that is there; None if none is."""
+        """Return the value of the first existing key; None if all are missing."""
         for name in names:
             value = self.data.get(name)
             if value is None:
@@ -59,26 +59,26 @@ class _Reader:
         return None
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Return a switch."""
+        """Return a boolean."""
         value = self.data.get(name)
         return default if value is None else bool(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Count:
-    """Parameters of a model, and of those the ones that a token meets."""
+    """Parameters of a model, in total and per token."""
 
     stored: int
     active: int
     logits: int | None
-    """Numbers that a sample's loss is computed from; None for one a token and word."""
+    """Number of logits per sample; None for tokens times vocabulary."""
 
 
 def find_config(given: Path) -> Path:
-    """Return the ``config.json`` that is meant: a file, the one of a model's folder, or of a model id in the cache.
+    """Return the ``config.json`` given as a file, as a model's folder, or as a model id in the cache.
 
     Raises:
-        UsageError: If there is none.
+        UsageError: If it does not exist.
     """
     if given.is_dir():
         if not (given / _CONFIG).is_file():
@@ -112,10 +112,10 @@ def shape_of_config(
 
     Args:
         given: A ``config.json``, the folder of a model, or a model id that was downloaded before.
-        seq_length: Tokens of a sample; None for 2048, or what the model can take if that is less.
-        dropout: Whether it uses dropout even where the config says that it does not.
-        fused_attention: Whether attention keeps no ``s x s`` matrices.
-        recompute: What is recomputed in the backward pass.
+        seq_length: Tokens per sample; None for 2048, or the model's maximum if that is smaller.
+        dropout: Whether to assume dropout even if the config disables it.
+        fused_attention: Whether attention stores no ``s x s`` matrices.
+        recompute: Activations to recompute in the backward pass.
         trainable_share: Share of the parameters that is trained.
 
     Raises:
@@ -162,7 +162,7 @@ def shape_of_config(
 
 
 def _quantized(data: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Return the quantization of the weights in words, empty without one, and its bits; None if they are not named."""
+    """Return the name of the weights' quantization (empty if not quantized) and its bits (None if unknown)."""
     section = data.get("quantization_config")
     if not isinstance(section, Mapping) or not section:
         return "", None
@@ -200,7 +200,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _switched(family: Family, reader: _Reader) -> Family:
-    """Return the family with the biases and blocks that the config chooses."""
+    """Return the family with the biases and blocks selected by the config."""
     both = reader.flag(family.attention_switch, default=family.qkv_bias) if family.attention_switch else None
     if both is not None:
         family = replace(family, qkv_bias=both, out_bias=both)
@@ -233,7 +233,7 @@ def _sizes(kind: str, family: Family, reader: _Reader) -> Sizes:
 
 
 def _kv_heads(kind: str, reader: _Reader, heads: int) -> int:
-    """Return the heads of keys and values; Falcon has one unless its config says otherwise."""
+    """Return the number of heads of keys and values; Falcon's default is 1."""
     if kind != "falcon":
         return reader.size("num_key_value_heads", default=heads)
     if reader.flag("new_decoder_architecture", default=False):
@@ -256,7 +256,7 @@ def _with_experts(dense: Sizes, reader: _Reader) -> Sizes:
 
 
 def _width_of_token(sizes: Sizes) -> int:
-    """Return the width of what one token passes in a feed-forward block, as a mean over the layers."""
+    """Return the mean width of the feed-forward blocks that a token passes, over the layers."""
     if not sizes.sparse_layers:
         return sizes.ffn
     sparse = sizes.experts_per_token * sizes.expert_ffn + sizes.shared_ffn
@@ -264,13 +264,13 @@ def _width_of_token(sizes: Sizes) -> int:
 
 
 def _largest_module(family: Family, sizes: Sizes, embedding: int) -> int:
-    """Return the parameters of the largest module that owns some directly; transformers 5 holds experts in one."""
+    """Return the parameters of the largest leaf module; in transformers 5 a layer's experts are a single module."""
     experts = sizes.experts * sizes.expert_ffn * (3 if family.gated else 2)
     return max(embedding, sizes.hidden * max(sizes.ffn, experts))
 
 
 def _tokens(family: Family, reader: _Reader, wanted: int | None) -> tuple[int, int | None]:
-    """Return the tokens of a sample, and the most that the model can take; None where it takes any number."""
+    """Return the tokens per sample and the model's maximum (None if unlimited)."""
     if family.kind == "image":
         patches = _patches(reader)
         return patches + 1, patches + 1
@@ -286,7 +286,7 @@ def _patches(reader: _Reader) -> int:
 
 
 def _sides(reader: _Reader, name: str) -> tuple[int, int]:
-    """Return height and width of an image or a patch: one number stands for both."""
+    """Return height and width of an image or a patch; a single number is both."""
     value = reader.data.get(name)
     if not isinstance(value, list):
         side = reader.size(name)
@@ -297,7 +297,7 @@ def _sides(reader: _Reader, name: str) -> tuple[int, int]:
 
 
 def _count(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab: int) -> _Count:
-    """Return the parameters of embeddings, layers and what computes the loss."""
+    """Count the parameters of embeddings, layers and head."""
     dense = sizes.layers - sizes.sparse_layers
     if kind == "falcon":
         family = replace(family, norms=_falcon_norms(reader))
@@ -319,7 +319,7 @@ def _count(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab: int)
 
 
 def _falcon_norms(reader: _Reader) -> int:
-    """Return the norms of a Falcon layer."""
+    """Return the number of norms of a Falcon layer."""
     if not reader.flag("parallel_attn", default=True):
         return 2
     default = 2 if reader.flag("new_decoder_architecture", default=False) else 1
@@ -327,14 +327,14 @@ def _falcon_norms(reader: _Reader) -> int:
 
 
 def _final_norm(kind: str, family: Family, sizes: Sizes, reader: _Reader) -> int:
-    """Return the parameters of the norm after the last layer; OPT may have none."""
+    """Return the parameters of the norm after the last layer, which OPT may lack."""
     if kind == "opt" and not reader.flag("do_layer_norm_before", default=True):
         return 0
     return family.norm_weights * sizes.hidden if family.final_norm else 0
 
 
 def _embeddings(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab: int) -> int:
-    """Return the parameters of what turns a sample into the first layer's input."""
+    """Return the parameters of the embeddings."""
     hidden = sizes.hidden
     norm = family.norm_weights * hidden if family.embedding_norm else 0
     if family.kind == "image":
@@ -349,9 +349,9 @@ def _embeddings(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab:
 
 
 def _head(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab: int) -> tuple[int, int | None]:
-    """Return the parameters of what follows the last norm, and the numbers of a sample's loss (None: words).
+    """Return the parameters of the head, and the number of logits per sample (None: tokens times vocabulary).
 
-    ``architectures`` names the model that is trained; without it that is the one for language, or for images' classes.
+    ``architectures`` names the trained model; the default is the language model, or the image classifier.
     """
     named = reader.data.get("architectures") or [""]
     name, hidden = str(named[0]), sizes.hidden

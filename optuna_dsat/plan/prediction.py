@@ -1,7 +1,7 @@
-"""The predicted step of a configuration before anything is launched with it.
+"""Predicted step of a configuration before any launch.
 
-Times are those of ``optuna_dsat.cost.step_time`` with coefficients by the GPU's data sheet, or fitted to launches of
-the same model; the range is what the coefficients' uncertainty and the formula's own error leave open.
+Times come from ``optuna_dsat.cost.step_time`` with coefficients from the GPU's data sheet, or fitted to launches of
+the same model. The range follows from the uncertainty of the coefficients and the error of the formula.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from optuna_dsat.cost.step_time import Columns, LogCoefficients, StepTimeModel
 __all__ = ["StepPrediction", "Subject", "predict_steps", "step_time_model"]
 
 _INTERVAL = 1.645
-"""Standard deviations on either side that hold 90% of a normal distribution."""
+"""Standard deviations on either side of the mean that contain 90% of a normal distribution."""
 _FORMULA_ERROR = 0.1
-"""Relative error of the step formula itself, whatever its coefficients."""
+"""Relative error of the step formula with exact coefficients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +35,26 @@ class Subject:
     profile: ModelProfile
     hardware: Hardware
     config: Mapping[str, Any]
-    """The user's DeepSpeed config, or the one assumed without it."""
+    """The user's DeepSpeed config, or the default."""
     machine: Priors = field(default_factory=dict)
-    """Coefficients of the step-time model by data sheets: median and spread of each."""
+    """Coefficients of the step-time model from data sheets: median and spread of each."""
     fitted: LogCoefficients | None = None
     """Coefficients fitted to launches; None if no step was timed."""
     memory_margin: float = 0.05
     """Share of the device's memory to leave free."""
     pipeline: bool = False
     nvme_path: str | None = None
-    """Folder on NVMe that every host has; None without one."""
+    """Folder on NVMe that exists on every host; None without NVMe."""
     seq_length: int | None = None
-    """Tokens of a sample; None if not known."""
+    """Tokens per sample; None if unknown."""
     peak_flops: float | None = None
-    """Peak FLOPS of one device in the precision of the config; None if not known."""
+    """Peak FLOPS of a device in the precision of the config; None if unknown."""
     model_flops_per_sample: int | None = None
-    """FLOPs of a sample without what is recomputed; None for the profile's."""
+    """FLOPs per sample without recomputation; None for the profile's FLOPs."""
 
     @property
     def usable_bytes(self) -> int:
-        """Device memory that torch's allocator can be expected to get, in bytes per rank."""
+        """Device memory expected to be available to torch's allocator, in bytes per rank."""
         device = self.hardware.device_memory_bytes
         on_cpu = self.hardware.device == "cpu"
         if on_cpu:
@@ -66,7 +66,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """The predicted optimizer step of one configuration at one micro-batch."""
+    """Predicted optimizer step of a configuration at a micro-batch."""
 
     step_s: float
     """Median, in seconds."""
@@ -74,19 +74,19 @@ class StepPrediction:
     high_s: float
     """Ends of the 90% interval, in seconds."""
     samples_per_s: float
-    """Over all ranks, at the median."""
+    """Samples per second over all ranks, at the median."""
     tokens_per_s: float | None
-    """Likewise; None if the tokens of a sample are not known."""
+    """Tokens per second over all ranks; None if the tokens per sample are unknown."""
     tokens_per_s_per_gpu: float | None
     """``tokens_per_s`` over the number of ranks."""
     mfu: float | None
-    """Share of the devices' peak FLOPS that the model's operations reach; None if either is not known.
+    """Model FLOPs relative to the devices' peak FLOPS; None if either is unknown.
 
-    Model FLOPs utilisation of Chowdhery et al. (arXiv:2204.02311, appendix B). Recomputed operations do not count where
-    they are known apart: a profile launch counts all.
+    Model FLOPs utilisation of Chowdhery et al. (arXiv:2204.02311, appendix B). Recomputed operations are excluded if
+    they are known separately; a profile launch counts all operations.
     """
     shares: Mapping[str, float]
-    """compute, link, host, memory, overhead -> share of the step that each takes."""
+    """compute, link, host, memory, overhead -> share of the step time."""
 
     @property
     def bound(self) -> str:
@@ -106,7 +106,7 @@ def predict_steps(
 
     Args:
         subject: Model and machine.
-        configs: Whole DeepSpeed configs; their own micro-batches are ignored.
+        configs: Complete DeepSpeed configs; their micro-batches are ignored.
         micro_batches: Samples per rank and forward pass, one for each config.
     """
     if not configs:

@@ -1,7 +1,8 @@
-"""A plan: predicted memory, largest micro-batch, predicted step and its bound for each ZeRO stage and offload.
+"""A plan: predicted memory, largest micro-batch, predicted step and its bottleneck for each ZeRO stage and offload.
 
-Memory is that of ``optuna_dsat.cost.memory``; what torch's allocator does not count (context, libraries, gaps) is
-left free, as ``optuna_dsat.cost.memory_posterior`` has it. Steps are those of ``optuna_dsat.plan.prediction``.
+``optuna_dsat.cost.memory`` predicts the memory. Memory that torch's allocator does not count (context, libraries,
+fragmentation) is left free, as in ``optuna_dsat.cost.memory_posterior``. ``optuna_dsat.plan.prediction`` predicts the
+steps.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from optuna_dsat.plan.prediction import StepPrediction, Subject, predict_steps
 __all__ = ["CLOSE", "Plan", "PlannedRow", "plan_rows"]
 
 CLOSE = 0.1
-"""Predictions whose relative difference is at most this are taken as equal."""
+"""Largest relative difference at which predictions are considered equal."""
 
 _SIZES = 40
-"""Micro-batches at which the predicted throughput is compared at once."""
+"""Number of micro-batches at which the predicted throughput is compared at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A model on a machine with a row for each structure, and what else the advice depends on."""
+    """A model on a machine with a row for each structure, and further inputs of the advice."""
 
     subject: Subject
     rows: Sequence[PlannedRow]
@@ -41,22 +42,22 @@ class Plan:
     hidden: int | None = None
     """Hidden size; None if not known."""
     about: tuple[str, ...] = ()
-    """Lines on what the plan rests on."""
+    """Lines on the basis of the plan."""
     assumed: tuple[str, ...] = ()
-    """Options whose values were not given and cannot be measured without a launch."""
+    """Options with default values that only a launch could measure."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """The model as a JSON object: its shape or its profile."""
 
     @property
     def fitting(self) -> list[PlannedRow]:
-        """Rows that fit, in falling order of predicted throughput; of equal ones the one that saves least first."""
+        """Rows that fit, by descending predicted throughput; ties start with the row that saves the least memory."""
         return sorted((row for row in self.rows if row.predicted), key=lambda row: row.samples_per_s, reverse=True)
 
     @property
     def recommended(self) -> PlannedRow | None:
-        """The row to begin with: the simplest of those predicted within ``CLOSE`` of the fastest; None if nothing fits.
+        """Simplest row predicted to be within ``CLOSE`` of the fastest; None if nothing fits.
 
-        A prediction is not precise enough to prefer an offload or a higher stage for less.
+        Predictions are not precise enough to prefer an offload or a higher stage for a smaller difference.
         """
         fitting = self.fitting
         close = [row for row in fitting if fitting[0].samples_per_s <= (1 + CLOSE) * row.samples_per_s]
@@ -65,31 +66,31 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRow:
-    """What one structure takes and reaches."""
+    """Predicted memory and speed of a structure."""
 
     structure: Structure
     copy_ranks: int = 1
-    """GPUs of a node, each of which holds a second copy of ZeRO 3's parameters; 1 without one."""
+    """GPUs of a node that together hold a secondary copy of ZeRO 3's parameters; 1 without a copy."""
     config: Mapping[str, Any]
-    """The user's config at this structure, without batch sizes."""
+    """The user's config with this structure, without batch sizes."""
     states_bytes: int
-    """Peak per device without samples."""
+    """Peak per device without activations."""
     least_bytes: int
     """Peak per device at micro-batch 1."""
     largest: int
-    """Largest micro-batch that fits; 0 if none does."""
+    """Largest micro-batch that fits; 0 if even micro-batch 1 does not fit."""
     micro_batch: int
-    """Micro-batch with the best predicted throughput; 0 if none fits."""
+    """Micro-batch with the best predicted throughput; 0 if nothing fits."""
     device_bytes: int
-    """Peak per device at ``micro_batch`` (at 1 if none fits)."""
+    """Peak per device at ``micro_batch`` (at 1 if nothing fits)."""
     host_bytes: int
-    """Memory of one host, at the same micro-batch."""
+    """Memory per host, at the same micro-batch."""
     parts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    """What ``device_bytes`` consists of: name -> bytes."""
+    """Parts of ``device_bytes``: name -> bytes."""
     predicted: StepPrediction | None
     """The step at ``micro_batch``; None if nothing fits."""
     too_small: str = ""
-    """``device``, ``host`` or ``device and host``: whose memory is too small; empty if something fits."""
+    """The memory that is too small: ``device``, ``host`` or ``device and host``; empty if something fits."""
 
     def complexity(self) -> tuple[int, int, int]:
         """Return a key by which simpler structures sort first: fewer offloads, no second copy, a lower stage."""
@@ -97,12 +98,12 @@ class PlannedRow:
 
     @property
     def name(self) -> str:
-        """The structure in words."""
+        """Name of the structure."""
         return self.structure.words + (" + a copy in each node" if self.copy_ranks > 1 else "")
 
     @property
     def bound(self) -> str:
-        """What most of the step goes into; memory if nothing fits."""
+        """Resource with the largest share of the step time; ``memory`` if nothing fits."""
         return self.predicted.bound if self.predicted is not None else "memory"
 
     @property
@@ -136,7 +137,7 @@ class PlannedRow:
 
 
 def plan_rows(subject: Subject) -> list[PlannedRow]:
-    """Return a row for each structure that DeepSpeed accepts here; on several nodes also with a copy in each."""
+    """Return a row for each structure that DeepSpeed accepts; on several nodes also with a copy in each node."""
     hardware = subject.hardware
     copied = hardware.nodes > 1 and hardware.ranks_on_node > 1
     rows = []
@@ -148,9 +149,9 @@ def plan_rows(subject: Subject) -> list[PlannedRow]:
 
 
 def _structures(subject: Subject) -> Iterator[Structure]:
-    """Yield what DeepSpeed accepts: a pipeline at most at ZeRO 1, nothing to offload where ranks run on the CPU.
+    """Yield the structures that DeepSpeed accepts: pipelines up to ZeRO 1, no offload if ranks run on the CPU.
 
-    Offloads to NVMe, which DeepSpeed does at ZeRO 3 only, come last, and where there is NVMe.
+    Offloads to NVMe come last, at ZeRO 3 only (DeepSpeed supports no other stage) and if an NVMe folder is given.
     """
     accepted = [
         structure
@@ -164,7 +165,7 @@ def _structures(subject: Subject) -> Iterator[Structure]:
 
 
 def _config(subject: Subject, structure: Structure, *, copy_ranks: int) -> dict[str, Any]:
-    """Return the user's config at a structure, without batch sizes; its other offload settings are kept."""
+    """Return the user's config with a structure, without batch sizes; its other offload settings are kept."""
     base = ds_config.effective(subject.config)
     own = base.get("zero_optimization") or {}
     zero = structure.zero_section(nvme_path=subject.nvme_path)
@@ -208,10 +209,10 @@ def _row(subject: Subject, structure: Structure, *, copy_ranks: int = 1) -> Plan
 
 
 def _best(subject: Subject, config: Mapping[str, Any], largest: int) -> tuple[int, StepPrediction | None]:
-    """Return the micro-batch of the best predicted throughput with its step; 0 and None if not even 1 fits.
+    """Return the micro-batch of the best predicted throughput with its step; 0 and None if micro-batch 1 does not fit.
 
-    Throughput rises with the micro-batch until memory is crowded, so it is sought between the neighbours of the best of
-    ever denser micro-batches.
+    Throughput rises with the micro-batch until memory is crowded. The search narrows to the neighbours of the best
+    micro-batch on an ever finer grid.
     """
     low, high = 1, largest
     best, predicted = 0, None

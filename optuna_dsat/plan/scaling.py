@@ -1,4 +1,4 @@
-"""How many devices are worth it: the fastest plan at each number of them, side by side."""
+"""Compare the fastest plan at each number of devices."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ __all__ = ["AtCount", "counts_up_to", "scaling"]
 
 @dataclass(frozen=True, kw_only=True)
 class AtCount:
-    """The fastest plan on one number of devices."""
+    """The fastest plan on a number of devices."""
 
     devices: int
     row: PlannedRow | None
-    """None if nothing fits."""
+    """The plan's row; None if nothing fits."""
     share_of_linear: float | None
-    """Samples/s per device over those of the smallest number without offload, or that fits; None if nothing fits."""
+    """Samples/s per device relative to the smallest number of devices without offload, or else to the smallest that
+    fits; None if nothing fits.
+    """
 
     @property
     def samples_per_s(self) -> float | None:
-        """Over all devices; None if nothing fits."""
+        """Samples/s over all devices; None if nothing fits."""
         return None if self.row is None else self.row.samples_per_s
 
     @property
     def samples_per_s_each(self) -> float | None:
-        """Per device; None if nothing fits."""
+        """Samples/s per device; None if nothing fits."""
         return None if self.row is None else self.row.samples_per_s / self.devices
 
     def to_json(self) -> dict[str, Any]:
@@ -51,13 +53,13 @@ def counts_up_to(devices: int) -> tuple[int, ...]:
 
 
 def scaling(subject: Subject, counts: Sequence[int]) -> tuple[AtCount, ...]:
-    """Return the fastest plan at each number of devices, each with its own structure and micro-batch.
+    """Return the fastest plan at each number of devices; structure and micro-batch may differ.
 
-    A host's memory is that of the whole host, however few of its devices are used.
+    The memory of a host does not depend on the number of devices in use.
 
     Args:
         subject: Model and machine.
-        counts: Numbers of devices, in ascending order; hosts are filled one after another.
+        counts: Numbers of devices, in ascending order; a host is filled before the next is used.
     """
     found: list[AtCount] = []
     for count in counts:

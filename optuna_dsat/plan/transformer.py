@@ -1,25 +1,25 @@
-"""Parameters, FLOPs and activations of a transformer from its shape, before any launch.
+"""Parameters, FLOPs and activations of a transformer, computed from its shape.
 
 Symbols: s sequence length, b micro-batch (1 here: all values are per sample), h hidden size, L layers, a heads, f width
 of the feed-forward block, v vocabulary, e bytes of an activation (2 in half precision).
 
-Activations are those of Korthikanti et al. (arXiv:2205.05198, section 4.1, equation 1): a layer keeps ``s b h (34 + 5 a
-s / h)`` bytes in half precision with dropout and ``f = 4 h``, of which attention takes ``11 s b h + 5 a s^2 b``, the
-feed-forward block ``19 s b h`` and two layer norms ``4 s b h``. Selective recomputation, or a fused attention kernel,
-drops ``5 a s^2 b``; both together repeat attention for hardly less memory. Full recomputation keeps the ``2 s b h`` of
-a layer's input and needs one layer's activations again during the backward pass (section 5). Outside the layers: ``s b
-h`` for the embedding's dropout, ``4 s b h`` for the last norm and the projection's input, and the logits (section 4.3).
+Activations follow Korthikanti et al. (arXiv:2205.05198, section 4.1, equation 1): a layer stores ``s b h (34 + 5 a s /
+h)`` bytes in half precision with dropout and ``f = 4 h``: attention ``11 s b h + 5 a s^2 b``, the feed-forward block
+``19 s b h`` and two layer norms ``4 s b h``. Selective recomputation, or a fused attention kernel, saves ``5 a s^2 b``;
+combining both repeats attention and saves hardly any further memory. Full recomputation stores a layer's input (``2 s b
+h``) and needs the activations of a single layer during the backward pass (section 5). Outside the layers: ``s b h`` for
+the embedding's dropout, ``4 s b h`` for the last norm and the projection's input, and the logits (section 4.3).
 
-FLOPs are those of Narayanan et al. (arXiv:2104.04473, section 5.1): 6 per parameter and token, and ``12 L s^2 h`` for
+FLOPs follow Narayanan et al. (arXiv:2104.04473, section 5.1): 6 per parameter and token, and ``12 L s^2 h`` for
 attention; full recomputation repeats the forward pass.
 
-Grouped-query attention and heads of a size of their own change what attention keeps accordingly: its input, its queries
-twice, keys and values twice between them. Of a mixture of experts, a token computes and keeps what its own experts do.
-Frozen weights (LoRA) cost no gradient of their own, so 2 of the 6 operations go; activations are taken to be the same,
-which is too much where no adapter reads them.
+With grouped-query attention or a different head size, attention stores its input, queries and output at the width of
+the queries, and keys and values at their own width. In a mixture of experts, a token computes and stores activations
+of its assigned experts only. Frozen weights (LoRA) need no gradient, which saves 2 of the 6 operations. Their
+activations are assumed to be stored, which is an overestimate if no adapter reads them.
 
-Known errors: the formulas leave out kernels' workspaces and a framework's casts and copies. A loss that is computed in
-half precision, or without a copy of the logits, takes less than assumed.
+Known errors: the formulas omit the workspaces of kernels and a framework's casts and copies. A loss that is computed in
+half precision, or without a copy of the logits, needs less memory than assumed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _HALF_SPEED_TOKENS = 400
 multiprocessors, several matrices wide (NVIDIA, "Matrix Multiplication Background", section 3).
 """
 _MATRICES = 4
-"""Weights of a layer that ZeRO 3 gathers one by one; 7 where the block is gated and q, k and v are apart."""
+"""Weights of a layer, which ZeRO 3 gathers separately; 7 if the block is gated and q, k and v are separate."""
 _HOOKS_S = 0.0007
-"""Seconds per layer and pass that ZeRO 3's hooks take on the host; a rough figure with a wide spread."""
+"""Seconds per layer and pass of ZeRO 3's hooks on the host; a rough estimate with a wide spread."""
 _SCALE_BITS = 0.5
-"""Bits of a quantized weight's share in the scale of its block: 32 for 64 weights (QLoRA, arXiv:2305.14314, section 3).
+"""Bits per quantized weight for the scale of its block: 32 for 64 weights (QLoRA, arXiv:2305.14314, section 3).
 """
 _LOGITS_GRADIENT = 4
 """Bytes per logit that the loss's backward pass adds, before anything else is freed."""
@@ -55,7 +55,7 @@ _LOGITS_GRADIENT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """The numbers of a transformer on which memory and FLOPs depend."""
+    """Numbers of a transformer that determine its memory and FLOPs."""
 
     params: int
     hidden: int
@@ -64,34 +64,34 @@ class TransformerShape:
     seq_length: int = 2048
     vocab: int = 50257
     ffn: int | None = None
-    """Width of the feed-forward block; None for 4 h, or 8/3 h where it is gated."""
+    """Width of the feed-forward block; None for 4 h, or 8/3 h if it is gated."""
     gated: bool = False
     """Whether the feed-forward block is gated (SwiGLU: three matrices), as in LLaMA."""
     dropout: bool = False
     fused_attention: bool = True
-    """Whether attention keeps no ``s x s`` matrices (FlashAttention, torch's scaled_dot_product_attention)."""
+    """Whether attention stores no ``s x s`` matrices (FlashAttention, torch's scaled_dot_product_attention)."""
     recompute: Recompute = "none"
-    """What is recomputed in the backward pass (activation checkpointing)."""
+    """Activations recomputed in the backward pass (activation checkpointing)."""
     kv_heads: int | None = None
-    """Heads of keys and values (grouped-query attention); None for as many as of queries."""
+    """Heads of keys and values (grouped-query attention); None for the number of query heads."""
     head_dim: int | None = None
-    """Size of a head; None for the hidden size over the heads."""
+    """Size of a head; None for the hidden size divided by the number of heads."""
     cross_layers: int = 0
-    """Layers that attend to an encoder's output as well."""
+    """Layers with cross-attention to an encoder's output."""
     active_params: int | None = None
-    """Parameters that a token meets, where a mixture of experts has more; None for all."""
+    """Parameters used per token in a mixture of experts; None for all."""
     largest_module: int | None = None
     """Parameters of the largest single module; None for the embedding, or a matrix of the feed-forward block."""
     logits: int | None = None
-    """Numbers from which a sample's loss is computed; None for one a token and word."""
+    """Number of logits per sample; None for tokens times vocabulary."""
     trainable_share: float = 1.0
     """Share of the parameters that is trained, as with LoRA."""
     quantized: str = ""
-    """How the checkpoint's weights are quantized, such as ``bitsandbytes, 4 bits``; empty if they are not."""
+    """Quantization of the checkpoint's weights, such as ``bitsandbytes, 4 bits``; empty if not quantized."""
     quantized_bits: int | None = None
     """Bits of a quantized weight; None if unknown, or without quantization."""
     family: str = ""
-    """Name of the family, such as ``llama``; empty if not known."""
+    """Name of the family, such as ``llama``; empty if unknown."""
 
     def __post_init__(self) -> None:
         for name in ("params", "hidden", "layers", "heads", "seq_length", "vocab"):
@@ -115,12 +115,12 @@ class TransformerShape:
 
     @property
     def q_width(self) -> int:
-        """Width of all queries of a layer."""
+        """Total width of a layer's queries."""
         return self.hidden if self.head_dim is None else self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all keys, or of all values, of a layer."""
+        """Total width of a layer's keys, equal to the total width of its values."""
         return self.q_width if self.kv_heads is None else self.q_width * self.kv_heads // self.heads
 
     @property
@@ -130,13 +130,13 @@ class TransformerShape:
 
     @property
     def quantized_params(self) -> int:
-        """Parameters that are stored in ``quantized_bits``: all that are frozen, but the embedding and the output."""
+        """Parameters stored in ``quantized_bits``: all frozen parameters except the embedding and the output."""
         if self.quantized_bits is None:
             return 0
         return max(0, self.params - self.trainable_params - 2 * self.vocab * self.hidden)
 
     def stored_params(self, *, element: int) -> int:
-        """Return the parameters as a number of elements of ``element`` bytes: quantized ones take a part of one."""
+        """Return the stored parameters in units of ``element`` bytes; a quantized parameter is a fraction of a unit."""
         bits = (self.quantized_bits or 0) + _SCALE_BITS
         return self.params - self.quantized_params + round(self.quantized_params * min(1.0, bits / (8 * element)))
 
@@ -148,27 +148,27 @@ class TransformerShape:
 
     @property
     def attention_flops(self) -> int:
-        """Floating-point operations of attention's scores and their product with the values, in the forward pass."""
+        """FLOPs of the attention scores and of their product with the values, in the forward pass."""
         return 4 * (self.layers + self.cross_layers) * self.q_width * self.seq_length**2
 
     @property
     def forward_flops(self) -> int:
-        """Floating-point operations of the forward pass."""
+        """FLOPs of the forward pass."""
         return 2 * (self.active_params or self.params) * self.seq_length + self.attention_flops
 
     @property
     def model_flops_per_sample(self) -> int:
-        """Floating-point operations of forward and backward pass, without any recomputation.
+        """FLOPs of forward and backward pass, without recomputation.
 
-        The backward pass takes as many as the forward pass for the gradients of activations, and as many again for
-        those of the weights that are trained.
+        In the backward pass, the gradients of activations cost as many as the forward pass, and the gradients of
+        trained weights cost the same again.
         """
         weights = round(2 * (self.active_params or self.params) * self.seq_length * self.trainable_share)
         return 2 * self.forward_flops + weights + self.attention_flops
 
     @property
     def flops_per_sample(self) -> int:
-        """Floating-point operations of forward and backward pass, recomputation included."""
+        """FLOPs of forward and backward pass, including recomputation."""
         again = {
             "none": 0,
             "selective": self.attention_flops,
@@ -178,7 +178,7 @@ class TransformerShape:
 
     @property
     def words(self) -> str:
-        """The shape in one sentence."""
+        """Description of the shape in a sentence."""
         attention = "" if self.fused_attention else ", plain attention"
         parts = [f"{params_in_words(self.params)} parameters"]
         if self.active_params is not None:
@@ -191,7 +191,7 @@ class TransformerShape:
             things_in_words(self.heads, "head"),
             f"{things_in_words(self.seq_length, 'token')} a sample",
         ]
-        if self.vocab > 1:  # pictures have none
+        if self.vocab > 1:  # image models have no vocabulary
             known.append(f"vocabulary {count_in_words(self.vocab)}")
         return (
             f"{f'{self.family}, ' if self.family else ''}{', '.join(parts)}: {', '.join(known)}; "
@@ -199,7 +199,7 @@ class TransformerShape:
         )
 
     def priors(self) -> dict[str, tuple[float, float]]:
-        """Return the coefficients of the step-time model that follow from the shape: median and spread of each."""
+        """Return the step-time coefficients determined by the shape: median and spread of each."""
         matrices = 7 if self.gated else _MATRICES
         return {
             "idle": (_HALF_SPEED_TOKENS / self.seq_length, 1.0),
@@ -208,7 +208,7 @@ class TransformerShape:
         }
 
     def layer_bytes(self, *, element: int = 2) -> int:
-        """Return the bytes that one layer keeps for the backward pass without recomputation, per sample.
+        """Return the bytes per sample that a layer stores for the backward pass without recomputation.
 
         Args:
             element: Bytes of an activation.
@@ -221,12 +221,12 @@ class TransformerShape:
         return round(attention + block + scale * 4 * s * h)
 
     def _attention_bytes(self, element: int) -> float:
-        """Return the bytes that one attention block keeps: its input, q, k, v and the output projection's input."""
+        """Return the bytes stored by an attention block: its input, q, k, v and the output projection's input."""
         kept = element * (self.hidden + 2 * self.q_width + 2 * self.kv_width) * self.seq_length
         return kept + self.seq_length * self.hidden * self.dropout + self._scores_bytes(element / 2)
 
     def _scores_bytes(self, scale: float) -> float:
-        """Return the bytes of attention's scores: ``s x s`` per head, or one fp32 number per row when fused."""
+        """Return the bytes of the attention scores: ``s x s`` per head, or a single fp32 number per row if fused."""
         rows = self.heads * self.seq_length
         if self.recompute == "selective":
             return 0
@@ -235,9 +235,9 @@ class TransformerShape:
         return rows * self.seq_length * (scale * 4 + (1 if self.dropout else 0))
 
     def kept_bytes(self, *, element: int = 2) -> int:
-        """Return the bytes of activations of all layers at the end of the forward pass, per sample.
+        """Return the bytes per sample of all layers' activations at the end of the forward pass.
 
-        Logits and loss are not among them: see ``activation_bytes``.
+        Logits and loss are not included: see ``activation_bytes``.
         """
         s, h, scale = self.seq_length, self.hidden, element / 2
         each = round(scale * 2 * s * h) if self.recompute == "full" else self.layer_bytes(element=element)
@@ -245,11 +245,10 @@ class TransformerShape:
         return self.layers * each + crossed + round(scale * 4 * s * h) + (s * h if self.dropout else 0)
 
     def activation_bytes(self, *, element: int = 2) -> int:
-        """Return the bytes per sample at the peak: activations, and the larger of the loss and one layer recomputed.
+        """Return the bytes per sample at the peak: activations plus the larger of the loss and a recomputed layer.
 
-        At the turn from forward to backward all activations live beside the logits, the loss's own tensors and the
-        logits' gradient; with full recomputation a layer's activations come on top of what is kept, once the
-        logits are gone.
+        When the backward pass starts, memory contains all activations, the logits, the tensors of the loss and the
+        logits' gradient. With full recomputation, the activations of a layer are added after the logits are freed.
         """
         logits = self.seq_length * self.vocab if self.logits is None else self.logits
         loss = (_LOGITS_KEPT + _LOGITS_GRADIENT) * logits
@@ -260,7 +259,7 @@ class TransformerShape:
 def shape_of(
     *, params: int, hidden: int | None, layers: int | None, heads: int | None, **others: object
 ) -> TransformerShape:
-    """Return a shape whose missing numbers follow from the others: 12 L h^2 parameters, heads of 128.
+    """Return a shape with missing numbers derived from the others: 12 L h^2 parameters, heads of 128.
 
     Raises:
         UsageError: If the numbers cannot belong to a transformer.
@@ -278,5 +277,5 @@ def shape_of(
 
 
 def _rounded(hidden: float) -> int:
-    """Return a hidden size as a multiple of 128."""
+    """Round a hidden size to a multiple of 128."""
     return max(128, 128 * round(hidden / 128))

@@ -1,4 +1,4 @@
-"""Secrets among the words of a command line."""
+"""Find secrets in a command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHORT_OPTION_CHARS = 2
 
 
 def without_secrets(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the command with the secrets in it, found by name and by shape, replaced by ``***``.
+    """Return the command with its secrets, detected by name and by shape, replaced by ``***``.
 
     ``--hf-token X``, ``--api_key=X``, ``wandb.key=X``, ``https://host/?token=X``, passwords in URLs, ``sk-...``.
     """
@@ -36,7 +36,7 @@ def without_secrets(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def refer_in_command(command: Sequence[str], references: References) -> tuple[str, ...]:
-    """Return the command with the secrets in it replaced by references, as ``without_secrets`` finds them."""
+    """Return the command with its secrets, detected as in ``without_secrets``, replaced by references."""
     return _replaced(command, by_name=references.refer, in_text=references.text)
 
 
@@ -47,12 +47,12 @@ def _replaced(
 
     Args:
         command: The words.
-        by_name: From the name of an option and a value that is a secret to what stands for it.
-        in_text: From a word that may hold secrets, and the name before it, to the word without them.
+        by_name: (Name of an option, secret value) -> replacement of the value.
+        in_text: (Word that may contain secrets, name before it) -> word without secrets.
     """
     shown: list[str] = []
     option = ""
-    """The option that the next word may be the value of."""
+    """The option whose value may be the next word."""
     for word, following in zip_longest(command, command[1:], fillvalue="-"):
         if option and is_secret(option, word) and (not word.startswith("-") or _is_value(word, option, following)):
             shown.append(by_name(option, word))
@@ -73,9 +73,9 @@ def _replaced(
 
 
 def _is_value(word: str, option: str, following: str) -> bool:
-    """Return whether a word that begins with a dash is the value of a secret's option, rather than the next option.
+    """Return whether a word that starts with a dash is the value of a secret's option, rather than the next option.
 
-    What looks like an option is one if it has a value: behind ``=``, or as the following word.
+    A word that looks like an option is an option if it has a value: after ``=``, or as the following word.
     """
     if not is_secret_name(option) or len(word) <= _SHORT_OPTION_CHARS:
         return False

@@ -55,7 +55,7 @@ _NEVER_AFTER = _words(
 )
 """Last words of names that describe a property of a secret, or something else entirely."""
 _FLAGS = _words("allow ask disable enable has is no require save skip with without")
-"""First words of a name that is switched on and off."""
+"""First words of names of flags."""
 _PLAIN_VALUES = _words(
     """
     apikey auto basic bearer default digest env false no none null off on token true yes
@@ -74,7 +74,7 @@ def is_secret(name: str, value: str) -> bool:
 
     Args:
         name: Such as ``--hf.token``, ``openaiKey`` or ``WANDB_API_KEY``.
-        value: Its value; numbers, booleans and paths of existing files are not secrets, except of a password.
+        value: Its value; numbers, booleans and paths of existing files are secrets only if the name denotes a password.
     """
     strength = _strength(name)
     text = value.strip().strip("\"'")

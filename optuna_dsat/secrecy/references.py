@@ -1,8 +1,8 @@
-"""Secrets that a launch needs again: kept as ``${OPTUNA_DSAT_SECRET_NAME}``, and read from the environment.
+"""Secrets needed by launches: stored as ``${OPTUNA_DSAT_SECRET_NAME}``, and read from the environment.
 
-What is stored and shown holds references alone. Their values are looked up, in this order: what this process was given
-(``keep``), the environment variable of that name, and, for a reference such as ``OPTUNA_DSAT_SECRET_HF_TOKEN`` whose
-rest is itself the name of a secret, the variable ``HF_TOKEN``.
+Stored and displayed text contains references only. Their values are looked up in this order: values passed to this
+process (``keep``), the environment variable of the same name, and, for a reference such as
+``OPTUNA_DSAT_SECRET_HF_TOKEN`` whose remainder is the name of a secret, the variable ``HF_TOKEN``.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ __all__ = [
 ]
 
 PREFIX = "OPTUNA_DSAT_SECRET_"
-"""First part of the variables' names."""
+"""Prefix of the variables' names."""
 
 _REFERENCE = re.compile(rf"\$\{{(?P<name>{PREFIX}[A-Z0-9_]+)(?::\?)?\}}")
-"""As it is stored, or as a shell that misses the variable complains about it."""
+"""A reference as stored, or as in a shell's error about a missing variable."""
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _LEAST_KNOWN_CHARS = 6
-"""Shortest value that is looked for in other texts; a shorter one is found in any text."""
+"""Minimum length of values to search for in other texts; shorter values would match by chance."""
 
 _given: dict[str, str] = {}
 """Variable -> value, of this process; never written anywhere."""
 
 
 def keep(values: Mapping[str, str]) -> None:
-    """Note values of references for as long as this process lives."""
+    """Remember values of references until this process ends."""
     _given.update(values)
 
 
 def value_of(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the value of a reference; None if it is not known here.
+    """Return the value of a reference; None if it is unknown in this process.
 
     Args:
         name: The variable.
-        environ: The environment; None for this process's own.
+        environ: The environment; None for this process's.
     """
     environ = os.environ if environ is None else environ
     if name in _given:
@@ -61,7 +61,7 @@ def value_of(name: str, environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def names_in(data: Any) -> list[str]:
-    """Return the variables that the references in data name, each once, in their order."""
+    """Return the variables of the references in data, without duplicates, in order of occurrence."""
     texts: dict[str, None] = {}
 
     def note(text: str) -> str:
@@ -79,11 +79,11 @@ def values_for(data: Any, environ: Mapping[str, str] | None = None) -> dict[str,
 
 
 def resolved(data: Any, environ: Mapping[str, str] | None = None) -> Any:
-    """Return data with the references in its texts replaced by their values; one that is not known stays.
+    """Return data with references replaced by their values; unknown references stay.
 
     Args:
         data: A text, or JSON data.
-        environ: The environment; None for this process's own.
+        environ: The environment; None for this process's.
     """
 
     def resolve(text: str) -> str:
@@ -103,7 +103,7 @@ def _mapped(data: Any, function: Callable[[str], str]) -> Any:
 
 
 def shell_join(words: Iterable[str]) -> str:
-    """Return a command for a shell; a reference in it ends the command with an error if its variable is not set."""
+    """Return a command for a shell, which fails if the variable of a reference is not set."""
     return " ".join(_shell_word(word) for word in words)
 
 
@@ -120,11 +120,11 @@ def _quoted(text: str) -> list[str]:
 
 
 def hidden_text(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return a message without secrets: what looks like one, and what is known to be one in this process.
+    """Return a message without secrets, both detected by shape and known in this process.
 
     Args:
-        text: The message, such as that of an exception.
-        environ: The environment, whose values under names of secrets are known; None for this process's own.
+        text: The message, for example of an exception.
+        environ: The environment, whose secrets are known by their names; None for this process's.
     """
     environ = os.environ if environ is None else environ
     known = {value for name, value in environ.items() if is_secret_name(name) and is_secret(name, value)}
@@ -136,7 +136,7 @@ def hidden_text(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 class References:
-    """Replaces secrets by references, and collects the values; the same input gives the same names.
+    """Replace secrets by references, and collect their values; names are reproducible.
 
     Args:
         taken: Data whose references keep their names.
@@ -148,7 +148,7 @@ class References:
         self._taken = {name for data in taken for name in names_in(data)}
 
     def refer(self, name: str, value: str) -> str:
-        """Return the reference to a value that is given under a name."""
+        """Return the reference to a named value."""
         words = [word for part in re.split(r"[^A-Za-z0-9]+", name) for word in _CAMEL.split(part) if word]
         base = PREFIX + ("_".join(words).upper() or "ARGUMENT")
         number = 1
@@ -160,7 +160,7 @@ class References:
         return f"${{{variable}}}"
 
     def text(self, text: str, name: str = "") -> str:
-        """Return a text with the secrets in it replaced; the whole of it if its name is that of a secret."""
+        """Return a text with its secrets replaced; the whole text if ``name`` denotes a secret."""
         if name and is_secret(name, text):
             return self.refer(name, text)
         end, parts = 0, []
@@ -170,7 +170,7 @@ class References:
         return "".join([*parts, text[end:]])
 
     def data(self, data: Any, name: str = "") -> Any:
-        """Return JSON data with the secrets in it replaced; names of nested keys are joined by dots."""
+        """Return JSON data with its secrets replaced; names of nested keys are joined by dots."""
         if isinstance(data, Mapping):
             return {key: self.data(value, f"{name}.{key}".lstrip(".")) for key, value in data.items()}
         if isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""Secrets in text: those that their own shape gives away, and those behind a telling name."""
+"""Find secrets in text by their shape, or by the name before them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["HIDDEN", "Found", "find_secrets", "hidden", "hidden_data", "replaced
 
 HIDDEN = "***"
 _MOST_CHARS = 1_000_000
-"""Longest text that is looked at: no argument of a command is longer."""
+"""Longest text to search: arguments of commands are never longer."""
 
 _SHAPES = tuple(
     re.compile(pattern)
     for pattern in (
-        r"\b(?:sk|pk|rk)[-_](?:[A-Za-z0-9]+[-_])*[A-Za-z0-9_-]{12,}",  # OpenAI, Anthropic, Stripe and their like
+        r"\b(?:sk|pk|rk)[-_](?:[A-Za-z0-9]+[-_])*[A-Za-z0-9_-]{12,}",  # OpenAI, Anthropic, Stripe and similar
         r"\bhf_(?=[A-Za-z0-9]*[A-Z0-9])[A-Za-z0-9]{6,}",
         r"\bhf_[A-Za-z]{24,}",
-        r"hf_[A-Za-z0-9]{32,}",  # within a longer word, too
+        r"hf_[A-Za-z0-9]{32,}",  # also within a longer word
         r"(?<![A-Za-z0-9])(?:gh[oprsu]_|github_pat_|glpat-|gldt-|npm_|gsk_|r8_|xai-|nvapi-|lsv2_|dop_v1_|dapi|whsec_|shpat_)[\w-]{10,}",
         r"\bpypi-[\w-]{16,}",
         r"\bxox[abeoprs]-[\w-]{8,}",
@@ -40,13 +40,13 @@ _SHAPES = tuple(
 _AWS_SECRET = re.compile(r"(?<![\w/+=.-])[A-Za-z0-9+][A-Za-z0-9/+]{39}(?![\w/+=.-])")
 _CHANGE = re.compile(r"(?<=[a-z])[A-Z0-9/+]|(?<=[A-Z])[a-z0-9/+]|(?<=[0-9/+])[A-Za-z]")
 _LEAST_CHANGES = 14
-"""Changes between small letters, capitals and digits in 40 characters; a text drawn at random has some 25."""
+"""Minimum changes between lower case, upper case and digits in 40 characters; random text has about 25."""
 _DATABASE_URL = re.compile(
     r"(?i)\b(?:postgres|mysql|mariadb|mssql|oracle|cockroach|snowflake|redshift|mongodb|rediss?|amqps?)[\w+.-]{0,40}://"
     r"[^:/@\s]{0,200}:(?P<secret>\S{1,1000})@(?=\S)"
 )
-"""As SQLAlchemy splits it: the password may hold ``/``, ``#`` and ``?``. Lengths are bounded, here and below: without a
-bound a text of 64 KB that is made for it takes minutes."""
+"""URL split as in SQLAlchemy: the password may contain ``/``, ``#`` and ``?``. Lengths are limited, here and below:
+without a limit, a malicious text of 64 KB takes minutes to match."""
 _URL = re.compile(
     r"(?<![a-zA-Z0-9+.-])[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s:@?#]{0,200}:(?!\d{1,5}(?:[/?#\s]|$))(?=[^@\s]{1,1000}@)(?P<secret>[^@\s]{1,1000}(?:@[^@/?#\s]{1,1000}){0,9})@(?=[^\s@])"
 )
@@ -55,7 +55,7 @@ _HEADER = re.compile(
     r"(?i)(?<![\w-])(?:(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?(?:(?:apikey|basic|bearer|digest|token)\s+)?"
     r"(?P<value>[\w.~+/=:-]{6,})|(?:set-)?cookie[\"']?\s*:\s*[\"']?(?P<cookie>[\w.-]+=[^\r\n\"']{4,}))"
 )
-"""Headers of HTTP that say who asks."""
+"""HTTP headers for authentication."""
 _NAMED = re.compile(
     r"(?<![\w.-])-{0,2}(?P<name>[A-Za-z][\w.-]*)(?P<quote>\\*[\"']?)\s*(?P<mark>[=:])\s*"
     r"(?:\"(?P<double>[^\"]+)\"|'(?P<single>[^']+)'|\\+\"(?P<escaped>[^\"\\]+)\\+\"|(?P<bare>(?!//)[^\s\"'&,;={}\[\]()<>]+(?:=+(?![^\s\"'&,;]))?))"
@@ -64,10 +64,10 @@ _AFTER_OPTION = re.compile(
     r"(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)\s+"
     r"(?:\"(?P<double>[^\"]+)\"|'(?P<single>[^']+)'|(?P<bare>[^\s\"'-][^\s\"']*))"
 )
-"""An option and its value within one text, such as the arguments of another program."""
+"""An option and its value within a text, such as the arguments of another program."""
 _QUERY_NAMES = frozenset({"sig", "signature", "x-amz-signature", "x-amz-credential", "x-amz-security-token"})
 _CODE = re.compile(r"(?<=[?&]code=)(?=[\w.~%/-]*\d)(?=[\w.~%/-]*[A-Za-z])[\w.~%/-]{8,}")
-"""With which a login by OAuth ends: in a query alone, as a code elsewhere is that of an exit or a language."""
+"""Authorization code of OAuth: only in a query, because other codes are exit or language codes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -77,16 +77,16 @@ class Found:
     start: int
     end: int
     name: str = ""
-    """The name before it, such as ``api_key``; empty if its shape alone gives it away."""
+    """The name before it, such as ``api_key``; empty if detected by its shape alone."""
 
 
 def find_secrets(text: str, *, prose: bool = False) -> list[Found]:
-    """Return the secrets in a text, in their order, without overlaps.
+    """Return the secrets in a text, in order of occurrence, without overlaps.
 
     Args:
         text: Any text: an argument, a URL, JSON, a message.
-        prose: Whether it is a message of a program: there ``token: x`` may be a remark of a parser, and only what looks
-            like a secret is one.
+        prose: Whether it is a message of a program, where ``token: x`` may be a parser's remark and only values that
+            look like secrets count.
     """
     found = sorted(_candidates(text, prose=prose), key=lambda one: (one.start, -one.end))
     kept: list[Found] = []
@@ -136,19 +136,19 @@ def _is_named_secret(name: str, value: str, *, prose: bool) -> bool:
 
 
 def replaced(text: str, by: Callable[[Found], str], *, prose: bool = False) -> str:
-    """Return a text with each secret in it replaced by what ``by`` returns for it."""
+    """Return a text with each secret replaced by the result of ``by``."""
     for one in reversed(find_secrets(text, prose=prose)):
         text = f"{text[: one.start]}{by(one)}{text[one.end :]}"
     return text
 
 
 def hidden(text: str, *, prose: bool = True) -> str:
-    """Return a text with the secrets in it replaced by ``***``."""
+    """Return a text with its secrets replaced by ``***``."""
     return replaced(text, lambda _: HIDDEN, prose=prose)
 
 
 def hidden_data(data: Any, name: str = "") -> Any:
-    """Return JSON data with the secrets in it, by the names of their keys and by shape, replaced by ``***``."""
+    """Return JSON data with its secrets, detected by key and by shape, replaced by ``***``."""
     if isinstance(data, Mapping):
         return {key: hidden_data(value, str(key)) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -1,8 +1,8 @@
 """SQLAlchemy models of our tables, which share a database with Optuna's.
 
 Table names begin with ``dsat_``. Rows refer to a study by our own UUID (stored in the Optuna study's user attribute
-``dsat_study_uuid``) and to a trial by its number. There are no foreign keys to Optuna's tables: on PostgreSQL they
-would make Optuna's ``delete-study`` fail, and SQLite reuses the identifiers of deleted studies.
+``dsat_study_uuid``) and to a trial by its number. The tables have no foreign keys to Optuna's tables: on PostgreSQL
+they would make Optuna's ``delete-study`` fail, and SQLite reuses the identifiers of deleted studies.
 
 Primary keys are natural keys, so that writing a row again (after a lost acknowledgement) is idempotent. Times are
 Unix times in seconds, durations are in seconds, sizes in bytes.

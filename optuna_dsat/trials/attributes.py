@@ -1,6 +1,6 @@
 """Names of the attributes that the tuner sets on trials and studies, and pure functions that read them.
 
-Attributes are user attributes of a trial unless a docstring says otherwise; their names are defined here only.
+Attributes are user attributes of a trial, unless documented otherwise; their names are defined here only.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ MESSAGE = "message"
 METRICS = "metrics"
 CONFIG = "config"
 CONFIGURATION = "configuration"
-"""Short text on the config, shown in dashboards."""
+"""Short description of the config, shown in dashboards."""
 OVERLAY = "overlay"
 """JSON object merged over the config that the script passes to DeepSpeed."""
 CONFIG_KEY = "config_key"
 DATA_PARALLEL_SIZE = "data_parallel_size"
-"""Data-parallel ranks of the launch, as reported by the engine; absent if it reported none."""
+"""Data-parallel ranks of the launch, as reported by the engine; absent if not reported."""
 HOST_THREADS = "host_threads"
 """Host compute threads per rank."""
 PEAK_BYTES = "peak_memory_bytes"
@@ -83,13 +83,13 @@ PEAK_BYTES = "peak_memory_bytes"
 PREDICTED_PEAK_BYTES = "predicted_peak_memory_bytes"
 """Peak device memory of a rank, in bytes, that the memory model predicted when the trial was proposed."""
 SKIPPED_STEPS = "skipped_steps"
-"""Steps of the launch that the loss scaler skipped; absent if there were none."""
+"""Steps of the launch that the loss scaler skipped; absent if 0."""
 STEPS_COMPLETED = "steps_completed"
-"""Batches that the training had completed at the launch's last step, as Determined counts them; absent without one."""
+"""Batches completed by the training at the launch's last step, as counted by Determined; absent without a step."""
 INPUT_VARIATION = "input_variation"
-"""Largest minus smallest size of the inputs per sample in counted steps, relative to their mean; absent if equal."""
+"""Range of the input size per sample over the counted steps, relative to the mean; absent if 0."""
 OVERHEAD_S = "overhead_s"
-"""Launch seconds outside training steps that count; absent if no step ran."""
+"""Launch seconds outside the counted training steps; absent if no step ran."""
 ATTEMPTS = "attempts"
 DATA_LIMIT = "data_limit"
 """Upper bound on samples per rank and global step, measured by a launch that exhausted the script's data."""
@@ -101,20 +101,20 @@ USER_CONFIG = "user_config"
 SIMPLIFIES = "simplifies"
 """Number of the trial, best in the search, that this trial repeats without its drawn settings."""
 FINALISTS = "finalists"
-"""Study attribute of older versions: the configurations that were measured again, once each."""
+"""Study attribute of older versions: the configurations that were measured again, each once."""
 CONFIRMATION = "confirmation"
-"""Study attribute: the rounds in which finalists and the user's config were measured again, as
-``optuna_dsat.study.confirm.rounds.Rounds`` writes them."""
+"""Study attribute: the rounds in which finalists and the user's config were measured again, written by
+``optuna_dsat.study.confirm.rounds.Rounds``."""
 FINGERPRINT = "profile_fingerprint"
 """Study attribute: key of the study's profile in the store."""
 END_REASON = "end_reason"
 """Study attribute: why the last search ended, a value of ``optuna_dsat.study.end_reason.EndReason``."""
 HEADROOM = "headroom"
-"""Study attribute: share of the metric that may be left to gain (``StudyResult.headroom``); None if not known."""
+"""Study attribute: possible remaining gain as a share of the metric (``StudyResult.headroom``); None if unknown."""
 WARM_START = "warm_start"
 """Study attribute: prior knowledge from earlier studies (``optuna_dsat.guided.prior_knowledge``); empty if none."""
 WRITTEN = "written"
-"""Study attribute: SHA-256 digest of each file of the result as the study last wrote it, by name."""
+"""Study attribute: file name -> SHA-256 digest of each file of the result as last written by the study."""
 WINNER = "winner"
 """Study attribute: number of the trial selected when the study was last concluded."""
 RESULT = "result"
@@ -156,7 +156,7 @@ def commonest_message(trials: Sequence[FrozenTrial]) -> str:
 
 
 def launches_since_best(trials: Sequence[FrozenTrial], *, maximize: bool) -> int:
-    """Return the number of launches that ended after the best one; 0 if none was measured."""
+    """Return the number of launches that ended after the best launch; 0 without measurements."""
     ended = sorted(
         (t for t in trials if OUTCOME in t.user_attrs and t.datetime_complete is not None),
         key=lambda t: (t.datetime_complete, t.number),
@@ -169,12 +169,12 @@ def launches_since_best(trials: Sequence[FrozenTrial], *, maximize: bool) -> int
 
 
 def data_parallel_size(trial: FrozenTrial, *, slots: int) -> int:
-    """Return the data-parallel ranks of a trial's launch; ``slots`` if the engine reported none."""
+    """Return the data-parallel ranks of a trial's launch; ``slots`` if not reported by the engine."""
     return int(trial.user_attrs.get(DATA_PARALLEL_SIZE) or slots)
 
 
 def train_batch_size(trial: FrozenTrial, *, slots: int) -> int:
-    """Return the global batch of a trial's launch, in samples; ``slots`` are the ranks of one that reported none."""
+    """Return the global batch of a trial's launch, in samples; ``slots`` is the default number of ranks."""
     ranks = data_parallel_size(trial, slots=slots)
     return batch_triangle(effective(trial.user_attrs[CONFIG]), world_size=ranks).train_batch_size
 
@@ -211,7 +211,7 @@ def measured_peaks(trials: Sequence[FrozenTrial]) -> list[tuple[dict[str, Any], 
 
 
 def data_limit(trials: Sequence[FrozenTrial]) -> int | None:
-    """Return the most samples per rank and global step that the script's data allows; None if it was never exhausted.
+    """Return the largest number of samples per rank and global step in the dataset; None if it was never exhausted.
 
     Samples per rank and global step are micro-batch times gradient accumulation steps; the limit holds for all
     lineages.

@@ -1,14 +1,14 @@
-"""Micro-batches that a bisection still has to try in a lineage: pure functions.
+"""Remaining micro-batches of a lineage's bisection: pure functions.
 
 The bisection searches for the edge, the largest micro-batch that fits. It stops when
 
-- a larger micro-batch was measured to be slower: the best one lies between its neighbours, see ``peak_gap``;
-- the interval between the largest micro-batch that fits and the smallest that does not is below ``EDGE_WIDTH`` of the
-  former: a saturating rate gains less than that;
+- a larger micro-batch was measured to be slower: the best micro-batch is between its neighbours, see ``peak_gap``;
+- the interval between the largest micro-batch that fits and the smallest that does not fit is below ``EDGE_WIDTH``
+  relative to the largest that fits: a saturating rate gains less;
 - the optimistic bound of the remaining micro-batches (``optuna_dsat.trials.extrapolation``) is worse than the best
   metric of the study.
 
-The last two rules apply to metrics that are maximized. Durations grow with the micro-batch in any case.
+The last two rules apply to metrics to maximize. Durations always grow with the micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optuna_dsat.trials.lineage import PEAK_MARGIN, Lineage, past_peak, peak_gap
 __all__ = ["EDGE_WIDTH", "edge_interval", "ended", "refine"]
 
 EDGE_WIDTH = 0.05
-"""Relative width of the interval around the edge at which its search stops."""
+"""Relative width of the interval around the edge at which the search stops."""
 
 
 def edge_interval(
@@ -35,7 +35,7 @@ def edge_interval(
     direction: StudyDirection,
     best: float | None = None,
 ) -> tuple[int, int] | None:
-    """Return the interval (low, high) that still has to be searched for the edge, None if the search is over.
+    """Return the remaining interval (low, high) of the search for the edge, None if the search is over.
 
     Args:
         lineage: The lineage.

@@ -2,10 +2,10 @@
 
 The logarithm of the metric is a sum of independent parts (Duvenaud et al. 2011, arXiv:1112.4394): a smooth curve over
 the logarithm of the micro-batch, a deviation from it for each structure (ZeRO stage and offload), and an effect of
-each knob, half of which all ZeRO stages share. Sizes that are close have similar effects. The variances of
-structures and knobs, and the noise between launches, are chosen from a few values by maximum likelihood. This separates
-the effects: a choice that was seen only in a single bad lineage is not blamed for it, and a choice without a measured
-effect does not justify another launch.
+each knob, half of which is shared by all ZeRO stages. Close sizes have similar effects. The variances of structures and
+knobs, and the noise between launches, are chosen from a few values by maximum likelihood. This separates the effects: a
+choice observed in a single bad lineage only is not blamed for it, and a choice without a measured effect does not
+justify another launch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BEST, _LATEST = 50, 50
 _CURVE, _CURVE_OCTAVES = 1.5, 2.5
 """Standard deviation (of the logarithm) of the curve over the micro-batch, and the octaves over which it is smooth."""
 _OWN_CURVE, _OWN_OCTAVES = 0.3, 3.0
-"""Likewise of a structure's deviation from it, relative to what structures differ by."""
+"""The same for a structure's deviation from the curve, relative to the differences between structures."""
 _STAGE, _OFFLOAD = 0.2, 0.2
 """Shares of a structure's variance shared with structures of the same ZeRO stage, and of the same offloads."""
 _PER_OCTAVE = 0.03
@@ -49,7 +49,7 @@ class Measurement(NamedTuple):
     """A measured launch."""
 
     number: int
-    """Of its trial."""
+    """Number of the trial."""
     params: Mapping[str, Any]
     """The knobs, without the micro-batch."""
     micro_batch: int
@@ -107,9 +107,9 @@ class Effects:
         A choice has the largest draw with the probability that it is the best.
 
         Args:
-            rng: Draws.
+            rng: Random generator.
             name: The knob.
-            choices: Its choices.
+            choices: Choices of the knob.
             params: The knobs chosen before, the ZeRO stage among them.
         """
         return [float(value) for value in _draws(rng, *self._choices(name, choices, params), count=1)[0]]
@@ -120,7 +120,7 @@ class Effects:
         Args:
             name: The knob.
             usual: One of the choices.
-            choices: Its choices.
+            choices: Choices of the knob.
             params: The knobs chosen before, the ZeRO stage among them.
         """
         mean, covariance = self._choices(name, choices, params)
@@ -131,13 +131,13 @@ class Effects:
     def expected_gain(
         self, rng: random.Random, structure: Mapping[str, Any], micro_batch: int, knobs: Choices
     ) -> float:
-        """Return by how much a structure with the best choices of its knobs is expected to beat the best measured.
+        """Return the expected relative gain of a structure, with its best knobs, over the best measured configuration.
 
-        The mean over draws of what exceeds the best measurement without its noise (expected improvement, Jones et al.
-        1998), in parts of it.
+        The mean over draws of the improvement on the best measurement without noise (expected improvement, Jones et al.
+        1998), relative to that measurement.
 
         Args:
-            rng: Draws.
+            rng: Random generator.
             structure: ZeRO stage and offloads.
             micro_batch: Samples per rank.
             knobs: Choices of the other knobs.
@@ -166,7 +166,7 @@ class Effects:
         return cross @ self._weights, prior - cross @ self._inverse @ cross.T
 
     def _knob(self, name: str, choices: Sequence[Any], params: Mapping[str, Any]) -> tuple[Array, Array]:
-        """Return prior covariances of a knob's effects: with the measurements, and with each other."""
+        """Return prior covariances of a knob's effects with the measurements and among each other."""
         variance = self.scales.knob**2
         cross = self._alike(name, [{**params, name: choice} for choice in choices])
         return variance * cross, variance * _table(_similar, choices, choices)
@@ -178,14 +178,14 @@ class Effects:
         return np.asarray(same + (same == 1.0) * own, dtype=np.float64)
 
     def _alike(self, name: str, others: Sequence[Mapping[str, Any]]) -> Array:
-        """Return the correlation of a knob's effect on others with that on the measured: (others, measurements)."""
+        """Return the correlation of a knob's effects on others and on measured lineages, (others, measurements)."""
         stage = _table(_equal, [one.get(ZERO_STAGE) for one in others], [one.get(ZERO_STAGE) for one in self._params])
         values = [(one.get(name),) if name in one else () for one in (*others, *self._params)]
         return _table(_both_similar, values[: len(others)], values[len(others) :]) * (0.5 + 0.5 * stage)
 
 
 def effects_of(lineages: Lineages, direction: StudyDirection) -> Effects | None:
-    """Return the effects in the measured lineages, None if too few were measured or a metric is not positive."""
+    """Return the effects in the measured lineages, None with too few measurements or if a metric is not positive."""
 
     def find() -> Effects | None:
         found = [one for group in lineages.structures.values() for one in _chosen_of(group, direction)]
@@ -204,7 +204,7 @@ def _chosen_of(group: StructureGroup, direction: StudyDirection) -> Sequence[Mea
 
 
 def _chosen(found: Sequence[Measurement]) -> Sequence[Measurement]:
-    """Return the best measurements and the latest, by number; always include measurements without a goodness."""
+    """Return the best and the latest measurements, by number, and all measurements without a goodness."""
     by_number = sorted(found, key=lambda one: one.number)
     if len(found) <= _BEST + _LATEST:
         return by_number
@@ -242,7 +242,7 @@ def _fit(covariance: Array, targets: Array) -> tuple[Array, Array, float]:
 
 
 def _level_and_curve(octaves: Array, others: Array) -> Array:
-    """Return the correlation of the metric over the micro-batch, its level included: shape (octaves, others)."""
+    """Return the correlation of the metric over the micro-batch, including its level: shape (octaves, others)."""
     return 1.0 + _smooth(octaves, others, _CURVE_OCTAVES)
 
 
@@ -258,7 +258,7 @@ def _draws(rng: random.Random, mean: Array, covariance: Array, *, count: int) ->
 
 
 def _table(alike: Callable[[Any, Any], float], rows: Sequence[Any], columns: Sequence[Any]) -> Array:
-    """Return ``alike`` of each row and column; call it once for equal pairs."""
+    """Return ``alike`` of each row and column, calling it once for equal pairs."""
     numbers: dict[str, int] = {}
     distinct: list[Any] = []
     codes = []
@@ -286,12 +286,12 @@ def _equal(one: Any, other: Any) -> float:
 
 
 def _both_similar(one: tuple[Any, ...], other: tuple[Any, ...]) -> float:
-    """Return how alike two values of a knob are, each in a tuple that is empty where the knob does not apply."""
+    """Return the similarity of two values of a knob, given as tuples that are empty if the knob does not apply."""
     return _similar(one[0], other[0]) if one and other else 0.0
 
 
 def _similar(one: Any, other: Any) -> float:
-    """Return how alike the effects of two values of a knob are: sizes by their ratio, others if they are equal."""
+    """Return the similarity of two values of a knob: by ratio for sizes, by equality for others."""
     numbers = [value for value in (one, other) if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) == 2 and min(numbers) > 0:
         return math.exp(-abs(math.log10(numbers[0] / numbers[1])))

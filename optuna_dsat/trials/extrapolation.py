@@ -4,7 +4,7 @@ A step of micro-batch m takes about ``t(m) = a + b m`` seconds: a fixed part (op
 gradients and parameters, launch overhead) and a part per sample. A rate, ``T(m) = c m / t(m)``, therefore
 increases and saturates; a duration increases. Both are bounded by the cases ``a = 0`` and ``b = 0``: a rate grows at
 most in proportion to m. Known error of the affine model: it ignores memory pressure and kernels that change with the
-shape, so a measured decrease of the rate with m is taken as measured, as the far side of a peak.
+shape, so a measured decrease of the rate with m is used as measured, as the far side of a peak.
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ def optimistic_bound(
 ) -> float:
     """Return an optimistic bound on the metric of micro-batches in [low, high], in the metric's unit.
 
-    For a rate (maximize): without points, infinity. With one point ``(m, T)``, the linear bound ``T * max(high / m,
-    1)``. With more, ``a`` and ``b`` are fitted to ``m / T`` (least squares, clipped at 0) and the rate at ``high`` is
-    returned, limited to the linear bound; if a larger micro-batch was measured to be slower than a smaller one by more
-    than ``margin``, the rate at the largest measured one. For a duration (minimize): the duration of the largest
-    measured micro-batch below ``low``, a lower bound for larger ones; if only larger ones were measured, their shortest
-    duration scaled in proportion to the micro-batch. An empty interval gives the worst possible value, metrics that are
-    not positive and finite give the best possible one: nothing can be extrapolated from them.
+    For a rate (maximize):
+
+    - without points: infinity;
+    - with a single point ``(m, T)``: the linear bound ``T * max(high / m, 1)``;
+    - if a larger micro-batch was measured to be slower than a smaller by more than ``margin``: the rate at the largest
+      measured micro-batch;
+    - otherwise ``a`` and ``b`` are fitted to ``m / T`` (least squares, clipped at 0), and the bound is the rate at
+      ``high``, limited to the linear bound.
+
+    For a duration (minimize): the duration of the largest measured micro-batch below ``low``, a lower bound for larger
+    micro-batches; if all measured micro-batches are larger, their shortest duration scaled in proportion to the
+    micro-batch.
+
+    An empty interval gives the worst possible value. Metrics that are not positive and finite give the best possible
+    value, because they do not allow extrapolation.
 
     Args:
         points: (micro-batch, metric) of the measurements.

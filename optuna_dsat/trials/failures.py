@@ -1,9 +1,9 @@
 """Structures at which the script fails with any micro-batch, inferred from the launches of a study.
 
 A structure has components: its ZeRO stage, each lower bound of the stage, and its offloads. Components that ran are not
-at fault. Of the others, those that two launches with the same error share are the suspects, and so are all of a launch
-that stalled, since a stall costs far more time than an error. Launches at larger micro-batches than any that ran may
-have failed for their size: of two launches, one must have a size that ran.
+at fault. Suspects are the other components shared by two launches with the same error, and all other components of a
+stalled launch, because a stall costs far more time than an error. Launches at larger micro-batches than any that ran
+may have failed because of their size, so at least one of the two launches must have a size that ran.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VARYING = re.compile(r"(_?[Ss]tage)?\d+")
 """Parts of a message that may differ between structures and micro-batches: ``DeepSpeedZeroOptimizer_Stage3``."""
 
 _OFFLOADS = {OFFLOAD_OPTIMIZER: 1, OFFLOAD_PARAM: 3}
-"""Offload -> least ZeRO stage that has the knob."""
+"""Offload -> lowest ZeRO stage that has the knob."""
 _NONE = "none"
 """Value of the knob without offload."""
 
@@ -46,10 +46,10 @@ _Component = tuple[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StructureFailures:
-    """What failed launches teach of structures."""
+    """Evidence from failed launches against structures."""
 
     avoided: Sequence[Mapping[str, Any]] = ()
-    """Structures (partial knobs) at which a launch is expected to fail; none while nothing ran."""
+    """Structures (partial knobs) at which a launch is expected to fail; empty until a launch has run."""
     proven_size: int | None = None
     """Largest micro-batch that ran, if launches failed at larger ones of structures that never ran; else None."""
     ran: frozenset[frozenset[_Component]] = frozenset()
@@ -58,7 +58,7 @@ class StructureFailures:
     def largest_first(self, params: Mapping[str, Any]) -> int | None:
         """Return the largest micro-batch of a structure that never ran, None for any.
 
-        At a size that ran, a failure shows whether the structure or the size is the cause.
+        Failures at a size that ran are caused by the structure, not by the size.
         """
         return None if _components(params) in self.ran else self.proven_size
 
@@ -69,10 +69,10 @@ def error_of(trial: FrozenTrial) -> str:
 
 
 def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> StructureFailures:
-    """Return the evidence of a study's failed launches about structures.
+    """Return the evidence from a study's failed launches against structures.
 
     Args:
-        trials: Trials; only finished ones are read.
+        trials: Trials; unfinished trials are ignored.
         micro_batch: Name of the micro-batch's parameter.
     """
     ran: set[frozenset[_Component]] = set()
@@ -108,7 +108,7 @@ def _knobs_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _components(knobs: Mapping[str, Any]) -> frozenset[_Component]:
-    """Return the components of a configuration's structure; one without the knob of an offload does not offload."""
+    """Return the components of a configuration's structure; a missing offload knob means no offload."""
     own = structure(knobs)
     least = (("least stage", stage) for stage in range(1, int(own.get(ZERO_STAGE, 0)) + 1))
     return frozenset({**dict.fromkeys(_OFFLOADS, _NONE), **own}.items()).union(least)

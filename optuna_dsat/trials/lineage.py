@@ -1,10 +1,10 @@
 """Trial history as lineages: pure functions over frozen trials.
 
-A lineage is the set of trials that agree in every knob but the micro-batch. Memory use grows with the micro-batch, so
-the result of one trial (it fits, it is too large) bounds the micro-batches of the others. Samplers and pruners decide
-on lineages only, so any worker can continue any study.
+A lineage is the set of trials that agree in every knob except the micro-batch. Memory use grows with the micro-batch,
+so the result of a trial (fits, or too large) bounds the micro-batches of the others. Samplers and pruners decide on
+lineages only, so any worker can continue any study.
 
-Trials are read through the user attributes ``outcome`` (value of ``Outcome``) and ``vetoed`` (why the trial was
+Trials are read through the user attributes ``outcome`` (value of ``Outcome``) and ``vetoed`` (reason why the trial was
 finished without a launch). If a study sets neither, its trials are read by their state.
 """
 
@@ -60,40 +60,40 @@ __all__ = [
 T = TypeVar("T")
 
 STRUCTURE = (ZERO_STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
-"""Knobs that decide where model states are stored, and so memory use and communication."""
+"""Knobs that determine where model states are stored, and hence memory use and communication."""
 
 PLAN_ATTR = "dsat:plan"
 """System attribute: the configuration a sampler plans for a trial, set before its parameters are suggested."""
 RETRY_ATTR = "failed_trial"
-"""System attribute that Optuna's ``RetryHeartbeatStaleTrialCallback`` sets on the copy of a lost trial."""
+"""System attribute that Optuna's ``RetryHeartbeatStaleTrialCallback`` sets on the retry of a lost trial."""
 
 PEAK_MARGIN = 0.03
-"""Relative difference between two metrics of a lineage above which it counts as real, not as noise."""
+"""Relative difference between two metrics of a lineage above which it is not considered noise."""
 PEAK_WIDTH = 0.1
-"""Relative width of the gap next to a peak at which its search stops: the metric is flat there."""
+"""Relative width of the gap next to a peak at which the search stops: the metric is flat there."""
 
 _FIXED_ATTR = "fixed_params"  # where Optuna 5 keeps the parameters of ``Study.enqueue_trial``
 
 
 class Feasibility(StrEnum):
-    """What one trial shows about its micro-batch."""
+    """Feasibility of a trial's micro-batch."""
 
     FITS = "fits"
-    """At least one full step ran."""
+    """A full step ran."""
     TOO_LARGE = "too_large"
     """The device or the host ran out of memory, or the script ran out of data."""
     BROKEN = "broken"
-    """The configuration fails at any micro-batch: DeepSpeed refused it, or the script raised an error."""
+    """The configuration fails at any micro-batch: DeepSpeed rejected it, or the script raised an error."""
     UNKNOWN = "unknown"
     """Not finished, never launched, or failed for a reason unrelated to the configuration."""
 
 
 def feasibility(trial: FrozenTrial) -> Feasibility:
-    """Return what a trial shows about its micro-batch.
+    """Return the feasibility of a trial's micro-batch.
 
-    A job stopped while running, after a full step, fits; running out of memory counts even if steps were reported
-    before. In a study that sets no ``outcome``, a pruned trial without reports counts as too large: studies mark
-    infeasible configurations this way.
+    A trial stopped after a full step fits. Running out of memory counts even if steps were reported before. In a study
+    that sets no ``outcome``, a pruned trial without reports counts as too large: studies mark infeasible configurations
+    this way.
     """
     if not trial.state.is_finished() or trial.user_attrs.get(VETOED):
         return Feasibility.UNKNOWN
@@ -111,7 +111,7 @@ def feasibility(trial: FrozenTrial) -> Feasibility:
 
 
 def score(trial: FrozenTrial) -> float | None:
-    """Return a trial's metric: its value, or the last report of a job stopped in flight; None without a number."""
+    """Return a trial's metric: its value, or the last report of a stopped trial; None without a number."""
     found: float | None = None
     if trial.state == TrialState.COMPLETE and trial.values is not None and len(trial.values) == 1:
         found = trial.values[0]
@@ -133,7 +133,7 @@ class MicroBatchSet(IntDistribution):
 
 
 def micro_batches_of(distribution: BaseDistribution | None) -> IntDistribution | None:
-    """Return the micro-batches that a parameter may take, None if its values are not all integers."""
+    """Return the possible micro-batches of a parameter, None if its values are not all integers."""
     if isinstance(distribution, IntDistribution):
         return distribution
     if not isinstance(distribution, CategoricalDistribution):
@@ -144,7 +144,7 @@ def micro_batches_of(distribution: BaseDistribution | None) -> IntDistribution |
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """The trials that agree in every knob but the micro-batch."""
+    """The trials that agree in every knob except the micro-batch."""
 
     key: str
     """Canonical text of ``params``."""
@@ -167,13 +167,13 @@ class Lineage:
 
     @cached_property
     def conclusive(self) -> tuple[FrozenTrial, ...]:
-        """Launches that show the configuration's feasibility, by number; unrelated failures are left out."""
+        """Launches that show the configuration's feasibility, by number, without unrelated failures."""
         shown = zip(self.trials, self.feasibilities, strict=True)
         return tuple(t for t, found in shown if found is not Feasibility.UNKNOWN)
 
     @cached_property
     def running(self) -> tuple[int, ...]:
-        """Micro-batches in flight or enqueued."""
+        """Micro-batches of running or enqueued trials."""
         return tuple(self.size(t) for t in self.trials if not t.state.is_finished())
 
     @cached_property
@@ -236,7 +236,7 @@ class Lineage:
 
     @cached_property
     def ceiling(self) -> int | None:
-        """Largest micro-batch worth a launch: the latest plan's, else the distribution's upper end; None without."""
+        """Largest micro-batch worth a launch: from the latest plan, else the distribution's upper end; else None."""
         if self.distribution is None:
             return None
         highs = [t.system_attrs[PLAN_ATTR]["high"] for t in self.trials if "high" in _plan(t)]
@@ -270,13 +270,13 @@ class Lineage:
         return self.derived(("best", direction), find)
 
     def best_score(self, direction: StudyDirection, *, first: int | None = None) -> float | None:
-        """Return the best metric among the first ``first`` conclusive launches; None if none has a metric.
+        """Return the best metric among the first ``first`` conclusive launches; None without a metric.
 
-        The last report of a job stopped in flight counts.
+        The last report of a stopped trial counts.
 
         Args:
             direction: Direction of the metric.
-            first: Number of launches to look at, None for all.
+            first: Number of launches to consider, None for all.
         """
 
         def find() -> float | None:
@@ -300,21 +300,21 @@ class Lineage:
 
 @runtime_checkable
 class LineageGate(Protocol):
-    """Queries of a sampler to the study's pruner, so that no trial is created just to be vetoed."""
+    """Interface of pruners for samplers, which avoids creating trials just to veto them."""
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
-        """Return the keys of the lineages that may get another launch, the most urgent first."""
+        """Return the keys of the lineages that may get another launch, most urgent first."""
         ...
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
-        """Return structures (partial knobs) of which no new lineage can win."""
+        """Return structures (partial knobs) whose new lineages cannot win."""
         ...
 
 
 def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> dict[str, Lineage]:
     """Group trials into lineages, ordered by their first trial.
 
-    Trials without an integer micro-batch parameter are left out. Parameters of unfinished trials are completed by their
+    Trials without an integer micro-batch parameter are ignored. Parameters of unfinished trials are completed by their
     enqueued parameters and the sampler's plan.
     """
     members: dict[str, list[FrozenTrial]] = {}
@@ -334,7 +334,7 @@ def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> d
 
 
 _canonical_text = json.JSONEncoder(sort_keys=True, default=repr).encode
-"""Made once: ``json.dumps`` makes an encoder at each call, and the table of a space has a key for each of its rows."""
+"""Shared encoder: ``json.dumps`` creates an encoder per call, and the table of a space has a key per row."""
 
 
 def lineage_key(params: Mapping[str, Any], *, micro_batch: str = MICRO_BATCH) -> str:
@@ -349,7 +349,7 @@ def structure(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agrees(params: Mapping[str, Any], other: Mapping[str, Any], *, strict: bool = False) -> bool:
-    """Return whether shared knobs equal the values in ``other``; if strict, all of ``other`` are required."""
+    """Return whether shared knobs equal the values in ``other``; if strict, all knobs of ``other`` are required."""
     missing = object()
     for name, value in other.items():
         found = params.get(name, missing)
@@ -362,9 +362,9 @@ def agrees(params: Mapping[str, Any], other: Mapping[str, Any], *, strict: bool 
 
 
 def unreachable(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> frozenset[str]:
-    """Return the keys of lineages that were planned but turned into another lineage when suggested.
+    """Return the keys of lineages that were planned but became another lineage when suggested.
 
-    This happens to lineages of another space (trials with further parameters): planning them again would never end.
+    This happens with lineages of another space (trials with further parameters); they would be planned forever.
     """
     missed = set()
     for trial in trials:
@@ -377,9 +377,9 @@ def unreachable(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH
 
 
 def search_interval(lineage: Lineage, ceiling: int, *, floor: int = 1) -> tuple[int, int]:
-    """Return the interval (low, high) that a bisection has left; it is finished when low > high.
+    """Return the remaining interval (low, high) of a bisection, which is finished when low > high.
 
-    ``low = largest micro-batch that fits + 1`` and ``high = smallest that does not - 1``, within [floor,
+    ``low = largest micro-batch that fits + 1`` and ``high = smallest that does not fit - 1``, within [floor,
     ceiling].
 
     Args:
@@ -403,11 +403,11 @@ def past_peak(lineage: Lineage, direction: StudyDirection) -> bool:
 
 
 def peak_gap(lineage: Lineage, distribution: IntDistribution, direction: StudyDirection) -> Sequence[int]:
-    """Return the unused micro-batches around the peak of the metric, once a larger one was measured to be worse.
+    """Return the unused micro-batches around the peak of the metric, once a larger micro-batch was measured as worse.
 
-    If the metric has one peak, the best micro-batch is between the measured neighbours of the best measured value.
-    The wider of these two gaps is returned; nothing if the peak was not passed yet, or if both gaps are narrower than
-    ``PEAK_WIDTH`` times the best micro-batch.
+    If the metric has a single peak, the best micro-batch is between the measured neighbours of the best measured value.
+    The wider of these two gaps is returned; an empty result means that the peak was not passed yet, or that both gaps
+    are narrower than ``PEAK_WIDTH`` times the best micro-batch.
 
     Args:
         lineage: The lineage.
@@ -427,7 +427,7 @@ def peak_gap(lineage: Lineage, distribution: IntDistribution, direction: StudyDi
     ]
     widest = max(gaps, key=len)
     if isinstance(distribution, MicroBatchSet):
-        return widest  # few enough to try them all
+        return widest  # few enough to try all
     return widest if len(widest) * distribution.step > PEAK_WIDTH * peak else ()
 
 
@@ -451,7 +451,7 @@ def middle(values: Sequence[int]) -> int:
 
 
 def visible_params(trial: FrozenTrial, micro_batch: str = MICRO_BATCH) -> dict[str, Any]:
-    """Return a trial's parameters; an unfinished trial's are completed by its plan and enqueued parameters."""
+    """Return a trial's parameters; for unfinished trials including planned and enqueued parameters."""
     if trial.state.is_finished():
         return dict(trial.params)
     plan = _plan(trial)

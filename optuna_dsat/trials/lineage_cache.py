@@ -1,12 +1,11 @@
-"""A study's history as samplers and pruners read it, with results cached between decisions.
+"""A study's history for samplers and pruners, with results cached between decisions.
 
-Finished trials never change, so everything derived from them is kept between decisions: the lineage of each, and
-all results of samplers and pruners. Each reading gets the study's trials again, but only trials that are new or were
-unfinished before are processed. The cache holds derived data only: a fresh process computes the same and decides the
-same.
+Finished trials never change, so derived data is kept between decisions: the lineages of trials, and results of samplers
+and pruners. Each reading fetches the study's trials again, but processes only trials that are new or were unfinished
+before. The cache contains derived data only: a new process computes the same data and decides the same.
 
-Caches belong to a thread and to a storage object and are dropped with them; per storage, the caches of the studies used
-last are kept. A study that was deleted and created again is detected by its trials.
+Caches belong to a thread and a storage object and are dropped with them; per storage, the caches of the most recently
+used studies are kept. A study that was deleted and recreated is detected by its trials.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _MAX_NOTES = 256
 
 
 class StudyHistory:
-    """The trials of a study at one moment, without the trial to decide on.
+    """A snapshot of a study's trials, without the trial to decide on.
 
-    Derived data is up to date until the same thread reads the study's history again; after that it is derived anew from
-    these trials only.
+    Derived data is cached until the same thread reads the study's history again; after that it is recomputed from these
+    trials only.
 
     Args:
         trials: The trials, by number.
@@ -69,16 +68,16 @@ class StudyHistory:
 
     @property
     def finished(self) -> Sequence[FrozenTrial]:
-        """The finished trials in the order in which they were read; the sequence only grows at its end."""
+        """The finished trials in the order of reading; the sequence only grows at its end."""
         return self._cache.finished
 
     @property
     def unreachable(self) -> frozenset[str]:
-        """Keys of lineages that turned into another when suggested; see ``optuna_dsat.trials.lineage.unreachable``."""
+        """Keys of lineages that became another when suggested; see ``optuna_dsat.trials.lineage.unreachable``."""
         return self._cache.unreachable_keys | unreachable(self.pending, micro_batch=self._cache.micro_batch)
 
     def retries_before(self, number: int) -> int:
-        """Return the number of trials below ``number`` that repeat lost trials."""
+        """Return the number of trials below ``number`` that are retries of lost trials."""
         in_flight = sum(RETRY_ATTR in trial.system_attrs for trial in self.pending if trial.number < number)
         return in_flight + bisect_left(self._cache.retries, number)
 
@@ -95,7 +94,7 @@ def read_history(
     Args:
         study: The study.
         micro_batch: Name of the micro-batch's parameter.
-        without: Number of a trial to leave out: the one to decide on.
+        without: Number of the trial to decide on, which is excluded.
         again: False to reuse the last reading if it was for the same trial with ``again=False`` as well, so that all
             knobs of a new lineage are drawn from the same history.
     """
@@ -122,7 +121,7 @@ def trial_notes(study: Study, trial: FrozenTrial, make: Callable[[], T], *, micr
         trial: The trial.
         make: Creates the notes if missing.
         micro_batch: Name of the micro-batch's parameter.
-        begin: Whether to create them anew, as for a trial just created.
+        begin: Whether to replace existing notes, as for a newly created trial.
     """
     notes = _cache_of(study, micro_batch).notes
     if begin or trial._trial_id not in notes:
@@ -134,7 +133,7 @@ def trial_notes(study: Study, trial: FrozenTrial, make: Callable[[], T], *, micr
 
 
 class _StudyCache:
-    """Cached data on a study, in a thread."""
+    """Cached data of a study in a thread."""
 
     def __init__(self, micro_batch: str) -> None:
         self.micro_batch = micro_batch
@@ -154,7 +153,7 @@ class _StudyCache:
         self._unfinished: list[int] = []
         """Numbers below ``_read_count`` of trials that were not finished."""
         self._placed: dict[int, tuple[str, _Snapshot]] = {}
-        """Trials in flight that ``lineages`` holds, by number: key of the lineage, and snapshot."""
+        """Running trials in ``lineages``, by number: key of the lineage, and snapshot."""
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._cached:
@@ -167,7 +166,7 @@ class _StudyCache:
 
         Args:
             trials: The trials of the study, by number.
-            without: Number of a trial to leave out.
+            without: Number of a trial to exclude.
             dense: Whether numbers equal positions, as they do in a study.
         """
         if not self._continues(trials):
@@ -212,7 +211,7 @@ class _StudyCache:
         self._change(added, [number for trial in done if (number := trial.number) in self._placed])
 
     def place(self, pending: Sequence[FrozenTrial]) -> None:
-        """Replace the trials in flight within ``lineages`` by these."""
+        """Replace the running trials in ``lineages``."""
         wanted = {trial.number: trial for trial in pending}
         gone = [number for number, (_, snapshot) in self._placed.items() if snapshot != _snapshot(wanted.get(number))]
         remaining = self._placed.keys() - set(gone)
@@ -266,7 +265,7 @@ _Snapshot = tuple[TrialState, dict[str, Any], dict[str, Any]] | None
 
 
 def _snapshot(trial: FrozenTrial | None) -> _Snapshot:
-    """Return a copy of an unfinished trial's data on its lineage: some storages change trials in place."""
+    """Copy the data of an unfinished trial that determines its lineage: some storages change trials in place."""
     return None if trial is None else (trial.state, dict(trial.params), dict(trial.system_attrs))
 
 

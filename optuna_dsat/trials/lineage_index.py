@@ -1,7 +1,7 @@
-"""All lineages of a study as one mapping with incremental updates, indexed by structure.
+"""Mapping of all lineages of a study with incremental updates, indexed by structure.
 
-Samplers and pruners take any mapping of lineages. A plain one is converted to a ``Lineages``; one that was kept since
-the last decision retains all cached results that new trials do not affect.
+Samplers and pruners accept any mapping of lineages. Other mappings are converted to a ``Lineages``. A ``Lineages`` kept
+since the last decision retains all cached results that new trials do not affect.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Lineages(_Memoised, Mapping[str, Lineage]):
 
     @classmethod
     def of(cls, lineages: Mapping[str, Lineage]) -> Lineages:
-        """Return the mapping itself if it is of this class, else a new one."""
+        """Return the mapping if it is of this class, else a converted copy."""
         return lineages if isinstance(lineages, Lineages) else cls(lineages.values())
 
     def __getitem__(self, key: str) -> Lineage:
@@ -136,7 +136,7 @@ class Lineages(_Memoised, Mapping[str, Lineage]):
 
     @property
     def tree(self) -> Tree:
-        """The space as a tree, as far as complete lineages show it."""
+        """The space as a tree, inferred from complete lineages."""
         return self._tree
 
     def put(self, lineage: Lineage) -> None:
@@ -172,13 +172,13 @@ class Lineages(_Memoised, Mapping[str, Lineage]):
 
 
 def best_score(lineages: Lineages, direction: StudyDirection) -> float | None:
-    """Return the best metric of all lineages, None if none was measured."""
+    """Return the best metric of all lineages, None without measurements."""
     shown = [s for group in lineages.structures.values() if (s := best_structure_score(group, direction)) is not None]
     return _best(shown, direction)
 
 
 def best_structure_score(group: StructureGroup, direction: StudyDirection) -> float | None:
-    """Return the best metric of a structure's lineages, None if none was measured."""
+    """Return the best metric of a structure's lineages, None without measurements."""
 
     def find() -> float | None:
         return _best([s for o in group.members.values() if (s := o.best_score(direction)) is not None], direction)
@@ -187,7 +187,7 @@ def best_structure_score(group: StructureGroup, direction: StudyDirection) -> fl
 
 
 def best_lineage(group: StructureGroup, direction: StudyDirection) -> Lineage | None:
-    """Return the lineage of a structure with the best metric, the earliest of ties; None if none was measured."""
+    """Return the lineage of a structure with the best metric, the earliest of ties; None without measurements."""
 
     def find() -> Lineage | None:
         best = best_structure_score(group, direction)
@@ -198,7 +198,7 @@ def best_lineage(group: StructureGroup, direction: StudyDirection) -> Lineage | 
 
 
 def best_of_all(lineages: Lineages, direction: StudyDirection) -> Lineage | None:
-    """Return the lineage with the best metric of the study, the earliest of ties; None if none was measured."""
+    """Return the lineage with the best metric of the study, the earliest of ties; None without measurements."""
 
     def find() -> Lineage | None:
         best = best_score(lineages, direction)
@@ -210,9 +210,9 @@ def best_of_all(lineages: Lineages, direction: StudyDirection) -> Lineage | None
 
 
 def structure_edge(lineage: Lineage, lineages: Lineages) -> int | None:
-    """Return the smallest micro-batch that was too large for a lineage of the same structure and fitted none of them.
+    """Return the smallest micro-batch that was too large for a lineage of the structure and never fitted, or None.
 
-    None if there is no such micro-batch. Memory use depends almost only on the ZeRO stage and offload.
+    Memory use depends almost only on the ZeRO stage and offload.
     """
     group = lineages.structure_group(lineage.params)
     if group is None:

@@ -1,8 +1,8 @@
 """The tree of a conditional space, inferred from the lineages that were opened, with incremental updates.
 
-Samplers that open no lineage twice ask it whether all lineages below some partial knobs were opened already. A node
-represents partial knobs and holds the lineages that extend them. Nodes are split on demand, so that adding a lineage
-costs time in proportion to the number of knobs, not of lineages.
+Samplers use it to check whether all lineages below some partial knobs were already opened, so that no lineage is opened
+twice. A node represents partial knobs and contains the lineages that extend them. Nodes are split on demand, so that
+the time to add a lineage is proportional to the number of knobs, not of lineages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Choice = tuple[str, bool, Any]
 _MAX_NODES = 50_000
 """Number of nodes above which the tree is rebuilt, which drops nodes of past draws."""
 _MAX_CACHED = 8
-"""Results that a node caches, one per set of hopeless structures."""
+"""Largest number of results cached by a node, each for a set of hopeless structures."""
 
 
 def choice_of(name: str, value: Any) -> Choice:
@@ -32,7 +32,7 @@ def choice_of(name: str, value: Any) -> Choice:
     value = canonical_number(value)
     try:
         hash(value)
-    except TypeError:  # Optuna warns of choices of other types, but accepts them
+    except TypeError:  # Optuna warns about choices of other types, but accepts them
         value = repr(value)
     return name, isinstance(value, bool), value
 
@@ -80,7 +80,7 @@ class Tree:
         self._nodes = 1
 
     def add(self, lineage: Lineage) -> None:
-        """Add a lineage that ``lineages`` already holds."""
+        """Add a lineage that is already in ``lineages``."""
         for node, depth in self._path(lineage, create=True):
             node.add(lineage, depth)
 
@@ -97,12 +97,11 @@ class Tree:
     def closed(self, params: Mapping[str, Any], hopeless: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Return whether every lineage that extends partial knobs was opened already or is hopeless.
 
-        Below ``params``, the next knob is one that all lineages found there share; its distribution gives the other
-        choices.
+        Below ``params``, the next knob is shared by all known lineages; its distribution provides the other choices.
 
         Args:
             params: Partial knobs; empty for the whole space.
-            hopeless: Structures (partial knobs) of which no lineage can win.
+            hopeless: Structures (partial knobs) that cannot win.
         """
         if self._nodes > _MAX_NODES:
             self._rebuild()
@@ -146,7 +145,7 @@ class Tree:
         return False
 
     def _branches(self, node: _Node, name: str, depth: int) -> dict[Choice, _Node]:
-        """Return the members of a node by their choice of a knob; ``depth`` is the number of knobs that these fix."""
+        """Return the members of a node by their choice of a knob; ``depth`` is the number of knobs fixed so far."""
         if name not in node.splits:
             branches: dict[Choice, _Node] = {}
             for key in node.members:
@@ -163,7 +162,7 @@ class Tree:
         return branches[choice]
 
     def _path(self, lineage: Lineage, *, create: bool = False) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes that hold a lineage, with their depths, and clear their cached results."""
+        """Yield the nodes that contain a lineage, with their depths, and clear their cached results."""
         stack = [(self._root, 0)]
         while stack:
             node, depth = stack.pop()

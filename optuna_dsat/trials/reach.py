@@ -2,10 +2,10 @@
 
 Sizes are reached by doubling from sizes that ran before, so that a script whose usual launch takes two seconds is not
 launched with all the samples that fit in memory. A structure (ZeRO stage and offload) starts at most at twice a size
-that ran before the study, or twice a size that paid for another structure (was measured to gain over its half). From
-there a launch may take twice the largest micro-batch that fitted the structure. Once a doubling was measured to gain
-less than ``LEAST_GAIN``, the structure goes no higher; where several lineages doubled to about the same size, the mean
-decides, as a single lineage cannot resolve gains of a few per cent.
+that ran before the study, or twice a size at which another structure was measured to gain over half the size. After
+that, a launch may have up to twice the largest micro-batch that fitted the structure. Once a doubling was measured to
+gain less than ``LEAST_GAIN``, the structure is not launched at larger sizes. If several lineages doubled to similar
+sizes, the mean gain decides, because a single lineage cannot resolve gains of a few per cent.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["DEAR", "LEAST_GAIN", "within_reach", "worth_its_seconds"]
 LEAST_GAIN = 0.02
 """Relative gain of a doubling below which a larger micro-batch is not worth a launch."""
 _ALIKE = math.sqrt(2)
-"""Factor between micro-batches up to which doublings that lead to them count as equal evidence."""
+"""Largest ratio of micro-batches whose doublings count as equal evidence."""
 DEAR = 10.0
-"""Seconds of a launch, relative to one at the user's own micro-batch, that no gain has to pay for."""
+"""Largest duration of a launch, relative to the baseline's micro-batch, that requires no matching gain."""
 
 
 def within_reach(
@@ -42,14 +42,14 @@ def within_reach(
 ) -> int:
     """Return the largest micro-batch of a lineage that may be launched next.
 
-    Where the distribution allows none between what fitted and its double, the next that it allows is in reach.
+    If the distribution has no micro-batch between the largest that fitted and its double, its next value is in reach.
 
     Args:
         lineage: The lineage, with or without trials.
         lineages: The lineages of the study.
         distribution: Distribution of the micro-batch.
-        proven: Micro-batches that ran before the study, such as the user's own; one at which a lineage of the study
-            was too large does not count.
+        proven: Micro-batches that ran before the study, such as the baseline's; sizes that were too large for a lineage
+            of the study are ignored.
         direction: Direction of the metric.
     """
     group = lineages.structure_group(lineage.params)
@@ -69,8 +69,8 @@ def worth_its_seconds(
 ) -> float:
     """Return the largest micro-batch of a lineage whose launch is worth its time; infinite if unlimited.
 
-    Steps are taken to last as long per sample as at the largest micro-batch measured in the structure, which is an
-    upper bound where larger micro-batches are more efficient; seconds outside the steps as long as there.
+    The time per sample is assumed to equal that at the largest micro-batch measured in the structure, which is an upper
+    bound if larger micro-batches are more efficient. Time outside the steps is assumed to be unchanged.
 
     Args:
         lineage: The lineage, with or without trials.
@@ -135,9 +135,9 @@ def _halved(points: Sequence[tuple[int, float]], size: int) -> list[float]:
 
 
 def _known(lineages: Lineages, direction: StudyDirection) -> tuple[int, int | None]:
-    """Return the largest micro-batch that paid for any lineage, and the smallest that was too large for any.
+    """Return the largest micro-batch with a gain in any lineage, and the smallest that was too large for any.
 
-    Of durations, which grow with the micro-batch, the largest that fitted counts.
+    For durations, which grow with the micro-batch, return the largest that fitted.
     """
 
     def find() -> tuple[int, int | None]:
@@ -152,7 +152,7 @@ def _known(lineages: Lineages, direction: StudyDirection) -> tuple[int, int | No
 
 
 def _largest_fit(group: StructureGroup) -> int:
-    """Return the largest micro-batch that fitted a structure, 0 if none did."""
+    """Return the largest micro-batch that fitted a structure, else 0."""
 
     def find() -> int:
         return max((one.largest_fit for one in group.members.values() if one.largest_fit is not None), default=0)
@@ -163,9 +163,9 @@ def _largest_fit(group: StructureGroup) -> int:
 def _plateau(group: StructureGroup, direction: StudyDirection) -> int | None:
     """Return the smallest micro-batch at which doublings gained too little for a structure, or None.
 
-    A flat doubling is averaged with the gains of other lineages at similar sizes (``_ALIKE``): otherwise the lineage
-    with the unluckiest noise would limit all. Only metrics to maximize are judged, each against smaller micro-batches
-    of the same knobs.
+    A flat doubling is averaged with the gains of other lineages at similar sizes (``_ALIKE``); otherwise the lineage
+    with the least favourable noise would limit all. Only metrics to maximize are considered, compared with smaller
+    micro-batches of the same knobs.
     """
     if direction == StudyDirection.MINIMIZE:
         return None
@@ -179,7 +179,7 @@ def _plateau(group: StructureGroup, direction: StudyDirection) -> int | None:
 
 
 def _about(size: int, gains: Iterable[tuple[int, float]]) -> list[float]:
-    """Return the gains of the doublings that led to about a micro-batch."""
+    """Return the gains of the doublings to similar micro-batches."""
     return [gain for at, gain in gains if size <= _ALIKE * at and at <= _ALIKE * size]
 
 
@@ -190,9 +190,10 @@ def _gains(lineage: Lineage) -> list[tuple[int, float]]:
 
 
 def _doublings(lineage: Lineage) -> tuple[int, int | None]:
-    """Return the largest micro-batch of a lineage before the first doubling without gain, and the one of that doubling.
+    """Return the largest micro-batch of a lineage before the first doubling without gain, and that doubling's size.
 
-    Each is compared with the best at half its size or less. 0 where none gained, None where all did.
+    Each micro-batch is compared with the best at half its size or less. The first is 0 if no doubling gained, the
+    second None if all gained.
     """
 
     def find() -> tuple[int, int | None]:
