@@ -32,7 +32,6 @@ from optuna_dsat.runtime.process_identity import process_space
 
 __all__ = [
     "AgentHandle",
-    "LaunchProcesses",
     "OrphanWatch",
     "ProcessTree",
     "adopt_orphans",
@@ -211,70 +210,7 @@ def _noted(value: Any) -> ProcessKey | None:
     return ProcessKey(pid, start) if isinstance(pid, int) and isinstance(start, int) and pid > 1 else None
 
 
-class LaunchProcesses(Protocol):
-    """What a running launch asks of its processes and does to them, on this machine or on nodes of a cluster."""
-
-    @property
-    def known(self) -> frozenset[ProcessKey]:
-        """All processes of the launch ever seen."""
-        ...
-
-    @property
-    def ranks(self) -> set[ProcessKey]:
-        """The ranks seen so far."""
-        ...
-
-    @property
-    def shared_memory(self) -> frozenset[Path]:
-        """Files in shared memory of this machine that its processes made."""
-        ...
-
-    def look(self, now: float) -> None:
-        """Note its processes, and what they have made in shared memory so far; ``now`` is monotonic."""
-        ...
-
-    def add_rank(self, rank: int, pid: int) -> None:
-        """Note the process of a rank, if it lives."""
-        ...
-
-    def dead_ranks(self) -> set[int]:
-        """Return the ranks whose process has ended."""
-        ...
-
-    def living(self) -> Collection[ProcessKey]:
-        """Return torchrun, the ranks, and all their living descendants."""
-        ...
-
-    def usage(self) -> Mapping[ProcessKey, ProcessUsage]:
-        """Return what the ranks and all their descendants have used."""
-        ...
-
-    def exit_codes(self, record: Path) -> dict[int, int]:
-        """Return rank -> exit code of those that torchrun saw fail and that were not killed by the launcher.
-
-        Args:
-            record: File that torchrun's agent leaves in the run directory.
-        """
-        ...
-
-    def has_killed(self, pid: int) -> bool:
-        """Return whether the launcher killed a process."""
-        ...
-
-    def kill_ranks(self) -> None:
-        """Kill everything but torchrun."""
-        ...
-
-    def kill_all(self) -> None:
-        """Kill everything, torchrun last: it adopts what loses its parent."""
-        ...
-
-    def sweep(self) -> bool:
-        """Kill what remains; return whether none was left."""
-        ...
-
-
-def end_launch(processes: LaunchProcesses) -> None:
+def end_launch(processes: ProcessTree) -> None:
     """Kill everything of a launch, and wait until it is gone.
 
     Raises:
