@@ -32,7 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from optuna_dsat.config import ds_config, user_file
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, Observed, Preload, ScriptCommand
 from optuna_dsat.outcome import Outcome
@@ -150,8 +150,8 @@ def measure(example: Example, *, launches: int, devices: Devices, folder: Path) 
     """Return the launches by plain torchrun, warm, and warm in overlays, made in turns."""
     slots, cwd = len(devices.devices), str(folder)
     launchers = {
-        "torchrun": TorchrunLauncher(folder / "torchrun", devices=devices),
-        "warm": TorchrunLauncher(folder / "warm", devices=devices, warm=True, on_notice=print),
+        "torchrun": local_launcher(folder / "torchrun", devices=devices),
+        "warm": local_launcher(folder / "warm", devices=devices, warm=True, on_notice=print),
     }
     kinds = {"torchrun": ("torchrun", "off"), "warm": ("warm", "off"), OVERLAYS: ("warm", "auto")}
     found: dict[str, list[Launch]] = {name: [] for name in kinds}

@@ -34,7 +34,7 @@ from optuna_dsat.config.op_builders import operators_of
 from optuna_dsat.config.structures import STRUCTURES
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.follow import follow
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.measurement import GlobalStep
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.outcome import Outcome
@@ -133,7 +133,7 @@ def _run(args: argparse.Namespace, folder: Path, command: str) -> None:
     devices = search_devices(options)
     spec = build_spec("guided", options, devices)
     with closing(
-        TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots, warm=True, on_notice=_say)
+        local_launcher(spec.study_dir, devices=devices, max_slots=spec.max_slots, warm=True, on_notice=_say)
     ) as launcher:
         profiled = measure_profile(spec, launcher, on_attempt=lambda _: None, on_report=lambda _report, _record: None)
         spec = profiled.followed_by(spec)

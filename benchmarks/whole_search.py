@@ -42,7 +42,7 @@ import psutil
 from benchmarks.launch_overhead import EXAMPLES, Launch, run
 from benchmarks.pdsh import write_pdsh
 from optuna_dsat.config import ds_config, user_file
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
@@ -243,7 +243,7 @@ def compare(
     configs: Mapping[str, Mapping[str, Any]], *, rounds: int, devices: Devices, folder: Path
 ) -> dict[str, dict[int, float]]:
     """Return the throughput of each config in each round, by plain torchrun, in an order drawn anew for each round."""
-    launcher = TorchrunLauncher(folder, devices=devices)
+    launcher = local_launcher(folder, devices=devices)
     found: dict[str, dict[int, float]] = {name: {} for name in configs}
     try:
         for number in range(rounds):

@@ -20,7 +20,7 @@ from benchmarks.prove_gpu.machine import Machine
 from benchmarks.prove_gpu.proof import ROOT, OverrunError, PartOverError, replace
 from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.launch.follow import follow
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
@@ -121,7 +121,7 @@ class Context:
     @contextlib.contextmanager
     def launcher(self, folder: Path, *, warm: bool = True) -> Iterator[TorchrunLauncher]:
         """Give a launcher whose launches lie in ``folder``; what it says is noted."""
-        launcher = TorchrunLauncher(folder, devices=self.devices, warm=warm, on_notice=self.notices.append)
+        launcher = local_launcher(folder, devices=self.devices, warm=warm, on_notice=self.notices.append)
         with contextlib.closing(launcher):
             yield launcher
 

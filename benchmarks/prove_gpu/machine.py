@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from optuna_dsat.errors import DsatError
-from optuna_dsat.launch.machine.devices import Devices, detect_devices, host_memory_bytes
+from optuna_dsat.launch.machine.devices import Devices, detect_devices
+from optuna_dsat.launch.machine.host import host_memory_bytes
 from optuna_dsat.launch.machine.nvml import Nvml, NvmlError
 
 __all__ = ["Machine", "NoGpuError", "first_devices", "look"]

@@ -288,7 +288,7 @@ def _with_launch(options: PlanOptions) -> Plan:
     """Return the plan of a script, from a stored or a new profile."""
     from contextlib import closing
 
-    from optuna_dsat.launch.launcher import TorchrunLauncher
+    from optuna_dsat.launch.launcher import local_launcher
     from optuna_dsat.launch.machine.journal import LeftoverWatch
     from optuna_dsat.plan.from_script import plan_script
     from optuna_dsat.store import Store
@@ -307,7 +307,7 @@ def _with_launch(options: PlanOptions) -> Plan:
             spec,
             store=store,
             device_names=tuple(device.name for device in devices.devices),
-            launcher=lambda: closing(TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
+            launcher=lambda: closing(local_launcher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
             on_attempt=lambda one: say_prose(
                 f"Profile launch at micro-batch {one.micro_batch}, {one.words} ...", file=sys.stderr
             ),

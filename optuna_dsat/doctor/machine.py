@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from optuna_dsat.doctor.finding import Finding, Status
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.isolation import why_no_overlay
-from optuna_dsat.launch.machine.devices import Device, Devices, cpu_devices, detect_devices, host_memory_bytes, is_part
+from optuna_dsat.launch.machine.devices import Device, Devices, cpu_devices, detect_devices, is_part
+from optuna_dsat.launch.machine.host import available_memory_bytes, host_memory_bytes
 from optuna_dsat.launch.machine.nvml import DeviceError, GpuUse, Nvml, NvmlError
 from optuna_dsat.launch.machine.operators import extensions_dir
 from optuna_dsat.launch.machine.owners import foreign_holders, users_in_words
@@ -199,7 +198,7 @@ def host_findings(*, output_dir: Path, environ: Mapping[str, str], shm: Path = P
 
 
 def _memory() -> Finding:
-    total, available = host_memory_bytes(), int(psutil.virtual_memory().available)
+    total, available = host_memory_bytes(), available_memory_bytes()
     data = {"total_bytes": total, "available_bytes": min(total, available)}
     text = f"{bytes_in_words(total)} of host memory, {bytes_in_words(min(total, available))} available"
     return Finding(area="host", name="memory", status=Status.FINE, text=text, data=data)

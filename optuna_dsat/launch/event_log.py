@@ -24,7 +24,7 @@ from optuna_dsat.runtime.events import (
 )
 from optuna_dsat.runtime.files import open_regular
 
-__all__ = ["END_BYTES", "START_BYTES", "EventLog", "EventTail", "LogLimit", "dropped_in_words"]
+__all__ = ["END_BYTES", "START_BYTES", "EventLog", "EventTail", "GrowingFile", "LogLimit", "dropped_in_words"]
 
 _EVENT_WORDS = {
     RankStarted: "the start of the script",
@@ -38,39 +38,73 @@ _CHUNK_BYTES = 2**20
 """Maximum bytes per read."""
 
 
+class GrowingFile:
+    """Reads what is appended to a file.
+
+    Args:
+        path: The file; it need not exist yet. Nothing is read while it is not a regular file: a script may have put
+            something else in its place.
+        most_bytes: Most bytes that are read at once.
+    """
+
+    def __init__(self, path: Path, *, most_bytes: int = _CHUNK_BYTES) -> None:
+        self.path = path
+        self.offset = 0
+        """Bytes returned or skipped so far."""
+        self._most_bytes = most_bytes
+        self._partial = b""
+
+    def read(self) -> bytes:
+        """Return the bytes appended since the last call, up to the bound."""
+        try:
+            if self.path.stat().st_size <= self.offset:
+                return b""
+            with open_regular(self.path) as file:
+                file.seek(self.offset)
+                data = file.read(self._most_bytes) or b""
+        except OSError:
+            return b""
+        self.offset += len(data)
+        return data
+
+    def skip_to(self, behind_bytes: int) -> int:
+        """Skip all but the last bytes of the file; return the number of bytes skipped.
+
+        Args:
+            behind_bytes: Most bytes that remain to be read.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            skipped = self.path.stat().st_size - behind_bytes - self.offset
+            if skipped > 0:
+                self.offset += skipped
+                return skipped
+        return 0
+
+    def read_lines(self) -> list[bytes]:
+        """Return the complete lines appended since the last call, up to the bound, without their ends."""
+        *lines, self._partial = (self._partial + self.read()).split(b"\n")
+        return lines
+
+
 class EventTail:
     """Reads events as a rank appends them to its file; an incomplete line is kept for the next read."""
 
     def __init__(self, path: Path) -> None:
         self.dropped = 0
-        """Lines without an event that this version can read."""
-        self._path = path
-        self._offset = 0
-        self._partial = b""
+        """Lines that held no event that this version can read."""
+        self._file = GrowingFile(path)
 
     def read(self) -> list[Event]:
         """Return the events appended since the last call."""
-        events: list[Event] = []
-        try:
-            if self._path.stat().st_size <= self._offset:
-                return events
-            with open_regular(self._path) as file:
-                file.seek(self._offset)
-                while data := file.read(_CHUNK_BYTES):
-                    self._offset += len(data)
-                    events += self._decoded(data)
-        except OSError:  # not there yet, or replaced by the script
-            return events
-        return events
-
-    def _decoded(self, data: bytes) -> list[Event]:
-        """Return the events of the lines completed by the next piece of the file."""
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        written = [line for line in lines if line.strip()]
-        decoded = (decode_event(line.decode("utf-8", errors="replace")) for line in written)
-        events = [event for event in decoded if event is not None]
-        self.dropped += len(written) - len(events)
-        return events
+        found: list[Event] = []
+        before = -1
+        while before < self._file.offset:
+            before = self._file.offset
+            written = [line for line in self._file.read_lines() if line.strip()]
+            decoded = [decode_event(line.decode("utf-8", errors="replace")) for line in written]
+            found += [event for event in decoded if event is not None]
+            self.dropped += decoded.count(None)
+        return found
 
 
 class EventLog:

@@ -22,6 +22,20 @@ class StopReason:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EndFacts:
+    """Facts of a launch's processes, known once all of them are gone."""
+
+    exit_codes: Mapping[int, int] = field(default_factory=dict)
+    """Rank -> exit code (negative: signal) of the ranks that torchrun saw fail and the launcher did not kill."""
+    agent_exit_code: int | None = None
+    """Exit code of torchrun (negative: signal); None if the launcher ended it."""
+    oom_kills: int | None = None
+    """Processes that the kernel killed for lack of memory during the launch; None if unknown."""
+    shared_memory_free: int | None = None
+    """Free bytes in shared memory; None if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
     """Observations of an ended launch."""
 

@@ -1,16 +1,33 @@
-"""Protection of the user's files from launches: the probe, and descriptions of its result."""
+"""How the user's files are protected from launches: the probe, its result in words, and changes all the same.
+
+Subprocesses and libraries in C++ write past the redirection in Python. Their changes are found by comparing the folders
+before and after the first launch, without reading any content.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from optuna_dsat.launch.protocol import Conditions
+from optuna_dsat.errors import ScriptFailedError
+from optuna_dsat.launch.launch import Launch
+from optuna_dsat.launch.protocol import Conditions, LaunchRequest
 from optuna_dsat.runtime.isolation import mounts
 
-__all__ = ["describe_isolation", "weakest_isolation", "why_no_overlay"]
+__all__ = [
+    "FolderWatch",
+    "State",
+    "changed_paths",
+    "describe_isolation",
+    "snapshot",
+    "weakest_isolation",
+    "why_no_overlay",
+]
 
 _PROBE_S = 10.0
 _STRENGTH = ("off", "python", "mount")
@@ -58,3 +75,88 @@ def describe_isolation(conditions: Conditions) -> str:
         )
     why = f" ({conditions.isolation_note})" if conditions.isolation_note else ""
     return f"Trials run without overlays{why}: {writers}."
+
+
+_MOST_ENTRIES = 100_000
+_LIMIT_S = 2.0
+"""Bounds of one snapshot; what lies beyond them is not compared."""
+_SKIPPED = frozenset({"__pycache__", ".git"})
+
+State = tuple[int, int, int, int]
+"""Mode, size, time of modification in ns, inode."""
+
+
+class FolderWatch:
+    """Compares the user's folders before and after the profile launch.
+
+    On a cluster these are the head's: what nodes change in folders that they do not share with it is not seen.
+
+    Args:
+        output_dir: Folder of the study's launches.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
+        self._before: Mapping[str, State] | None = None
+
+    def begin(self, request: LaunchRequest) -> None:
+        """Note the folders' state before a launch."""
+        self._before = self._users_files(request)
+
+    def check(self, launch: Launch) -> None:
+        """End the search where a launch without overlays has changed the user's files all the same.
+
+        Raises:
+            ScriptFailedError: Names the first changed file.
+        """
+        before, self._before = self._before, None
+        if before is None or launch.conditions.isolation != "python":
+            return
+        if changes := changed_paths(before, self._users_files(launch.request)):
+            more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+            raise ScriptFailedError(
+                f"The profile launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
+                f"be redirected without overlays. Allow it with --writable {shlex.quote(changes[0])}, or run where "
+                "overlays can be mounted (optuna-dsat doctor).",
+                log_path=str(launch.directory.stdout(0)),
+            )
+
+    def _users_files(self, request: LaunchRequest) -> Mapping[str, State]:
+        command = request.command
+        script = os.path.dirname(command.script) if os.path.isabs(command.script) else command.cwd  # noqa: PTH117, PTH120
+        without = [str(self._output_dir.resolve().parent), *request.writable]
+        return snapshot([command.cwd, script], without=without)
+
+
+def snapshot(folders: Collection[str], *, without: Collection[str]) -> Mapping[str, State]:
+    """Return path -> state of the files below folders.
+
+    Args:
+        folders: Absolute paths.
+        without: Absolute paths that are left out, with all below them.
+    """
+    found: dict[str, State] = {}
+    ahead, ends = [*dict.fromkeys(folders)], time.monotonic() + _LIMIT_S
+    left_out = {os.path.realpath(path) for path in without}
+    while ahead and len(found) < _MOST_ENTRIES and time.monotonic() < ends:
+        try:
+            with os.scandir(ahead.pop(0)) as entries:
+                for entry in entries:
+                    if entry.name in _SKIPPED or os.path.realpath(entry.path) in left_out:
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        ahead.append(entry.path)
+                        continue
+                    status = entry.stat(follow_symlinks=False)
+                    found[entry.path] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
+        except OSError:  # removed meanwhile, or another user's
+            continue
+    return found
+
+
+def changed_paths(before: Mapping[str, State], after: Mapping[str, State]) -> Sequence[str]:
+    """Return the files that were changed, made or removed between two snapshots, sorted."""
+    if max(len(before), len(after)) >= _MOST_ENTRIES:
+        before = {path: state for path, state in before.items() if path in after}
+        after = {path: state for path, state in after.items() if path in before}
+    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))

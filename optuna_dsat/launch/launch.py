@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.event_log import EventLog, LogLimit
-from optuna_dsat.launch.facts import LaunchFacts, StopReason
-from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, BesideWatch, GpuSight
-from optuna_dsat.launch.machine.journal import remove_noted
+from optuna_dsat.launch.facts import EndFacts, LaunchFacts, StopReason
+from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage
 from optuna_dsat.launch.machine.processes import ProcessKey
-from optuna_dsat.launch.machine.shared_memory import free_shared_bytes
-from optuna_dsat.launch.machine.slots import SlotLease
-from optuna_dsat.launch.machine.tree import AgentHandle, LaunchProcesses, ProcessTree, end_launch
 from optuna_dsat.launch.protocol import Conditions, LaunchReport, LaunchRequest, Preload
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.stacks import StackWatch, describe_stacks
@@ -21,7 +18,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankStarted
 from optuna_dsat.runtime.process import EXIT_LIMIT_S
 
-__all__ = ["FailedFork", "RunningLaunch"]
+__all__ = ["FailedFork", "Launch", "Processes", "WaitingLaunch"]
 
 _EXIT_GRACE_S = EXIT_LIMIT_S + 1.0
 """Time for ranks to exit after their last record, before they are killed: they end themselves at ``EXIT_LIMIT_S``."""
@@ -52,27 +49,107 @@ class FailedFork:
     """Message of its outcome."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WaitingLaunch:
+    """A launch to start."""
+
+    request: LaunchRequest
+    directory: RunDirectory | None = None
+    """Its run directory; None before it is written."""
+    repeats: FailedFork | None = None
+    """The failed forked launch that it repeats by plain torchrun; None for any other launch."""
+
+
+class Processes(Protocol):
+    """The processes of a launch: on this machine (``agent/run.py``), or on nodes (``places/remote.py``)."""
+
+    @property
+    def host(self) -> str:
+        """Name of the machine, or of the nodes."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Process number of torchrun."""
+        ...
+
+    @property
+    def code(self) -> int | None:
+        """Exit code (negative: signal) of torchrun if it ended and was not killed by the launcher; None before."""
+        ...
+
+    @property
+    def dead_ranks(self) -> Collection[int]:
+        """Ranks whose process has ended."""
+        ...
+
+    @property
+    def ranks(self) -> Collection[ProcessKey]:
+        """The ranks seen so far."""
+        ...
+
+    @property
+    def conditions(self) -> Conditions:
+        """Load by other processes while the steps were measured, as far as it is known."""
+        ...
+
+    @property
+    def end(self) -> EndFacts | None:
+        """Facts of the end; None while a process lives."""
+        ...
+
+    def advance(self, now: float, read: Callable[[float], list[Event]]) -> list[Event]:
+        """Look at the processes, then read the events: they include the last ones of the dead ranks.
+
+        Args:
+            now: Monotonic time.
+            read: Reads new events from the run directory.
+        """
+        ...
+
+    def usage(self) -> Mapping[ProcessKey, ProcessUsage]:
+        """Return the resources used by the ranks and all their descendants."""
+        ...
+
+    def ranks_to_ask(self, starts: Sequence[RankStarted]) -> Mapping[int, ProcessKey]:
+        """Return rank -> process; empty unless all ranks run on this machine."""
+        ...
+
+    def kill_ranks(self) -> None:
+        """Kill everything but torchrun."""
+        ...
+
+    def kill_all(self) -> None:
+        """Kill everything."""
+        ...
+
+    def sweep(self) -> bool:
+        """Kill the remaining processes and clean up after them; return whether none was left."""
+        ...
+
+    def release(self, now: float) -> str | None:
+        """Give the devices back once all processes are gone.
+
+        Returns:
+            The report's note on devices that are not free; None while they may still become free.
+        """
+        ...
+
+
 @dataclass(kw_only=True)
-class RunningLaunch:
+class Launch:
     """One launch in flight: reads its events and ends its processes. Times are monotonic unless named otherwise."""
 
     request: LaunchRequest
     directory: RunDirectory
-    lease: SlotLease
-    mark: str
-    agent: AgentHandle
+    processes: Processes
+    devices: tuple[int, ...]
+    """Index of each device."""
     command: tuple[str, ...]
     started: float
     started_unix: float
-    oom_kills_before: int | None
     preloaded: Preload | None = None
     """Imports of the process that it was forked from; None for a launch by plain torchrun."""
-    look_at_gpus: Callable[[Collection[int]], GpuSight] = lambda _: GpuSight()
-    """Returns what goes on beside it on its GPUs, given its processes' numbers."""
-    processes: LaunchProcesses | None = None
-    """Its processes where they run on other machines; None for those of ``agent`` on this one."""
-    conditions_elsewhere: Callable[[], Conditions] | None = None
-    """Returns what went on beside it on other machines; None to watch this one."""
     repeats: FailedFork | None = None
     """The failed forked launch that this one repeats plainly, to find out whether the fork was the cause."""
     longest_start_s: float | None = None
@@ -87,14 +164,7 @@ class RunningLaunch:
 
     def __post_init__(self) -> None:
         self._log = EventLog(self.directory, slots=self.request.slots, started=self.started)
-        self._processes = self.processes or ProcessTree(self.agent, mark=self.mark, leavings=self.directory.leavings)
         self._activity = ActivityMonitor(limit_s=self.request.stall_s, started=self.started)
-        self._beside = BesideWatch(
-            start_profile_step=self.request.start_profile_step,
-            ranks=lambda: self._processes.ranks,
-            find=self._processes.living,
-            look=self.look_at_gpus,
-        )
         ranks = range(self.request.slots)
         self._log_limit = LogLimit(
             path(rank) for rank in ranks for path in (self.directory.stdout, self.directory.stderr)
@@ -104,18 +174,11 @@ class RunningLaunch:
         self._last_end: tuple[int, float] = 0, 0.0
         """Ranks that have left a record of their end, and the time at which the last of these records was read."""
         self._sweeping = False
-        self._agent_ended_as: int | None = None
-        """Exit code of torchrun if it ended by itself; what is killed after that may include it, if it is forked."""
-
-    @property
-    def known(self) -> frozenset[ProcessKey]:
-        """All processes of the launch ever seen."""
-        return self._processes.known
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process numbers of torchrun and the ranks."""
-        return (self.agent.pid, *(start.pid for start in self._log.starts))
+        return (self.processes.pid, *(start.pid for start in self._log.starts))
 
     @property
     def last_event(self) -> float:
@@ -135,9 +198,9 @@ class RunningLaunch:
     @property
     def conditions(self) -> Conditions:
         """What went on beside it while its steps were measured, and how the user's files were protected."""
-        found = self._beside.conditions if self.conditions_elsewhere is None else self.conditions_elsewhere()
         starts = self._log.starts
         notes = sorted({start.isolation_note for start in starts if start.isolation_note})
+        found = self.processes.conditions
         return replace(found, isolation=starts[0].isolation if starts else "", isolation_note="; ".join(notes))
 
     @property
@@ -154,31 +217,17 @@ class RunningLaunch:
 
     def advance(self, now: float) -> list[Event]:
         """Read new events and return them; check the limits and end what must end."""
-        dead = self._processes.dead_ranks()
-        self._processes.look(now)
+        events = self.processes.advance(now, self._log.read)
         self._log_limit.check(now)
-        agent_ended = self.agent.poll() is not None
-        events = self._read(now)  # after the processes were checked, so that it includes what the dead ones wrote
-        if agent_ended:
-            if not self._sweeping:
-                self._agent_ended_as = self.agent.returncode
+        if self.processes.code is not None:
             self._sweeping = True
         elif not self._sweeping:
-            self._decide(now, dead)
-        if self._sweeping and self._processes.sweep():
+            self._decide(now, {*self.processes.dead_ranks})
+        if self._sweeping and self.processes.sweep():
             if self.gone_at is None:
                 self.gone_at = now
-                self.clean_up()
-            events += self._read(now)
-        return events
-
-    def _read(self, now: float) -> list[Event]:
-        events = self._log.read(now)
-        for event in events:
-            if isinstance(event, RankStarted):
-                self._processes.add_rank(event.rank, event.pid)
-        if self.conditions_elsewhere is None:
-            self._beside.update(events)
+                self.shorten_logs()
+            events += self._log.read(now)
         return events
 
     def end(self, reason: StopReason) -> None:
@@ -187,52 +236,32 @@ class RunningLaunch:
             self.stop_reason = reason
             self._start_sweep()
 
-    def finish(self) -> None:
-        """Kill what runs of it on this machine and wait until it is gone.
-
-        Raises:
-            TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
-        """
-        end_launch(self._processes)
-
-    def clean_up(self) -> None:
-        """Remove what its processes left outside the run directory, and shorten logs; call it once all are gone."""
+    def shorten_logs(self) -> None:
+        """Shorten logs that are too long; call it once all processes are gone."""
         self._log_limit.close()
-        if self.directory.leavings is not None:
-            remove_noted(self.directory.leavings, seen=self._processes.shared_memory)
 
-    def facts(self, oom_kills_after: int | None) -> LaunchFacts:
-        """Return the observations of the launch, once it is over or settled.
-
-        Args:
-            oom_kills_after: The kernel's present count of processes killed for lack of memory; None if unknown.
-        """
+    def facts(self) -> LaunchFacts:
+        """Return the observations of the launch, once it is over or settled."""
         micro_batch = self.request.ds_config.get(MICRO_BATCH)
         if self.request.purpose == "profile":
             micro_batch = None  # any batch will do: what is measured is divided by the samples seen
         if self.request.command.batch_source.get("kind") == "held":
             micro_batch = None  # the script makes its batches by itself, whatever the config says
-        before = self.oom_kills_before
+        end = self.processes.end or EndFacts(agent_exit_code=self.processes.code)
         return LaunchFacts(
             slots=self.request.slots,
             start_profile_step=self.request.start_profile_step,
             end_profile_step=self.request.end_profile_step,
             micro_batch=micro_batch if isinstance(micro_batch, int) else None,
             events=self._log.events,
-            exit_codes=self._processes.exit_codes(self.directory.agent_record),
-            agent_exit_code=self._agent_exit_code(),
+            exit_codes=end.exit_codes,
+            agent_exit_code=end.agent_exit_code,
             stop=self.stop_reason,
-            oom_kills=None if before is None or oom_kills_after is None else oom_kills_after - before,
-            shared_memory_free=None if self.processes is not None else free_shared_bytes(),
+            oom_kills=end.oom_kills,
+            shared_memory_free=end.shared_memory_free,
             config_path=self.request.command.config_path,
             dropped_lines=self._log.dropped,
         )
-
-    def _agent_exit_code(self) -> int | None:
-        """Return torchrun's exit code; None if it was killed here."""
-        if self._agent_ended_as is not None:
-            return self._agent_ended_as
-        return None if self._processes.has_killed(self.agent.pid) else self.agent.returncode
 
     def _decide(self, now: float, dead: set[int]) -> None:
         ends, done = set(self._log.ends), self._log.done
@@ -252,7 +281,7 @@ class RunningLaunch:
             if not unexplained or now >= self._kill_ranks_at + _AGENT_GRACE_S:
                 self._start_sweep()
             else:
-                self._processes.kill_ranks()
+                self.processes.kill_ranks()
 
     def _grace_s(self, ends: set[int], dead: set[int]) -> float:
         """Return the time that the other ranks have to leave a record, after one has ended too early."""
@@ -269,7 +298,7 @@ class RunningLaunch:
 
     def _start_sweep(self) -> None:
         self._sweeping = True
-        self._processes.kill_all()
+        self.processes.kill_all()
 
     def _check_limits(self, now: float, some_done: bool) -> None:
         request = self.request
@@ -281,7 +310,7 @@ class RunningLaunch:
         last_activity = self.last_event if some_done else self._last_activity(now)
         limit_s = self._stand_still_limit_s()
         stands_still = not some_done and self._stacks.stand_still(
-            now, silent_since=last_activity, limit_s=limit_s, ranks=self._ranks_to_ask()
+            now, silent_since=last_activity, limit_s=limit_s, ranks=self.processes.ranks_to_ask(self._log.starts)
         )
         if stands_still or now - last_activity > stall_s:
             option = " (--stall-timeout)" if stall_s == request.stall_s else ""
@@ -308,19 +337,12 @@ class RunningLaunch:
             return self.request.stall_s
         return min(self.request.stall_s, max(_LEAST_STALL_S, usual_s))
 
-    def _ranks_to_ask(self) -> dict[int, ProcessKey]:
-        """Return the processes of the ranks; empty unless all run on this machine."""
-        if self.processes is not None:
-            return {}
-        keys = {start.rank: key for start in self._log.starts if (key := ProcessKey.of(start.pid)) is not None}
-        return keys if set(keys.values()) <= self._processes.ranks else {}
-
     def _progress(self) -> str:
         return self._log.progress_in_words(end_profile_step=self.request.end_profile_step)
 
     def _last_activity(self, now: float) -> float:
         """Return the time of the last event or of the last activity of the launch's processes."""
         if self._activity.is_due(now, last_event=self.last_event):
-            ranks, usage = self._processes.ranks, self._processes.usage()
+            ranks, usage = self.processes.ranks, self.processes.usage()
             self._activity.update(usage, now, last_event=self.last_event, ranks=ranks, trained=self.has_trained)
         return self._activity.last_activity(self.last_event)

@@ -28,6 +28,7 @@ __all__ = [
     "ScriptCommand",
     "Settled",
     "SlotsBusyError",
+    "SlotsTakenError",
     "dropped_in_words",
     "is_launch_id",
 ]
@@ -306,7 +307,11 @@ class Holder:
 
 
 class SlotsBusyError(RuntimeError):
-    """A launch needs more slots than are free, for example because another tuner on the machine took them first."""
+    """A launch asked for more slots than are free."""
+
+
+class SlotsTakenError(SlotsBusyError):
+    """Another tuner on the machine was faster."""
 
 
 class Launcher(Protocol):

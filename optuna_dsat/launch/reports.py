@@ -1,4 +1,4 @@
-"""Reports of launches on this machine."""
+"""Reports of launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from optuna_dsat.launch.classify import Verdict
 from optuna_dsat.launch.facts import LaunchFacts
 from optuna_dsat.launch.isolation import describe_isolation
-from optuna_dsat.launch.launch import RunningLaunch
+from optuna_dsat.launch.launch import Launch
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.outcome import Outcome
@@ -36,7 +36,7 @@ _CLOCK_SET_S = 2.0
 """Maximum difference of two clocks over a launch."""
 
 
-def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
+def report_of(launch: Launch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
     """Return the report of a launch that ran.
 
     Args:
@@ -60,8 +60,8 @@ def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, no
         missing_bytes=verdict.missing_bytes,
         log_path=str(log),
         command=launch.command,
-        host=socket.gethostname(),
-        devices=launch.lease.indices,
+        host=launch.processes.host,
+        devices=launch.devices,
         pids=launch.pids,
         started_at=launch.started_unix,
         startup_s=startup_s,
@@ -71,13 +71,13 @@ def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, no
     )
 
 
-def isolation_notice(launch: RunningLaunch) -> str:
-    """Describe how the user's files are protected from a launch; empty if switched off or unknown."""
+def isolation_notice(launch: Launch) -> str:
+    """Return how the user's files are protected from a launch; empty where that was switched off, or is not known."""
     return "" if launch.request.isolation == "off" else describe_isolation(launch.conditions)
 
 
-def _spent(launch: RunningLaunch, recorded: Sequence[Event]) -> tuple[float, float]:
-    """Return the seconds of a launch before the end of its first step, and from there to its last event.
+def _spent(launch: Launch, recorded: Sequence[Event]) -> tuple[float, float]:
+    """Return the seconds of a launch before the end of its first step, and those from there to its last event.
 
     Ranks date their events by the system clock. If that was set, or the machine slept, the monotonic times at which
     the events were read are used instead.

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.agent.agent import digest_of
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.machine.devices import Device, Devices
+from optuna_dsat.launch.places.cluster import Cluster, Limits
 from optuna_dsat.launch.places.engine import Engine
-from optuna_dsat.launch.places.launcher import ClusterLauncher, Limits
 from optuna_dsat.launch.places.place import Layout
+from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.tuning.options.parse import one_count
 from optuna_dsat.tuning.options.tune_options import TuneOptions
@@ -65,10 +67,12 @@ def check_cluster(spec: StudySpec) -> None:
 
 def cluster_launcher(
     spec: StudySpec, *, on_notice: Callable[[str], None], on_phase: Callable[[str], None]
-) -> ClusterLauncher:
+) -> TorchrunLauncher:
     """Return the launcher of a study whose launches run on a cluster."""
-    return ClusterLauncher(
-        spec.study_dir,
+    output_dir = Path(spec.study_dir)
+    forking = Forking(output_dir / "warm.log", enabled=spec.launcher == "warm", on_notice=on_notice)
+    nodes = Cluster(
+        output_dir,
         engine=_engine(spec, on_notice),
         layout=Layout(nodes=spec.nodes_per_trial, slots=spec.slots_per_node, kind=spec.device, gpus=spec.gpus_per_node),
         limits=Limits(
@@ -77,10 +81,11 @@ def cluster_launcher(
             idle_s=spec.idle_release_s,
         ),
         files=_needed_files(spec),
-        warm=spec.launcher == "warm",
+        forking=forking,
         on_notice=on_notice,
         on_phase=on_phase,
     )
+    return TorchrunLauncher(output_dir, nodes, forking=forking, on_notice=on_notice)
 
 
 def _most_places(spec: StudySpec) -> int:

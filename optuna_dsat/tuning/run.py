@@ -18,7 +18,7 @@ import optuna
 from optuna_dsat.config.ds_config import write_json_atomic
 from optuna_dsat.errors import StorageError, StudyDeletedError, UsageError
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.interpreter import why_python_does_not_start
 from optuna_dsat.launch.machine.journal import LeftoverWatch
 from optuna_dsat.launch.protocol import Launcher
@@ -218,7 +218,7 @@ def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
             on_notice=lambda text: observer(Message(text=text)),
             on_phase=lambda words: observer(Phase(words=words)),
         )
-    return TorchrunLauncher(
+    return local_launcher(
         spec.study_dir,
         devices=request.devices,
         max_slots=spec.max_slots,

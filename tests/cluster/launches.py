@@ -9,26 +9,32 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.places.cluster import Cluster, Limits
 from optuna_dsat.launch.places.engine import Engine
-from optuna_dsat.launch.places.launcher import ClusterLauncher, Limits
 from optuna_dsat.launch.places.place import Layout
 from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, Observed
+from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.runtime.events import RankStarted
 from tests.harness.launches import STUB, request
 
 TWO_RANKS = Layout(nodes=2, slots=1, kind="cpu", gpus=2)
 
 
-def launcher_on(engine: Engine, folder: Path, **options: object) -> ClusterLauncher:
-    values = {"layout": TWO_RANKS, "limits": Limits(), "files": {}, "warm": False, **options}
-    return ClusterLauncher(folder / "out", engine=engine, **values)  # type: ignore[arg-type]
+def launcher_on(
+    engine: Engine, folder: Path, *, on_notice: Callable[[str], None] = lambda _: None, **options: Any
+) -> TorchrunLauncher:
+    forking = Forking(folder / "out" / "warm.log", enabled=False, on_notice=on_notice)
+    values = {"layout": TWO_RANKS, "limits": Limits(), "files": {}, **options}
+    places = Cluster(folder / "out", engine=engine, forking=forking, on_notice=on_notice, **values)
+    return TorchrunLauncher(folder / "out", places, forking=forking, on_notice=on_notice)
 
 
 def stub(folder: Path, launch_id: str = "trial-0000", *args: str, **changes: Any) -> LaunchRequest:
     return request(folder, launch_id=launch_id, script=STUB, args=args, **changes)
 
 
-def finish(launcher: ClusterLauncher, *, seen: list[object] | None = None, limit_s: float = 120.0) -> LaunchReport:
+def finish(launcher: TorchrunLauncher, *, seen: list[object] | None = None, limit_s: float = 120.0) -> LaunchReport:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         for update in launcher.poll(0.5):
@@ -40,7 +46,7 @@ def finish(launcher: ClusterLauncher, *, seen: list[object] | None = None, limit
 
 
 def poll_until(
-    launcher: ClusterLauncher, condition: Callable[[list[Observed]], bool], *, what: str, limit_s: float = 90.0
+    launcher: TorchrunLauncher, condition: Callable[[list[Observed]], bool], *, what: str, limit_s: float = 90.0
 ) -> list[Observed]:
     """Poll until a condition holds; return the starts of ranks seen meanwhile."""
     seen: list[Observed] = []

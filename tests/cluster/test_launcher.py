@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.machine.nvml import DeviceError
+from optuna_dsat.launch.places.cluster import Limits
 from optuna_dsat.launch.places.engine import ClusterError
-from optuna_dsat.launch.places.launcher import ClusterLauncher, Limits
 from optuna_dsat.launch.places.place import Layout
 from optuna_dsat.launch.protocol import Finished, LaunchReport, SlotsBusyError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.secrecy.references import PREFIX
+from tests.cluster import launches as on_nodes
 from tests.cluster.fakes import FakeEngine, FakePlace
 from tests.harness.launches import STUB, request
 
 
 def launcher_on(
     engine: FakeEngine, folder: Path, *, nodes: int = 2, on_phase: Callable[[str], None] = lambda _: None, **limits: Any
-) -> tuple[ClusterLauncher, list[str]]:
+) -> tuple[TorchrunLauncher, list[str]]:
     told: list[str] = []
-    launcher = ClusterLauncher(
-        folder / "out",
-        engine=engine,
+    launcher = on_nodes.launcher_on(
+        engine,
+        folder,
         layout=Layout(nodes=nodes, slots=1, kind="cpu", gpus=0),
         limits=Limits(**limits),
-        files={},
-        warm=False,
         environ={f"{PREFIX}API_TOKEN": "hidden"},
         on_notice=told.append,
         on_phase=on_phase,
@@ -38,12 +38,16 @@ def launcher_on(
     return launcher, told
 
 
-def start(launcher: ClusterLauncher, folder: Path, *numbers: int, **changes: Any) -> None:
+def start(launcher: TorchrunLauncher, folder: Path, *numbers: int, **changes: Any) -> None:
     for number in numbers:
         launcher.start(request(folder, launch_id=f"trial-{number:04d}", script=STUB, **changes))
 
 
-def finished(launcher: ClusterLauncher, count: int, *, limit_s: float = 10.0) -> list[LaunchReport]:
+def held(launcher: Any) -> Any:
+    return next(iter(launcher._places._held))
+
+
+def finished(launcher: TorchrunLauncher, count: int, *, limit_s: float = 10.0) -> list[LaunchReport]:
     found: list[LaunchReport] = []
     deadline = time.monotonic() + limit_s
     while len(found) < count and time.monotonic() < deadline:
@@ -118,7 +122,7 @@ def test_launches_beyond_the_places_wait_and_take_whichever_is_free_first(tmp_pa
 
 
 def test_a_queue_is_told_with_its_reason_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optuna_dsat.launch.places.launcher._QUIET_S", 0.0)
+    monkeypatch.setattr("optuna_dsat.launch.places.cluster._QUIET_S", 0.0)
     launcher, told = launcher_on(FakeEngine(room=0), tmp_path, queue_s=0.3)
     start(launcher, tmp_path, 0)
     with pytest.raises(DeviceError, match=r"No nodes were granted in 0.3 s .* job 1 is queued \(Resources\)"):
@@ -133,7 +137,7 @@ def test_what_takes_long_before_a_launch_is_told_and_so_is_its_end(tmp_path: Pat
     start(launcher, tmp_path, 0)
     launcher.poll(0.0)
     assert (phases, told) == ([], [])  # the scheduler has said why
-    place: Any = next(iter(launcher._places)).place
+    place = held(launcher)
     place.why = ""
     launcher.poll(0.0)
     assert phases == ["waiting for 2 nodes"]
@@ -219,7 +223,7 @@ def test_times_of_a_node_are_moved_to_the_heads_clock(tmp_path: Path, ahead_s: f
     launcher.poll(0.0)
     start(launcher, tmp_path, 0)
     launcher.poll(0.0)
-    place: Any = next(iter(launcher._places)).place
+    place = held(launcher)
     for node in (0, 1):
         engine.say(place, node, {"news": "pong", "sent": time.time(), "time": time.time() + ahead_s})
     (report,) = finished(launcher, 1)

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.agent.agent import NodeAgent, digest_of, versions
-from optuna_dsat.launch.agent.files import TOKEN, GrowingFile, LaunchFiles, TrackerFiles, write_tracker
+from optuna_dsat.launch.agent.files import TOKEN, LaunchFiles, TrackerFiles, write_tracker
 from optuna_dsat.launch.agent.wire import HEARD_S, Joiner, request_to_json
+from optuna_dsat.launch.event_log import GrowingFile
 from optuna_dsat.launch.machine.network import Doorbell, addresses, free_port, interface_of, reached
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
@@ -140,6 +141,10 @@ def test_a_file_is_passed_on_as_it_grows(tmp_path: Path) -> None:
     with growing.path.open("ab") as file:
         file.write(b"o\n")
     assert growing.read_lines() == [b"two"]
+    growing.path.unlink()
+    os.mkfifo(growing.path)  # which blocks who opens it
+    growing.offset = -1
+    assert growing.read_lines() == []
 
 
 def test_what_trackers_wrote_is_sent_in_pieces_but_for_what_is_too_large(

@@ -16,9 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.places import slurm as slurm_module
+from optuna_dsat.launch.places.cluster import Limits
 from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
-from optuna_dsat.launch.places.launcher import ClusterLauncher, Limits
 from optuna_dsat.launch.places.slurm import SlurmEngine, SlurmPlace, agent_environment, srun_command
 from optuna_dsat.launch.protocol import Observed
 from optuna_dsat.outcome import Outcome
@@ -58,7 +59,7 @@ def until(engine: SlurmEngine, condition: Callable[[], bool], *, what: str, limi
 
 
 @pytest.fixture
-def launcher(engine: SlurmEngine, tmp_path: Path) -> Iterator[ClusterLauncher]:
+def launcher(engine: SlurmEngine, tmp_path: Path) -> Iterator[TorchrunLauncher]:
     launcher = launcher_on(engine, tmp_path)
     yield launcher
     launcher.close()
@@ -141,7 +142,7 @@ def test_a_queued_place_is_taken_back(engine: SlurmEngine, slurm: SlurmCluster) 
 
 
 @pytest.mark.torchrun
-def test_a_launch_has_its_ranks_on_two_nodes(launcher: ClusterLauncher, tmp_path: Path) -> None:
+def test_a_launch_has_its_ranks_on_two_nodes(launcher: TorchrunLauncher, tmp_path: Path) -> None:
     seen: list[tuple[float, object]] = []
     launcher.start(stub(tmp_path))
     report = finish(launcher, seen=seen)  # type: ignore[arg-type]
@@ -158,10 +159,10 @@ def test_a_launch_has_its_ranks_on_two_nodes(launcher: ClusterLauncher, tmp_path
 @pytest.mark.torchrun
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_trackers_write_lies_in_the_heads_folder(
-    launcher: ClusterLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+    launcher: TorchrunLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     if not shared:
-        monkeypatch.setattr("optuna_dsat.launch.places.launcher.TOKEN", ".elsewhere")  # where no node looks
+        monkeypatch.setattr("optuna_dsat.launch.places.cluster.TOKEN", ".elsewhere")  # where no node looks
     script = tmp_path / "train.py"
     script.write_text(TRACKING)
     launcher.start(request(tmp_path, script=str(script)))
@@ -173,7 +174,7 @@ def test_what_trackers_write_lies_in_the_heads_folder(
 
 @pytest.mark.torchrun
 def test_a_stop_ends_all_ranks_and_an_agents_end_returns_the_launch(
-    slurm: SlurmCluster, launcher: ClusterLauncher, tmp_path: Path
+    slurm: SlurmCluster, launcher: TorchrunLauncher, tmp_path: Path
 ) -> None:
     launcher.start(stub(tmp_path, "trial-0000", "--end", "sleep"))
     started: list[object] = []

@@ -162,6 +162,6 @@ def _prepare(folder: Path) -> None:
     os.chdir(folder / "work")
     launches = _appending(folder / "notes" / LAUNCHES_FILE)
     patched: Any = run
-    patched.TorchrunLauncher = lambda output_dir, **_: ProcessLauncher(Path(output_dir), notes=launches)
+    patched.local_launcher = lambda output_dir, **_: ProcessLauncher(Path(output_dir), notes=launches)
     processes_of: Any = processes
     processes_of.MARK_ENV = f"OPTUNA_DSAT_CRASH_POINT_{os.getppid()}"  # launches of other runs are not this one's

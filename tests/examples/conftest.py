@@ -15,7 +15,7 @@ import pytest
 
 from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.launch.follow import follow
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
@@ -96,7 +96,7 @@ def warm_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchrun
     folder = tmp_path_factory.mktemp("examples")
     (folder / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
     (folder / "out").mkdir()
-    launcher = TorchrunLauncher(folder / "out", devices=cpu_devices(RANKS), base_env=environment(), warm=True)
+    launcher = local_launcher(folder / "out", devices=cpu_devices(RANKS), base_env=environment(), warm=True)
     with closing(launcher):
         _, report = follow(launcher, request(folder, launch_id="first"), lambda _: None)
         assert report.outcome is Outcome.MEASURED, report

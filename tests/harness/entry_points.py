@@ -86,8 +86,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EntryPoin
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
     monkeypatch.chdir(tmp_path)
     made = EntryPointBench(tmp_path)
-    monkeypatch.setattr(run, "TorchrunLauncher", made.launcher)
-    monkeypatch.setattr(LeftoverWatch, "begin", lambda _: None)  # would remove leftovers of concurrent tests
+    monkeypatch.setattr(run, "local_launcher", made.launcher)
+    monkeypatch.setattr(LeftoverWatch, "begin", lambda _: None)  # removes those of tests that run beside this one
     before = signal.getsignal(signal.SIGTERM)  # the command sets its own
     yield made
     signal.signal(signal.SIGTERM, before)

@@ -5,9 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.launch.agent.run import MachineLaunch, Started
+from optuna_dsat.launch.launch import Launch
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.machine.slots import SlotPool
+from optuna_dsat.launch.machine.tree import AgentHandle
 from optuna_dsat.launch.protocol import (
     Finished,
     Launcher,
@@ -17,6 +23,7 @@ from optuna_dsat.launch.protocol import (
     Observed,
     ScriptCommand,
 )
+from optuna_dsat.launch.run_directory import RunDirectory
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 STUB = "stub_engine.py"
@@ -55,6 +62,34 @@ def request(
         "end_profile_step": 3,
     }
     return LaunchRequest(**{**fields, **changes})
+
+
+def followed(
+    folder: Path,
+    agent: AgentHandle,
+    mark: str,
+    *,
+    pool: SlotPool | None = None,
+    leavings: Path | None = None,
+    started: float = 0.0,
+    started_unix: float = 0.0,
+    **changes: Any,
+) -> Launch:
+    """Return a launch of one rank whose torchrun is a process that runs already."""
+    pool = SlotPool(cpu_devices(1)) if pool is None else pool
+    asked, lease = request(folder, slots=1, **changes), pool.take(1)
+    directory = replace(RunDirectory.create(folder, asked.launch_id), leavings=leavings)
+    times: dict[str, Any] = {"started": started, "started_unix": started_unix}
+    begun = Started(agent=agent, preloaded=None, command=(), oom_kills_before=None, **times)
+    processes = MachineLaunch(asked, directory, lease=lease, pool=pool, mark=mark, started=begun)
+    return Launch(request=asked, directory=directory, processes=processes, devices=lease.indices, command=(), **times)
+
+
+def processes_of(launch: Launch | None) -> MachineLaunch:
+    """Return the processes of a launch on this machine."""
+    assert isinstance(launch, Launch)
+    assert isinstance(launch.processes, MachineLaunch)
+    return launch.processes
 
 
 def updates_until_finished(launcher: Launcher, count: int = 1, limit_s: float = 120.0) -> list[LaunchUpdate]:

@@ -15,7 +15,8 @@ import pytest
 
 from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.launch.warm.server import WarmLaunches, WarmOrder
+from optuna_dsat.launch.warm.forking import Forking
+from optuna_dsat.launch.warm.server import WarmOrder
 from optuna_dsat.runtime.events import Event, decode_event
 from optuna_dsat.runtime.overlay import merge
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
@@ -63,13 +64,12 @@ class WarmRanks:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._warm = WarmLaunches(folder / "warm.log")
+        self._warm = Forking(folder / "warm.log", enabled=True, on_notice=print)
         self._count = 0
 
     def begin(self, environment: Mapping[str, str]) -> None:
-        """Import the modules that all launches need, in their shared environment."""
-        self._warm.begin(without_pytest(environment))
-        self._warm.wait()
+        """Import what all launches need, in the environment that they share."""
+        self._warm._ready_server(without_pytest(environment))
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> tuple[int, str]:
         """Run torchrun; return its exit code and output.
@@ -79,7 +79,7 @@ class WarmRanks:
         """
         self._count += 1
         directory, mark = RunDirectory.create(folder, f"torchrun-{self._count}"), new_mark()
-        agent = self._warm.start(
+        agent = self._warm.fork(
             WarmOrder(
                 launch_id=f"launch-{self._count}",
                 mark=mark,

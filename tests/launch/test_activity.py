@@ -13,15 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from optuna_dsat.launch.launch import RunningLaunch
 from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage, read_usage
 from optuna_dsat.launch.machine.processes import MARK_ENV, ProcessKey, kill_leftovers, new_mark
-from optuna_dsat.launch.machine.slots import SlotLease
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankStarted, StepMeasured, encode_event
 from optuna_dsat.runtime.stacks import stacks_path
-from tests.harness.launches import request
+from tests.harness.launches import followed
 
 MIB = 2**20
 RANK, COMPILER = ProcessKey(7, 1), ProcessKey(8, 1)
@@ -141,22 +139,11 @@ class SilentRankBench:
         environ = {**os.environ, MARK_ENV: self.mark, "RANK_SCRIPT": script}
         self.agent = subprocess.Popen(["/bin/sh", "-c", '/bin/sh -c "$RANK_SCRIPT" & wait'], env=environ)
         self.rank = child_of(self.agent.pid)
-        self.directory = RunDirectory.create(folder, "trial-0000")
-        self.launch = RunningLaunch(
-            request=request(folder, slots=1, stall_s=stall_s),
-            directory=self.directory,
-            lease=SlotLease(devices=(), baseline_bytes={}),
-            mark=self.mark,
-            agent=self.agent,
-            command=(),
-            started=0.0,
-            started_unix=0.0,
-            oom_kills_before=None,
-        )
+        self.launch = followed(folder, self.agent, self.mark, stall_s=stall_s)
         self.write(RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=self.rank.pid, host="h"))
 
     def write(self, event: Event) -> None:
-        with self.directory.events(0).open("a", encoding="utf-8") as file:
+        with self.launch.directory.events(0).open("a", encoding="utf-8") as file:
             file.write(encode_event(event) + "\n")
 
     def pass_time(self, busy: psutil.Process | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine import host
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.host import BesideWatch, GpuSight, busy_seconds
@@ -214,7 +214,7 @@ def test_where_the_launch_itself_is_not_listed_nobody_is_another(machine: Machin
 def test_a_real_launch_knows_what_went_on_beside_it(tmp_path: Path) -> None:
     with_config = tmp_path / "user_config.json"
     with_config.write_text("{}", encoding="utf-8")
-    launcher = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2))
+    launcher = local_launcher(tmp_path / "out", devices=cpu_devices(2))
     try:
         launcher.start(request(tmp_path, script=STUB, args=("--step-s", "0.4"), end_profile_step=6))
         updates = updates_until_finished(launcher)

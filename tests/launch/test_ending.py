@@ -23,7 +23,7 @@ from optuna_dsat.launch.machine.processes import (
 )
 from optuna_dsat.launch.machine.tree import ProcessTree, end_launch
 from optuna_dsat.launch.protocol import Preload
-from optuna_dsat.launch.warm.server import WarmLaunches
+from optuna_dsat.launch.warm.forking import Forking
 from tests.harness.workers import ended, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -173,11 +173,10 @@ def test_what_imports_have_started_ends_with_the_process_that_launches_are_forke
         f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{service.pid}} {{daemon.stdout}}')\n"
     )
     (tmp_path / "starts_services.py").write_text(code)
-    launches = WarmLaunches(tmp_path / "warm.log")
+    launches = Forking(tmp_path / "warm.log", enabled=True, on_notice=print)
     try:
         launches.prepare(Preload(modules=("starts_services",)))
-        launches.begin({**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
-        launches.wait()
+        launches._ready_server({**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
         pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
         assert [ended(pid) for pid in pids] == [False, False]
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.follow import follow
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
@@ -42,9 +42,7 @@ Launch = Callable[[str], LaunchReport]
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     """Return a function that launches a training with an ending."""
-    launcher = TorchrunLauncher(
-        tmp_path / "out", devices=cpu_devices(2), base_env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    launcher = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env={**os.environ, "OMP_NUM_THREADS": "1"})
     script = tmp_path / "train.py"
 
     def run(ending: str) -> LaunchReport:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch import launcher as torchrun
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.places import here
 from optuna_dsat.launch.protocol import LaunchRequest, Preload, ScriptCommand
 
 
@@ -20,9 +20,9 @@ def test_operators_are_built_with_the_first_launch_once(tmp_path: Path, monkeypa
         order.append(tuple(names))
         return {}
 
-    monkeypatch.setattr(torchrun, "compile_operators", build)
-    monkeypatch.setattr(TorchrunLauncher, "_start_on", lambda _self, _lease, request: order.append(request.launch_id))
-    launcher = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2))
+    monkeypatch.setattr(here, "compile_operators", build)
+    monkeypatch.setattr(TorchrunLauncher, "_begin", lambda _self, waiting: order.append(waiting.request.launch_id))
+    launcher = local_launcher(tmp_path / "out", devices=cpu_devices(2))
     try:
         launcher.prepare(Preload(), operators=("CPUAdamBuilder",))
         assert order == []

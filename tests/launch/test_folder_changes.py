@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from optuna_dsat.launch.folder_changes import changed_paths, snapshot
+from optuna_dsat.launch.isolation import changed_paths, snapshot
 
 
 def test_changes_are_found_and_nothing_else(tmp_path: Path) -> None:

@@ -8,20 +8,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from optuna_dsat.launch.facts import StopReason
-from optuna_dsat.launch.launch import RunningLaunch
 from optuna_dsat.launch.machine.journal import Removed, remove_noted
 from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
-from optuna_dsat.launch.machine.slots import SlotLease
-from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY, note_shared_buffer, note_temporary_folders
-from tests.harness.launches import request
+from tests.harness.launches import followed
 
 RANK = """
 import os, sys, tempfile, time
@@ -58,7 +54,7 @@ time.sleep(600)
 
 
 def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
-    directory, mark = RunDirectory.create(tmp_path, "trial-0000"), new_mark()
+    mark = new_mark()
     record, before = tmp_path / "record", SHARED_MEMORY / f"optuna-dsat-test-before-{os.getpid()}"
     before.touch()
     agent = subprocess.Popen(
@@ -68,17 +64,7 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    launch = RunningLaunch(
-        request=request(tmp_path, slots=1),
-        directory=replace(directory, leavings=record),
-        lease=SlotLease(devices=(), baseline_bytes={}),
-        mark=mark,
-        agent=agent,
-        command=(),
-        started=0.0,
-        started_unix=0.0,
-        oom_kills_before=None,
-    )
+    launch = followed(tmp_path, agent, mark, leavings=record)
     assert agent.stdout is not None
     assert agent.stdin is not None
     with agent.stdin as go, agent.stdout as output:

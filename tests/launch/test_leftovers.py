@@ -176,7 +176,7 @@ def test_a_search_that_ends_looks_once_more(monkeypatch: pytest.MonkeyPatch, tmp
     said: list[str] = []
     monkeypatch.setattr(journal, "any_gone", lambda: True)
     monkeypatch.setattr(journal, "remove_leftovers", lambda _: Removed(folders=1))
-    torchrun.TorchrunLauncher(tmp_path / "out", devices=cpu_devices(1), on_notice=said.append).close()
+    torchrun.local_launcher(tmp_path / "out", devices=cpu_devices(1), on_notice=said.append).close()
     assert said == ["Removed what a killed run had left: 1 temporary folder."]
 
 
@@ -221,7 +221,7 @@ def test_a_launch_that_is_interrupted_as_it_starts_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torchrun, "spawn", interrupted)
-    launcher = torchrun.TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2))
+    launcher = torchrun.local_launcher(tmp_path / "out", devices=cpu_devices(2))
     with pytest.raises(KeyboardInterrupt):
         launcher.start(request(tmp_path))
     assert started[0].wait(10) == -signal.SIGTERM

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from optuna_dsat.launch.agent.command import launch_environment
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.processes import find_marked
 from optuna_dsat.launch.run_directory import RunDirectory
@@ -27,8 +27,8 @@ def listening(pid: int) -> set[str]:
 @pytest.mark.parametrize("warm", [True, False])
 def test_every_port_of_a_launch_listens_on_loopback(tmp_path: Path, warm: bool) -> None:
     (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
-    before = {one.key for one in find_marked()}  # leftovers of a test that ran out of time
-    launcher = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=warm)
+    before = {one.key for one in find_marked()}  # what a test that ran out of time may have left
+    launcher = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=warm)
     try:
         launcher.start(request(tmp_path, args=("--end", "sleep", "--at", "2")))
         wait_until(lambda: launcher.poll(0.2) is not None and "training starts" in output(tmp_path), what="they train")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Settled, SlotsBusyError
 from optuna_dsat.outcome import Outcome
@@ -27,7 +27,7 @@ def cwd(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[TorchrunLauncher]:
-    made = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)
+    made = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)
     yield made
     made.close()
 

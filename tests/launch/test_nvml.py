@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.machine import devices as devices_module
-from optuna_dsat.launch.machine.devices import host_memory_bytes
+from optuna_dsat.launch.machine.host import host_memory_bytes
 from optuna_dsat.launch.machine.nvml import DeviceError, NvmlError
 from optuna_dsat.launch.machine.processes import ProcessKey
 from tests.harness.nvml_machine import (

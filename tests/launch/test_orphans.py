@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.journal import remove_leftovers
 from optuna_dsat.launch.machine.processes import MARK_ENV, ProcessKey, find_marked, has_mark, new_mark
@@ -22,7 +22,7 @@ from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.runtime.process_identity import process_space
-from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, STUB, events, processes_of, reports, request, updates_until_finished
 from tests.harness.workers import ended, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -32,9 +32,9 @@ TUNER = """
 import sys
 from pathlib import Path
 from optuna_dsat.launch.machine.devices import cpu_devices
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from tests.harness.launches import STUB, request
-launcher = TorchrunLauncher(Path("out"), devices=cpu_devices(1))
+launcher = local_launcher(Path("out"), devices=cpu_devices(1))
 launcher.start(request(Path.cwd(), script=STUB, slots=1, args=("--end", "sleep", "--daemon", sys.argv[1])))
 while True:
     launcher.poll(0.1)
@@ -51,7 +51,7 @@ def cwd(tmp_path: Path) -> Path:
 def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchrunLauncher]:
     folder = tmp_path_factory.mktemp("forked")
     (folder / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
-    made = TorchrunLauncher(folder / "out", devices=cpu_devices(1), base_env=BASE_ENV, warm=True)
+    made = local_launcher(folder / "out", devices=cpu_devices(1), base_env=BASE_ENV, warm=True)
     (folder / "out").mkdir()
     made.start(request(folder, launch_id="first", script=STUB, slots=1))
     updates_until_finished(made)
@@ -61,7 +61,7 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchrunLaunch
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Iterator[TorchrunLauncher]:
-    made = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(1), base_env=BASE_ENV)
+    made = local_launcher(tmp_path / "out", devices=cpu_devices(1), base_env=BASE_ENV)
     yield made
     made.close()
 
@@ -98,10 +98,11 @@ def check_daemon(launcher: TorchrunLauncher, cwd: Path, *, end: str) -> None:
         launcher.stop(end)
     elif end != "itself":
         assert running is not None
-        while pid not in {key.pid for key in running.known}:
+        while pid not in {key.pid for key in processes_of(running).known}:
             updates += launcher.poll(0.1)
-        server = launcher._forking._warm._server
-        found = {"rank": running.pids[-1], "agent": running.agent.pid, "parent": server.process.pid if server else 0}
+        server = launcher._forking._server
+        *_, agent, rank = 0, *running.pids
+        found = {"rank": rank, "agent": agent, "parent": server.process.pid if server else 0}
         os.kill(found[end], signal.SIGKILL)
     launches = reports([*updates, *updates_until_finished(launcher, 0 if reports(updates) else 1)])
     wait_until(lambda: ended(pid), what="the daemon is gone", limit_s=2.0)

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.classify import classify
-from optuna_dsat.launch.launch import RunningLaunch
+from optuna_dsat.launch.launch import Launch
 from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
-from optuna_dsat.launch.machine.slots import SlotLease
 from optuna_dsat.launch.reports import report_of
-from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.events import Event, RankFinished, RankStarted, StepMeasured
 from optuna_dsat.runtime.writer import EventWriter
-from tests.harness.launches import request
+from tests.harness.launches import followed, processes_of
 
 HOURS_S = 5 * 3600.0
 
@@ -31,25 +29,20 @@ def step(number: int, at: float) -> StepMeasured:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[RunningLaunch]:
-    """Return a launch that started ten seconds ago."""
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Give a launch that began ten seconds ago."""
     mark = new_mark()
     agent = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: mark})
-    launch = RunningLaunch(
-        request=request(tmp_path, slots=1), directory=RunDirectory.create(tmp_path, "trial-0000"),
-        lease=SlotLease(devices=(), baseline_bytes={}), mark=mark, agent=agent, command=(),
-        started=time.monotonic() - 10.0, started_unix=time.time() - 10.0, oom_kills_before=None,
-    )  # fmt: skip
+    started, started_unix = time.monotonic() - 10.0, time.time() - 10.0
+    launch = followed(tmp_path, agent, mark, started=started, started_unix=started_unix)
     yield launch
-    launch.finish()
+    processes_of(launch).close()
 
 
 @pytest.mark.parametrize("by_s", [HOURS_S, -HOURS_S])
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_launch_takes_what_it_took(
-    launch: RunningLaunch, monkeypatch: pytest.MonkeyPatch, by_s: float, after: int
-) -> None:
-    """The clock is set before its first step, between its steps, or after all have ended."""
+def test_a_launch_takes_what_it_took(launch: Launch, monkeypatch: pytest.MonkeyPatch, by_s: float, after: int) -> None:
+    """It is set before its first step, between its steps, or when all have ended."""
     clock, begun = time.time, launch.started
     written = EventWriter(launch.directory.events(0))
     read: list[Event] = []
@@ -62,13 +55,13 @@ def test_a_launch_takes_what_it_took(
             written.write(event)
         read += launch.advance(begun + second)
     monkeypatch.setattr(time, "time", lambda: clock() + by_s)
-    facts = launch.facts(None)
+    facts = launch.facts()
     report = report_of(launch, facts, classify(facts), note="", exit_s=0.0)
     assert report.startup_s == pytest.approx(4.0, abs=0.1)
     assert report.measured_s == pytest.approx(2.0, abs=0.1)
 
 
-def test_a_rank_s_events_stay_in_their_order(launch: RunningLaunch) -> None:
+def test_a_rank_s_events_stay_in_their_order(launch: Launch) -> None:
     now = time.time()
     events = [step(1, now), step(2, now - HOURS_S), RankFinished(rank=0, time=now, reason="profile_done", steps=2)]
     written = EventWriter(launch.directory.events(0))

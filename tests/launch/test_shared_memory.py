@@ -9,19 +9,15 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.launch import RunningLaunch
 from optuna_dsat.launch.machine.journal import Removed, remove_leftovers, remove_noted
 from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
 from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch, shared_memory_of
-from optuna_dsat.launch.machine.slots import SlotLease
-from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
-from tests.harness.launches import request
+from tests.harness.launches import followed, processes_of
 from tests.harness.workers import wait_until
 
 MAPS = """
@@ -72,20 +68,6 @@ def old(path: Path) -> None:
     os.utime(path, (time.time() - 3600, time.time() - 3600))
 
 
-def launch_of(folder: Path, agent: subprocess.Popen[str], mark: str) -> RunningLaunch:
-    return RunningLaunch(
-        request=request(folder, slots=1),
-        directory=replace(RunDirectory.create(folder, "trial-0000"), leavings=folder / "record"),
-        lease=SlotLease(devices=(), baseline_bytes={}),
-        mark=mark,
-        agent=agent,
-        command=(),
-        started=0.0,
-        started_unix=0.0,
-        oom_kills_before=None,
-    )
-
-
 def test_what_a_process_made_that_others_killed_is_removed_and_a_users_own_file_stays(
     tmp_path: Path, names: list[Path]
 ) -> None:
@@ -93,9 +75,9 @@ def test_what_a_process_made_that_others_killed_is_removed_and_a_users_own_file_
     (made, users), mark = names, new_mark()
     old(users)
     agent = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: mark}, text=True)
-    launch = launch_of(tmp_path, agent, mark)
+    launch = followed(tmp_path, agent, mark, leavings=tmp_path / "record")
     rank = mapping(made, users, mark=mark)
-    launch._processes.add_rank(0, rank.pid)
+    processes_of(launch)._tree.add_rank(0, rank.pid)
     launch.advance(1.0)
     assert json.loads((tmp_path / "record").read_text()) == {"path": str(made), "inode": made.stat().st_ino}
     killed(rank)  # not by one of our tuners

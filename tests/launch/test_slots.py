@@ -15,8 +15,8 @@ from optuna_dsat.launch.machine.devices import (
     NvmlError,
     cpu_devices,
     detect_devices,
-    host_memory_bytes,
 )
+from optuna_dsat.launch.machine.host import host_memory_bytes
 from optuna_dsat.launch.machine.processes import ProcessKey
 from optuna_dsat.launch.machine.slots import SlotPool
 

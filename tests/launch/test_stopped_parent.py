@@ -15,23 +15,23 @@ from optuna_dsat.launch.machine.processes import ProcessKey, exit_code_of
 from optuna_dsat.launch.protocol import Preload
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm import server as warm
-from optuna_dsat.launch.warm.server import WarmAgent, WarmLaunches, WarmOrder, WarmUnavailableError
+from optuna_dsat.launch.warm.forking import Forking
+from optuna_dsat.launch.warm.server import WarmAgent, WarmOrder, WarmUnavailableError
 from tests.harness.workers import wait_until
 
 ENVIRON = {**os.environ, "DS_ACCELERATOR": "cpu"}
 
 
 @pytest.fixture
-def launches(tmp_path: Path) -> Iterator[WarmLaunches]:
-    made = WarmLaunches(tmp_path / "warm.log")
-    made.prepare(Preload(modules=("colorsys",)))  # a quick import
-    made.begin(ENVIRON)
-    made.wait()
+def launches(tmp_path: Path) -> Iterator[Forking]:
+    made = Forking(tmp_path / "warm.log", enabled=True, on_notice=print)
+    made.prepare(Preload(modules=("colorsys",)))  # nothing that takes long
+    made._ready_server(ENVIRON)
     yield made
     made.close()
 
 
-def test_the_end_of_an_agent_is_known_without_it(launches: WarmLaunches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_an_agent_is_known_without_it(launches: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = launches._server
     with subprocess.Popen(["sh", "-c", "read go; exit 3"], stdin=subprocess.PIPE) as ended:
         monkeypatch.setattr(server, "await_start", lambda _: ended.pid)
@@ -52,7 +52,7 @@ def test_the_end_of_an_agent_is_known_without_it(launches: WarmLaunches, monkeyp
 
 
 def test_one_that_leaves_an_order_unanswered_is_ended(
-    launches: WarmLaunches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launches: Forking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warm, "_ANSWER_LIMIT_S", 0.3)
     server: Any = launches._server
@@ -66,5 +66,5 @@ def test_one_that_leaves_an_order_unanswered_is_ended(
         directory=RunDirectory.create(tmp_path, "trial-0000"),
     )
     with pytest.raises(WarmUnavailableError, match=r"gave no answer in 0.3 s"):
-        launches.start(order)
+        launches.fork(order)
     assert server.process.poll() == -signal.SIGKILL, "or it would fork, once it goes on"

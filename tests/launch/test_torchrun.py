@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.processes import ProcessKey, find_marked, kill_leftovers
 from optuna_dsat.launch.protocol import LaunchUpdate
@@ -41,7 +41,7 @@ def cwd(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[TorchrunLauncher]:
-    made = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)
+    made = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)
     yield made
     made.close()
 
@@ -162,7 +162,7 @@ from optuna_dsat.launch.{module} import {name}
 """
 FOLLOW = """
 from optuna_dsat.runtime.events import RankStarted, StepMeasured
-launcher = TorchrunLauncher(Path({cwd!r}) / "out", devices=cpu_devices(2))
+launcher = local_launcher(Path({cwd!r}) / "out", devices=cpu_devices(2))
 asked = request(Path({cwd!r}), script="{stub}", args=("--step-s", "0.05", "--orphan"), end_profile_step=900)
 launcher.start(asked)
 while True:
@@ -185,7 +185,7 @@ def tuner(cwd: Path, name: str, body: str) -> list[str]:
 
 def test_a_tuner_that_is_killed_takes_its_launch_along(cwd: Path) -> None:
     environ = {**BASE_ENV, "PYTHONPATH": str(ROOT)}
-    command = tuner(cwd, "TorchrunLauncher", FOLLOW.format(cwd=str(cwd), stub=STUB))
+    command = tuner(cwd, "local_launcher", FOLLOW.format(cwd=str(cwd), stub=STUB))
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=cwd)
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"

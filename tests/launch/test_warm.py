@@ -15,11 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.processes import ProcessKey, find_marked
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, Preload, ScriptCommand
-from optuna_dsat.launch.warm.server import WarmLaunches, WarmUnavailableError
+from optuna_dsat.launch.warm.forking import Forking
+from optuna_dsat.launch.warm.server import WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
 from optuna_dsat.runtime.events import ModulesImported, RankFailed, RankStarted, StepMeasured
@@ -84,7 +85,7 @@ def base_env(temporary: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def launcher(folder: Path, notices: list[str], base_env: dict[str, str]) -> Iterator[TorchrunLauncher]:
-    made = TorchrunLauncher(
+    made = local_launcher(
         folder / "out", devices=cpu_devices(2), base_env=base_env, warm=True, on_notice=notices.append
     )
     (folder / "out").mkdir()
@@ -97,7 +98,7 @@ def launcher(folder: Path, notices: list[str], base_env: dict[str, str]) -> Iter
 
 @pytest.fixture
 def plain(folder: Path, base_env: dict[str, str]) -> Iterator[TorchrunLauncher]:
-    made = TorchrunLauncher(folder / "plain", devices=cpu_devices(2), base_env=base_env)
+    made = local_launcher(folder / "plain", devices=cpu_devices(2), base_env=base_env)
     yield made
     made.close()
 
@@ -252,18 +253,17 @@ def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_fo
     folder: Path, tmp_path: Path
 ) -> None:
     notices: list[str] = []
-    launcher = TorchrunLauncher(
-        tmp_path, devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append
-    )
+    launcher = local_launcher(tmp_path, devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append)
 
     def killed(victim: str) -> LaunchReport:
         launcher.start(request(folder, launch_id=victim, script=STUB, args=("--end", "sleep", "--at", "2")))
         updates: list[LaunchUpdate] = []
         while not events(updates, StepMeasured):
             updates += launcher.poll(1.0)
-        server = launcher._forking._warm._server
+        server = launcher._forking._server
         assert server is not None
-        os.kill({"agent": launcher._running[victim].agent.pid, "parent": server.process.pid}[victim], signal.SIGKILL)
+        agent = launcher._running[victim].processes.pid
+        os.kill({"agent": agent, "parent": server.process.pid}[victim], signal.SIGKILL)
         return reports(updates_until_finished(launcher))[victim]
 
     try:
@@ -282,7 +282,7 @@ def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_fo
 
 
 def test_the_parent_ends_with_the_launcher(folder: Path, tmp_path: Path) -> None:
-    launcher = TorchrunLauncher(tmp_path, devices=cpu_devices(2), base_env=BASE_ENV, warm=True)
+    launcher = local_launcher(tmp_path, devices=cpu_devices(2), base_env=BASE_ENV, warm=True)
     launcher.start(request(folder, launch_id="open", args=("--end", "sleep")))
     updates: list[LaunchUpdate] = []
     while len(events(updates, RankStarted)) < 2:
@@ -313,20 +313,19 @@ class TestWhatMustNotBeImported:
     """Packages whose import would make forks unusable; the test replaces them by small packages."""
 
     @pytest.fixture
-    def warm(self, tmp_path: Path) -> Iterator[WarmLaunches]:
-        made = WarmLaunches(tmp_path / "warm.log")
+    def warm(self, tmp_path: Path) -> Iterator[Forking]:
+        made = Forking(tmp_path / "warm.log", enabled=True, on_notice=print)
         yield made
         made.close()
 
-    def start(self, warm: WarmLaunches, tmp_path: Path, *modules: str) -> Preload:
-        """Have the parent import modules, without torch, and return its remaining preload."""
+    def start(self, warm: Forking, tmp_path: Path, *modules: str) -> Preload:
+        """Have the parent import, without torch, and return what it was left with."""
         warm.prepare(Preload(modules=modules))
-        warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
-        warm.wait()
+        warm._ready_server({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
         return warm.preload
 
-    def test_a_parent_that_is_killed_is_started_again(self, warm: WarmLaunches, tmp_path: Path) -> None:
-        """Between launches and during imports, but only a limited number of times."""
+    def test_a_parent_that_is_killed_is_started_again(self, warm: Forking, tmp_path: Path) -> None:
+        """Between launches, and while it imports; not without end."""
         (tmp_path / "slow_package.py").write_text("import time\ntime.sleep(1.0)")
         self.start(warm, tmp_path, "slow_package")
         seen: list[int] = []
@@ -335,10 +334,10 @@ class TestWhatMustNotBeImported:
             seen.append(warm._server.process.pid)
             warm._server.process.kill()
             warm._server.process.wait()
-            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
+            warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
         assert warm._server is not None
-        warm._server.process.kill()  # before its imports are finished
-        warm.wait()
+        warm._server.process.kill()  # before its imports are done
+        warm._ready_server(warm._environ)
         assert warm._server.process.pid not in seen
         assert warm._server.process.poll() is None
         for _ in range(10):
@@ -346,9 +345,9 @@ class TestWhatMustNotBeImported:
                 warm._server.process.kill()
                 warm._server.process.wait()
             with contextlib.suppress(WarmUnavailableError):
-                warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)})
+                warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)})
         with pytest.raises(WarmUnavailableError, match="killed 6 times"):
-            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)})
+            warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)})
 
     @pytest.mark.parametrize(
         ("code", "left_out"),
@@ -367,7 +366,7 @@ class TestWhatMustNotBeImported:
         ],
     )
     def test_only_what_spoils_a_fork_is_left_to_the_ranks(
-        self, warm: WarmLaunches, tmp_path: Path, code: str, left_out: bool
+        self, warm: Forking, tmp_path: Path, code: str, left_out: bool
     ) -> None:
         (tmp_path / "odd_package.py").write_text(code)
         (tmp_path / "good_package.py").write_text("")
@@ -375,15 +374,15 @@ class TestWhatMustNotBeImported:
             ("odd_package",) if left_out else ()
         )
 
-    def test_imports_that_end_the_process_are_not_repeated(self, warm: WarmLaunches, tmp_path: Path) -> None:
+    def test_imports_that_end_the_process_are_not_repeated(self, warm: Forking, tmp_path: Path) -> None:
         (tmp_path / "ending.py").write_text("import os\nos.write(1, b'import\\n')\nos._exit(3)")
         with pytest.raises(WarmUnavailableError, match="has ended"):
             self.start(warm, tmp_path, "ending")
         with pytest.raises(WarmUnavailableError, match="ended with exit code 3"):
-            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
+            warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
         assert (tmp_path / "warm.log").read_text().count("import") == 1
 
-    def test_who_imports_it_is_left_out_too(self, warm: WarmLaunches, tmp_path: Path) -> None:
+    def test_who_imports_it_is_left_out_too(self, warm: Forking, tmp_path: Path) -> None:
         (tmp_path / "reader.py").write_text("import os\nRANK = os.getenv('LOCAL_RANK')")
         (tmp_path / "importer.py").write_text("import reader")
         assert set(self.start(warm, tmp_path, "importer").left_out) == {"reader", "importer"}
@@ -397,7 +396,7 @@ def test_a_forked_launch_that_fails_is_repeated_plainly(folder: Path, tmp_path: 
         + (SCRIPTS / "tiny_launch.py").read_text().replace("from __future__ import annotations", "")
     )
     notices: list[str] = []
-    launcher = TorchrunLauncher(
+    launcher = local_launcher(
         tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append
     )
     (tmp_path / "out").mkdir()

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.launch import FailedFork
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.cuda import restore_cuda, use_named_gpu_count
 from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.launch.machine.nvml import GpuUse
 from optuna_dsat.launch.protocol import BASE_MODULES, LaunchReport, LaunchRequest, LaunchUpdate, Preload, ScriptCommand
-from optuna_dsat.launch.warm.server import WarmLaunches
+from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, ModulesImported, RankStarted
 from tests.harness.launches import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
@@ -154,11 +154,10 @@ class TestADriver:
     def test_that_an_import_initialises_is_left_to_the_ranks(self, driver: Path, tmp_path: Path) -> None:
         (tmp_path / "initialises.py").write_text(INITIALISES)
         (tmp_path / "good_package.py").write_text("")
-        warm = WarmLaunches(tmp_path / "warm.log")
+        warm = Forking(tmp_path / "warm.log", enabled=True, on_notice=print)
         try:
             warm.prepare(Preload(modules=("initialises", "good_package")))
-            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(driver)})
-            warm.wait()
+            warm._ready_server({**BASE_ENV, "PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(driver)})
             assert warm.preload.left_out == ("initialises",)
         finally:
             warm.close()
@@ -199,13 +198,13 @@ class TestVariablesThatTheScriptChanges:
         asks = "import importlib.util\nassert importlib.util.find_spec('odd_package') is not None"
         (tmp_path / "asks_whether_it_is_there.py").write_text(asks)
         names = ("odd_package", "importer_of_importer", "importer", *MORE_IMPORTERS, "asks_whether_it_is_there")
-        warm = WarmLaunches(tmp_path / "warm.log")
+        warm = Forking(tmp_path / "warm.log", enabled=True, on_notice=print)
         try:
             # The shell's value must be ignored like a missing value: the script's value counts.
             warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "ODD_HOME": "/shell", "OTHER": "1"})
             warm.prepare(Preload(modules=names, environment=environment))
             warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "ODD_HOME": "/shell", "OTHER": "1"})
-            warm.wait()
+            warm._ready_server(warm._environ)
             assert warm.preload.left_out == left_out
         finally:
             warm.close()
@@ -235,7 +234,7 @@ def make(folder: Path, notices: list[str], *, warm: bool, **variables: str) -> T
     kept = {name: value for name, value in BASE_ENV.items() if name != "OMP_NUM_THREADS"}
     gpus = tuple(Device(index=i, visible_id=str(i), name="GPU", memory_bytes=2**33) for i in range(2))
     nvml: Any = IdleGpus()
-    return TorchrunLauncher(
+    return local_launcher(
         folder / ("warm" if warm else "plain"),
         devices=Devices(kind="cuda", devices=gpus, host_memory_bytes=2**33),
         nvml=nvml,

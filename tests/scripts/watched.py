@@ -35,6 +35,6 @@ class PacedLauncher(SimulatedLauncher):
 
 
 if __name__ == "__main__":
-    launcher.TorchrunLauncher = PacedLauncher  # type: ignore[assignment,misc]
+    launcher.local_launcher = PacedLauncher  # type: ignore[assignment]
     setattr(journal.LeftoverWatch, "begin", lambda _: None)  # noqa: B010 - those of tests beside this one
     main(sys.argv[3:])

@@ -109,7 +109,7 @@ def test_a_launch_that_ended_and_could_not_be_stored_is_kept_too(
         return LosesItsDatabase(Hill(), total_slots=2)
 
     monkeypatch.setattr(LosesItsDatabase, "ends", ends)
-    monkeypatch.setattr(run, "TorchrunLauncher", launcher)
+    monkeypatch.setattr(run, "local_launcher", launcher)
     assert leave(*SEARCH[:-1], "1") == 5
     (kept,) = Path().rglob("kept_results.json")
     *before, last = json.loads(kept.read_text())["measured"]

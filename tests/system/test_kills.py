@@ -21,10 +21,10 @@ import sys
 from pathlib import Path
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import ScriptCommand
-from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.launcher import local_launcher
 from tests.harness.launches import request
 cwd, script = Path.cwd(), sys.argv[1]
-launcher = TorchrunLauncher(cwd / "out", devices=cpu_devices(2))
+launcher = local_launcher(cwd / "out", devices=cpu_devices(2))
 (cwd / "ds.json").write_text("{}")
 command = ScriptCommand(script=script, args=("ds.json", str(cwd)), cwd=str(cwd), config_path=str(cwd / "ds.json"))
 launcher.start(request(cwd, command=command))

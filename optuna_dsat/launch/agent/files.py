@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from optuna_dsat.launch.event_log import START_BYTES, LogLimit, dropped_in_words
+from optuna_dsat.launch.event_log import START_BYTES, GrowingFile, LogLimit, dropped_in_words
 from optuna_dsat.launch.run_directory import RunDirectory
 
-__all__ = ["TOKEN", "GrowingFile", "LaunchFiles", "TrackerFiles", "append_events", "append_log", "write_tracker"]
+__all__ = ["TOKEN", "LaunchFiles", "TrackerFiles", "append_events", "append_log", "write_tracker"]
 
 TOKEN = ".token"
 """File in the head's tracker folder by whose content a node recognises that it sees the same folder."""
@@ -30,47 +30,6 @@ _MOST_OF_TRACKERS = 32 * 2**20
 """Maximum total bytes of tracker files forwarded per node and launch."""
 
 
-class GrowingFile:
-    """Reads data appended to a file.
-
-    Args:
-        path: The file; it need not exist yet.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.sent_bytes = 0
-        """Bytes returned so far."""
-        self._partial = b""
-
-    def read(self) -> bytes:
-        """Return data appended since the last call, up to a limit."""
-        try:
-            if self.path.stat().st_size <= self.sent_bytes:
-                return b""
-            with self.path.open("rb") as file:
-                file.seek(self.sent_bytes)
-                data = file.read(_MOST_AT_ONCE)
-        except FileNotFoundError:
-            return b""
-        self.sent_bytes += len(data)
-        return data
-
-    def skip_to(self, behind_bytes: int) -> int:
-        """Skip to the last ``behind_bytes`` bytes of the file; return the number of bytes skipped."""
-        with suppress(FileNotFoundError):
-            skipped = self.path.stat().st_size - behind_bytes - self.sent_bytes
-            if skipped > 0:
-                self.sent_bytes += skipped
-                return skipped
-        return 0
-
-    def read_lines(self) -> list[bytes]:
-        """Return the complete lines appended since the last call, without their ends."""
-        *lines, self._partial = (self._partial + self.read()).split(b"\n")
-        return lines
-
-
 class LaunchFiles:
     """Event files and logs of the ranks on a node, and the log of its torchrun.
 
@@ -81,11 +40,11 @@ class LaunchFiles:
     """
 
     def __init__(self, directory: RunDirectory, *, ranks: Sequence[int], node: int) -> None:
-        self._events = {rank: GrowingFile(directory.events(rank)) for rank in ranks}
+        self._events = {rank: GrowingFile(directory.events(rank), most_bytes=_MOST_AT_ONCE) for rank in ranks}
         logs = {path.name: path for rank in ranks for path in (directory.stdout(rank), directory.stderr(rank))}
         own = directory.agent_log
         logs[own.name if node == 0 else f"{own.stem}.node{node}{own.suffix}"] = own
-        self._logs = {name: GrowingFile(path) for name, path in logs.items()}
+        self._logs = {name: GrowingFile(path, most_bytes=_MOST_AT_ONCE) for name, path in logs.items()}
         self._limit = LogLimit(logs.values())
 
     def event_lines(self) -> Iterator[tuple[int, list[str]]]:
@@ -104,7 +63,7 @@ class LaunchFiles:
         """
         for name, file in self._logs.items():
             behind = _MOST_AT_ONCE if last else _MOST_BEHIND
-            skipped = file.skip_to(behind) if file.sent_bytes >= START_BYTES or last else 0
+            skipped = file.skip_to(behind) if file.offset >= START_BYTES or last else 0
             line = f"\n{dropped_in_words(skipped)}\n" if skipped else ""
             if data := file.read():
                 yield name, line + data.decode("utf-8", errors="replace")

@@ -1,29 +1,30 @@
-"""The part of one launch that runs on this node: started, watched and ended by order of the head.
+"""The processes of one launch on this machine: started, followed, swept, and their devices given back.
 
-What becomes of the launch is decided at the head, by the same rules as for one on its own machine
-(``launch/launch.py``); here is only what a machine alone can see and do.
+The head decides the outcome of a launch (``launch/launch.py``). It uses ``MachineLaunch`` in its own process for this
+machine; on a node, ``NodeLaunch`` carries out its orders and reports.
 """
 
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.agent.command import PreparedLaunch, prepare_launch, write_run_directory
 from optuna_dsat.launch.agent.files import LaunchFiles, TrackerFiles
 from optuna_dsat.launch.agent.wire import request_from_json
-from optuna_dsat.launch.launch import RunningLaunch
-from optuna_dsat.launch.machine.host import BesideWatch
+from optuna_dsat.launch.facts import EndFacts
+from optuna_dsat.launch.machine.host import BesideWatch, ProcessUsage
 from optuna_dsat.launch.machine.journal import remove_noted
-from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.machine.operators import remove_stale_locks
-from optuna_dsat.launch.machine.processes import kernel_oom_kills, new_mark
+from optuna_dsat.launch.machine.processes import ProcessKey, kernel_oom_kills, new_mark
+from optuna_dsat.launch.machine.shared_memory import free_shared_bytes
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.machine.tree import AgentHandle, ProcessTree, end_launch
 from optuna_dsat.launch.protocol import Conditions, LaunchRequest, Preload, Rendezvous
@@ -32,7 +33,7 @@ from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.launch.warm.server import WarmOrder
 from optuna_dsat.runtime.events import Event, RankStarted, decode_event
 
-__all__ = ["DeviceReturn", "Machine", "NodeLaunch", "Started", "spawn", "start_processes"]
+__all__ = ["Machine", "MachineLaunch", "NodeLaunch", "Started", "start_processes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,47 +50,6 @@ class Started:
     started_unix: float
     oom_kills_before: int | None
     """The kernel's count of processes killed for want of memory; None if unknown."""
-
-
-def spawn(
-    request: LaunchRequest,
-    directory: RunDirectory,
-    lease: SlotLease,
-    *,
-    pool: SlotPool,
-    base_env: Mapping[str, str],
-    forking: Forking | None,
-    mark: str,
-) -> RunningLaunch:
-    """Start a launch.
-
-    Args:
-        request: The launch.
-        directory: Its run directory, written.
-        lease: Its slots.
-        pool: The pool they are from.
-        base_env: Environment to inherit from.
-        forking: Forks launches; None for plain torchrun.
-        mark: Mark of its processes.
-
-    Raises:
-        OutputError: If the run directory cannot be written.
-    """
-    prepared = prepare_launch(request, directory, lease, pool=pool, base_env=base_env, mark=mark)
-    begun = start_processes(request, prepared, base_env=base_env, forking=forking, mark=mark)
-    return RunningLaunch(
-        request=request,
-        directory=directory,
-        lease=lease,
-        mark=mark,
-        agent=begun.agent,
-        preloaded=begun.preloaded,
-        command=begun.command,
-        started=begun.started,
-        started_unix=begun.started_unix,
-        oom_kills_before=begun.oom_kills_before,
-        look_at_gpus=lambda own: pool.sight(lease, own),
-    )
 
 
 def start_processes(
@@ -148,10 +108,162 @@ def _start_torchrun(request: LaunchRequest, prepared: PreparedLaunch) -> AgentHa
         )
 
 
-_USAGE_S = 2.0
-"""Time between two readings of what the processes use, while no rank writes events."""
 _FREE_DEADLINE_S = 60.0
 """Longest time for a GPU's memory to be back after the last process is gone."""
+
+
+class MachineLaunch:
+    """The processes of a launch on this machine (``Processes`` of ``launch/launch.py``).
+
+    Args:
+        request: The launch.
+        directory: Its run directory.
+        lease: Its slots.
+        pool: The pool that they are from.
+        mark: Mark of its processes.
+        started: Its processes, just started.
+    """
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        directory: RunDirectory,
+        *,
+        lease: SlotLease,
+        pool: SlotPool,
+        mark: str,
+        started: Started,
+    ) -> None:
+        self.name = request.launch_id
+        self.host = socket.gethostname()
+        self.pid = started.agent.pid
+        self.code: int | None = None
+        self.dead_ranks: set[int] = set()
+        self.end: EndFacts | None = None
+        self.is_ending = False
+        """Whether torchrun has ended, or everything was killed."""
+        self._directory = directory
+        self._lease = lease
+        self._pool = pool
+        self._agent = started.agent
+        self._oom_kills_before = started.oom_kills_before
+        self._gone_at = 0.0
+        self._tree = ProcessTree(started.agent, mark=mark, leavings=directory.leavings)
+        self._beside = BesideWatch(
+            start_profile_step=request.start_profile_step,
+            ranks=lambda: self._tree.ranks,
+            find=self._tree.living,
+            look=lambda own: pool.sight(lease, own),
+        )
+
+    @property
+    def known(self) -> frozenset[ProcessKey]:
+        """All processes of the launch ever seen."""
+        return self._tree.known
+
+    @property
+    def ranks(self) -> set[ProcessKey]:
+        """The ranks seen so far."""
+        return self._tree.ranks
+
+    @property
+    def conditions(self) -> Conditions:
+        """Load by other processes while the steps were measured."""
+        return self._beside.conditions
+
+    @property
+    def use_in_words(self) -> str:
+        """What still uses its devices."""
+        return self._pool.describe_use(self._lease)
+
+    def advance(self, now: float, read: Callable[[float], list[Event]]) -> list[Event]:
+        """Look at the processes, then read the events: they include the last ones of the dead ranks."""
+        self.dead_ranks = self._tree.dead_ranks()
+        self._tree.look(now)
+        code = self._agent.poll()
+        events = read(now)
+        for event in events:
+            if isinstance(event, RankStarted):
+                self._tree.add_rank(event.rank, event.pid)
+        self._beside.update(events)
+        if code is not None and not self.is_ending:
+            self.code, self.is_ending = code, True
+        return events
+
+    def usage(self) -> dict[ProcessKey, ProcessUsage]:
+        """Return the resources used by the ranks and all their descendants."""
+        return self._tree.usage()
+
+    def ranks_to_ask(self, starts: Sequence[RankStarted]) -> dict[int, ProcessKey]:
+        """Return rank -> process; empty if one of them is not known to be a rank of the launch."""
+        keys = {start.rank: key for start in starts if (key := ProcessKey.of(start.pid)) is not None}
+        return keys if set(keys.values()) <= self.ranks else {}
+
+    def kill_ranks(self) -> None:
+        """Kill everything but torchrun, which then records how the ranks ended."""
+        if not self.is_ending:
+            self._tree.kill_ranks()
+
+    def kill_all(self) -> None:
+        """Kill everything."""
+        if not self.is_ending:
+            self.is_ending = True
+            self._tree.kill_all()
+
+    def sweep(self) -> bool:
+        """Kill the remaining processes and clean up after them; return whether none was left."""
+        if self.end is None and self._tree.sweep():
+            self._gone_at = time.monotonic()
+            self._clean_up()
+            self.end = self._end_facts()
+        return self.end is not None
+
+    def _end_facts(self) -> EndFacts:
+        before, after = self._oom_kills_before, kernel_oom_kills()
+        killed = self.code is None and self._tree.has_killed(self.pid)
+        return EndFacts(
+            exit_codes=self._tree.exit_codes(self._directory.agent_record),
+            agent_exit_code=None if killed else self._agent.returncode,
+            oom_kills=None if before is None or after is None else after - before,
+            shared_memory_free=free_shared_bytes(),
+        )
+
+    def _clean_up(self) -> None:
+        if self._directory.leavings is not None:
+            remove_noted(self._directory.leavings, seen=self._tree.shared_memory)
+
+    def release(self, now: float) -> str | None:
+        """Give the devices back if they are free; see ``Processes.release``."""
+        if self.give_back_free():
+            return ""
+        if now - self._gone_at < _FREE_DEADLINE_S:
+            return None
+        return f" (not free after {_FREE_DEADLINE_S:g} s: {self.use_in_words})"
+
+    def give_back_free(self) -> bool:
+        """Give the devices back if they are measured to be free; return whether they were."""
+        if not self._pool.is_free(self._lease, self.known):
+            return False
+        self.give_back()
+        return True
+
+    def give_back(self) -> None:
+        """Give the devices back."""
+        self._pool.give_back(self._lease)
+
+    def close(self) -> None:
+        """Kill everything, wait until it is gone, clean up and give the devices back.
+
+        Raises:
+            TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
+        """
+        end_launch(self._tree)
+        self._clean_up()
+        self.give_back()
+
+
+_USAGE_S = 2.0
+"""Time between two readings of what the processes use, while no rank writes events."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +289,7 @@ class Machine:
 
 
 class NodeLaunch:
-    """One launch on this node. Call ``advance`` often, until ``ended``.
+    """One launch on this node by order of a head. Call ``advance`` often, until ``ended``.
 
     Args:
         order: The head's order.
@@ -193,20 +305,20 @@ class NodeLaunch:
         self._request = machine.limited(request_from_json(order["request"]))
         given = order["rendezvous"]
         rendezvous = None if given is None else Rendezvous.from_json(given)
-        self._own = self._request.slots // (1 if rendezvous is None else rendezvous.nodes)
+        own = self._request.slots // (1 if rendezvous is None else rendezvous.nodes)
         self._base_env = {**machine.environ, **order["environ"]}
         self._warm = bool(order["warm"])
         self.name = self._request.launch_id
         self.ended = False
         """Whether it is over, its devices are free, and nothing of it is left here."""
-        self._tree: ProcessTree | None = None
-        self._started: Started | None = None
-        self._sweeping = False
-        self._gone_at: float | None = None
+        self._processes: MachineLaunch | None = None
+        self._is_stopped = False
+        self._is_gone = False
+        self._news: list[dict[str, Any]] = []
         self._told: tuple[list[int], int | None] = ([], None)
         self._usage_at = time.monotonic()
         self._mark = new_mark()
-        self._lease: SlotLease = machine.pool.take(self._own)
+        self._lease: SlotLease = machine.pool.take(own)
         self._folder, self._leavings = machine.new_folder()
         try:
             self._directory = write_run_directory(self._request, self._folder, leavings=self._leavings)
@@ -222,8 +334,8 @@ class NodeLaunch:
         except BaseException:
             self._leave()
             raise
-        first = machine.node * self._own
-        self._files = LaunchFiles(self._directory, ranks=range(first, first + self._own), node=machine.node)
+        first = machine.node * own
+        self._files = LaunchFiles(self._directory, ranks=range(first, first + own), node=machine.node)
         self._trackers = self._hand_over_trackers(**order["trackers"])
         if self._warm:
             machine.forking.begin(self._prepared.environ)
@@ -231,22 +343,24 @@ class NodeLaunch:
     @property
     def is_importing(self) -> bool:
         """Whether it waits for the imports before its fork."""
-        return self._warm and self._tree is None and not self._sweeping and not self._machine.forking.is_ready
+        return self._warm and self._processes is None and not self._is_stopped and not self._machine.forking.is_ready
 
     def advance(self, now: float) -> list[dict[str, Any]]:
         """Start, read and sweep as far as that is possible now; return news for the head."""
         if self.ended:
             return []
-        if self._gone_at is not None:
-            return self._return_devices(now, self._gone_at)
-        if self._tree is None or self._started is None:
-            if self._sweeping:
-                self._gone_at = now
-                return [self._gone({}, oom_kills=0, agent=None, conditions=Conditions())]
-            return [] if self.is_importing else self._start()
-        return self._follow(self._tree, self._started, now)
+        if self._is_gone:
+            self._return_devices(now)
+        elif self._processes is not None:
+            self._follow(self._processes, now)
+        elif self._is_stopped:
+            self._say_gone(EndFacts(oom_kills=0), Conditions())
+        elif not self.is_importing:
+            self._start()
+        news, self._news = self._news, []
+        return news
 
-    def _start(self) -> list[dict[str, Any]]:
+    def _start(self) -> None:
         started = start_processes(
             self._request,
             self._prepared,
@@ -254,184 +368,99 @@ class NodeLaunch:
             forking=self._machine.forking if self._warm else None,
             mark=self._mark,
         )
-        tree = ProcessTree(started.agent, mark=self._mark, leavings=self._leavings)
-        self._beside = BesideWatch(
-            start_profile_step=self._request.start_profile_step,
-            ranks=lambda: tree.ranks,
-            find=tree.living,
-            look=lambda own: self._machine.pool.sight(self._lease, own),
+        self._processes = MachineLaunch(
+            self._request,
+            self._directory,
+            lease=self._lease,
+            pool=self._machine.pool,
+            mark=self._mark,
+            started=started,
         )
-        self._started, self._tree = started, tree
-        forked = started.preloaded is not None
-        shown = list(started.command)
-        return [self._news("started", pid=started.agent.pid, forked=forked, command=shown, time=started.started_unix)]
+        shown, forked = list(started.command), started.preloaded is not None
+        self._say("started", pid=started.agent.pid, forked=forked, command=shown, time=started.started_unix)
 
-    def _follow(self, tree: ProcessTree, started: Started, now: float) -> list[dict[str, Any]]:
-        dead = sorted(tree.dead_ranks())
-        tree.look(now)
-        code = started.agent.poll()
-        news = self._read(tree)  # after the processes were checked, so that it includes what the dead ones wrote
-        if code is not None and not self._sweeping:
-            self._sweeping = True
-            news.append(self._news("state", dead=dead, agent=code))
-            self._told = (dead, code)
-        elif not self._sweeping and (dead, None) != self._told:
-            self._told = (dead, None)
-            news.append(self._news("state", dead=dead, agent=None))
-        if not self._sweeping and now - self._usage_at >= _USAGE_S:
+    def _follow(self, processes: MachineLaunch, now: float) -> None:
+        was_ending = processes.is_ending
+        processes.advance(now, self._read)
+        state = (sorted(processes.dead_ranks), processes.code)
+        if not was_ending and state != self._told:
+            self._told = state
+            self._say("state", dead=state[0], agent=state[1])
+        if not processes.is_ending and now - self._usage_at >= _USAGE_S:
             self._usage_at = now
-            news.append(self._use(tree))
-        if self._sweeping and tree.sweep():
-            self._gone_at = now
-            news += self._read(tree, last=True)
-            before, after = started.oom_kills_before, kernel_oom_kills()
-            news.append(
-                self._gone(
-                    tree.exit_codes(self._directory.agent_record),
-                    oom_kills=None if before is None or after is None else after - before,
-                    agent=self._told[1],
-                    conditions=self._beside.conditions,
-                )
-            )
-        return news
+            self._say("usage", usage=_usage_rows(processes))
+        if processes.is_ending and processes.sweep() and processes.end is not None:
+            self._read(now, last=True)
+            self._say_gone(processes.end, processes.conditions)
 
-    def _use(self, tree: ProcessTree) -> dict[str, Any]:
-        ranks = tree.ranks
-        usage = [
-            [key.pid, key.start_ticks, key in ranks, use.cpu_s, use.ended_cpu_s, use.io_bytes]
-            for key, use in tree.usage().items()
-        ]
-        return self._news("usage", usage=usage)
-
-    def _read(self, tree: ProcessTree, *, last: bool = False) -> list[dict[str, Any]]:
-        news: list[dict[str, Any]] = []
+    def _read(self, now: float, *, last: bool = False) -> list[Event]:
+        """Report what the files have grown by; return the events."""
         events: list[Event] = []
         for rank, lines in self._files.event_lines():
-            news.append(self._news("events", rank=rank, lines=lines))
+            self._say("events", rank=rank, lines=lines)
             events += [event for line in lines if (event := decode_event(line)) is not None]
-        for event in events:
-            if isinstance(event, RankStarted):
-                tree.add_rank(event.rank, event.pid)
-        self._beside.update(events)
         if events:
-            self._usage_at = time.monotonic()
-        return news + [self._news("log", file=name, text=text) for name, text in self._files.log_texts(last=last)]
+            self._usage_at = now
+        for name, text in self._files.log_texts(last=last):
+            self._say("log", file=name, text=text)
+        return events
 
-    def _gone(
-        self, exit_codes: Mapping[int, int], *, oom_kills: int | None, agent: int | None, conditions: Conditions
-    ) -> dict[str, Any]:
-        codes = {str(rank): code for rank, code in exit_codes.items()}
-        return self._news("gone", exit_codes=codes, oom_kills=oom_kills, agent=agent, conditions=conditions.to_json())
+    def _say_gone(self, end: EndFacts, conditions: Conditions) -> None:
+        self._is_gone = True
+        self._say("gone", end=asdict(end), conditions=conditions.to_json())
 
-    def _news(self, kind: str, **content: Any) -> dict[str, Any]:
-        return {"news": kind, "launch_id": self.name, **content}
+    def _say(self, kind: str, **content: Any) -> None:
+        self._news.append({"news": kind, "launch_id": self.name, **content})
 
-    def _return_devices(self, now: float, gone_at: float) -> list[dict[str, Any]]:
+    def _return_devices(self, now: float) -> None:
         """Hand over what trackers wrote, wait until the devices are free, and leave."""
         if (piece := next(self._trackers, None)) is not None:
-            return [piece]
-        known = self._tree.known if self._tree is not None else ()
-        note = ""
-        if not self._machine.pool.is_free(self._lease, known):
-            if now - gone_at < _FREE_DEADLINE_S:
-                return []
-            note = f" (not free after {_FREE_DEADLINE_S:g} s: {self._machine.pool.describe_use(self._lease)})"
-        self._leave()
-        return [self._news("free", note=note)]
+            self._say("tracker", **piece)
+            return
+        note = "" if self._processes is None else self._processes.release(now)
+        if note is not None:
+            self._leave()
+            self._say("free", note=note)
 
     def _hand_over_trackers(self, folder: str, token: str) -> Iterator[dict[str, Any]]:
-        """Yield news with what trackers wrote; begins once it is read, when all processes are gone."""
+        """Yield what trackers wrote in pieces; begins once it is read, when all processes are gone."""
         files = TrackerFiles(self._directory.trackers_dir, node=self._machine.node, on_notice=self._machine.on_notice)
         try:
-            for piece in files.hand_over(Path(folder), token):
-                yield self._news("tracker", **piece)
+            yield from files.hand_over(Path(folder), token)
         except OSError as error:
             self._machine.on_notice(f"What trackers wrote in {self.name} could not be kept: {error}.")
 
     def end_ranks(self) -> None:
-        """Kill everything but torchrun, which then records how the ranks ended."""
-        if self._tree is not None and not self._sweeping:
-            self._tree.kill_ranks()
+        """Kill everything but torchrun."""
+        if self._processes is not None:
+            self._processes.kill_ranks()
 
     def end(self) -> None:
         """Kill everything; ``advance`` says when it is gone."""
-        if not self._sweeping:
-            self._sweeping = True
-            if self._tree is not None:
-                self._tree.kill_all()
+        self._is_stopped = True
+        if self._processes is not None:
+            self._processes.kill_all()
 
     def close(self) -> None:
         """Kill everything and wait until it is gone."""
         if self.ended:
             return
-        if self._tree is not None:
-            end_launch(self._tree)
+        if self._processes is not None:
+            self._processes.close()
         self._leave()
 
     def _leave(self) -> None:
         """Give the slots back and remove the files."""
-        seen = self._tree.shared_memory if self._tree is not None else ()
-        remove_noted(self._leavings, seen=seen)
+        remove_noted(self._leavings)
         with suppress(OSError):
             shutil.rmtree(self._folder)
         self._machine.pool.give_back(self._lease)
         self.ended = True
 
 
-class DeviceReturn:
-    """Gives slots back to a pool; withholds those whose devices stay in use.
-
-    Args:
-        pool: The slots.
-        clock: Monotonic time in seconds.
-    """
-
-    def __init__(self, pool: SlotPool, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pool = pool
-        self._clock = clock
-        self._withheld: list[RunningLaunch] = []
-
-    def release(self, launch: RunningLaunch, *, gone_at: float) -> str | None:
-        """Give back the slots of a launch, or withhold them once its devices are overdue.
-
-        Args:
-            launch: A launch without living processes.
-            gone_at: When its last process was seen to be gone, monotonic.
-
-        Returns:
-            What a report adds about the devices, empty if they are free; None while they may still become free.
-        """
-        if self._pool.is_free(launch.lease, launch.known):
-            self._pool.give_back(launch.lease)
-            return ""
-        if self._clock() - gone_at < _FREE_DEADLINE_S:
-            return None
-        self._withheld.append(launch)
-        return f" (not free after {_FREE_DEADLINE_S:g} s: {self._pool.describe_use(launch.lease)})"
-
-    def recheck(self) -> None:
-        """Give back the withheld slots whose devices have become free."""
-        for launch in list(self._withheld):
-            if self._pool.is_free(launch.lease, launch.known):
-                self._withheld.remove(launch)
-                self._pool.give_back(launch.lease)
-
-    def check(self) -> None:
-        """Recheck the withheld slots.
-
-        Raises:
-            DeviceError: If some devices are still not free.
-        """
-        self.recheck()
-        if self._withheld:
-            launch = self._withheld[0]
-            raise DeviceError(
-                f"The devices of {launch.request.launch_id} are not free although all its processes are gone "
-                f"({self._pool.describe_use(launch.lease)}). See what holds them with nvidia-smi, then resume."
-            )
-
-    def close(self) -> None:
-        """Give back all withheld slots."""
-        for launch in self._withheld:
-            self._pool.give_back(launch.lease)
-        self._withheld.clear()
+def _usage_rows(processes: MachineLaunch) -> list[list[Any]]:
+    ranks = processes.ranks
+    return [
+        [key.pid, key.start_ticks, key in ranks, use.cpu_s, use.ended_cpu_s, use.io_bytes]
+        for key, use in processes.usage().items()
+    ]

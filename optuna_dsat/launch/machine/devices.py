@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.machine.host import host_memory_bytes
 from optuna_dsat.launch.machine.nvml import DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, DeviceError, GpuFacts, Nvml, NvmlError
 from optuna_dsat.words import things_in_words
 
@@ -30,7 +29,6 @@ __all__ = [
     "Visible",
     "cpu_devices",
     "detect_devices",
-    "host_memory_bytes",
     "is_part",
     "other_devices",
     "read_visible",
@@ -196,12 +194,6 @@ _CONTROL = Path("/dev/nvidiactl")
 
 _ON_THE_CPU = f"or set {VARIABLE}= (empty) to tune on the CPU."
 
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-"""Files with the memory limit of a container: control groups version 2, then 1."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -253,19 +245,6 @@ class Devices:
         A process sees a single instance, however many are visible (NVIDIA MIG user guide, "Running CUDA applications").
         """
         return 1 if any(is_part(device.visible_id) for device in self.devices) else len(self.devices)
-
-
-def host_memory_bytes() -> int:
-    """Return the memory of this machine, or the limit of its container if that is lower."""
-    total = int(psutil.virtual_memory().total)
-    for path in _CGROUP_LIMITS:
-        try:
-            text = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total
 
 
 def _cpu_name() -> str:

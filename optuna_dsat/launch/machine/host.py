@@ -11,7 +11,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.processes import ProcessKey, cpu_seconds
 from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.runtime.events import EngineReady, Event, StepMeasured
+from optuna_dsat.runtime.measure.memory import host_memory_bytes, memory_limits
 
 __all__ = [
     "MAX_STALL_LIMITS",
@@ -31,6 +32,7 @@ __all__ = [
     "ProcessUsage",
     "available_memory_bytes",
     "busy_seconds",
+    "host_memory_bytes",
     "own_folder",
     "read_usage",
 ]
@@ -147,51 +149,9 @@ def _io_bytes(process: psutil.Process) -> int:
     return int(through_calls + io.read_bytes + io.write_bytes)  # memory-mapped files count only in the latter
 
 
-_MEMBERSHIP = Path("/proc/self/cgroup")
-_ROOT = Path("/sys/fs/cgroup")
-
-
-def available_memory_bytes(*, membership: Path = _MEMBERSHIP, root: Path = _ROOT) -> int:
-    """Return the memory that processes can allocate now without being killed by the kernel.
-
-    Args:
-        membership: File that lists the control groups of this process.
-        root: Mount point of the control groups.
-    """
-    available = int(psutil.virtual_memory().available)
-    return max(0, min([available, *_rooms(membership, root)]))
-
-
-def _rooms(membership: Path, root: Path) -> Iterator[int]:
-    """Yield the bytes left below each limit of the control groups, outermost first (cgroup v2 and v1)."""
-    try:
-        lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controllers == "":
-            folder, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            folder, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for count in range(len(parts) + 1):
-            room = _room(folder.joinpath(*parts[:count]), *names)
-            if room is not None:
-                yield room
-
-
-def _room(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    """Return the bytes left in a control group, counting its page cache as free; None if it has no limit."""
-    try:
-        limit, usage = (int((folder / name).read_text(encoding="ascii")) for name in (limit_name, usage_name))
-        statistics = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-    except (OSError, ValueError):  # no such group here, or its limit is "max"
-        return None
-    cache = next((int(line.split()[1]) for line in statistics if line.startswith(f"{cache_name} ")), 0)
-    return limit - max(0, usage - cache)
+def available_memory_bytes() -> int:
+    """Return the memory that processes may allocate now without the kernel ending one."""
+    return max(0, min([int(psutil.virtual_memory().available), *(left for _, left in memory_limits())]))
 
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO

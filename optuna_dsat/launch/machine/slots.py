@@ -15,7 +15,7 @@ from optuna_dsat.launch.machine.host import GpuSight, own_folder
 from optuna_dsat.launch.machine.nvml import DeviceError, Nvml, NvmlError
 from optuna_dsat.launch.machine.owners import GpuMonitor, holders_in_words, label, lock, lock_owner, lock_path, unlock
 from optuna_dsat.launch.machine.processes import ProcessKey
-from optuna_dsat.launch.protocol import Holder, SlotsBusyError
+from optuna_dsat.launch.protocol import Holder, SlotsBusyError, SlotsTakenError
 from optuna_dsat.words import things_in_words
 
 __all__ = ["SlotLease", "SlotPool", "only_free"]
@@ -182,7 +182,7 @@ class SlotPool:
                 locks.append(held)
         if len(chosen) < slots:
             unlock(locks)
-            raise SlotsBusyError(
+            raise SlotsTakenError(
                 f"A launch asks for {things_in_words(slots, 'slot')}; {len(chosen)} are free, the others are taken by "
                 "another optuna-dsat."
             )

@@ -32,7 +32,6 @@ from optuna_dsat.runtime.process_identity import process_space
 
 __all__ = [
     "AgentHandle",
-    "LaunchProcesses",
     "OrphanWatch",
     "ProcessTree",
     "adopt_orphans",
@@ -211,71 +210,8 @@ def _noted(value: Any) -> ProcessKey | None:
     return ProcessKey(pid, start) if isinstance(pid, int) and isinstance(start, int) and pid > 1 else None
 
 
-class LaunchProcesses(Protocol):
-    """Process operations of a running launch, on this machine or on nodes of a cluster."""
-
-    @property
-    def known(self) -> frozenset[ProcessKey]:
-        """All processes of the launch seen so far."""
-        ...
-
-    @property
-    def ranks(self) -> set[ProcessKey]:
-        """The ranks seen so far."""
-        ...
-
-    @property
-    def shared_memory(self) -> frozenset[Path]:
-        """Files in this machine's shared memory created by its processes."""
-        ...
-
-    def look(self, now: float) -> None:
-        """Update its processes and their files in shared memory; ``now`` is monotonic."""
-        ...
-
-    def add_rank(self, rank: int, pid: int) -> None:
-        """Record the process of a rank, if it lives."""
-        ...
-
-    def dead_ranks(self) -> set[int]:
-        """Return the ranks whose process has ended."""
-        ...
-
-    def living(self) -> Collection[ProcessKey]:
-        """Return torchrun, the ranks, and all their living descendants."""
-        ...
-
-    def usage(self) -> Mapping[ProcessKey, ProcessUsage]:
-        """Return the resource usage of the ranks and all their descendants."""
-        ...
-
-    def exit_codes(self, record: Path) -> dict[int, int]:
-        """Return rank -> exit code of ranks that failed according to torchrun, except those killed by the launcher.
-
-        Args:
-            record: File that torchrun's agent writes to the run directory.
-        """
-        ...
-
-    def has_killed(self, pid: int) -> bool:
-        """Return whether the launcher killed a process."""
-        ...
-
-    def kill_ranks(self) -> None:
-        """Kill everything but torchrun."""
-        ...
-
-    def kill_all(self) -> None:
-        """Kill everything, torchrun last, because it adopts orphans."""
-        ...
-
-    def sweep(self) -> bool:
-        """Kill the remaining processes; return whether there were none."""
-        ...
-
-
-def end_launch(processes: LaunchProcesses) -> None:
-    """Kill all processes of a launch, and wait until they are gone.
+def end_launch(processes: ProcessTree) -> None:
+    """Kill everything of a launch, and wait until it is gone.
 
     Raises:
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.

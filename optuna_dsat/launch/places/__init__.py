@@ -1,1 +1,1 @@
-"""Machines of an allocation: SLURM and Ray."""
+"""The slots for launches: this machine's, or nodes of SLURM and Ray."""

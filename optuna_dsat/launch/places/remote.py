@@ -1,15 +1,17 @@
-"""One launch as the head sees it: what the agents of its nodes say of its processes, and what they are told."""
+"""The processes of a launch on nodes, as their agents report them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from optuna_dsat.launch.facts import EndFacts
 from optuna_dsat.launch.machine.host import ProcessUsage
 from optuna_dsat.launch.machine.processes import ProcessKey
+from optuna_dsat.launch.places.place import HeldPlace
 from optuna_dsat.launch.protocol import Conditions
+from optuna_dsat.runtime.events import Event, RankStarted
 
 __all__ = ["RemoteLaunch"]
 
@@ -20,18 +22,18 @@ _NODE_BITS = 32
 
 
 class RemoteLaunch:
-    """The processes of a launch on the nodes of a place (an ``AgentHandle`` and its ``LaunchProcesses``).
+    """The processes of a launch on the nodes of an allocation (``Processes`` of ``launch/launch.py``).
 
     Args:
         launch_id: The launch.
-        nodes: Nodes of the place.
-        send: Sends an order to all of them.
+        place: The allocation.
+        nodes: Its nodes.
     """
 
-    def __init__(self, launch_id: str, *, nodes: int, send: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, launch_id: str, *, place: HeldPlace, nodes: int) -> None:
+        self.place = place
         self.pid = 0
         """Process number of torchrun on node 0; 0 before it has started."""
-        self.returncode: int | None = None
         self.ordered = False
         """Whether the nodes were told to start it."""
         self.forked: dict[int, bool] = {}
@@ -40,10 +42,11 @@ class RemoteLaunch:
         """The command of node 0."""
         self.failure = ""
         """Why a node could not start its ranks; empty if all could."""
+        self.is_lost = False
+        """Whether the place is gone: what ran there ends by itself."""
         self._launch_id = launch_id
         self._nodes = nodes
-        self._send = send
-        self._is_lost = False
+        self._code: int | None = None
         self._killed = False
         self._ends: dict[int, int] = {}
         self._first_failure: tuple[float, int] | None = None
@@ -51,8 +54,13 @@ class RemoteLaunch:
         self._dead: dict[int, set[int]] = {}
         self._usage: dict[int, dict[ProcessKey, ProcessUsage]] = {}
         self._rank_keys: dict[int, set[ProcessKey]] = {}
-        self._gone: dict[int, Mapping[str, Any]] = {}
+        self._gone: dict[int, tuple[EndFacts, Conditions]] = {}
         self._free: dict[int, str] = {}
+
+    @property
+    def host(self) -> str:
+        """Names of the nodes."""
+        return ", ".join(self.place.node_names)
 
     @property
     def started(self) -> bool:
@@ -60,44 +68,51 @@ class RemoteLaunch:
         return len(self.forked) == self._nodes
 
     @property
-    def known(self) -> frozenset[ProcessKey]:
-        """Nothing: devices are looked at on the nodes."""
-        return frozenset()
-
-    @property
     def ranks(self) -> set[ProcessKey]:
         """The ranks among ``usage``."""
         return set().union(*self._rank_keys.values())
 
     @property
-    def shared_memory(self) -> frozenset[Path]:
-        """Nothing: what lies on a node is removed there."""
-        return frozenset()
-
-    def look(self, now: float) -> None:
-        """Do nothing: each node looks at its own."""
+    def dead_ranks(self) -> set[int]:
+        """Ranks whose process has ended."""
+        return set().union(*self._dead.values())
 
     @property
     def conditions(self) -> Conditions:
-        """What went on beside it on the node where others took the largest share of the cores."""
-        told = [Conditions.from_json(one["conditions"]) for one in self._gone.values()]
-        return max(told, key=lambda one: one.others_share or 0.0, default=Conditions())
+        """Load on the node where other processes took the largest share of the cores."""
+        reported = [conditions for _, conditions in self._gone.values()]
+        return max(reported, key=lambda each: each.others_share or 0.0, default=Conditions())
 
     @property
-    def oom_kills(self) -> int | None:
-        """Processes that the kernels of all nodes killed for want of memory meanwhile; None if unknown."""
-        counts = [one["oom_kills"] for one in self._gone.values()]
-        return None if len(counts) < self._nodes or None in counts else sum(counts)
+    def code(self) -> int | None:
+        """Exit code of torchrun once it has ended on all nodes, or some time after it failed on one."""
+        if self._code is None and not self._killed:
+            at, code = self._first_failure or (time.monotonic(), 0)
+            if time.monotonic() - at > _OTHERS_S or len(self._ends) == self._nodes:
+                self._code = code
+        return self._code
 
     @property
-    def free_note(self) -> str | None:
-        """What is to be said of devices that are not free; None while a node still waits for its own."""
-        if self._is_lost or not self.ordered:
-            return ""
-        return "".join(self._free.values()) if len(self._free) == self._nodes else None
+    def end(self) -> EndFacts | None:
+        """Facts of the end on all nodes; counts are None unless every node has reported them."""
+        if not self._is_over:
+            return None
+        ends = [end for end, _ in self._gone.values()]
+        kills = [end.oom_kills for end in ends if end.oom_kills is not None]
+        free = [end.shared_memory_free for end in ends if end.shared_memory_free is not None]
+        return EndFacts(
+            exit_codes={rank: code for end in ends for rank, code in end.exit_codes.items()},
+            agent_exit_code=self._code,
+            oom_kills=sum(kills) if len(kills) == self._nodes else None,
+            shared_memory_free=min(free, default=None),
+        )
+
+    @property
+    def _is_over(self) -> bool:
+        return self.is_lost or not self.ordered or len(self._gone) == self._nodes
 
     def note(self, node: int, news: Mapping[str, Any]) -> None:
-        """Take what an agent says of the launch."""
+        """Take what an agent reports about the launch."""
         kind = news["news"]
         if kind == "started":
             self.forked[node] = bool(news["forked"])
@@ -109,13 +124,16 @@ class RemoteLaunch:
         elif kind == "usage":
             self._note_usage(node, news["usage"])
         elif kind == "gone":
-            self._gone[node] = news
-            self._note_end(node, news["agent"])
+            end = news["end"]
+            codes = {int(rank): int(code) for rank, code in end["exit_codes"].items()}
+            facts = EndFacts(**{**end, "exit_codes": codes})
+            self._gone[node] = facts, Conditions.from_json(news["conditions"])
+            self._note_end(node, facts.agent_exit_code)
         elif kind == "free":
             self._free[node] = str(news["note"])
         elif kind == "failed":
             self.failure = self.failure or str(news["why"])
-            self._gone[node] = {"exit_codes": {}, "oom_kills": 0, "agent": None, "conditions": {}}
+            self._gone[node] = EndFacts(oom_kills=0), Conditions()
             self._free[node] = ""
 
     def _note_end(self, node: int, code: int | None) -> None:
@@ -133,44 +151,17 @@ class RemoteLaunch:
             for key, row in zip(keys, rows, strict=True)
         }
 
-    def lose(self) -> None:
-        """Note that the place is gone: what ran there ends by itself."""
-        self._is_lost = True
-
-    def poll(self) -> int | None:
-        """Return torchrun's exit code once it has ended on all nodes, or some time after it failed on one."""
-        if self.returncode is None:
-            at, code = self._first_failure or (time.monotonic(), 0)
-            if time.monotonic() - at > _OTHERS_S or len(self._ends) == self._nodes:
-                self.returncode = code
-        return self.returncode
-
-    def wait(self) -> int:
-        """Return the exit code; nothing is waited for here."""
-        return self.returncode or 0
-
-    def add_rank(self, rank: int, pid: int) -> None:
-        """Do nothing: nodes know their ranks."""
-
-    def dead_ranks(self) -> set[int]:
-        """Return the ranks whose process has ended."""
-        return set().union(*self._dead.values())
-
-    def living(self) -> set[ProcessKey]:
-        """Return nothing: nodes know their processes."""
-        return set()
+    def advance(self, now: float, read: Callable[[float], list[Event]]) -> list[Event]:
+        """Read the events: the nodes look at their own processes."""
+        return read(now)
 
     def usage(self) -> dict[ProcessKey, ProcessUsage]:
-        """Return what the processes of all nodes have used, as told last."""
-        return {key: use for one in self._usage.values() for key, use in one.items()}
+        """Return the resources used by the processes of all nodes, as last reported."""
+        return {key: use for usage in self._usage.values() for key, use in usage.items()}
 
-    def exit_codes(self, record: Path) -> dict[int, int]:  # noqa: ARG002 - the nodes have read theirs
-        """Return rank -> exit code, as the nodes told when their processes were gone."""
-        return {int(rank): int(code) for one in self._gone.values() for rank, code in one["exit_codes"].items()}
-
-    def has_killed(self, pid: int) -> bool:  # noqa: ARG002 - all or nothing
-        """Return whether it was ended by order of the head."""
-        return self._killed
+    def ranks_to_ask(self, starts: Sequence[RankStarted]) -> dict[int, ProcessKey]:  # noqa: ARG002 - none is local
+        """Return no rank: signals do not reach other machines."""
+        return {}
 
     def kill_ranks(self) -> None:
         """Have everything but torchrun killed."""
@@ -184,9 +175,15 @@ class RemoteLaunch:
 
     def _order_end(self, *, ranks_only: bool) -> None:
         if self.ordered:
-            self._send({"do": "end", "launch_id": self._launch_id, "ranks_only": ranks_only})
+            self.place.order({"do": "end", "launch_id": self._launch_id, "ranks_only": ranks_only})
 
     def sweep(self) -> bool:
         """Have everything killed; return whether nothing is left on any node."""
         self.kill_all()
-        return self._is_lost or not self.ordered or len(self._gone) == self._nodes
+        return self._is_over
+
+    def release(self, now: float) -> str | None:  # noqa: ARG002 - the nodes wait
+        """Return the nodes' notes on devices that are not free; None while a node waits for its own."""
+        if self.is_lost or not self.ordered:
+            return ""
+        return "".join(self._free.values()) if len(self._free) == self._nodes else None

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +27,20 @@ from optuna_dsat.launch.machine.processes import (
     end_with_descendants,
     exit_code_of,
     kill_leftovers,
-    new_mark,
 )
 from optuna_dsat.launch.protocol import Preload
-from optuna_dsat.launch.run_directory import RANK_VARIABLES, TRACKER_FOLDERS, RunDirectory
-from optuna_dsat.runtime.rank import LAUNCH_ENV
+from optuna_dsat.launch.run_directory import RunDirectory
 
-__all__ = ["WarmAgent", "WarmLaunches", "WarmOrder", "WarmUnavailableError", "can_fork"]
+__all__ = ["ForkServer", "WarmAgent", "WarmOrder", "WarmUnavailableError", "can_fork"]
 
 _PRELOAD_LIMIT_S = 300.0
 """Longest wait for the imports; a cold disk takes minutes."""
 
-_EXIT_LIMIT_S = 2.0
-"""Longest wait for the exit code of a server that has closed its socket."""
 _ANSWER_LIMIT_S = 30.0
 """Longest wait for a fork."""
 
 _REPORT_LIMIT_S = 10.0
 """Longest wait for the report that an agent has ended."""
-
-_RESTARTS = 5
-"""Maximum restarts of the server, to exclude packages or after it died."""
-
-_PER_LAUNCH = frozenset({LAUNCH_ENV, MARK_ENV, "CUDA_VISIBLE_DEVICES", "PYTHONPATH", *TRACKER_FOLDERS})
-"""Environment variables that may differ between launches of a study."""
-
-_WATCHED = RANK_VARIABLES | TRACKER_FOLDERS
-"""Environment variables that no import may read before a fork. The server has none of them, so that code that copies
-its whole environment does not count as a reader."""
 
 
 class WarmUnavailableError(RuntimeError):
@@ -86,7 +72,7 @@ class WarmAgent:
         preload: Modules imported in its ranks.
     """
 
-    def __init__(self, server: _ForkServer, launch_id: str, preload: Preload) -> None:
+    def __init__(self, server: ForkServer, launch_id: str, preload: Preload) -> None:
         self._server = server
         self._launch_id = launch_id
         self.preload = preload
@@ -123,8 +109,8 @@ class WarmAgent:
         return code
 
 
-class _ForkServer:
-    """The process from which launches are forked, and the connection to it."""
+class ForkServer:
+    """The process that launches are forked from, and the connection to it."""
 
     def __init__(self, environ: Mapping[str, str], log: Path) -> None:
         self._mark = environ[MARK_ENV]
@@ -265,219 +251,3 @@ class _ForkServer:
         with contextlib.suppress(TimeoutError):  # reported at the next start
             end_with_descendants(below)
             kill_leftovers(self._mark)
-
-
-class WarmLaunches:
-    """Starts launches by forking, or raises ``WarmUnavailableError``.
-
-    Args:
-        log: File for the output of the imports.
-    """
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._server: _ForkServer | None = None
-        self._retired: list[_ForkServer] = []
-        """Servers that no longer fork but have running launches."""
-        self._environ: dict[str, str] = {}
-        self._preload = Preload()
-        self._preloads_pending = 0
-        """Preloads that the server has not finished."""
-        self._restarts = 0
-        self._deaths = 0
-        """Number of servers that exited or were killed."""
-        self._failed = ""
-        """Why no server completes its imports; empty unless a server exited during imports."""
-        self._read: set[str] = set()
-        """Environment variables that the server's imports have read."""
-        self._proven: Preload | None = None
-        """Preload of a forked launch that has trained; None without such a launch."""
-
-    @property
-    def preload(self) -> Preload:
-        """Preload of the server."""
-        return self._preload
-
-    @property
-    def is_importing(self) -> bool:
-        """Whether the next launch may have to wait for imports."""
-        return self._server is None or self._preloads_pending > 0
-
-    def has_proven(self, preload: Preload) -> bool:
-        """Return whether a forked launch with this preload has trained."""
-        return self._proven == preload
-
-    def prove(self, preload: Preload) -> None:
-        """Record that a forked launch with this preload has trained."""
-        self._proven = preload
-
-    def retreat(self) -> bool:
-        """Return to the modules proven to survive a fork; False if there are none or they are in use."""
-        if self._proven is None or self._proven == self._preload:
-            return False
-        self.retire()
-        self._preload = self._proven
-        return True
-
-    def retire(self) -> None:
-        """Stop forking from the current server; it is ended once the launches forked from it are over."""
-        if self._server is not None:
-            self._retired.append(self._server)
-            self._server = None
-        for server in [server for server in self._retired if server.is_idle]:
-            self._retired.remove(server)
-            server.close()
-
-    def wait(self) -> None:
-        """Wait until the server has finished its imports.
-
-        Raises:
-            WarmUnavailableError: If launches cannot be forked from it.
-        """
-        self._ready_server(self._environ)
-
-    def prepare(self, preload: Preload) -> None:
-        """Set the shared modules of launches; imported at once if the server runs, else with the first launch."""
-        self._preload = replace(preload, left_out=tuple(sorted({*self._preload.left_out, *preload.left_out})))
-        self._drop_if_ended()
-        if self._server is not None and (self._preloads_pending or self._read & set(preload.environment)):
-            self.retire()  # it may have read variables that the script changes: a new server is watched from its start
-        elif self._server is not None:
-            self._order_preload(self._server)
-
-    def begin(self, environ: Mapping[str, str]) -> None:
-        """Start the server for launches in ``environ``, unless it runs, and its imports; does not wait.
-
-        Raises:
-            WarmUnavailableError: If this platform does not support it.
-        """
-        self._drop_if_ended()
-        if self._server is not None:
-            return
-        if not can_fork():
-            raise WarmUnavailableError("it needs Linux 5.3 or newer")
-        if self._failed:
-            raise WarmUnavailableError(self._failed)
-        if self._deaths > _RESTARTS:
-            raise WarmUnavailableError(f"the process that launches are forked from was killed {self._deaths} times")
-        self._environ = dict(environ)
-        hidden = _WATCHED | {LAUNCH_ENV, *self._preload.environment}
-        own = {name: value for name, value in environ.items() if name not in hidden}
-        own[MARK_ENV] = new_mark()  # it outlives the launch that ``environ`` belongs to
-        self._server = _ForkServer(own, self._log)
-        self._preloads_pending = 0
-        self._read = set()
-        self._order_preload(self._server)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a fork would not wait for imports: finished, not started, or their process has ended."""
-        return (
-            self._server is None or self._server.has_ended or self._server.finished_preloads >= self._preloads_pending
-        )
-
-    def _drop_if_ended(self) -> None:
-        if self._server is None:
-            return
-        if self._server.has_ended:
-            self._drop(self._server)
-        elif self._server.is_stuck:
-            self._deaths += 1
-            self.retire()
-
-    def _drop(self, server: _ForkServer) -> None:
-        """Discard a server that has ended; the next launch starts a new server, a few times at most."""
-        self._deaths += 1
-        self._server = None
-        if server.has_ended:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.process.wait(_EXIT_LIMIT_S)
-        server.close()
-        code = server.process.returncode
-        if self._preloads_pending and code is not None and code >= 0:  # it exited: a new server would, too
-            self._failed = f"importing what the script imports ended with exit code {code}; see {server.log}"
-
-    def _order_preload(self, server: _ForkServer) -> None:
-        server.order(do="preload", preload=self._preload.to_json(), watched=sorted(_WATCHED))
-        self._preloads_pending += 1
-
-    def start(self, order: WarmOrder) -> WarmAgent:
-        """Fork a launch; wait for the imports if they are not finished.
-
-        Raises:
-            WarmUnavailableError: If it cannot be forked.
-        """
-        while True:
-            self.begin(order.environ)
-            self._check_environment(order.environ)
-            server = self._ready_server(order.environ)
-            try:
-                server.order(
-                    do="launch",
-                    launch_id=order.launch_id,
-                    mark=order.mark,
-                    record=str(order.directory.agent_record),
-                    arguments=list(order.arguments),
-                    environ=dict(order.environ),
-                    cwd=order.cwd,
-                    log=str(order.directory.agent_log),
-                )
-                return WarmAgent(server, order.launch_id, self._preload)
-            except WarmUnavailableError:
-                if not server.has_ended:
-                    self._drop_if_ended()
-                    raise  # it refuses, or is stuck; a server that was just killed is restarted
-
-    def _check_environment(self, environ: Mapping[str, str]) -> None:
-        changed = {
-            name
-            for name in (environ.keys() | self._environ.keys()) - _PER_LAUNCH
-            if environ.get(name) != self._environ.get(name)
-        }
-        if changed:
-            raise WarmUnavailableError(f"the environment of this launch differs in {', '.join(sorted(changed))}")
-
-    def _ready_server(self, environ: Mapping[str, str]) -> _ForkServer:
-        while True:
-            if self._server is None:
-                self.begin(environ)
-            if (server := self._server) is None:
-                raise WarmUnavailableError("there is no process to fork from")
-            refused: dict[str, str] = {}
-            try:
-                while self._preloads_pending:
-                    ready = server.await_ready()
-                    self._preloads_pending -= 1
-                    refused |= ready["refused"]
-                    self._read |= set(ready["read"])
-            except WarmUnavailableError:
-                killed = server.has_ended
-                self._drop(server)
-                if killed and not self._failed and self._deaths <= _RESTARTS:
-                    continue
-                raise
-            if not refused:
-                return server
-            self._restart_without(refused)
-
-    def _restart_without(self, refused: Mapping[str, str]) -> None:
-        """End the server; the next server does not import the refused packages.
-
-        Raises:
-            WarmUnavailableError: If one of them is essential, or there were too many restarts.
-        """
-        self.retire()
-        self._restarts += 1
-        essential = {"torch", "deepspeed", "numpy"} & refused.keys()
-        if essential or self._restarts > _RESTARTS:
-            name = sorted(essential or refused)[0]
-            raise WarmUnavailableError(f"{name} cannot be imported before a fork: {refused[name]}")
-        self._preload = replace(self._preload, left_out=tuple(sorted({*self._preload.left_out, *refused})))
-
-    def close(self) -> None:
-        """End all servers, including all forked launches."""
-        for server in (self._server, *self._retired):
-            if server is not None:
-                server.close()
-        self._server = None
-        self._retired.clear()

@@ -30,6 +30,7 @@ __all__ = [
     "host_memory_bytes",
     "limit_cuda_memory",
     "limit_process_memory",
+    "memory_limits",
     "out_of_memory_errors",
     "process_limit_lifted",
     "read_process_memory",
@@ -39,7 +40,15 @@ __all__ = [
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Folder of the memory groups below the root (control groups version 2, then 1) -> files with a group's limit and use,
+and the field of ``memory.stat`` with read files, which the kernel drops first.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,10 +267,45 @@ def support_uuid_visible_devices(accelerator: Any) -> None:
     accelerator.available_memory = available_memory
 
 
-def host_memory_bytes() -> int:
-    """Return the physical memory of the host in bytes, or the container's limit if it is lower."""
+def host_memory_bytes(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> int:
+    """Return the physical memory of the host in bytes, or the lowest limit of its control groups if that is lower.
+
+    Args:
+        membership: File that names the control groups of this process.
+        root: Where control groups are mounted.
+    """
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # no such cgroup version, or "max"
-            return min(physical, int(path.read_text(encoding="ascii")))
-    return physical
+    return min([physical, *(limit for limit, _ in memory_limits(membership=membership, root=root))])
+
+
+def memory_limits(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> Iterator[tuple[int, int]]:
+    """Yield each memory limit of this process's control groups and their parents, and the bytes left below it.
+
+    Args:
+        membership: File that names the control groups of this process.
+        root: Where control groups are mounted.
+    """
+    try:
+        lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    groups = {"": "", "memory": ""}  # a container sees its own group as the root
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        groups |= dict.fromkeys(groups.keys() & {*controllers.split(",")}, path)
+    for name, path in groups.items():
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for count in range(len(parts) + 1):
+            yield from _limit_of((root / name).joinpath(*parts[:count]), *_CGROUP_FILES[name])
+
+
+def _limit_of(folder: Path, limit_name: str, used_name: str, cache_name: str) -> Iterator[tuple[int, int]]:
+    """Yield limit and bytes left of a control group, read files counted as free; nothing if it has no limit."""
+    with contextlib.suppress(OSError, ValueError):  # no such group here, or its limit is "max"
+        limit = int((folder / limit_name).read_text(encoding="ascii"))
+        used = cache = 0
+        with contextlib.suppress(OSError, ValueError):
+            used = int((folder / used_name).read_text(encoding="ascii"))
+            statistics = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+            cache = next((int(line.split()[1]) for line in statistics if line.startswith(f"{cache_name} ")), 0)
+        yield limit, limit - max(0, used - cache)
