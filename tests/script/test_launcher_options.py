@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
+
 import pytest
 
 from optuna_dsat.errors import UsageError
@@ -64,6 +67,19 @@ def test_ranks_and_nodes_need_not_be_here(command: str, ranks: int | None, nodes
     launcher, *words = command.split()
     found = launched(launcher, words)
     assert (found.ranks, found.nodes) == (ranks, nodes)
+
+
+@pytest.mark.parametrize(
+    ("slots", "ranks", "hosts", "gpus"),
+    [({"localhost": [0, 2]}, 2, (), "0,2"), ({"w0": [0, 1], "w1": [0]}, 1, ("w0", "w1"), None)],
+)
+def test_the_command_that_deepspeed_starts_on_a_node(
+    slots: dict[str, list[int]], ranks: int, hosts: tuple[str, ...], gpus: str | None
+) -> None:
+    world = base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()
+    found = launched("deepspeed.launcher.launch", [f"--world_info={world}", "train.py", "--lr", "3"])
+    assert (found.script, found.args, found.ranks, found.nodes) == ("train.py", ("--lr", "3"), ranks, len(slots))
+    assert (found.hosts, found.gpus) == (hosts, gpus)
 
 
 def test_gpus_of_accelerate_are_indices_or_identifiers() -> None:

@@ -280,7 +280,7 @@ def _python(
         if module in MAINS:
             return _launched(module, rest[1:], cwd=cwd)
         if is_rank and module not in (None, "python"):  # a console script, which trains in its own process
-            return LaunchCommand(script=module, is_module=True, args=tuple(rest[1:]), without_launcher=True)
+            return LaunchCommand(script=module, is_module=True, args=tuple(rest[1:]))
         if not is_rank and starts_launcher(cwd / rest[0]):
             return _wrapped([words[0], *rest], cwd=cwd, on_notice=on_notice)
         return LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes)
