@@ -46,6 +46,9 @@ def _count(value: int, option: str) -> int:
     return value
 
 
+_WITHOUT_EFFECT = ("autotuning", "bind_cores_to_rank", "venv_script")
+
+
 def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
     number, nodes = (
         None if options[name] == -1 else _count(options[name], f"--{name}") for name in ("num_gpus", "num_nodes")
@@ -53,33 +56,32 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
     if (number or nodes) and (options["include"] or options["exclude"]):
         raise ValueError("--num_gpus and --num_nodes go with neither --include nor --exclude")
     slots: dict[str, Sequence[int]] = options["slots"]
-    without_effect = [f"--{name}" for name in ("autotuning", "bind_cores_to_rank", "venv_script") if options.get(name)]
-    notes = [f"{', '.join(without_effect)} has no effect on a trial."] if without_effect else []
-    if not options["has_hosts"]:
-        chosen = slots.get("localhost", [])
-        named = len(chosen) < MOST_SLOTS
-        return {
-            "ranks": number,
-            "nodes": nodes or 1,
-            "elsewhere": _given({"--num_nodes": nodes if nodes and nodes > 1 else None}),
-            "rendezvous": _given({"--master_addr": options["master_addr"]}),
-            "gpus": _listed(chosen) if options["include"] and named else None,
-            "without_gpus": _listed(set(range(MOST_SLOTS)) - set(chosen)) if options["exclude"] else None,
-            "notes": tuple(notes),
-        }
-    hosts = tuple(slots)[:nodes]
+    hosts = tuple(slots)[:nodes] if options["has_hosts"] else ()
+    here = slots.get(hosts[0] if hosts else "localhost", [])
     counts = [number or len(slots[host]) for host in hosts]
+    notes = []
     if len(set(counts)) > 1:
         least = f"{min(counts)} of each are used"
-        notes.insert(0, f"{', '.join(hosts)} have {', '.join(map(str, counts))} slots: {least}.")
+        notes.append(f"{', '.join(hosts)} have {', '.join(map(str, counts))} slots: {least}.")
+    if without_effect := [
+        f"--{one}" for one in ("autotuning", "bind_cores_to_rank", "venv_script") if options.get(one)
+    ]:
+        notes.append(f"{', '.join(without_effect)} has no effect on a trial.")
     several = len(hosts) > 1
+    selects = (options["include"] and len(here) < MOST_SLOTS) or (options["exclude"] and hosts)
     return {
         "ranks": min(counts, default=number),
-        "nodes": max(1, len(hosts)),
+        "nodes": len(hosts) or nodes or 1,
         "hosts": hosts if several else (),
-        "elsewhere": _given({"--num_nodes": nodes if nodes and nodes > 1 else None, "--hostfile": options["hostfile"]}),
+        "elsewhere": _given(
+            {
+                "--num_nodes": nodes if nodes and nodes > 1 else None,
+                "--hostfile": options["hostfile"] if hosts else None,
+            }
+        ),
         "rendezvous": _given({"--master_addr": options["master_addr"]}),
-        "gpus": _listed(slots[hosts[0]]) if (options["include"] or options["exclude"]) and not several else None,
+        "gpus": _listed(here) if selects and not several else None,
+        "without_gpus": _listed(set(range(MOST_SLOTS)) - set(here)) if options["exclude"] and not hosts else None,
         "notes": tuple(notes),
     }
 
