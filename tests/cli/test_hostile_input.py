@@ -134,8 +134,6 @@ def _log_in_kernel(lines: int) -> None:
     "arguments",
     [
         ["random", "/proc/kmsg", "ds.json", "--dry-run"],
-        ["random", "deepspeed", "--hostfile", "/proc/kmsg", "train.py", "--deepspeed_config", "ds.json"],
-        ["random", "accelerate", "launch", "--config_file", "/proc/kmsg", "train.py"],
         ["plan", "--hf-config", "/proc/kmsg"],
         ["studies", "--storage", "sqlite:////proc/kmsg"],
         ["worker", "--storage", "sqlite:////proc/kmsg", "study"],

@@ -16,6 +16,8 @@ from optuna_dsat.cli import app, main
 from optuna_dsat.cli.parsing.launch_prefix import unfold_command
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Device, Devices
+from optuna_dsat.script.command.interception import intercept
+from tests.harness.interceptor import intercept_here
 
 
 def unfolded(folder: Path, *words: str) -> list[str]:
@@ -27,6 +29,11 @@ def unfolded(folder: Path, *words: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+@pytest.fixture(autouse=True)
+def launchers_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optuna_dsat.script.command.launch_command.intercept", intercept_here)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -113,6 +120,7 @@ def test_nodes_are_named_where_trials_run_here(tmp_path: Path, capsys: pytest.Ca
 def test_what_no_launcher_takes_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
+    monkeypatch.setattr("optuna_dsat.script.command.launch_command.intercept", intercept)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     before = signal.getsignal(signal.SIGTERM)

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import importlib
 import os
-import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.command.launch_command import LaunchCommand, launcher_of, read_command
-from optuna_dsat.script.command.launcher_options import read_options
-from optuna_dsat.script.command.self_launch import launch_of, launches
+from tests.harness.interceptor import launched
 
 ACCELERATE_CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -53,7 +51,7 @@ def test_a_script_that_bears_a_launchers_name_is_a_script(folder: Path) -> None:
 def test_a_launcher_under_another_name_is_a_launcher(folder: Path) -> None:
     own = folder / "start-it"
     own.write_text("#!/usr/bin/python\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n")
-    assert launcher_of("./start-it", cwd=folder) == "torchrun"
+    assert launcher_of("./start-it", cwd=folder) == "torch.distributed.run"
 
 
 @pytest.mark.parametrize("python", ["python", "python3", sys.executable])
@@ -87,87 +85,96 @@ def test_console_scripts_come_to_the_module_that_trains(folder: Path, monkeypatc
     assert found == LaunchCommand(script="llamafactory.launcher", is_module=True, args=("run.yaml",))
 
 
+@pytest.fixture
+def tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed console script ``./tool-cli``; returns the module that it runs, still to be written."""
+    (folder / "installed").mkdir()
+    (folder / "tool-cli").write_text(f"#!{sys.executable}\nimport sys\nfrom tool import main\nsys.exit(main())\n")
+    (folder / "tool-cli").chmod(0o755)
+    points = (EntryPoint("tool-cli", "tool:main", "console_scripts"),)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: points)
+    monkeypatch.setenv("PYTHONPATH", str(folder / "installed"), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(folder / "installed"))
+    return folder / "installed" / "tool.py"
+
+
 @pytest.mark.parametrize(
     "launch",
     [
         "from accelerate.commands import launch\n"
         "    launch.launch_command(launch.launch_command_parser().parse_args([*options, script, *rest]))",
         "import subprocess\n    subprocess.run(['accelerate', 'launch', *options, script, *rest], check=True)",
-        "import os\n    words = ['accelerate', 'launch', *options, script, *rest]\n    os.system(shlex.join(words))",
-        "import os\n    os.execvp('accelerate', ['accelerate', 'launch', *options, script, *rest])",
     ],
 )
 def test_a_console_script_that_launches_by_itself_comes_to_what_it_launches(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, launch: str
+    folder: Path, tool: Path, launch: str
 ) -> None:
-    (folder / "tool").mkdir()
-    (folder / "tool" / "__init__.py").write_text("")
-    (folder / "tool" / "cli.py").write_text(
-        "import shlex\nimport sys\n\n\ndef main():\n"
-        "    options, script, rest = ['--use_deepspeed', '--zero_stage', '2'], 'tool/train.py', sys.argv[2:]\n"
-        f"    {launch}\n"
-        "    raise RuntimeError('launched')\n"
+    tool.write_text(
+        "import sys\n\n\ndef main():\n"
+        "    options, script, rest = ['--use_deepspeed', '--zero_stage', '2'], 'train.py', sys.argv[2:]\n"
+        f"    {launch}\n    raise RuntimeError('launched')\n"
     )
-    monkeypatch.syspath_prepend(str(folder))
-    assert launches("tool.cli")
-    found = launch_of(lambda: importlib.import_module("tool.cli").main(), ["tool", "train", "--lr", "3"])
-    for name in ("tool", "tool.cli"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    found = read(folder, "./tool-cli train --lr 3")
     assert found is not None
-    assert (found.script, found.args) == ("tool/train.py", ("--lr", "3"))
+    assert (found.script, found.args) == ("train.py", ("--lr", "3"))
     assert found.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
+    assert "ACCELERATE_CONFIG_DS_FIELDS" not in found.environment, "a trial has a config file in place of the fields"
 
 
-def test_a_console_script_that_trains_or_ends_by_itself_launches_nothing(folder: Path) -> None:
-    def train() -> None:
-        import torch.distributed
-
-        subprocess.run(["true"], check=True)  # not every process is a launch
-        torch.distributed.init_process_group("gloo")
-        raise RuntimeError("trained")
-
-    assert launch_of(train, ["tool"]) is None
-    assert launch_of(lambda: None, ["tool"]) is None
-    with pytest.raises(SystemExit):
-        launch_of(lambda: sys.exit(2), ["tool", "--unknown"])
-    (folder / "plain.py").write_text("import torch\n")
-    assert not launches("optuna_dsat.version")
-
-
-def test_the_launch_of_a_console_script_is_read_in_a_process_of_its_own(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "tool.py").write_text(
-        "import subprocess\nimport sys\n\n\ndef main():\n"
-        "    subprocess.run(['torchrun', '--nproc_per_node', '2', 'train.py', *sys.argv[1:]], check=True)\n"
+def test_a_console_script_that_trains_by_itself_is_the_module_that_it_runs(folder: Path, tool: Path) -> None:
+    expected = LaunchCommand(script="tool", is_module=True, args=("train",))
+    tool.write_text("import torch\n\n\ndef main():\n    open('begun', 'w')\n")
+    assert read(folder, "./tool-cli train") == expected
+    assert not (folder / "begun").exists(), "without a launcher in its sources it is not run"
+    tool.write_text(
+        "import subprocess\n\nLAUNCHERS = ['torchrun']\n\n\ndef main():\n    subprocess.run(['true'], check=True)\n"
+        "    import torch.distributed\n    torch.distributed.init_process_group('gloo')\n    open('begun', 'w')\n"
     )
-    (folder / "torch").mkdir()  # a folder of the user's hides no package
+    assert read(folder, "./tool-cli train") == replace(expected, is_wrapped=True)
+    assert not (folder / "begun").exists()
+    tool.write_text("LAUNCHERS = ['torchrun']\n\n\ndef main():\n    raise SystemExit(2)\n")
+    with pytest.raises(UsageError, match="exit code 2"):
+        read(folder, "./tool-cli --unknown")
+
+
+def test_a_folder_of_the_user_hides_no_package_of_a_launcher(folder: Path) -> None:
+    (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text("raise ImportError('the wrong torch')\n")
-    (folder / "installed").mkdir()
-    (folder / "tool.py").rename(folder / "installed" / "tool.py")
-    script = folder / "tool-cli"
-    script.write_text("#!/usr/bin/python\nimport sys\nfrom tool import main\nsys.exit(main())\n")
-    points = (EntryPoint("tool-cli", "tool:main", "console_scripts"),)
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: points)
-    monkeypatch.setenv("PYTHONPATH", str(folder / "installed"), prepend=os.pathsep)
-    assert read(folder, "./tool-cli --lr 3") == LaunchCommand(script="train.py", args=("--lr", "3"), ranks=2)
+    assert read(folder, "torchrun --nproc_per_node 2 train.py") == LaunchCommand(script="train.py", ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("command", "args"),
+    [
+        ("deepspeed --no_local_rank train.py --lr 3", ("--lr", "3")),
+        ("deepspeed --no_python python train.py", ()),
+        ("accelerate launch --num_processes 1 train.py", ()),
+        (f"{sys.executable} -m torch.distributed.launch --nproc_per_node 2 train.py", ()),
+    ],
+)
+def test_a_launcher_is_run_until_its_first_rank(folder: Path, command: str, args: tuple[str, ...]) -> None:
+    (folder / "train.py").write_text("open('begun', 'w')\n")
+    found = read(folder, command)
+    assert found is not None
+    assert (found.script, found.args, found.without_launcher, found.environment) == ("train.py", args, False, {})
+    assert {path.name for path in folder.iterdir()} == {"train.py", "ds.json"}
 
 
 def test_deepspeeds_options_are_read() -> None:
-    found = read_options("deepspeed", ["--num_gpus", "8", "train.py", "--deepspeed_config", "ds.json", "--lr", "1e-4"])
+    found = launched("deepspeed", ["--num_gpus", "8", "train.py", "--deepspeed_config", "ds.json", "--lr", "1e-4"])
     assert found == LaunchCommand(script="train.py", args=("--deepspeed_config", "ds.json", "--lr", "1e-4"), ranks=8)
-    found = read_options("deepspeed", ["--include", "localhost:0,2-3", "--module", "pkg.train"])
+    found = launched("deepspeed", ["--include", "localhost:0,2,3", "--module", "pkg.train"])
     assert (found.script, found.is_module, found.gpus) == ("pkg.train", True, "0,2,3")
-    assert read_options("deepspeed", ["--exclude", "localhost:1", "train.py"]).without_gpus == "1"
+    assert launched("deepspeed", ["--exclude", "localhost:1", "train.py"]).without_gpus == "1"
 
 
 def test_what_names_other_machines_is_named() -> None:
-    found = read_options("deepspeed", ["--num_nodes", "2", "--master_addr", "10.0.0.1", "train.py"])
+    found = launched("deepspeed", ["--num_nodes", "2", "--master_addr", "10.0.0.1", "train.py"])
     assert (found.nodes, found.elsewhere, found.rendezvous) == (2, ("--num_nodes 2",), ("--master_addr 10.0.0.1",))
-    found = read_options("torchrun", ["--nnodes", "1:2", "--nproc_per_node", "4", "train.py"])
+    found = launched("torchrun", ["--nnodes", "1:2", "--nproc_per_node", "4", "train.py"])
     assert (found.nodes, found.ranks, found.elsewhere) == (2, 4, ("--nnodes 1:2",))
-    with pytest.raises(ValueError, match="worker-1"):
-        read_options("deepspeed", ["--include", "worker-0:1@worker-1:2", "train.py"])
+    with pytest.raises(ValueError, match="worker-0"):
+        launched("deepspeed", ["--include", "worker-0:1@worker-1:2", "train.py"])
 
 
 HOSTS = "# the cluster\nw0 slots=8\nw1 slots=8\n\nw2 slots=4\n"
@@ -188,7 +195,7 @@ def test_a_hostfile_means_what_it_means_to_deepspeed(
     folder: Path, options: str, hosts: tuple[str, ...], ranks: int
 ) -> None:
     (folder / "hosts").write_text(HOSTS)
-    found = read_options("deepspeed", ["--hostfile", "hosts", *options.split(), "train.py"])
+    found = launched("deepspeed", ["--hostfile", "hosts", *options.split(), "train.py"])
     assert (found.hosts, found.ranks, found.nodes) == (hosts, ranks, max(1, len(hosts)))
     assert "--hostfile hosts" in found.elsewhere
     assert bool(found.notes) == (options == "")
@@ -200,8 +207,7 @@ def test_a_hostfile_that_is_none_is_refused_and_a_missing_one_means_this_machine
     (folder / "hosts").write_text("w0 8\n")
     with pytest.raises(UsageError, match="bad entry: w0 8"):
         read(folder, "deepspeed --hostfile hosts train.py")
-    found = read(folder, "deepspeed --hostfile missing --num_gpus 2 train.py")
-    assert found is not None
+    found = launched("deepspeed", ["--hostfile", "missing", "--num_gpus", "2", "train.py"])
     assert (found.nodes, found.ranks, found.hosts) == (1, 2, ())
 
 
@@ -209,7 +215,7 @@ def test_processes_of_accelerate_are_counted_on_each_machine(folder: Path) -> No
     (folder / "acc.yaml").write_text(
         ACCELERATE_CONFIG.replace("num_machines: 1", "num_machines: 2").replace("num_processes: 2", "num_processes: 8")
     )
-    found = read_options(
+    found = launched(
         "accelerate",
         ["launch", "--config_file", "acc.yaml", "--machine_rank", "0", "--main_process_ip", "10.0.0.1", "train.py"],
     )
@@ -218,27 +224,26 @@ def test_processes_of_accelerate_are_counted_on_each_machine(folder: Path) -> No
 
 @pytest.mark.parametrize(("asked", "ranks"), [("4", 4), ("gpu", None), ("auto", None)])
 def test_torchruns_options_are_read(asked: str, ranks: int | None) -> None:
-    found = read_options("torchrun", ["--standalone", "--nproc-per-node", asked, "-m", "pkg.train", "x"])
+    found = launched("torchrun", ["--standalone", "--nproc-per-node", asked, "-m", "pkg.train", "x"])
     assert found == LaunchCommand(script="pkg.train", is_module=True, args=("x",), ranks=ranks)
 
 
 def test_accelerates_plugin_comes_as_its_environment(folder: Path) -> None:
     (folder / "acc.yaml").write_text(ACCELERATE_CONFIG)
-    found = read_options("accelerate", ["launch", "--config_file", "acc.yaml", "train.py", "--lr", "3"])
+    found = launched("accelerate", ["launch", "--config_file", "acc.yaml", "train.py", "--lr", "3"])
     assert (found.script, found.args, found.ranks, found.config) == ("train.py", ("--lr", "3"), 2, None)
     assert found.environment["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert found.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
     assert found.environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "cpu"
-    assert not {name for name in found.environment if not name.startswith("ACCELERATE_")}
 
 
 def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_as_dropped(folder: Path) -> None:
     words = ["launch", "--config_file", "acc.yaml", "train.py"]
     (folder / "acc.yaml").write_text(ACCELERATE_CONFIG)
-    assert read_options("accelerate", words).notes == ()
+    assert launched("accelerate", words).notes == ()
     named = "  deepspeed_config_file: ds.json\n  gradient_clipping: 0.5\n  zero3_init_flag: false\n"
     (folder / "acc.yaml").write_text(ACCELERATE_CONFIG.replace("deepspeed_config:\n", "deepspeed_config:\n" + named))
-    found = read_options("accelerate", words)
+    found = launched("accelerate", words)
     assert found.config == "ds.json"
     (note,) = found.notes
     assert "gradient_clipping 0.5" in note
@@ -250,27 +255,28 @@ def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_a
 
 @pytest.mark.usefixtures("folder")
 def test_accelerate_names_a_config_file() -> None:
-    found = read_options(
+    found = launched(
         "accelerate",
         ["launch", "--use_deepspeed", "--deepspeed_config_file", "ds.json", "--num_processes", "4", "train.py"],
     )
     assert (found.config, found.ranks) == ("ds.json", 4)
 
 
-def test_other_commands_of_accelerate_do_not_train() -> None:
-    with pytest.raises(ValueError, match="accelerate launch"):
-        read_options("accelerate", ["config"])
+def test_other_commands_of_accelerate_do_not_train(folder: Path) -> None:
+    with pytest.raises(UsageError, match="accelerate launch"):
+        read(folder, "accelerate config")
 
 
 def test_a_launcher_in_a_process_of_its_own_says_what_it_refuses(folder: Path) -> None:
-    with pytest.raises(UsageError, match="training_script"):
+    with pytest.raises(
+        UsageError, match=r"^torchrun started no rank here: .*training_script.*SCRIPT CONFIG"
+    ) as refused:
         read(folder, "torchrun --standalone")
-    found = read(folder, "torchrun --nproc_per_node 2 train.py")
-    assert found == LaunchCommand(script="train.py", ranks=2)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_launcher_of_an_environment_that_is_not_activated_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    assert launcher_of("torchrun", cwd=folder) == "torchrun"
+    assert launcher_of("torchrun", cwd=folder) == "torch.distributed.run"

@@ -96,7 +96,9 @@ def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
     """
     name = words[0]
     if any(word.startswith("-") and word != "--" for word in words[1:2]) and not Path(cwd, name).exists():
-        raise UsageError(f"{name}: no file in {cwd}, and no program that can be found (PATH).")
+        from optuna_dsat.script.command.interception import REMEDY
+
+        raise UsageError(f"{name}: no file in {cwd}, and no program that can be found (PATH). {REMEDY}")
 
 
 def _names_module(own: Sequence[str]) -> bool:

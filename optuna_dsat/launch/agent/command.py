@@ -21,7 +21,7 @@ from optuna_dsat.runtime.adapt.journal import note
 from optuna_dsat.runtime.isolation.world import WorldPlan
 from optuna_dsat.runtime.rank import LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
 from optuna_dsat.script.arg_mapping import map_arguments
-from optuna_dsat.script.command.wrapped_launch import is_of_rank
+from optuna_dsat.script.command.interception import is_of_rank
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import resolved, values_for
 

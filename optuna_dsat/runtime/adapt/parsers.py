@@ -1,4 +1,4 @@
-"""Records integers from a script's parser: argparse and its subclasses, click, typer, Fire, Hydra, OmegaConf, tyro."""
+"""Records integers from a script's parser: argparse and its subclasses, click, typer, Fire, Hydra."""
 
 from __future__ import annotations
 
@@ -75,8 +75,6 @@ class ParserWatch:
 
     def __init__(self, *, outputs: Path | None = None) -> None:
         self._outputs = outputs
-        self._dotlist = False
-        """Whether OmegaConf read overrides ``key=value`` from the command line."""
         self.options: dict[str, int] = {}
         """Option -> parsed value; an option that ends with ``=`` is an override ``key=value``."""
         self.defaults: dict[str, int] = {}
@@ -111,8 +109,6 @@ class ParserWatch:
             "typer._click.core": self._click_imported,
             "fire.core": self._fire_imported,
             "hydra.core.utils": self._hydra_imported,
-            "omegaconf.omegaconf": self._omegaconf_imported,
-            "tyro._calling": self._tyro_imported,
         }
 
     def _note(self, spellings: Sequence[str], value: Any) -> None:
@@ -188,54 +184,6 @@ class ParserWatch:
             return original(*args, **kwargs)
 
         replace_function(utils, "run_job", run_job)
-
-    def _omegaconf_imported(self, module: ModuleType) -> None:
-        """Record numbers of configs merged with command-line overrides, since each can be overridden there."""
-        omegaconf = module.OmegaConf
-        from_cli, merge = omegaconf.from_cli, omegaconf.merge
-
-        @functools.wraps(from_cli)
-        def noting_cli(*args: Any, **kwargs: Any) -> Any:
-            self._dotlist = True
-            return from_cli(*args, **kwargs)
-
-        @functools.wraps(merge)
-        def noting_merge(*args: Any, **kwargs: Any) -> Any:
-            merged = merge(*args, **kwargs)
-            if self._dotlist:
-                self._note_overrides(omegaconf.to_container(merged, resolve=False))
-            return merged
-
-        omegaconf.from_cli, omegaconf.merge = staticmethod(noting_cli), staticmethod(noting_merge)
-
-    def _tyro_imported(self, calling: ModuleType) -> None:
-        original = getattr(calling, "callable_with_args", None)
-        if original is None:
-            return
-
-        @functools.wraps(original)
-        def callable_with_args(f: Any, parser_definition: Any, *args: Any, **kwargs: Any) -> Any:
-            values = next((one for one in (*args, *kwargs.values()) if isinstance(one, Mapping)), {})
-            values = {str(name).replace("_", "-"): value for name, value in values.items()}
-            for arg in getattr(parser_definition, "args", ()):
-                self._note_tyros(arg, values)
-            return original(f, parser_definition, *args, **kwargs)
-
-        calling.callable_with_args = callable_with_args  # type: ignore[attr-defined]
-
-    def _note_tyros(self, arg: Any, values: Mapping[Any, Any]) -> None:
-        """Record a tyro argument: the value given as text, else its default; names have dashes."""
-        field = getattr(arg, "field", None)
-        flags = [flag for flag in getattr(getattr(arg, "lowered", None), "name_or_flags", ()) if flag.startswith("-")]
-        name = ".".join(filter(None, (getattr(arg, "intern_prefix", ""), getattr(field, "intern_name", ""))))
-        given, default = values.get(name.replace("_", "-")), getattr(field, "default", None)
-        text = given[0] if isinstance(given, list | tuple) and len(given) == 1 else None
-        value = int(text) if isinstance(text, str) and text.isdigit() else default
-        spelled = [*flags, *(f"--{flag[2:].replace('-', '_')}" for flag in flags if "-" in flag[2:])]
-        self._note(spelled if any(one in _given() for one in spelled) else flags, value)
-        if isinstance(default, int) and is_size(default):
-            for flag in flags:
-                self.defaults.setdefault(flag, default)
 
 
 def _given() -> set[str]:

@@ -1,35 +1,34 @@
 """The training command as typed by the user: a launcher and its options, then a script or module and its options.
 
 A launcher is recognized by what it executes, not by its name: a Python interpreter, an executable script that imports
-the main function of ``deepspeed``, ``torchrun`` or ``accelerate``, or a console script of an installed package. Any
-other program that is not Python (a shell script, ``make``, ``uv run``) is run to find out what it launches. Anything
-else is the script itself.
+the main function of ``deepspeed``, ``torchrun`` or ``accelerate``, or a console script of an installed package. A
+launcher, and any other program that is not Python (a shell script, ``make``, ``uv run``), is run until it starts a rank
+(``interception``). Anything else is the script itself.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
-import json
+import importlib.util
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, shortened
 from optuna_dsat.runtime.user_code import parsed_source
-from optuna_dsat.script.command.door import LAUNCHERS
+from optuna_dsat.script.command.interception import InterceptedRank, intercept, is_wrapper, starts_launcher
+from optuna_dsat.script.command.interceptor import LAUNCHERS
+from optuna_dsat.script.command.launcher_options import facts_of
 from optuna_dsat.script.command.module_file import module_file
-from optuna_dsat.script.command.wrapped_launch import is_wrapper, launch_behind, starts_launcher
 from optuna_dsat.secrecy.command import without_secrets
 
-__all__ = ["MAINS", "LaunchCommand", "as_json", "launcher_of", "read_command"]
+__all__ = ["LaunchCommand", "launcher_of", "of_rank", "read_command"]
 
 MAINS = {
     "deepspeed.launcher.runner": "deepspeed",
@@ -53,17 +52,16 @@ From the packages' sources: hiyouga/LLaMA-Factory ``src/llamafactory/launcher.py
 """
 _LONGEST_SCRIPT = 2**16
 """Maximum size of a console script in bytes; larger executables are not parsed."""
-_PATIENCE_S = 120.0
-"""Timeout for a launcher's parser, whose package takes seconds to import."""
-
+_SIGNS = (
+    *("accelerate.commands", "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher"),
+    *(f"{quote}{name}{quote}" for name in ("accelerate", "torchrun", "deepspeed") for quote in "\"'"),
+)
+"""Text in the sources of a console script that launches a training itself."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 """Matches a variable assignment in front of a command."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SHOWN_CHARS = 300
 """Maximum length of a launch in a notice."""
-
-_REFUSED = re.compile(r"^[^:]*: error: ")
-"""Matches the prefix that argparse writes before its error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +105,13 @@ def read_command(
 ) -> LaunchCommand | None:
     """Parse a command; return None if its first word is a script, not a launcher.
 
-    The launchers' own parsers read their options, in a separate process: importing them takes seconds.
-
     Args:
         words: The command. Variables may be set in front of it, as in a shell.
         cwd: Its working directory.
         on_notice: Called with the command that is run to find out what it launches.
 
     Raises:
-        UsageError: If the launcher rejects its options, or starts nothing that can be tuned.
+        UsageError: If the launcher rejects its options, cannot start here, or starts nothing that can be tuned.
     """
     count = next((place for place, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
     if 0 < count < len(words):
@@ -126,24 +122,39 @@ def read_command(
     if launcher is None:
         wraps = bool(words) and is_wrapper(words[0], cwd=cwd)
         return _wrapped(words, cwd=cwd, on_notice=on_notice) if wraps else None
-    if launcher not in {*MAINS.values(), "python"}:
-        return _console_script(launcher, words, cwd=cwd)
     if launcher == "python":
         return _python(words, cwd=cwd, on_notice=on_notice)
-    return _launcher(launcher, words[1:], cwd=cwd)
+    if launcher in MAINS:
+        return _launched(launcher, list(words[1:]), cwd=cwd)
+    return _console_script(launcher, words, cwd=cwd, on_notice=on_notice)
+
+
+def _launched(module: str, words: list[str], *, cwd: Path) -> LaunchCommand:
+    """Run a launcher until it starts a rank; folders in ``cwd`` do not shadow its packages."""
+    name = MAINS[module]
+    if name == "accelerate" and words[:1] != ["launch"]:
+        raise UsageError(f"accelerate: only `accelerate launch` trains; got `accelerate {' '.join(words[:1])}`.")
+    return of_rank(intercept([sys.executable, "-P", "-m", module, *words], cwd=cwd, launcher=name), cwd=cwd)
 
 
 def _wrapped(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None]) -> LaunchCommand:
-    """Run a command up to its first launch and parse that launch."""
-    seen = launch_behind(words, cwd=cwd, on_notice=on_notice)
-    shown = shortened(shlex.join(without_secrets(_as_typed(seen.words))), _SHOWN_CHARS)
+    """Run another program until it starts a rank."""
+    seen = intercept(words, cwd=cwd, on_notice=on_notice)
+    shown = shortened(shlex.join(without_secrets(_as_typed(seen.launch_words))), _SHOWN_CHARS)
     on_notice(f"It launches `{shown}`.")
-    found = _python(seen.words, cwd=seen.folder, is_launch=True)
-    if seen.ranks is not None and found.without_launcher:
+    return replace(of_rank(seen, cwd=cwd), is_wrapped=True)
+
+
+def of_rank(seen: InterceptedRank, *, cwd: Path) -> LaunchCommand:
+    """Return the command of an intercepted rank."""
+    found = _python(seen.words, cwd=seen.folder, is_rank=True)
+    if seen.launcher is not None:
+        found = replace(found, without_launcher=False, **facts_of(seen.launcher, seen.options))
+    elif seen.ranks is not None:
         elsewhere = (f"{seen.nodes} nodes",) if seen.nodes > 1 else ()
         found = replace(found, ranks=seen.ranks, nodes=seen.nodes, elsewhere=elsewhere, without_launcher=False)
     folder = None if seen.folder.resolve() == cwd.resolve() else str(seen.folder)
-    return _with_environment(replace(found, folder=folder, is_wrapped=True), seen.environment)
+    return _with_environment(replace(found, folder=folder), seen.environment)
 
 
 def _as_typed(words: Sequence[str]) -> Sequence[str]:
@@ -160,7 +171,7 @@ def _with_environment(found: LaunchCommand, variables: Mapping[str, str]) -> Lau
 
 
 def launcher_of(word: str, *, cwd: Path) -> str | None:
-    """Return what a command's first word runs: ``python``, a launcher, or a console script's module; else None."""
+    """Return what a command's first word runs: ``python``, or the module of a launcher or console script; else None."""
     path = cwd / word
     if "/" in word or path.is_file():
         file = path if path.is_file() else None
@@ -174,7 +185,7 @@ def launcher_of(word: str, *, cwd: Path) -> str | None:
     main = _main_module(file)
     if main is None or (file.suffix == ".py" and main not in MAINS):
         return None
-    return MAINS.get(main, main if _is_console_script(file.name, main) else None)
+    return main if main in MAINS or _is_console_script(file.name, main) else None
 
 
 def _is_interpreter(file: Path) -> bool:
@@ -213,19 +224,24 @@ def _is_console_script(name: str, module: str) -> bool:
     return any(point.module == module for point in points)
 
 
-def _console_script(module: str, words: Sequence[str], *, cwd: Path) -> LaunchCommand:
+def _console_script(module: str, words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None]) -> LaunchCommand:
     """Return the command of a console script, with its arguments: its own launch, else its module."""
-    first = words[1] if len(words) > 1 else ""
-    trains = _TRAINS.get((module, first))
+    trains = _TRAINS.get((module, words[1] if len(words) > 1 else ""))
     if trains is not None:
         return LaunchCommand(script=trains, is_module=True, args=tuple(words[2:]))
-    name = Path(words[0]).name
-    points = importlib.metadata.entry_points(group="console_scripts", name=name)
-    function = next((point.attr for point in points if point.module == module), "main")
-    answer = _answer("self_launch", (f"{module}:{function}", name, *words[1:]), name=name, cwd=cwd)
-    if answer:
-        return _as_command(answer)
+    if _launches(module):
+        return _wrapped(words, cwd=cwd, on_notice=on_notice)
     return LaunchCommand(script=module, is_module=True, args=tuple(words[1:]))
+
+
+def _launches(module: str) -> bool:
+    """Whether the sources of a console script's package mention a launcher."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return False
+    folder = Path(spec.origin).parent
+    files = folder.rglob("*.py") if spec.submodule_search_locations else folder.glob("*.py")
+    return any(sign in file.read_text(encoding="utf-8", errors="replace") for file in files for sign in _SIGNS)
 
 
 _VALUED_FLAGS = frozenset({"-W", "-X"})
@@ -237,7 +253,7 @@ def _python(
     *,
     cwd: Path,
     on_notice: Callable[[str], None] = lambda _: None,
-    is_launch: bool = False,
+    is_rank: bool = False,
 ) -> LaunchCommand:
     """Parse ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``.
 
@@ -245,7 +261,7 @@ def _python(
         words: The command.
         cwd: Its working directory.
         on_notice: Called with the command that is run.
-        is_launch: Whether a script is known to train in this process.
+        is_rank: Whether a script is known to train in this process.
     """
     rest = list(words[1:])
     ignored = []
@@ -260,61 +276,21 @@ def _python(
     if not rest:
         raise UsageError(f"{' '.join(words)} names no script.")
     if not rest[0].startswith("-m"):
-        found = read_command(rest, cwd=cwd) if launcher_of(rest[0], cwd=cwd) in MAINS.values() else None
-        if found is None and not is_launch and starts_launcher(cwd / rest[0]):
+        module = launcher_of(rest[0], cwd=cwd)
+        if module in MAINS:
+            return _launched(module, rest[1:], cwd=cwd)
+        if is_rank and module not in (None, "python"):  # a console script, which trains in its own process
+            return LaunchCommand(script=module, is_module=True, args=tuple(rest[1:]))
+        if not is_rank and starts_launcher(cwd / rest[0]):
             return _wrapped([words[0], *rest], cwd=cwd, on_notice=on_notice)
-        return found or LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes)
+        return LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes)
     module = rest[0].removeprefix("-m") or (rest[1] if len(rest) > 1 else "")
     args = rest[1:] if len(rest[0]) > len("-m") else rest[2:]
     if not module:
         raise UsageError(f"{' '.join(words)} names no module.")
     if module in MAINS:
-        return _launcher(MAINS[module], args, cwd=cwd)
-    file = None if is_launch else module_file(module, cwd)
+        return _launched(module, args, cwd=cwd)
+    file = None if is_rank else module_file(module, cwd)
     if file is not None and starts_launcher(file):
         return _wrapped([words[0], *rest], cwd=cwd, on_notice=on_notice)
     return LaunchCommand(script=module, is_module=True, args=tuple(args), without_launcher=True, notes=notes)
-
-
-def _launcher(launcher: str, words: Sequence[str], *, cwd: Path) -> LaunchCommand:
-    """Parse a launcher's options with the launcher's own parser."""
-    return _as_command(_answer("launcher_options", (launcher, *words), name=launcher, cwd=cwd))
-
-
-def _as_command(answer: Mapping[str, Any]) -> LaunchCommand:
-    lists = {name: tuple(value) for name, value in answer.items() if isinstance(value, list)}
-    return LaunchCommand(**{**answer, **lists})
-
-
-def _answer(module: str, words: Sequence[str], *, name: str, cwd: Path) -> dict[str, Any]:
-    """Run a module of this folder in a separate process and return its output."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", f"optuna_dsat.script.command.{module}", *words],  # not shadowed by folders in cwd
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=_PATIENCE_S,
-        check=False,
-    )
-    answer = _last_json(done.stdout)
-    if answer is None:
-        tail = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        reason = _REFUSED.sub("", tail[-1]) if tail else f"its parser ended with {done.returncode}"
-        raise UsageError(f"{name} cannot be read: {reason}.")
-    if "error" in answer:
-        raise UsageError(str(answer["error"]))
-    return answer
-
-
-def _last_json(text: str) -> dict[str, Any] | None:
-    lines = text.strip().splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def as_json(command: LaunchCommand) -> str:
-    """Serialize a command to one line, for ``read_command`` in another process."""
-    return json.dumps(asdict(command))

@@ -1,7 +1,7 @@
-"""The launch behind a command that is not a launcher: a shell script, ``make``, ``uv run`` or a Python wrapper.
+"""Run a command until it starts a rank, and return what this rank would get.
 
-Such a command is run unchanged up to its first launch of a training, which is recorded instead of started (``door``).
-Then all its processes are terminated.
+The command is run unchanged, with ``interceptor`` in each of its Python processes. The first rank is recorded instead
+of started; then all processes of the command are terminated.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.runtime.files import open_regular
+from optuna_dsat.runtime.files import open_regular, shortened
 from optuna_dsat.runtime.user_code import parsed_source
-from optuna_dsat.script.command import door
+from optuna_dsat.script.command import interceptor
 from optuna_dsat.secrecy.command import without_secrets
 
-__all__ = ["SeenLaunch", "is_of_rank", "is_wrapper", "launch_behind", "starts_launcher"]
+__all__ = ["REMEDY", "InterceptedRank", "intercept", "is_of_rank", "is_wrapper", "starts_launcher"]
 
+REMEDY = "Or name the script and its config: optuna-dsat METHOD SCRIPT CONFIG -- ARGUMENTS."
+"""What to do where a command cannot be run here."""
 _POLL_S = 0.05
+_SHOWN_CHARS = 300
+_REFUSED = re.compile(r"^[^:]*: error: |^(\w+\.)*\w+(Error|Exception): ")
+"""Matches the beginning of an error message of argparse, or of an exception's last line."""
 _STDERR = 2
 _FIRST_BYTES = 256
 """Number of leading bytes of a file that identify its interpreter."""
@@ -46,7 +51,9 @@ _LAUNCH_LINE = re.compile(
 )
 """Matches a launcher and the start of its arguments, in a string that a program runs as a command."""
 
-_OF_PROCESSES = frozenset({"_", "SHLVL", "PWD", "OLDPWD", "PATH", door.RECORD})
+_OF_PROCESSES = frozenset(
+    {"_", "SHLVL", "PWD", "OLDPWD", "PATH", interceptor.RECORD, interceptor.TYPED, interceptor.LAUNCHER}
+)
 """Variables that differ between any two processes."""
 _OF_LAUNCHES = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -82,19 +89,26 @@ _STEP = ("SLURM_STEP_ID", "SLURM_JOB_ID")
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _OF_IMPORTS = frozenset({"PYTORCH_NVML_BASED_CUDA_CHECK"})
 """Variables that DeepSpeed sets on import, and so any program that calls its launcher."""
+_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 _OF_WRAPPERS = ("BASH_FUNC_", "CONDA_", "MAKE", "MFLAGS", "PIPENV_", "POETRY_", "PDM_", "UV", "VIRTUAL_ENV")
 """Prefixes of variables that wrappers set for themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeenLaunch:
-    """A launch made by a command."""
+class InterceptedRank:
+    """The first rank that a command starts."""
 
     words: tuple[str, ...]
-    """The launcher's command, or the command of a Python script that trains without a launcher."""
+    """The command of the rank: Python and a script or module."""
     folder: Path
     environment: Mapping[str, str]
-    """Variables that the command sets for it."""
+    """Variables that the command and accelerate set for it, except for rank and rendezvous."""
+    launcher: str | None = None
+    """The outermost launcher: ``deepspeed``, ``deepspeed.launcher.launch``, ``torchrun`` or ``accelerate``."""
+    launch_words: tuple[str, ...] = ()
+    """The launcher's command; that of the rank without a launcher."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The launcher's options as it parsed them, and what it concludes from them (``interceptor``)."""
     ranks: int | None = None
     """Ranks on each node that mpirun or srun starts; None if neither is used."""
     nodes: int = 1
@@ -132,7 +146,7 @@ def starts_launcher(file: Path) -> bool:
         return False
     imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    if imported & set(door.MODULES):
+    if imported & set(interceptor.MODULES):
         return True
     return bool(called & _STARTERS) and any(map(_names_launcher, nodes))
 
@@ -142,64 +156,99 @@ def _names_launcher(node: ast.AST) -> bool:
     if isinstance(node, ast.List | ast.Tuple):
         words = [one.value for one in node.elts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
         first = node.elts[0].value if node.elts and isinstance(node.elts[0], ast.Constant) else None
-        is_name = isinstance(first, str) and Path(first).name in door.LAUNCHERS and len(node.elts) > 1
-        return is_name or ("-m" in words and bool(set(words) & set(door.MODULES)))
+        is_name = isinstance(first, str) and Path(first).name in interceptor.LAUNCHERS and len(node.elts) > 1
+        return is_name or ("-m" in words and bool(set(words) & set(interceptor.MODULES)))
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_LAUNCH_LINE.search(node.value))
 
 
-def launch_behind(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None] = lambda _: None) -> SeenLaunch:
-    """Run a command and return its first launch.
+def intercept(
+    words: Sequence[str], *, cwd: Path, launcher: str | None = None, on_notice: Callable[[str], None] = lambda _: None
+) -> InterceptedRank:
+    """Run a command and return the first rank that it starts.
 
     Args:
-        words: The command. It is run without input; its output goes to stderr.
+        words: The command. It is run without input.
         cwd: Its working directory.
-        on_notice: Called with a message before the run, which may take as long as the command needs to reach its
+        launcher: The launcher that it is, whose output is read for its error; None for another program, whose output
+            goes to stderr.
+        on_notice: Called with a message before another program is run, which may take as long as it needs to reach its
             launch.
 
     Raises:
-        UsageError: If it ends without a launch, or trains with a different Python.
+        UsageError: If it ends without starting a rank, or trains with a different Python.
     """
     line = f"`{shlex.join(without_secrets(words))}`"
-    on_notice(f"Running {line} up to the launch of a training, which is read and not started.")
-    with tempfile.TemporaryDirectory(prefix="optuna-dsat-door-") as made:
+    if launcher is None:
+        on_notice(f"Running {line} up to the launch of a training, which is read and not started.")
+    with tempfile.TemporaryDirectory(prefix="optuna-dsat-launch-") as made:
         folder = Path(made)
         record = folder / "launch.json"
-        _make_door(folder)
+        _install_interceptor(folder)
+        starts_another = any(word.endswith(".py") and starts_launcher(cwd / word) for word in words)
         environ = {
             **os.environ,
-            door.RECORD: str(record),
+            interceptor.RECORD: str(record),
+            interceptor.TYPED: json.dumps([] if starts_another else list(words)),
             "PATH": _in_front(folder, os.environ.get("PATH", os.defpath)),
             "PYTHONPATH": _in_front(folder, os.environ.get("PYTHONPATH", "")),
         }
+        log = folder / "output"
         try:
-            found = _first_record(list(words), record, cwd=cwd, environ=environ)
+            with log.open("wb") as output:
+                found = _first_record(
+                    words, record, cwd=cwd, environ=environ, output=None if launcher is None else output
+                )
         except OSError as error:
-            raise UsageError(f"{words[0]} cannot be run: {error.strerror}.") from None
+            raise UsageError(f"{words[0]} cannot be run: {error.strerror}. {REMEDY}") from None
+        if isinstance(found, int) and launcher is not None:
+            raise UsageError(f"{launcher} started no rank here: {_reason(log, code=found)}. {REMEDY}")
     if isinstance(found, int):
         how = "" if found == 0 else f" with exit code {found}"
         raise UsageError(
             f"{line} ended{how} and launched no training: neither by deepspeed, torchrun or accelerate, nor by a "
-            "Python script that begins to train with DeepSpeed. Give the command that does."
+            f"Python script that begins to train with DeepSpeed. Give the command that does. {REMEDY}"
         )
     if Path(found["prefix"]).resolve() != Path(sys.prefix).resolve():
         raise UsageError(
             f"{line} trains with the Python environment {found['prefix']}, and this optuna-dsat belongs to "
             f"{sys.prefix}. Install optuna-dsat in that environment, and start it from there."
         )
-    ranks, nodes = _ranks_of_mpi(found["environment"])
-    return SeenLaunch(
-        ranks=ranks,
-        nodes=nodes,
+    of_rank = found["environment"]
+    ranks, nodes = _ranks_of_mpi(of_rank)
+    by = found.get("launcher", {"name": None, "words": found["words"], "environment": of_rank})
+    return InterceptedRank(
         words=tuple(found["words"]),
         folder=Path(found["folder"]),
-        environment=_set_by_command(found["environment"], folder=folder),
+        environment=_set_by_command({**by["environment"], **_of_plugin(of_rank)}, folder=folder),
+        launcher=by["name"],
+        launch_words=tuple(by["words"]),
+        options=by.get("options", {}),
+        ranks=ranks,
+        nodes=nodes,
     )
 
 
-def _make_door(folder: Path) -> None:
-    """Fill a folder for the front of PATH and PYTHONPATH: Python runs ``door``, even if PYTHONPATH is reset."""
-    shutil.copyfile(door.__file__, folder / "sitecustomize.py")
-    for name in (*door.LAUNCHERS, *_PYTHONS):
+def _of_plugin(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of accelerate if they are for its DeepSpeed plugin; else each launch sets the plugin up.
+
+    With a list of the fields of its YAML, the plugin would reject those that a config file replaces.
+    """
+    if "ACCELERATE_USE_DEEPSPEED" not in environment:
+        return {}
+    return {name: environment[name] for name in environment if name.startswith("ACCELERATE_") and name != _FIELDS}
+
+
+def _reason(log: Path, *, code: int) -> str:
+    """Return the last line of a launcher's output: its error, without the name that argparse writes before it."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    last = lines[-1].strip() if lines and code else f"it ended with exit code {code}"
+    return shortened(_REFUSED.sub("", last).rstrip("."), _SHOWN_CHARS)
+
+
+def _install_interceptor(folder: Path) -> None:
+    """Fill a folder for the front of PATH and PYTHONPATH: Python runs ``interceptor``, even if PYTHONPATH is reset."""
+    shutil.copyfile(interceptor.__file__, folder / "sitecustomize.py")
+    for name in (*interceptor.LAUNCHERS, *_PYTHONS):
         real = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
         if real is None:
             continue
@@ -213,13 +262,21 @@ def _in_front(folder: Path, path: str) -> str:
     return os.pathsep.join(filter(None, (str(folder), path)))
 
 
-def _first_record(words: Sequence[str], record: Path, *, cwd: Path, environ: Mapping[str, str]) -> dict[str, Any] | int:
-    """Run a command until it makes a launch. Return the launch, or the exit code if there is none."""
+def _first_record(
+    words: Sequence[str], record: Path, *, cwd: Path, environ: Mapping[str, str], output: IO[bytes] | None
+) -> dict[str, Any] | int:
+    """Run a command until it starts a rank. Return the record, or the exit code if there is none."""
     file = cwd / words[0]
     if file.is_file():
         words = [*([] if os.access(file, os.X_OK) else ["bash"]), str(file), *words[1:]]
     process = subprocess.Popen(
-        words, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, stdout=_STDERR, start_new_session=True
+        words,
+        cwd=cwd,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=output or _STDERR,
+        stderr=output,
+        start_new_session=True,
     )
     groups = {process.pid}
     try:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.script.command.interception import is_wrapper, starts_launcher
 from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
-from optuna_dsat.script.command.wrapped_launch import is_wrapper, starts_launcher
 
 TORCHRUN = "torchrun --nproc_per_node 2 train.py --lr 3"
 LAUNCH = LaunchCommand(script="train.py", args=("--lr", "3"), ranks=2, is_wrapped=True)
@@ -56,7 +56,7 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "PYTHONPATH=. " + TORCHRUN,  # the door does not stand on this path
+        "PYTHONPATH=. " + TORCHRUN,  # the interceptor is not on this path
         "PATH=" + os.path.dirname(sys.executable) + ":/usr/bin:/bin " + TORCHRUN,  # noqa: PTH120 - nor on this one
         "nohup " + TORCHRUN,
         "python -u -m torch.distributed.run --nproc_per_node 2 train.py --lr 3",
@@ -178,11 +178,21 @@ def test_another_environment_is_named(folder: Path) -> None:
     import venv
 
     venv.create(folder / "other", with_pip=False)
-    (folder / "torchrun").write_text(f"#!{folder}/other/bin/python\n")
-    (folder / "torchrun").chmod(0o755)
-    (folder / "train.sh").write_text("./torchrun train.py\n")
     with pytest.raises(UsageError, match="other, and this optuna-dsat belongs to"):
-        read(folder, "bash", "train.sh")
+        read(folder, "env", f"{folder}/other/bin/python", "train.py")
+
+
+@pytest.mark.parametrize("rest", [("train.py", "--lr", "3"), ("-m", "train", "--lr", "3")])
+def test_a_script_at_the_end_of_the_command_does_not_run_a_line(folder: Path, rest: tuple[str, ...]) -> None:
+    found = read(folder, "env", "MODEL=tiny", "python", "-u", *rest)
+    assert found is not None
+    assert (found.is_module, found.args, found.environment) == (rest[0] == "-m", ("--lr", "3"), {"MODEL": "tiny"})
+    assert found.without_launcher
+
+
+def test_a_launcher_behind_a_python_file_at_the_end_of_the_command_is_reached(folder: Path) -> None:
+    (folder / "start.py").write_text(f"import os\nos.system('{TORCHRUN}')\n")
+    assert read(folder, "env", "python", "start.py") == LAUNCH
 
 
 def test_scripts_are_no_wrappers(folder: Path) -> None:
