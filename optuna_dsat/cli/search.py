@@ -14,11 +14,9 @@ from optuna_dsat.cli.parsing.commands import origins_of
 from optuna_dsat.errors import StorageError, StudyDeletedError
 from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import say, say_prose
-from optuna_dsat.tuning.options.declaration import Option
+from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, OUTPUT_PANEL, Option
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import (
-    DEFAULT_STORAGE,
-    OUTPUT_PANEL,
     AshaOptions,
     AutotuningOptions,
     BinaryOptions,

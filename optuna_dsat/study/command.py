@@ -66,7 +66,7 @@ def _ray_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[st
     where = ["--address", spec.ray_address] if spec.ray_address else []
     shape = ["--nodes", str(spec.nodes_per_trial), "--ranks", str(spec.slots_per_node)]
     shape += ["--gpus", str(spec.gpus_per_node)] if spec.gpus_per_node else []
-    shape += [word for name in spec.ray_node for word in ("--node", name)]
+    shape += [word for name in spec.ray_node or () for word in ("--node", name)]
     runner = [sys.executable, "-m", "optuna_dsat.launch.places.ray_train", *where, *shape]
     return shell_join([*environment_words(spec, settings), *runner, "--", *words])
 
@@ -75,7 +75,7 @@ def _srun_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[s
     nodes = spec.nodes_per_trial
     asked = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     asked += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
-    prefix = shell_join(["srun", *asked, *spec.slurm_arg, *environment_words(spec, settings)])
+    prefix = shell_join(["srun", *asked, *(spec.slurm_arg or ()), *environment_words(spec, settings)])
     torchrun = f"{shlex.quote(program('torchrun'))} --nnodes {nodes} --nproc_per_node {spec.slots_per_node}"
     if nodes == 1:
         return f"{prefix} {torchrun} {shell_join(words)}"

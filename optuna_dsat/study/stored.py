@@ -241,7 +241,7 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
     """
     found = store.find_study(spec.name)
     if found is None:
-        record = store.create_study(spec.name, spec.model_dump(mode="json"), direction=spec.direction)
+        record = store.create_study(spec.name, spec.stored(), direction=spec.direction)
         return record, spec
     read_stored(store, spec.name)  # both refuse what later steps could not read
     read_launches(store, found)
@@ -249,7 +249,7 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
         return found, spec
     check_study(store, spec)
     if spec != spec_of(found):
-        store.update_spec(found.uuid, spec.model_dump(mode="json"))
+        store.update_spec(found.uuid, spec.stored())
     return found, spec
 
 

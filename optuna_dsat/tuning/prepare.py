@@ -9,6 +9,7 @@ from typing import Any
 
 from optuna_dsat.config.misspelt import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
+from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.spec import StudyRequest
 from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.options.autotuning import Sweep, sweep_of, with_autotuning
@@ -21,14 +22,6 @@ __all__ = ["Prepared", "check_storage", "prepare", "prepare_each"]
 _DEVICES = ("gpus_per_trial", "cpu_ranks")
 _OF_THIS_SEARCH = ("command line", "argument")
 """Origins of options given for this search only; files and the environment apply to all searches."""
-_PLACES = {
-    "slurm_arg": ("slurm",),
-    "ray_address": ("ray",),
-    "ray_node": ("ray",),
-    "queue_timeout": ("slurm", "ray"),
-    "idle_release": ("slurm", "ray"),
-}
-"""Option -> values of ``--on`` with which it has an effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +131,9 @@ def _check_places(given: Given) -> None:
     Raises:
         UsageError: Names the option, and where it has an effect.
     """
-    for name, places in _PLACES.items():
-        if given.options.on not in places and given.origins.get(name) in _OF_THIS_SEARCH:
+    for name, declared in options_in(type(given.options)).items():
+        places = declared.places
+        if places and given.options.on not in places and given.origins.get(name) in _OF_THIS_SEARCH:
             here = "here" if given.options.on == "here" else f"by --on {given.options.on}"
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} is for launches by --on {' or '.join(places)}; these run {here}.")

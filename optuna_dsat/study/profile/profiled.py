@@ -80,7 +80,7 @@ class Profiled:
 
     def followed_by(self, spec: StudySpec) -> StudySpec:
         """Return a spec as the script means it: its trainer's and its own batch sizes filled in and followed."""
-        stages = (3,) if self.only_zero_3 else (0,) if self.zero_is_untested(spec) else spec.zero_stages
+        stages = (3,) if self.only_zero_3 else (0,) if self.zero_is_untested(spec) else spec.stages
         accepted = self.stage_choices.get(spec.script.arg_mappings.get(STAGE, self.stage_option)) or stages
         stages = tuple(stage for stage in stages if stage in accepted) or stages
         return follow_script(

@@ -84,7 +84,7 @@ class ProfileTurn:
                 "The script builds its model within deepspeed.zero.Init, which is for ZeRO 3: only ZeRO 3 is searched. "
                 "Enter zero.Init at ZeRO 3 only (enabled=...) to have the other stages searched, too."
             )
-        if profiled.followed_by(self._spec).zero_stages == (0,) and profiled.zero_is_untested(self._spec):
+        if profiled.followed_by(self._spec).stages == (0,) and profiled.zero_is_untested(self._spec):
             self._context.say(
                 f"The script's optimizer, {profiled.profile.optimizer}, is not among those that DeepSpeed tests with "
                 "ZeRO, which flattens and splits the parameters: one that reads their shapes trains differently then. "

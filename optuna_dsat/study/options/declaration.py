@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import Field, dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 __all__ = [
     "BUDGET",
+    "DEFAULT_OUTPUT_DIR",
+    "DEFAULT_STORAGE",
     "MEASURE",
     "METHOD",
+    "OUTPUT_DIR_ENV",
     "OUTPUT_PANEL",
     "PANELS",
+    "STORAGE_ENV",
     "WHAT",
     "WHERE",
     "Option",
+    "fields_of",
     "option_of",
     "options_in",
 ]
@@ -27,6 +32,13 @@ METHOD = "Method"
 OUTPUT_PANEL = "Output"
 PANELS = (WHAT, BUDGET, MEASURE, WHERE, METHOD, OUTPUT_PANEL)
 """Groups of a search's options in the order of its help."""
+
+DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
+STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
+"""Environment variable that commands read ``--storage`` from if it is not given."""
+DEFAULT_OUTPUT_DIR = "optuna-dsat-output"
+OUTPUT_DIR_ENV = "OPTUNA_DSAT_OUTPUT_DIR"
+"""Environment variable that commands read ``--output-dir`` from if it is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +67,14 @@ class Option:
     """From the value of ``text_type`` to the field's; None where they are the same."""
     autotuning: str | None = None
     """Field of ``config.autotuning_section.Autotuning`` that gives the value if nothing else does."""
-    choices: Callable[[], Iterable[str]] | None = None
+    choices: tuple[str, ...] = ()
     """Values that a shell completes."""
+    before: str = ""
+    """Option of a base class before which help and documentation list this one."""
+    budget: bool = False
+    """Whether a study may be continued with another value: its results stay comparable."""
+    places: tuple[str, ...] = ()
+    """Values of ``--on`` with which it has an effect; empty for all."""
 
     @property
     def command_help(self) -> str:
@@ -84,3 +102,19 @@ def options_in(kind: type[Any]) -> dict[str, Option]:
     """Return the options that a class declares, by field name."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: option for name, hint in hints.items() if (option := option_of(hint)) is not None}
+
+
+def fields_of(kind: Any) -> list[tuple[Field[Any], Any]]:
+    """Return the fields of a class of options with their annotations, in the order in which they are documented."""
+    hints = get_type_hints(kind, include_extras=True)
+    listed: list[Field[Any]] = []
+    for one in sorted(fields(kind), key=lambda one: bool(_before(hints[one.name]))):
+        names = [other.name for other in listed]
+        before = _before(hints[one.name])
+        listed.insert(names.index(before) if before else len(listed), one)
+    return [(one, hints[one.name]) for one in listed]
+
+
+def _before(annotation: Any) -> str:
+    option = option_of(annotation)
+    return "" if option is None else option.before
