@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from optuna_dsat.config.record import Record
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, ModulesImported
 
@@ -34,7 +35,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conditions:
+class Conditions(Record):
     """Facts on the machine while a launch measured its steps; None and empty stand for what is not known."""
 
     window_s: float | None = None
@@ -59,19 +60,6 @@ class Conditions:
             return None
         return self.others_cpu_s / (self.window_s * self.cores)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the input of ``from_json``."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Conditions:
-        """Build from the output of ``to_json`` of this version or another."""
-        known = {one.name for one in fields(cls)}
-        found: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
-        return cls(**{name: value for name, value in found.items() if name in known})
-
 
 BASE_MODULES = (
     "numpy",
@@ -87,7 +75,7 @@ BASE_MODULES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preload:
+class Preload(Record):
     """Modules to import before ranks are forked."""
 
     modules: tuple[str, ...] = BASE_MODULES
@@ -112,24 +100,10 @@ class Preload:
         """Return a copy with modules added and packages left out."""
         return replace(self, modules=(*self.modules, *added), left_out=(*self.left_out, *left_out))
 
-    def to_json(self) -> dict[str, list[str]]:
-        """Return what ``from_json`` reads back."""
-        return {
-            "modules": list(self.modules),
-            "operators": list(self.operators),
-            "left_out": list(self.left_out),
-            "environment": list(self.environment),
-        }
-
     @classmethod
     def from_json(cls, record: Mapping[str, Sequence[str]]) -> Preload:
-        """Build from what ``to_json`` returned."""
-        return cls(
-            modules=tuple(record["modules"]),
-            operators=tuple(record["operators"]),
-            left_out=tuple(record["left_out"]),
-            environment=tuple(record.get("environment", ())),
-        )
+        """Build from what ``to_json`` returned; imports nothing, which the warm process would pass on to launches."""
+        return cls(**{name: tuple(names) for name, names in record.items()})
 
 
 _RANK = re.compile(r"^rank \d+: ")
@@ -363,7 +337,7 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendezvous:
+class Rendezvous(Record):
     """The part of one node in a launch that spans several, or that runs on a node of a cluster alone."""
 
     nodes: int
@@ -374,12 +348,3 @@ class Rendezvous:
     port: int
     interface: str = ""
     """Network interface of this node on which the others are reached; empty for the libraries' own choice."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the input of ``from_json``."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Rendezvous:
-        """Build from the output of ``to_json``."""
-        return cls(**record)

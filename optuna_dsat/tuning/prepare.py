@@ -13,7 +13,7 @@ from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.spec import StudyRequest
 from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.options.autotuning import Sweep, sweep_of, with_autotuning
-from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.given import Given, with_config
 from optuna_dsat.tuning.options.tune_options import DEFAULT_METHOD
 from optuna_dsat.tuning.spec_builder import build_spec
 
@@ -55,7 +55,7 @@ def prepare_each(method: str | None, given: Given) -> list[Prepared]:
     """
     _check_texts(given)
     try:
-        return _prepare_each(method, given)
+        return _prepare_each(method, with_config(given))
     except OSError as error:
         if error.errno not in PATH_ERRORS:
             raise

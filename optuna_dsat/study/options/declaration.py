@@ -4,34 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
+from functools import partial
 from typing import Any, get_args, get_type_hints
 
 __all__ = [
-    "BUDGET",
     "DEFAULT_OUTPUT_DIR",
     "DEFAULT_STORAGE",
-    "MEASURE",
-    "METHOD",
     "OUTPUT_DIR_ENV",
-    "OUTPUT_PANEL",
     "PANELS",
     "STORAGE_ENV",
-    "WHAT",
-    "WHERE",
     "Option",
     "fields_of",
+    "limit",
+    "measured",
+    "of_method",
+    "of_output",
     "option_of",
     "options_in",
+    "running",
+    "what",
+    "where",
 ]
-
-WHAT = "What to tune"
-BUDGET = "Budget"
-MEASURE = "Measuring"
-WHERE = "Where"
-METHOD = "Method"
-OUTPUT_PANEL = "Output"
-PANELS = (WHAT, BUDGET, MEASURE, WHERE, METHOD, OUTPUT_PANEL)
-"""Groups of a search's options in the order of its help."""
 
 DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
 STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
@@ -91,6 +84,17 @@ class Option:
         if self.none is None:
             return self.help
         return f"{self.help} None for {' '.join(filter(None, (self.none, self.none_if)))}."
+
+
+what = partial(Option, panel="What to tune")
+limit = partial(Option, panel="Budget", budget=True)
+measured = partial(Option, panel="Measuring")
+where = partial(Option, panel="Where")
+running = partial(Option, panel="Where", budget=True)
+of_method = partial(Option, panel="Method")
+of_output = partial(Option, panel="Output")
+PANELS = tuple(one.keywords["panel"] for one in (what, limit, measured, where, of_method, of_output))
+"""Groups of a search's options in the order of its help."""
 
 
 def option_of(annotation: Any) -> Option | None:

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from optuna_dsat.config.knobs import ZERO_STAGES
-from optuna_dsat.study.options.declaration import METHOD, Option
+from optuna_dsat.study.options.declaration import of_method
 from optuna_dsat.study.options.parse import share
 
 __all__ = [
@@ -41,10 +41,9 @@ class LineageSettings:
 
     free_batch: Annotated[
         bool,
-        Option(
+        of_method(
             help="Launch any micro-batch that memory is thought to hold, not only up to twice (guided: eight times) "
-            "the largest that fitted so far, and also where a doubling gained less than 2%.",
-            panel=METHOD,
+            "the largest that fitted so far, and also where a doubling gained less than 2%."
         ),
     ] = False
 
@@ -54,18 +53,15 @@ class RandomSettings(LineageSettings):
     """Options of ``random``."""
 
     trials_per_random_config: Annotated[
-        int,
-        Option(help="Launches of configurations that differ in the micro-batch only, at most.", panel=METHOD),
-        Field(ge=1),
+        int, of_method(help="Launches of configurations that differ in the micro-batch only, at most."), Field(ge=1)
     ] = 5
     early_stopping: Annotated[
         int | None,
-        Option(
+        of_method(
             help="End after this many launches without a new best.",
             none="never",
             python_help="End after this many launches without a new best. None to go on.",
             autotuning="tuner_early_stopping",
-            panel=METHOD,
             budget=True,
         ),
         Field(ge=1),
@@ -78,9 +74,7 @@ class BinarySettings(LineageSettings):
 
     search_range_factor: Annotated[
         float,
-        Option(
-            help="Factor on the largest micro-batch that the memory model predicts.", metavar="FACTOR", panel=METHOD
-        ),
+        of_method(help="Factor on the largest micro-batch that the memory model predicts.", metavar="FACTOR"),
         Field(gt=0),
     ] = 1.0
 
@@ -89,24 +83,22 @@ class BinarySettings(LineageSettings):
 class AshaSettings(BinarySettings):
     """Options of ``asha``."""
 
-    max_rungs: Annotated[int, Option(help="Rungs.", panel=METHOD), Field(ge=1, le=MOST_RUNGS)] = 5
+    max_rungs: Annotated[int, of_method(help="Rungs."), Field(ge=1, le=MOST_RUNGS)] = 5
     min_binary_search_trials: Annotated[
         int,
-        Option(
-            help="Launches with which configurations that differ in the micro-batch only complete the lowest rung.",
-            panel=METHOD,
+        of_method(
+            help="Launches with which configurations that differ in the micro-batch only complete the lowest rung."
         ),
         Field(ge=1),
     ] = 3
     divisor: Annotated[
-        int, Option(help="The best 1/DIVISOR of a rung goes on (eta of arXiv:1810.05934).", panel=METHOD), Field(ge=2)
+        int, of_method(help="The best 1/DIVISOR of a rung goes on (eta of arXiv:1810.05934)."), Field(ge=2)
     ] = 2
     asha_early_stopping: Annotated[
         int,
-        Option(
+        of_method(
             help="s of arXiv:1810.05934: rungs start DIVISOR**s higher.",
             python_help="s of arXiv:1810.05934: rungs start ``divisor ** s`` higher.",
-            panel=METHOD,
         ),
         Field(ge=0, le=MOST_RUNGS),
     ] = 0
@@ -118,37 +110,34 @@ class GuidedSettings(LineageSettings):
 
     memory_margin: Annotated[
         float,
-        Option(
+        of_method(
             help="Share of the device's memory that a launch is expected to leave free.",
             metavar="SHARE",
             text_type=str,
             parse=partial(share, option="--memory-margin"),
-            panel=METHOD,
         ),
         Field(ge=0, lt=1),
     ] = 0.0
     min_gain: Annotated[
         float,
-        Option(
+        of_method(
             help="End when no launch, one as long as the best's, is expected to improve the best by this share, nor 20 "
             "launches together by 20 times as much; 0 for never.",
             metavar="SHARE",
             text_type=str,
             parse=partial(share, option="--min-gain"),
-            panel=METHOD,
             budget=True,
         ),
         Field(ge=0),
     ] = 0.001
     warm_start: Annotated[
         str | None,
-        Option(
+        of_method(
             help="Begin with what this study taught, of this or a similar model on the same hardware.",
             none="studies of the same script, config and hardware",
             python_help="Study of the same storage, of this or a similar model on the same hardware, whose "
             "measurements this one begins with. None for studies of the same script, config and hardware.",
             metavar="STUDY",
-            panel=METHOD,
         ),
     ] = None
-    no_warm_start: Annotated[bool, Option(help="Begin without any earlier study.", panel=METHOD)] = False
+    no_warm_start: Annotated[bool, of_method(help="Begin without any earlier study.")] = False

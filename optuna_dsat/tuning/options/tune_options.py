@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 from optuna_dsat.study.options.declaration import (
     DEFAULT_STORAGE,
-    METHOD,
-    OUTPUT_PANEL,
     STORAGE_ENV,
-    WHAT,
-    WHERE,
     Option,
+    of_method,
+    of_output,
+    what,
+    where,
 )
 from optuna_dsat.study.options.methods import METHODS, AshaSettings, BinarySettings, GuidedSettings, RandomSettings
 from optuna_dsat.study.options.parse import named_config, split_counts, split_environment, split_mappings
@@ -79,31 +79,26 @@ class TuneOptions(SearchSettings):
 
     check_loss: Annotated[
         bool,
-        Option(
-            help="At the end, check that the first losses under the best config are those under yours.",
-            panel=OUTPUT_PANEL,
-            before="metric",
+        of_output(
+            help="At the end, check that the first losses under the best config are those under yours.", before="metric"
         ),
     ] = False
     module: Annotated[
         bool,
-        Option(
+        what(
             help="SCRIPT is a module's name, run as python -m does.",
             python_help="``script`` is a module's name, run as ``python -m`` does.",
             flags=("-m", "--module"),
-            panel=WHAT,
             before="metric",
         ),
     ] = False
     hparams: Annotated[
         StrPath | None,
-        Option(
-            help="Hyperparameters of NAME:CLASS (YAML or JSON).", text_type=Path | None, panel=WHAT, before="metric"
-        ),
+        what(help="Hyperparameters of NAME:CLASS (YAML or JSON).", text_type=Path | None, before="metric"),
     ] = None
     gpus_per_trial: Annotated[
         int | Sequence[int] | None,
-        Option(
+        where(
             help="GPUs of one launch; several numbers, such as 1 2 4 8, are a search at each, compared at the end.",
             none="all",
             python_help="GPUs of one launch; a list is a search at each number, compared at the end. None for all.",
@@ -112,16 +107,15 @@ class TuneOptions(SearchSettings):
             parse=partial(split_counts, option="--gpus-per-trial"),
             autotuning="num_gpus",
             first=True,
-            panel=WHERE,
             before="wait_for_gpus",
         ),
     ] = None
     only_free_gpus: Annotated[
-        bool, Option(help="Tune on those GPUs that are free at the start.", panel=WHERE, before="wait_for_gpus")
+        bool, where(help="Tune on those GPUs that are free at the start.", before="wait_for_gpus")
     ] = False
     cpu_ranks: Annotated[
         int | Sequence[int] | None,
-        Option(
+        where(
             help="Run on the CPU with this many ranks; several numbers are a search at each.",
             none="2",
             none_if="without a GPU",
@@ -130,48 +124,38 @@ class TuneOptions(SearchSettings):
             metavar="N,...",
             text_type=str | None,
             parse=partial(split_counts, option="--cpu-ranks"),
-            panel=WHERE,
             before="launcher",
         ),
     ] = None
     device_memory: Annotated[
         str | int | None,
-        Option(
+        where(
             help="What one rank may allocate, such as 2GiB.",
             none="all there is",
             python_help="What one rank may allocate: bytes, or text such as ``2GiB``. None for all there is.",
             text_type=str | None,
             metavar="SIZE",
-            panel=WHERE,
             before="launcher",
         ),
     ] = None
     storage: Annotated[
         str,
-        Option(
+        where(
             help="Database of the study: SQLite or PostgreSQL.",
             python_help="Database of the study: ``sqlite:///FILE`` or ``postgresql://USER@HOST/DATABASE``.",
             env=STORAGE_ENV,
             metavar="URL",
             first=True,
-            panel=WHERE,
             before="output_dir",
         ),
     ] = DEFAULT_STORAGE
     study: Annotated[
         str | None,
-        Option(
-            help="Name of the study.",
-            none="SCRIPT-METHOD",
-            metavar="NAME",
-            first=True,
-            panel=WHERE,
-            before="output_dir",
-        ),
+        where(help="Name of the study.", none="SCRIPT-METHOD", metavar="NAME", first=True, before="output_dir"),
     ] = None
     arg_mapping: Annotated[
         Mapping[str, str] | None,
-        Option(
+        what(
             help="Have an option of the script follow the config: KEY=--OPTION, such as "
             "train_micro_batch_size_per_gpu=--batch-size (repeatable).",
             python_help="Key of the DeepSpeed config -> option of the script that follows it, such as "
@@ -179,45 +163,33 @@ class TuneOptions(SearchSettings):
             text_type=list[str] | None,
             parse=split_mappings,
             metavar="KEY=--OPTION",
-            panel=WHAT,
             before="follow_batch",
         ),
     ] = None
     env: Annotated[
         Mapping[str, str] | None,
-        Option(
+        what(
             help="Give the script this variable: NAME=VALUE (repeatable); stored with the study unless secret.",
             python_help="Variables of the environment that the script is given; stored with the study unless secret.",
             text_type=list[str] | None,
             parse=split_environment,
             metavar="NAME=VALUE",
-            panel=WHAT,
             before="nvme_path",
         ),
     ] = None
     profile_reuse: Annotated[
         bool,
-        Option(
-            help="Take the profile of an earlier study of the same script, config and hardware.",
-            panel=WHAT,
-            before="max_trials",
-        ),
+        what(help="Take the profile of an earlier study of the same script, config and hardware.", before="max_trials"),
     ] = True
     run_full_experiment: Annotated[
         bool,
-        Option(
+        of_output(
             help="Train with the best config when the search is done.",
             python_help="Train with the best config when the search is done, before returning.",
-            panel=OUTPUT_PANEL,
         ),
     ] = False
     quiet: Annotated[
-        bool,
-        Option(
-            help="Show the result alone.",
-            python_help="Print nothing; otherwise progress goes to stderr.",
-            panel=OUTPUT_PANEL,
-        ),
+        bool, of_output(help="Show the result alone.", python_help="Print nothing; otherwise progress goes to stderr.")
     ] = False
 
 
@@ -247,7 +219,7 @@ class AutotuningOptions(AshaSettings, RandomSettings, GuidedSettings, TuneOption
 
     method: Annotated[
         str | None,
-        Option(
+        of_method(
             help="guided, asha, binary or random.",
             none=f"by autotuning.tuner_type of the config, else {DEFAULT_METHOD}",
             python_help="``guided``, ``asha``, ``binary`` or ``random``. None for ``autotuning.tuner_type`` of the "
@@ -256,7 +228,6 @@ class AutotuningOptions(AshaSettings, RandomSettings, GuidedSettings, TuneOption
             autotuning="tuner_type",
             metavar="NAME",
             first=True,
-            panel=METHOD,
         ),
     ] = None
 
