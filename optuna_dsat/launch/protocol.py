@@ -176,7 +176,7 @@ class LaunchRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchReport:
+class LaunchReport(Record):
     """Result of a launch whose processes are gone and whose devices are free."""
 
     launch_id: str
