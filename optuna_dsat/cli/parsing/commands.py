@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, is_dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -92,7 +92,9 @@ def _for_typer(parameter: inspect.Parameter) -> Any:
     option = option_of(parameter.annotation)
     if option is None:
         return parameter.annotation
-    kind = get_args(parameter.annotation)[0] if option.text_type is None else option.text_type
+    declared = get_args(parameter.annotation)[0]
+    is_list = {get_origin(one) for one in get_args(declared)} & {Sequence, Mapping}
+    kind = option.text_type or (list[str] | None if is_list else declared)
     if option.panel is None:
         return Annotated[kind, typer.Argument(help=option.command_help, metavar=option.metavar, show_default=False)]
     flags = option.flags

@@ -55,7 +55,7 @@ class Option:
     env: str | None = None
     """Environment variable that a command reads the value from."""
     text_type: Any = None
-    """Type of the value on a command line; None for the field's."""
+    """Type of the value on a command line; None for the field's, or for texts where that is a sequence or mapping."""
     parse: Callable[[Any], Any] | None = None
     """From the value of ``text_type`` to the field's; None where they are the same."""
     autotuning: str | None = None

@@ -77,7 +77,6 @@ class ClusterSettings:
             help="Option for srun, such as --slurm-arg=--partition=a100 (repeatable).",
             python_help="Options for srun, such as ``--partition=a100``.",
             metavar="OPTION",
-            text_type=list[str] | None,
             places=("slurm",),
         ),
     ] = None
@@ -97,7 +96,6 @@ class ClusterSettings:
             python_help="Nodes of the Ray cluster that may be used: names, host names or addresses.",
             none="all",
             metavar="NODE",
-            text_type=list[str] | None,
             places=("ray",),
         ),
     ] = None
@@ -147,7 +145,6 @@ class PlaceSettings:
             help="Import this module, too, before a warm launch (repeatable).",
             python_help="Modules to import, too, before a warm launch.",
             metavar="MODULE",
-            text_type=list[str] | None,
         ),
     ] = None
     no_preload: Annotated[
@@ -156,7 +153,6 @@ class PlaceSettings:
             help="Have every warm launch import this package for itself (repeatable).",
             python_help="Packages that every warm launch imports for itself.",
             metavar="PACKAGE",
-            text_type=list[str] | None,
         ),
     ] = None
     isolation: Annotated[
@@ -172,7 +168,6 @@ class PlaceSettings:
             help="File or folder that trials may change, such as a cache of your data (repeatable).",
             python_help="Files and folders that trials may change, such as a cache of the data.",
             metavar="PATH",
-            text_type=list[str] | None,
         ),
         SEQUENCE,
     ] = None
@@ -276,7 +271,6 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
             python_help=f"ZeRO stages to search, or the one. None for {_stages('random')}, with ``guided`` for "
             f"{_stages('guided')}.",
             metavar="STAGE,...",
-            text_type=list[str] | None,
             parse=split_stages,
             first=True,
         ),
@@ -287,7 +281,6 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
         what(
             help="Hold a knob at one value: KEY=VALUE (repeatable).",
             python_help="Knob -> the one value that it keeps.",
-            text_type=list[str] | None,
             parse=split_fixed,
             metavar="KEY=VALUE",
             first=True,
@@ -300,7 +293,6 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
             help="Leave a knob as your config has it (repeatable).",
             python_help="Knobs that stay as the config has them.",
             metavar="KEY",
-            text_type=list[str] | None,
             choices=tuple(knob.name for knob in KNOBS),
         ),
     ] = None

@@ -72,7 +72,6 @@ class TuneOptions(SearchSettings):
             help="Arguments of the script, after --.",
             python_help="Arguments of the script, as on its command line.",
             metavar="[-- SCRIPT_ARGS]",
-            text_type=list[str] | None,
         ),
     ] = None
     _: KW_ONLY
@@ -160,7 +159,6 @@ class TuneOptions(SearchSettings):
             "train_micro_batch_size_per_gpu=--batch-size (repeatable).",
             python_help="Key of the DeepSpeed config -> option of the script that follows it, such as "
             '``{"train_micro_batch_size_per_gpu": "--batch-size"}``.',
-            text_type=list[str] | None,
             parse=split_mappings,
             metavar="KEY=--OPTION",
             before="follow_batch",
@@ -171,7 +169,6 @@ class TuneOptions(SearchSettings):
         what(
             help="Give the script this variable: NAME=VALUE (repeatable); stored with the study unless secret.",
             python_help="Variables of the environment that the script is given; stored with the study unless secret.",
-            text_type=list[str] | None,
             parse=split_environment,
             metavar="NAME=VALUE",
             before="nvme_path",
