@@ -172,6 +172,19 @@ def test_the_agent_of_a_node_starts_without_optuna_and_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_option_of_a_search_is_declared_in_one_class() -> None:
+    declared = Counter[str]()
+    for name in modules().keys() & {"study.spec", "study.options.settings", "study.options.methods",
+                                    "tuning.options.tune_options", "cli.search"}:  # fmt: skip
+        for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name.endswith(("Options", "Settings", "StudySpec")):
+                fields = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+                declared.update(target.id for target in fields if isinstance(target, ast.Name))
+    twice = {name for name, times in declared.items() if times > 1}
+    assert declared["zero_stages"] == 1
+    assert twice <= {"script", "ds_config", "method"}, "an option names what the spec's field of that name holds"
+
+
 MOST_PRODUCT_LINES = 69_400
 MOST_PRODUCT_FILES = 380
 MOST_TEST_LINES = 50_100

@@ -19,7 +19,7 @@ from benchmarks import ours
 from benchmarks.named_landscapes import LANDSCAPES, throughput
 from benchmarks.rig import Launch, Rig
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.spec import METHODS
+from optuna_dsat.study.options.methods import METHODS
 
 __all__ = ["FOLDER", "SEARCHES", "draw", "main", "search"]
 

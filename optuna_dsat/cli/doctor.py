@@ -13,7 +13,7 @@ import typer
 
 from optuna_dsat.cli.tables import console_of
 from optuna_dsat.escape.terminal import say_prose
-from optuna_dsat.tuning.options.locations import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
+from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
 
 if TYPE_CHECKING:
     from optuna_dsat.doctor.finding import Finding

@@ -15,14 +15,9 @@ from optuna_dsat.cli.parsing.commands import with_options
 from optuna_dsat.cli.tables import print_table
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
-from optuna_dsat.tuning.options.parse import share
-from optuna_dsat.tuning.options.tune_options import (
-    DEFAULT_OUTPUT_DIR,
-    DEFAULT_STORAGE,
-    OUTPUT_DIR_ENV,
-    STORAGE_ENV,
-    TuneOptions,
-)
+from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
+from optuna_dsat.study.options.parse import share
+from optuna_dsat.tuning.options.tune_options import TuneOptions
 from optuna_dsat.words import bytes_in_words, count_in_words, slot_name
 
 if TYPE_CHECKING:

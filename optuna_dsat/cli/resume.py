@@ -72,8 +72,8 @@ def resume(
     limits = {
         "max_trials": max_trials,
         "min_gain": min_gain,
-        "confirm_time_s": confirm_time,
-        "wait_for_gpus_s": wait_for_gpus,
+        "confirm_time": confirm_time,
+        "wait_for_gpus": wait_for_gpus,
     }
     given = {field: limit for field, limit in limits.items() if limit is not None}
     request = _request(name, storage, limits=given, workdir=workdir, approve=Approval(trust, quiet), conclude=True)

@@ -14,11 +14,9 @@ from optuna_dsat.cli.parsing.commands import origins_of
 from optuna_dsat.errors import StorageError, StudyDeletedError
 from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import say, say_prose
-from optuna_dsat.tuning.options.declaration import Option
+from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, of_output
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import (
-    DEFAULT_STORAGE,
-    OUTPUT_PANEL,
     AshaOptions,
     AutotuningOptions,
     BinaryOptions,
@@ -53,15 +51,18 @@ class OutputOptions:
 
     dry_run: Annotated[
         bool,
-        Option(
+        of_output(
             help="Show the space, the profile launch and the first configs; launch nothing.",
             first=True,
-            panel=OUTPUT_PANEL,
         ),
     ] = False
-    json_output: Annotated[bool, Option(help="Print the result as JSON.", flags=("--json",), panel=OUTPUT_PANEL)] = (
-        False
-    )
+    json_output: Annotated[
+        bool,
+        of_output(
+            help="Print the result as JSON.",
+            flags=("--json",),
+        ),
+    ] = False
 
 
 def _search(method: str | None, context: typer.Context, options: TuneOptions, output: OutputOptions) -> None:

@@ -146,7 +146,7 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
     outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in study.trials if attributes.OUTCOME in t.user_attrs)
     if as_json:
         state = {
-            "spec": hidden_data(study.stored_spec.model_dump(mode="json")),
+            "spec": hidden_data(study.stored_spec.stored()),
             "versions": dict(study.record.versions),
             "outcomes": outcomes,
             "launches": [{"purpose": row.purpose, "outcome": row.report.outcome.value} for row in launches],
@@ -298,7 +298,7 @@ def export(
     rows = [study.row(trial) for trial in study.trials]
     if fmt is ExportFormat.JSON:
         verdict = None if study.verdict is None else study.verdict.to_json()
-        found = {"spec": hidden_data(study.stored_spec.model_dump(mode="json")), "verdict": verdict, "trials": rows}
+        found = {"spec": hidden_data(study.stored_spec.stored()), "verdict": verdict, "trials": rows}
         print(json.dumps(found, indent=2))
         return
     table = flat_rows(rows)

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config import ds_config as configs
+from optuna_dsat.config.record import Record
 from optuna_dsat.cost.zero_states import Moment, ZeroSettings, moments, rank_host_parts
 from optuna_dsat.runtime.events import ProfileMeasured
 
@@ -45,7 +46,7 @@ Sample = tuple[Config, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelProfile:
+class ModelProfile(Record):
     """Model and hardware as measured by the profile launch; fields as in ``ProfileMeasured``."""
 
     params: int
@@ -71,16 +72,6 @@ class ModelProfile:
             raise ValueError(f"param_bytes is {self.param_bytes}; an element has 1, 2, 4 or 8 bytes.")
         if self.activation_bytes_per_sample < 0:
             raise ValueError(f"activation_bytes_per_sample is {self.activation_bytes_per_sample}; it must be >= 0.")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> ModelProfile:
-        """Build from the result of :meth:`to_json`; unknown keys (of a newer version) are ignored."""
-        known = {one.name for one in fields(cls)}
-        return cls(**{key: value for key, value in record.items() if key in known})
 
     @classmethod
     def from_event(cls, event: ProfileMeasured) -> ModelProfile:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.config.record import Record
 from optuna_dsat.cost.step_time import COEFFICIENTS, LogCoefficients, StepTimeModel
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
@@ -55,7 +56,7 @@ class EarlierLaunch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PriorKnowledge:
+class PriorKnowledge(Record):
     """Knowledge from earlier studies, before discounting."""
 
     studies: tuple[str, ...]
@@ -70,22 +71,6 @@ class PriorKnowledge:
     """Covariance of the coefficients' logarithms."""
     launches: tuple[EarlierLaunch, ...] = ()
     """Launches of the same model; empty for another model."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> PriorKnowledge:
-        """Build from the result of ``to_json``."""
-        return cls(
-            studies=tuple(record["studies"]),
-            same_model=bool(record["same_model"]),
-            coefficients=tuple(record["coefficients"]),
-            mean=tuple(record["mean"]),
-            covariance=tuple(tuple(row) for row in record["covariance"]),
-            launches=tuple(EarlierLaunch(**launched) for launched in record["launches"]),
-        )
 
     @classmethod
     def of(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from optuna_dsat.config.record import Record
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, ModulesImported
 
@@ -35,7 +36,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conditions:
+class Conditions(Record):
     """State of the machine while a launch measured its steps; None or empty if unknown."""
 
     window_s: float | None = None
@@ -60,19 +61,6 @@ class Conditions:
             return None
         return self.others_cpu_s / (self.window_s * self.cores)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the input of ``from_json``."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Conditions:
-        """Build from the output of ``to_json`` of any version."""
-        known = {one.name for one in fields(cls)}
-        found: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
-        return cls(**{name: value for name, value in found.items() if name in known})
-
 
 BASE_MODULES = (
     "numpy",
@@ -88,7 +76,7 @@ BASE_MODULES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preload:
+class Preload(Record):
     """Modules to import before ranks are forked."""
 
     modules: tuple[str, ...] = BASE_MODULES
@@ -113,24 +101,10 @@ class Preload:
         """Return a copy with added modules and excluded packages."""
         return replace(self, modules=(*self.modules, *added), left_out=(*self.left_out, *left_out))
 
-    def to_json(self) -> dict[str, list[str]]:
-        """Return the input of ``from_json``."""
-        return {
-            "modules": list(self.modules),
-            "operators": list(self.operators),
-            "left_out": list(self.left_out),
-            "environment": list(self.environment),
-        }
-
     @classmethod
     def from_json(cls, record: Mapping[str, Sequence[str]]) -> Preload:
-        """Build from the output of ``to_json``."""
-        return cls(
-            modules=tuple(record["modules"]),
-            operators=tuple(record["operators"]),
-            left_out=tuple(record["left_out"]),
-            environment=tuple(record.get("environment", ())),
-        )
+        """Build from the output of ``to_json``; imports nothing, as the warm process would pass it on to launches."""
+        return cls(**{name: tuple(names) for name, names in record.items()})
 
 
 _RANK = re.compile(r"^rank \d+: ")
@@ -203,7 +177,7 @@ class LaunchRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchReport:
+class LaunchReport(Record):
     """Result of a launch whose processes are gone and whose devices are free."""
 
     launch_id: str
@@ -368,7 +342,7 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendezvous:
+class Rendezvous(Record):
     """A node's part of a launch on several nodes, or on a single node of a cluster."""
 
     nodes: int
@@ -379,12 +353,3 @@ class Rendezvous:
     port: int
     interface: str = ""
     """Network interface of this node for connections to the others; empty to let the libraries choose."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the input of ``from_json``."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Rendezvous:
-        """Build from the output of ``to_json``."""
-        return cls(**record)

@@ -58,9 +58,7 @@ def plan_script(
     profiled = None if stored is None else Profiled.if_readable(stored.profile)
     if profiled is None:
         with launcher() as opened:
-            wait = SlotWait(
-                opened.holders, slots=spec.slots_per_trial, limit_s=spec.wait_for_gpus_s, on_notice=on_notice
-            )
+            wait = SlotWait(opened.holders, slots=spec.slots_per_trial, limit_s=spec.wait_for_gpus, on_notice=on_notice)
             profiled = measure_profile(
                 spec, opened, on_attempt=on_attempt, on_report=lambda _report, _record: None, wait=wait
             )
@@ -104,7 +102,7 @@ def _subject(
         machine=machine,
         memory_margin=memory_margin,
         pipeline=profiled.pipeline,
-        nvme_path=spec.nvme_path,
+        nvme_path=spec.nvme_folder,
         peak_flops=peak_flops(gpu_of_device(profile.device_name), spec.ds_config, param_bytes=profile.param_bytes),
     )
     prior_knowledge = gather(store, spec, profiled, fingerprint=mark)

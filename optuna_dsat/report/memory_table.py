@@ -44,7 +44,7 @@ def memory_table(view: StudyView) -> tuple[MemoryRow, ...]:
     rows = []
     for structure in _structures(view.spec):
         fits, too_large = tried.get(structure, ([], []))
-        config = ds_config.merge(base, {ds_config.ZERO: structure.zero_section(nvme_path=view.spec.nvme_path)})
+        config = ds_config.merge(base, {ds_config.ZERO: structure.zero_section(nvme_path=view.spec.nvme_folder)})
         predicted = memory.estimate(profile, config, micro_batch=1, hardware=hardware)
         rows.append(
             MemoryRow(
@@ -63,7 +63,7 @@ def _structures(spec: StudySpec) -> Iterator[Structure]:
 
     DeepSpeed supports NVMe offload at ZeRO 3 only.
     """
-    for stage in sorted(set(spec.zero_stages)):
+    for stage in sorted(set(spec.stages)):
         of_stage = [one for one in STRUCTURES if one.stage == stage]
         yield from of_stage
         if stage == 3 and spec.nvme_path is not None:

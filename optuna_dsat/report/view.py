@@ -14,8 +14,7 @@ from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import Store, StoredLaunch
 from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.folder import is_folder_of
-from optuna_dsat.study.reading import reading
-from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
+from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored, reading
 from optuna_dsat.trials import attributes
 
 __all__ = ["StudyView", "end_reason_of", "read_view"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.config.record import Record
 from optuna_dsat.runtime.adapt.parsers import means_batch, means_elsewhere, means_length, names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound
 
@@ -19,7 +20,7 @@ _MOST_GUESSES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchRule:
+class BatchRule(Record):
     """The source of a script's batch size, which determines how it follows a configuration."""
 
     kind: Literal["config", "option", "setting", "loader", "attribute", "held"]
@@ -52,17 +53,6 @@ class BatchRule:
     def __post_init__(self) -> None:
         if self.counts not in (MICRO_BATCH, TRAIN_BATCH):
             raise ValueError(f"an option counts {MICRO_BATCH} or {TRAIN_BATCH}, not {self.counts!r:.60}")
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> BatchRule:
-        """Build from a record that this or an older version wrote with ``to_json``."""
-        known = {key: value for key, value in record.items() if key in {one.name for one in fields(cls)}}
-        pairs = {key: tuple(known[key]) for key in ("rows", "sizes") if known.get(key) is not None}
-        return cls(**{**known, **pairs})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a record for ``from_json``."""
-        return asdict(self)
 
     @property
     def is_likely(self) -> bool:

@@ -8,11 +8,12 @@ the options of the command that trains with the best config.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.record import Record
 from optuna_dsat.runtime.adapt.hugging_face import SCHEDULE_LENGTH_KEYS
 from optuna_dsat.runtime.adapt.parsers import names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
@@ -37,7 +38,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptTrainer:
+class ScriptTrainer(Record):
     """A trainer that ran in the profile launch."""
 
     framework: str
@@ -60,15 +61,6 @@ class ScriptTrainer:
             gradient_accumulation_steps=event.gradient_accumulation_steps,
             options=dict(event.options),
         )
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> ScriptTrainer:
-        """Build from a record that ``to_json`` returned."""
-        return cls(**record)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a record for ``from_json``."""
-        return asdict(self)
 
     def announcement(self) -> str:
         """Return one line for the user: which settings follow each configuration, and their current values."""

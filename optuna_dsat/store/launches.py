@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from optuna_dsat.launch.protocol import Conditions, LaunchReport, is_launch_id
-from optuna_dsat.outcome import Outcome
+from optuna_dsat.launch.protocol import LaunchReport, is_launch_id
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.runtime.files import MESSAGE_CHARS, TEXT_CHARS, shortened, storable
 from optuna_dsat.store.tables import LaunchRow, StepRow, insert_or_update
 
 __all__ = ["StoredLaunch", "read_launches", "read_step_times", "read_steps", "record_launch", "record_steps"]
+
+_MEASURED = [one.name for one in fields(StepMeasured) if one.name in StepRow.__table__.columns]
+"""Fields of a step's event that are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +43,14 @@ def record_launch(
 ) -> None:
     """Store the report of a finished launch; a second report of the same launch replaces the first."""
     row = {
+        **report.to_json(),
         "study_uuid": study_uuid,
-        "launch_id": report.launch_id,
         "trial_number": trial_number,
         "purpose": purpose,
         "attempt": attempt,
         "outcome": report.outcome.value,
         "message": shortened(storable(report.message), MESSAGE_CHARS),
-        "command": list(report.command),
-        "host": report.host,
-        "devices": list(report.devices),
-        "pids": list(report.pids),
-        "started_at": report.started_at,
-        "startup_s": report.startup_s,
-        "measured_s": report.measured_s,
-        "exit_s": report.exit_s,
-        "exit_code": report.exit_code,
         "error_excerpt": shortened(storable(report.error_excerpt), TEXT_CHARS),
-        "missing_bytes": report.missing_bytes,
-        "log_path": report.log_path,
-        "conditions": report.conditions.to_json(),
     }
     insert_or_update(session, LaunchRow, [row])
 
@@ -72,23 +62,8 @@ def record_steps(session: Session, study_uuid: str, launch_id: str, events: Iter
         {
             "study_uuid": study_uuid,
             "launch_id": launch_id,
-            "rank": event.rank,
-            "step": event.step,
-            "time": event.time,
-            "latency_s": event.latency_s,
-            "forward_s": event.forward_s,
-            "backward_s": event.backward_s,
-            "step_s": event.step_s,
-            "samples": event.samples,
-            "observed_micro_batch": event.observed_micro_batch,
+            **{name: getattr(event, name) for name in _MEASURED},
             "loss": None if event.loss is None or not math.isfinite(event.loss) else event.loss,
-            "peak_allocated_bytes": event.peak_allocated_bytes,
-            "peak_reserved_bytes": event.peak_reserved_bytes,
-            "rss_bytes": event.rss_bytes,
-            "skipped": event.skipped,
-            "skipped_before": event.skipped_before,
-            "elements": event.elements,
-            "elements_are_tokens": event.elements_are_tokens,
         }
         for event in measured.values()
     ]
@@ -138,44 +113,10 @@ def _launch(row: LaunchRow) -> StoredLaunch:
     """
     if not is_launch_id(row.launch_id):  # it is used as a folder name
         raise ValueError(f"launch_id is {row.launch_id[:60]!r}")
-    report = LaunchReport(
-        launch_id=row.launch_id,
-        outcome=Outcome(row.outcome),
-        message=row.message,
-        exit_code=row.exit_code,
-        error_excerpt=row.error_excerpt,
-        missing_bytes=row.missing_bytes,
-        log_path=row.log_path,
-        command=tuple(row.command),
-        host=row.host,
-        devices=tuple(row.devices),
-        pids=tuple(row.pids),
-        started_at=row.started_at,
-        startup_s=row.startup_s,
-        measured_s=row.measured_s,
-        exit_s=row.exit_s,
-        conditions=Conditions.from_json(row.conditions or {}),
-    )
+    stored = {one.name: getattr(row, one.name) for one in fields(LaunchReport)}
+    report = LaunchReport.from_json({**stored, "conditions": row.conditions or {}})
     return StoredLaunch(report=report, trial_number=row.trial_number, purpose=row.purpose, attempt=row.attempt)
 
 
 def _step(row: StepRow) -> StepMeasured:
-    return StepMeasured(
-        rank=row.rank,
-        time=row.time,
-        step=row.step,
-        latency_s=row.latency_s,
-        forward_s=row.forward_s,
-        backward_s=row.backward_s,
-        step_s=row.step_s,
-        samples=row.samples,
-        observed_micro_batch=row.observed_micro_batch,
-        loss=row.loss,
-        peak_allocated_bytes=row.peak_allocated_bytes,
-        peak_reserved_bytes=row.peak_reserved_bytes,
-        rss_bytes=row.rss_bytes,
-        skipped=row.skipped,
-        skipped_before=row.skipped_before,
-        elements=row.elements,
-        elements_are_tokens=row.elements_are_tokens,
-    )
+    return StepMeasured(**{name: getattr(row, name) for name in _MEASURED})

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
@@ -87,20 +87,9 @@ class Registry:
             return existing
         study_id = self._optuna_study(name, direction)
         record = StudyRecord(
-            uuid=str(uuid.uuid4()),
-            name=name,
-            spec=wanted,
-            created_at=time.time(),
-            versions=_versions(),
+            uuid=str(uuid.uuid4()), name=name, spec=wanted, created_at=time.time(), versions=_versions()
         )
-        row = {
-            "uuid": record.uuid,
-            "name": name,
-            "spec": wanted,
-            "created_at": record.created_at,
-            "versions": dict(record.versions),
-        }
-        self._database.run(lambda session: insert_or_skip(session, StudyRow, [row]))
+        self._database.run(lambda session: insert_or_skip(session, StudyRow, [asdict(record)]))
         self._storage.set_study_user_attr(study_id, STUDY_UUID, record.uuid)
         return record
 

@@ -66,7 +66,7 @@ def _ray_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[st
     where = ["--address", spec.ray_address] if spec.ray_address else []
     shape = ["--nodes", str(spec.nodes_per_trial), "--ranks", str(spec.slots_per_node)]
     shape += ["--gpus", str(spec.gpus_per_node)] if spec.gpus_per_node else []
-    shape += [word for name in spec.ray_node for word in ("--node", name)]
+    shape += [word for name in spec.ray_node or () for word in ("--node", name)]
     runner = [sys.executable, "-m", "optuna_dsat.launch.places.ray_train", *where, *shape]
     return shell_join([*environment_words(spec, settings), *runner, "--", *words])
 
@@ -75,7 +75,7 @@ def _srun_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[s
     nodes = spec.nodes_per_trial
     asked = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     asked += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
-    prefix = shell_join(["srun", *asked, *spec.slurm_arg, *environment_words(spec, settings)])
+    prefix = shell_join(["srun", *asked, *(spec.slurm_arg or ()), *environment_words(spec, settings)])
     torchrun = f"{shlex.quote(program('torchrun'))} --nnodes {nodes} --nproc_per_node {spec.slots_per_node}"
     if nodes == 1:
         return f"{prefix} {torchrun} {shell_join(words)}"
@@ -103,16 +103,8 @@ def command_to_train(
         host_threads: As of ``training_command``.
         storage: URL of the study's database, without a password.
     """
-    own, names_config = training_command(
-        spec,
-        config,
-        spec.study_dir / BEST_CONFIG,
-        deepspeed_launcher=profiled is not None and profiled.deepspeed_launcher,
-        starts_ranks=profiled is not None and profiled.starts_ranks,
-        host_threads=host_threads,
-        config_option="" if profiled is None else profiled.config_option,
-        config_in_code=profiled is not None and profiled.config_in_code,
-    )
+    path = spec.study_dir / BEST_CONFIG
+    own, names_config = training_command(spec, config, path, profiled=profiled, host_threads=host_threads)
     copy = best_settings(spec, config, spec.study_dir)
     written = copy is not None and copy.sets_batch
     if names_config and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
@@ -125,11 +117,8 @@ def training_command(
     config: Mapping[str, Any],
     config_path: Path,
     *,
-    deepspeed_launcher: bool = False,
-    starts_ranks: bool = False,
+    profiled: Profiled | None = None,
     host_threads: int | None = None,
-    config_option: str = "",
-    config_in_code: bool = False,
 ) -> tuple[str, bool]:
     """Return the script's own command with ``config``, written to ``config_path``, and whether it names that file.
 
@@ -140,24 +129,23 @@ def training_command(
         spec: The study.
         config: The complete config.
         config_path: Where it is written.
-        deepspeed_launcher: Whether to start the script with ``deepspeed``, which gives every rank ``--local_rank``,
-            rather than with torchrun.
-        starts_ranks: Whether the script spawns its ranks, and so trains without a launcher.
+        profiled: Result of the profile launch; None before it.
         host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets 1.
-        config_option: The script's option for its DeepSpeed config, for arguments that name no file.
-        config_in_code: Whether the path of the config is set in the script's code: an argument that names the config
-            has no effect.
     """
     script = spec.script
+    config_in_code = profiled is not None and profiled.config_in_code
+    config_option = "" if profiled is None or config_in_code else profiled.config_option
+    deepspeed_launcher = profiled is not None and profiled.deepspeed_launcher
     pointed, replaced = _point_to(script, config_path)
     replaced = replaced and not config_in_code
-    if config_option and not replaced and not config_in_code:
+    if config_option and not replaced:
         pointed, replaced = with_option(pointed, config_option, str(config_path)), True
     environment = _environment(script, config_path)
     if (copy := best_settings(spec, config, config_path.parent)) is not None:
         pointed, replaced = copy.pointed(pointed, cwd=script.cwd), replaced or copy.names_config
     if not replaced and (key := _overridden_key(script)) is not None:
         pointed, replaced = with_option(pointed, f"{key}=", str(config_path)), True
+    replaced = replaced or _ACCELERATE_CONFIG in environment
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
     if script.script == RUNNER:
         completed = complete_training(args, config_path.parent / CHECKPOINTS)
@@ -165,7 +153,7 @@ def training_command(
         variables = [f"{name}={value}" for name, value in environment.items()]
         return shell_join([*environment_words(spec, variables), program(words[0]), *words[1:]]), replaced
     ranks = str(spec.slots_per_trial)
-    if starts_ranks:
+    if profiled is not None and profiled.starts_ranks:
         launcher = [program("python"), *(["-m"] if script.is_module else [])]
     elif deepspeed_launcher or says_where_to_meet(script.script, is_module=script.is_module, cwd=Path(script.cwd)):
         without = [] if deepspeed_launcher else ["--no_local_rank"]
@@ -178,11 +166,8 @@ def training_command(
     settings += [f"{name}={value}" for name, value in environment.items()]
     if spec.on != "here":
         target = [*(["-m"] if script.is_module else []), script.script, *args]
-        shown = cluster_training_command(spec, settings=settings, words=target)
-        return shown, replaced or _ACCELERATE_CONFIG in environment
-    return shell_join(
-        [*environment_words(spec, settings), *launcher, script.script, *args]
-    ), replaced or _ACCELERATE_CONFIG in environment
+        return cluster_training_command(spec, settings=settings, words=target), replaced
+    return shell_join([*environment_words(spec, settings), *launcher, script.script, *args]), replaced
 
 
 _ACCELERATE = "ACCELERATE_USE_DEEPSPEED"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from optuna.storages import BaseStorage
 
+from optuna_dsat.config.record import Record
 from optuna_dsat.errors import StorageError
 from optuna_dsat.metrics import direction_of, speed_up
 from optuna_dsat.outcome import Outcome
@@ -234,7 +235,7 @@ _OLDEST_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveNote:
+class LiveNote(Record):
     """Current state of a worker. Times are Unix times in seconds."""
 
     worker: Worker
@@ -251,23 +252,6 @@ class LiveNote:
     finalists_done: int
     left_s: float | None = None
     """Upper estimate of the time left at ``noted_at``, in seconds (``LiveState.left_s``); None if not known."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the input of ``from_json``."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> LiveNote:
-        """Build from the output of ``to_json``.
-
-        Raises:
-            ValueError: If this version cannot read it.
-        """
-        try:
-            rows = tuple(LaunchInFlight(**row) for row in record["rows"])
-            return cls(**{**record, "worker": Worker(**record["worker"]), "rows": rows})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"The note {record!r} has not the fields of this version.") from error
 
     def counts(self, now: float) -> bool:
         """Whether the note is not empty and its worker is not known to have ended."""

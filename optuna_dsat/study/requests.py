@@ -62,10 +62,10 @@ def launch_request(
         end_profile_step=spec.end_profile_step if end_profile_step is None else end_profile_step,
         device_memory_bytes=spec.device_memory_bytes,
         env=spec.script.environment,
-        timeout_s=spec.trial_timeout_s,
-        stall_s=spec.stall_timeout_s,
+        timeout_s=spec.trial_timeout,
+        stall_s=spec.stall_timeout,
         isolation=spec.isolation,
-        writable=spec.writable,
+        writable=tuple(map(str, spec.writable or ())),
     )
 
 

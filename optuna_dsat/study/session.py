@@ -55,7 +55,7 @@ class Session:
         wait = SlotWait(
             launcher.holders,
             slots=spec.slots_per_trial,
-            limit_s=spec.wait_for_gpus_s,
+            limit_s=spec.wait_for_gpus,
             study=spec.name,
             on_notice=lambda text: observer(Message(text=text)),
             on_phase=lambda words: observer(Phase(words=words, said=True)),
@@ -91,7 +91,7 @@ class Session:
         profiled, mark = self._profile()
         space = space_of(self.spec, profiled)
         self._context.launcher.prepare(
-            profiled.preload.changed(added=self.spec.preload, left_out=self.spec.no_preload),
+            profiled.preload.changed(added=self.spec.preload or (), left_out=self.spec.no_preload or ()),
             operators=profiled.operators(self.spec, space),
         )
         prior_knowledge = self._prior_knowledge(profiled, mark)

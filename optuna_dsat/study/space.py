@@ -108,7 +108,7 @@ def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int
         if tuned.knob.kind == "size" and tuned.role is Role.PARAMETER
     }
     result = {}
-    for stage in spec.zero_stages:
+    for stage in spec.stages:
         for offloaded in (False, True) if stage > 0 else (False,):
             device = "cpu" if offloaded else "none"
             structure = Structure(stage=stage, offload_optimizer=device, offload_param=device if stage == 3 else "none")
@@ -169,10 +169,10 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
     ranks = (profiled and profiled.data_parallel_size) or spec.slots_per_trial
     request = SpaceRequest(
         ds_config=spec.ds_config,
-        zero_stages=spec.zero_stages,
-        fix=spec.fix,
-        no_tune=spec.no_tune,
-        nvme_path=spec.nvme_path,
+        zero_stages=spec.stages,
+        fix=spec.fix or {},
+        no_tune=spec.no_tune or (),
+        nvme_path=spec.nvme_folder,
         params=None if profiled is None else profiled.profile.params,
         micro_batch_cap=cap,
         pipeline=profiled is not None and profiled.pipeline,

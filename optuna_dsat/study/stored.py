@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial
+from pydantic import ValidationError
 
 from optuna_dsat.config.search_space import SearchSpace
-from optuna_dsat.errors import NothingRunnableError, StudyConflictError, UnreadableStudyError, UsageError
+from optuna_dsat.errors import ConfigError, NothingRunnableError, StudyConflictError, UnreadableStudyError, UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
@@ -22,10 +24,10 @@ from optuna_dsat.study.confirm.standing import Finalist, Standing, finalists_of,
 from optuna_dsat.study.confirm.verdict import Verdict, verdict_of
 from optuna_dsat.study.confirm.words import how_known, value_in_words
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.reading import reading
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import rule_in_words
 
 if TYPE_CHECKING:
     from optuna_dsat.guided.planner import GuidedPlanner
@@ -43,9 +45,46 @@ __all__ = [
     "read_launches",
     "read_stored",
     "readable_studies",
+    "reading",
     "record_of",
     "spec_of",
 ]
+
+
+_REASON_CHARS = 200
+
+
+@contextmanager
+def reading(name: str, what: str, versions: Mapping[str, str]) -> Iterator[None]:
+    """Convert errors from reading a study's data to an error that names the study.
+
+    Args:
+        name: The study.
+        what: Description of the data, such as ``its spec``.
+        versions: Package -> version that the study was created with; empty if unknown.
+
+    Raises:
+        UnreadableStudyError: If this version cannot read the data.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, ConfigError) as error:
+        made = versions.get("optuna-dsat")
+        by = f" (made by optuna-dsat {made})" if made else ""
+        reason = f"{what}: {_reason(error)}{by}"
+        why = "A newer version may have written it, or it was altered."
+        raise UnreadableStudyError(f"The study {name!r} cannot be read: {reason}. {why}", reason=reason) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, one of pydantic's with the field."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {rule_in_words(first['msg'])}"[:_REASON_CHARS]
+    if isinstance(error, KeyError):
+        return f"{error} is not known or missing"[:_REASON_CHARS]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")[:_REASON_CHARS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +280,7 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
     """
     found = store.find_study(spec.name)
     if found is None:
-        record = store.create_study(spec.name, spec.model_dump(mode="json"), direction=spec.direction)
+        record = store.create_study(spec.name, spec.stored(), direction=spec.direction)
         return record, spec
     read_stored(store, spec.name)  # both refuse what later steps could not read
     read_launches(store, found)
@@ -249,7 +288,7 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
         return found, spec
     check_study(store, spec)
     if spec != spec_of(found):
-        store.update_spec(found.uuid, spec.model_dump(mode="json"))
+        store.update_spec(found.uuid, spec.stored())
     return found, spec
 
 

@@ -56,7 +56,7 @@ def _facts(spec: StudySpec, profiled: Profiled | None) -> Iterator[tuple[str, st
         yield "environment", hidden(shell_line(f"{name}={value}" for name, value in variables.items()))
     if spec.preload or modules:
         # The profile has some thousand modules: show only their packages.
-        names = dict.fromkeys((*spec.preload, *(name.partition(".")[0] for name in modules)))
+        names = dict.fromkeys((*(spec.preload or ()), *(name.partition(".")[0] for name in modules)))
         yield "imports", ", ".join(names) + (f" ({things_in_words(len(modules), 'module')})" if modules else "")
     yield "works in", script.cwd
     if script.config_path:

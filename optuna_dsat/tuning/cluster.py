@@ -14,8 +14,8 @@ from optuna_dsat.launch.places.cluster import Cluster, Limits
 from optuna_dsat.launch.places.engine import Engine
 from optuna_dsat.launch.places.place import Layout
 from optuna_dsat.launch.warm.forking import Forking
+from optuna_dsat.study.options.parse import one_count
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.tuning.options.parse import one_count
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 
 __all__ = ["check_cluster", "cluster_devices", "cluster_launcher", "devices_of", "engine_of"]
@@ -43,7 +43,7 @@ def cluster_devices(options: TuneOptions) -> Devices:
 
 def devices_of(spec: StudySpec) -> Devices:
     """Return the slots of one launch of a stored study."""
-    return _devices(spec.device, spec.slots_per_trial, " ".join([spec.on, *spec.slurm_arg]))
+    return _devices(spec.device, spec.slots_per_trial, " ".join([spec.on, *(spec.slurm_arg or ())]))
 
 
 def _devices(kind: str, count: int, name: str) -> Devices:
@@ -60,7 +60,7 @@ def check_cluster(spec: StudySpec) -> None:
     """
     engine = _engine(spec)
     try:
-        engine.check(nodes=spec.nodes_per_trial, slots=spec.gpus_per_node)
+        engine.check(nodes=spec.nodes_per_trial, slots=spec.gpus_per_node or 0)
     finally:
         engine.close()
 
@@ -74,11 +74,13 @@ def cluster_launcher(
     nodes = Cluster(
         output_dir,
         engine=_engine(spec, on_notice),
-        layout=Layout(nodes=spec.nodes_per_trial, slots=spec.slots_per_node, kind=spec.device, gpus=spec.gpus_per_node),
+        layout=Layout(
+            nodes=spec.nodes_per_trial, slots=spec.slots_per_node, kind=spec.device, gpus=spec.gpus_per_node or 0
+        ),
         limits=Limits(
             places=_most_places(spec),
-            queue_s=spec.queue_timeout_s,
-            idle_s=spec.idle_release_s,
+            queue_s=spec.queue_timeout,
+            idle_s=spec.idle_release,
         ),
         files=_needed_files(spec),
         forking=forking,
@@ -103,7 +105,11 @@ def _needed_files(spec: StudySpec) -> dict[str, str]:
 
 def _engine(spec: StudySpec, on_notice: Callable[[str], None] = lambda _: None) -> Engine:
     return engine_of(
-        spec.on, slurm_arg=spec.slurm_arg, ray_address=spec.ray_address, ray_node=spec.ray_node, on_notice=on_notice
+        spec.on,
+        slurm_arg=spec.slurm_arg or (),
+        ray_address=spec.ray_address,
+        ray_node=spec.ray_node or (),
+        on_notice=on_notice,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.machine.slots import only_free
-from optuna_dsat.tuning.options.parse import one_count
+from optuna_dsat.study.options.parse import one_count
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 
 __all__ = ["choose_devices", "search_devices"]

@@ -9,10 +9,11 @@ from typing import Any
 
 from optuna_dsat.config.misspelt import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
+from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.spec import StudyRequest
 from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.options.autotuning import Sweep, sweep_of, with_autotuning
-from optuna_dsat.tuning.options.given import Given
+from optuna_dsat.tuning.options.given import Given, with_config
 from optuna_dsat.tuning.options.tune_options import DEFAULT_METHOD
 from optuna_dsat.tuning.spec_builder import build_spec
 
@@ -21,14 +22,6 @@ __all__ = ["Prepared", "check_storage", "prepare", "prepare_each"]
 _DEVICES = ("gpus_per_trial", "cpu_ranks")
 _OF_THIS_SEARCH = ("command line", "argument")
 """Origins of options given for this search only; files and the environment apply to all searches."""
-_PLACES = {
-    "slurm_arg": ("slurm",),
-    "ray_address": ("ray",),
-    "ray_node": ("ray",),
-    "queue_timeout": ("slurm", "ray"),
-    "idle_release": ("slurm", "ray"),
-}
-"""Option -> values of ``--on`` with which it has an effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +55,7 @@ def prepare_each(method: str | None, given: Given) -> list[Prepared]:
     """
     _check_texts(given)
     try:
-        return _prepare_each(method, given)
+        return _prepare_each(method, with_config(given))
     except OSError as error:
         if error.errno not in PATH_ERRORS:
             raise
@@ -138,8 +131,9 @@ def _check_places(given: Given) -> None:
     Raises:
         UsageError: Names the option, and where it has an effect.
     """
-    for name, places in _PLACES.items():
-        if given.options.on not in places and given.origins.get(name) in _OF_THIS_SEARCH:
+    for name, declared in options_in(type(given.options)).items():
+        places = declared.places
+        if places and given.options.on not in places and given.origins.get(name) in _OF_THIS_SEARCH:
             here = "here" if given.options.on == "here" else f"by --on {given.options.on}"
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} is for launches by --on {' or '.join(places)}; these run {here}.")

@@ -62,7 +62,7 @@ def resume_request(
         if edited := _edited_keys(here):
             on_notice(f"{here.script.config_path} was edited; the study keeps its config: {', '.join(edited)}.")
         if limits:
-            store.update_spec(record.uuid, spec.model_dump(mode="json"))
+            store.update_spec(record.uuid, spec.stored())
     spec = here
     devices = devices_for(spec, on_notice)
     return StudyRequest(spec=spec, devices=devices, storage=storage, conclude=conclude, relocated=workdir is not None)
@@ -141,7 +141,7 @@ def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:
             "config_path": moved(script.config_path),
         }
     )
-    return spec.model_copy(update={"script": script, "output_dir": moved(spec.output_dir)})
+    return spec.model_copy(update={"script": script, "output_dir": moved(str(spec.output_dir))})
 
 
 def _check_script(script: ScriptSpec) -> None:

@@ -17,10 +17,10 @@ from optuna_dsat.script.arg_mapping import parse_mappings
 from optuna_dsat.script.command.module_file import is_importable
 from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.references import References, keep
+from optuna_dsat.study.options.parse import one_count
+from optuna_dsat.study.options.settings import SearchSettings
 from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
-from optuna_dsat.tuning.options.defaults import spec_field
 from optuna_dsat.tuning.options.given import config_path, user_config
-from optuna_dsat.tuning.options.parse import one_count
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 from optuna_dsat.tuning.target import find_target, writable
 
@@ -42,13 +42,12 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     slots = one_count(options.gpus_per_trial, option="--gpus-per-trial") or devices.per_launch
     ds_config.batch_triangle(ds_config.effective(config), world_size=slots)
     mappings = {**(user.autotuning.arg_mappings or {}), **(options.arg_mapping or {})}
-    names = {one.name for one in fields(options)}
     secrets = References(target.args, options.env or {}, config)
     values = {
         **_settings(options),
         "name": _default_name(target.stem, method) if options.study is None else options.study,
         "method": method,
-        "options": {name: getattr(options, name) for name in names & MethodOptions.model_fields.keys()},
+        "options": {name: getattr(options, name) for name in MethodOptions.model_fields if hasattr(options, name)},
         "script": ScriptSpec(
             script=target.script,
             args=refer_in_command(target.args, secrets),
@@ -80,21 +79,13 @@ def _default_name(stem: str, method: str) -> str:
 
 
 def _settings(options: TuneOptions) -> dict[str, Any]:
-    """Return the spec's fields that are copied from options; options that are None keep the spec's default."""
-    settings: dict[str, Any] = {}
-    for one in fields(options):
-        name, value = spec_field(one.name), getattr(options, one.name)
-        if name in StudySpec.model_fields and value is not None:
-            settings[name] = value
-    if stages := settings.pop("zero_stages", ()):
+    """Return the spec's fields that options set."""
+    settings = {one.name: getattr(options, one.name) for one in fields(SearchSettings)}
+    if stages := settings["zero_stages"]:
         settings["zero_stages"] = tuple(sorted(set(stages)))
-    if "nvme_path" in settings:
-        settings["nvme_path"] = _existing_folder(os.fspath(settings["nvme_path"]))
-    if "writable" in settings:
-        settings["writable"] = tuple(os.path.abspath(path) for path in settings["writable"])  # noqa: PTH100 - keeps links
-    for name in ("no_tune", "preload", "no_preload", "slurm_arg", "ray_node"):
-        if name in settings:
-            settings[name] = tuple(str(one) for one in settings[name])
+    if options.nvme_path is not None:
+        settings["nvme_path"] = _existing_folder(os.fspath(options.nvme_path))
+    settings["writable"] = tuple(os.path.abspath(path) for path in options.writable or ())  # noqa: PTH100 - keeps links
     return settings
 
 
@@ -115,11 +106,11 @@ def _check_modules(spec: StudySpec) -> None:
     Raises:
         UsageError: Names the module.
     """
-    for option, names in (("--preload", spec.preload), ("--no-preload", spec.no_preload)):
+    for option, names in (("--preload", spec.preload or ()), ("--no-preload", spec.no_preload or ())):
         for name in names:
             if not all(part.isidentifier() for part in name.split(".")):
                 raise UsageError(f"{option} takes a module's name, such as package.module; got {name!r}.")
-    for name in spec.no_preload:
+    for name in spec.no_preload or ():
         top = name.partition(".")[0]
         if name != top:
             raise UsageError(f"--no-preload takes whole packages: write {top} instead of {name}.")
@@ -128,7 +119,7 @@ def _check_modules(spec: StudySpec) -> None:
     script = spec.script
     beside = Path(script.cwd) if script.is_module else Path(script.script).parent
     paths = [Path(path) for path in script.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    for name in spec.preload:
+    for name in spec.preload or ():
         if not is_importable(name, [beside, *paths]):
             raise UsageError(f"--preload is {name}: no such module is installed, and none lies in {beside}.")
 

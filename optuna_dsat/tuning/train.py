@@ -111,7 +111,7 @@ def train_trial(
         output_dir=spec.study_dir,
         max_slots=spec.max_slots,
         stdout=stdout,
-        wait_for_gpus_s=spec.wait_for_gpus_s,
+        wait_for_gpus_s=spec.wait_for_gpus,
         on_notice=on_notice,
     )
 

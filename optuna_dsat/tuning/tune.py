@@ -13,7 +13,7 @@ from optuna_dsat.escape.terminal import say
 from optuna_dsat.study.confirm.rows import columns_of, flat_rows
 from optuna_dsat.study.confirm.words import headline, user_value_in_words, value_in_words, verdict_in_words
 from optuna_dsat.study.result import StudyResult
-from optuna_dsat.tuning.options.given import Given, with_config_file, write_config
+from optuna_dsat.tuning.options.given import Given, write_config
 from optuna_dsat.tuning.options.keywords import with_keywords
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions
 from optuna_dsat.tuning.prepare import Prepared, prepare_each
@@ -163,7 +163,6 @@ def tune(given: Given) -> TuneResult:
         StorageError: If the database failed while the study ran; the same call continues it.
         SearchInterrupted: A ``KeyboardInterrupt`` with the result so far; the same call continues the study.
     """
-    given = with_config_file(given)
     studies = prepare_each(None, given)
     options = studies[0].given.options
 

@@ -20,17 +20,10 @@ from optuna_dsat.cost.memory_fit import CorrectionFit
 
 GIB = 2**30
 PROFILE = ModelProfile(
-    params=10**8,
-    trainable_params=10**8,
-    largest_layer_params=10**6,
-    param_bytes=2,
-    activation_bytes_per_sample=10**8,
-    flops_per_sample=10**12,
-    device_memory_bytes=40 * GIB,
-    host_memory_bytes=256 * GIB,
-    peak_bytes=4 * GIB,
-    optimizer="AdamW",
-)
+    params=10**8, trainable_params=10**8, largest_layer_params=10**6, param_bytes=2,
+    activation_bytes_per_sample=10**8, flops_per_sample=10**12, device_memory_bytes=40 * GIB, host_memory_bytes=256
+    * GIB, peak_bytes=4 * GIB, optimizer="AdamW",
+)  # fmt: skip
 
 
 def hardware(device: str) -> Hardware:

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.display.lines import LineView, lines_of
 from optuna_dsat.metrics import Speed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
+from tests.harness.small_model import PROFILE
 
 SEARCH = progress.SearchStarted(
     study="s", metric="FLOPS_per_gpu", maximize=True, max_trials=10, launched=0, device="cpu"
@@ -60,10 +60,9 @@ def test_an_interval_wider_than_its_value_has_ends_instead_of_a_share() -> None:
 
 
 def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:
-    profile = ModelProfile(
-        params=1633, trainable_params=1633, largest_layer_params=10, param_bytes=4, activation_bytes_per_sample=2**20,
-        flops_per_sample=12_345 * 10**9, device_memory_bytes=2**30, host_memory_bytes=2**30, peak_bytes=2**20,
-    )  # fmt: skip
+    profile = replace(
+        PROFILE, params=1633, trainable_params=1633, activation_bytes_per_sample=2**20, flops_per_sample=12_345 * 10**9
+    )
     event = progress.ProfileFinished(
         profile=profile, measured_with="ZeRO 1", reused=False, largest_micro_batches={1: 8}
     )

@@ -15,7 +15,6 @@ import pytest
 from optuna.trial import TrialState
 from rich.console import Console
 
-from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.display.lines import LineView
 from optuna_dsat.display.live import make_observer, render
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
@@ -25,15 +24,13 @@ from optuna_dsat.store import Store
 from optuna_dsat.study import progress
 from optuna_dsat.study.live_state import LiveState
 from optuna_dsat.trials import attributes
+from tests.harness.small_model import profiled_of
 from tests.harness.terminal import terminal
 from tests.harness.workers import wait_until
 
 GIB = 2**30
+PROFILE = replace(profiled_of().profile, device_memory_bytes=8 * GIB)
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]m|\x1b\[[0-9;]*9[0-7]m")
-PROFILE = ModelProfile(
-    params=10**6, trainable_params=10**6, largest_layer_params=10**5, param_bytes=2, activation_bytes_per_sample=1,
-    flops_per_sample=1, device_memory_bytes=8 * GIB, host_memory_bytes=8 * GIB, peak_bytes=GIB,
-)  # fmt: skip
 
 
 def search(**changes: object) -> progress.SearchStarted:

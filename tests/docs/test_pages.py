@@ -21,7 +21,7 @@ from optuna_dsat.launch.machine.devices import DeviceError
 from optuna_dsat.launch.run_directory import OutputError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.end_reason import EndReason
-from optuna_dsat.study.spec import METHODS
+from optuna_dsat.study.options.methods import METHODS
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMANDS = list(options.commands())

@@ -16,6 +16,7 @@ from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 
@@ -40,6 +41,10 @@ KEPT = (
     "contiguous_gradients", "reduce_scatter", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
     "stage3_max_reuse_distance", "stage3_param_persistence_threshold", "sub_group_size",
 )  # fmt: skip
+
+
+def profiled_of(**facts: Any) -> Profiled:
+    return Profiled(**{"profile": PROFILE, "measured_with": "ZeRO 1", "pipeline": False, "device": "cuda", **facts})
 
 
 def small_space(*, no_tune: Sequence[str] = KEPT, samples: int | None = None) -> SearchSpace:

@@ -78,7 +78,7 @@ def test_a_launch_takes_one_part_of_a_gpu(machine: Machine, monkeypatch: pytest.
 
 def test_the_limit_of_the_wait_is_stored_and_changes_no_study() -> None:
     spec = prepared(wait_for_gpus=30.0).request.spec
-    assert spec.wait_for_gpus_s == 30.0
+    assert spec.wait_for_gpus == 30.0
     assert spec.identity() == prepared().request.spec.identity()
     with pytest.raises(UsageError, match="--wait-for-gpus is -1"):
         prepared(wait_for_gpus=-1.0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,34 +10,18 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
-from optuna_dsat.cost.memory import ModelProfile, estimate, largest_micro_batch
+from optuna_dsat.cost.memory import estimate, largest_micro_batch
 from optuna_dsat.cost.memory_fit import CorrectionFit
-from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.search.methods import Ceiling
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
+from tests.harness.small_model import PROFILE, profiled_of
 
 GIB = 2**30
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-PROFILED = Profiled(
-    profile=ModelProfile(
-        params=10**9,
-        trainable_params=10**9,
-        largest_layer_params=10**7,
-        param_bytes=2,
-        activation_bytes_per_sample=3 * 10**8,
-        flops_per_sample=10**12,
-        device_memory_bytes=40 * GIB,
-        host_memory_bytes=256 * GIB,
-        peak_bytes=4 * GIB,
-        optimizer="AdamW",
-    ),
-    measured_with="as it is",
-    pipeline=False,
-    device="cuda",
-)
+PROFILED = profiled_of(profile=replace(PROFILE, activation_bytes_per_sample=3 * 10**8, host_memory_bytes=256 * GIB))
 SPACE = build_space(
     SpaceRequest(
         ds_config=CONFIG,

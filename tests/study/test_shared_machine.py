@@ -110,7 +110,7 @@ def test_a_profile_launch_waits_no_longer_than_it_may(bench: StudyBench) -> None
 def test_a_search_that_the_limit_ends_loses_nothing(bench: StudyBench, shows: str) -> None:
     spec = bench.spec(max_trials=4, confirm=0)
     with pytest.raises(DeviceError, match="process 4711"):
-        search(bench, spec.model_copy(update={"wait_for_gpus_s": 0.0}), Shared(Hill(), after=3, shows=shows))
+        search(bench, spec.model_copy(update={"wait_for_gpus": 0.0}), Shared(Hill(), after=3, shows=shows))
     trials = bench.study().trials
     assert TrialState.RUNNING not in {trial.state for trial in trials}
     assert len(launched(bench)) == 2

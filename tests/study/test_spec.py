@@ -70,6 +70,21 @@ def test_a_spec_survives_its_json() -> None:
     assert StudySpec.model_validate_json(spec.model_dump_json()) == spec
 
 
+def test_a_spec_is_stored_as_older_versions_read_it() -> None:
+    several = ("zero_stages", "no_tune", "preload", "no_preload", "writable", "slurm_arg", "ray_node")
+    empty = make_spec(**values(**dict.fromkeys([*several, "fix", "gpus_per_node", "nvme_path"])))
+    assert empty == make_spec(**values())
+    stored = empty.stored()
+    assert {name: stored[name] for name in several} == {
+        **{name: [] for name in several},
+        "zero_stages": [1, 2, 3],
+    }
+    assert (stored["fix"], stored["gpus_per_node"], stored["nvme_path"]) == ({}, 0, None)
+    assert {"timeout_s", "trial_timeout_s", "stall_timeout_s", "queue_timeout_s", "confirm_time_s"} < stored.keys()
+    assert {"wait_for_gpus_s", "idle_release_s"} < stored.keys()
+    assert StudySpec.model_validate(stored) == empty
+
+
 def test_identity_ignores_budgets_and_keeps_what_makes_results_comparable() -> None:
     spec = make_spec(**values())
     assert spec.identity() == make_spec(**values(max_trials=5, output_dir="/elsewhere")).identity()

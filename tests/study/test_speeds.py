@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.metrics import Speed
 from optuna_dsat.runtime.events import StepMeasured
@@ -28,12 +27,9 @@ from optuna_dsat.words import (
     times_in_words,
 )
 from optuna_dsat.words import speed_in_words as words
+from tests.harness.small_model import profiled_of
 
-PROFILE = ModelProfile(
-    params=10**9, trainable_params=10**9, largest_layer_params=10**7, param_bytes=2, activation_bytes_per_sample=1,
-    flops_per_sample=10**12, device_memory_bytes=2**36, host_memory_bytes=2**40, peak_bytes=2**30,
-    device_name="NVIDIA H100 80GB HBM3",
-)  # fmt: skip
+PROFILE = replace(profiled_of().profile, flops_per_sample=10**12, device_name="NVIDIA H100 80GB HBM3")
 METRICS = {"throughput": 40.0, "FLOPS_per_gpu": 0.4 * 989.5e12}
 BF16 = {"bf16": {"enabled": True}}
 

@@ -37,7 +37,7 @@ def spec_of(*, given: tuple[str, ...] = (), **options: Any) -> StudySpec:
 def test_nodes_and_gpus_make_the_ranks_of_a_trial(asked: list[StudySpec]) -> None:
     spec = spec_of(nodes_per_trial=2, gpus_per_node=8, slurm_arg=["--partition=a100"], queue_timeout=60.0)
     assert (spec.device, spec.slots_per_trial, spec.slots_per_node) == ("cuda", 16, 8)
-    assert (spec.slurm_arg, spec.queue_timeout_s, spec.idle_release_s) == (("--partition=a100",), 60.0, 300.0)
+    assert (spec.slurm_arg, spec.queue_timeout, spec.idle_release) == (("--partition=a100",), 60.0, 300.0)
     assert spec.device_memory_bytes is None
     assert asked == [spec]
 

@@ -14,7 +14,7 @@ from optuna_dsat.cli import search
 from optuna_dsat.cli.show import _print_bars
 from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.store import Store
-from optuna_dsat.study.spec import default_stages
+from optuna_dsat.study.options.methods import default_stages
 from optuna_dsat.tuning import devices
 from optuna_dsat.tuning.options import autotuning
 from optuna_dsat.tuning.options.given import Given

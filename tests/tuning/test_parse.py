@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.tuning.options.parse import split_fixed, split_mappings, split_stages
+from optuna_dsat.study.options.parse import split_fixed, split_mappings, split_stages
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from docs.generate.options import commands
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StorageUrlError, UsageError
 from optuna_dsat.launch.machine.devices import DEFAULT_CPU_RANKS
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.spec import METHODS, MethodOptions, StudyRequest, StudySpec
+from optuna_dsat.study.options.declaration import options_in
+from optuna_dsat.study.options.methods import METHODS
+from optuna_dsat.study.spec import StudyRequest
 from optuna_dsat.tuning import train, tune
-from optuna_dsat.tuning.options.declaration import options_in
-from optuna_dsat.tuning.options.defaults import spec_field
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions, TuneOptions, methods_of
 from optuna_dsat.tuning.prepare import Prepared, prepare
@@ -50,14 +50,8 @@ def test_every_option_of_the_command_is_a_keyword_with_the_same_default() -> Non
     assert parameters == {name: default for name, default in options.items() if name not in OF_A_TERMINAL}
 
 
-def test_what_options_and_spec_both_have_has_one_default() -> None:
+def test_what_options_and_request_both_have_has_one_default() -> None:
     defaults = {one.name: one.default for one in dataclasses.fields(AutotuningOptions)}
-    filled = {spec_field(name): default for name, default in defaults.items() if default is not dataclasses.MISSING}
-    assert MethodOptions.model_fields.keys() <= filled.keys()
-    for model in (StudySpec, MethodOptions):
-        for name, field in model.model_fields.items():
-            if name in filled and not field.is_required() and filled[name] is not None:
-                assert filled[name] == field.default, name
     request = {one.name: one.default for one in dataclasses.fields(StudyRequest)}
     assert (defaults["profile_reuse"], defaults["check_loss"]) == (request["reuse_profile"], request["check_loss"])
     assert options_in(AutotuningOptions)["cpu_ranks"].none == str(DEFAULT_CPU_RANKS)

@@ -11,7 +11,7 @@ import pytest
 
 import optuna_dsat
 from optuna_dsat.errors import UsageError
-from optuna_dsat.tuning.options.parse import share
+from optuna_dsat.study.options.parse import share
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedResult

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from optuna_dsat.tuning.options.declaration import PANELS, Option, option_of, options_in
+from optuna_dsat.study.options.declaration import PANELS, Option, fields_of, option_of, options_in
 
 __all__ = ["first_options", "origins_of", "takes_options", "with_options"]
 
@@ -64,15 +64,14 @@ def with_options(run: Callable[..., None], doc: str | None = None) -> Callable[.
 
 def _parameters(options: Any) -> list[inspect.Parameter]:
     """Return the fields of a class of options as keyword-only parameters."""
-    hints = get_type_hints(options, include_extras=True)
     found = [
         inspect.Parameter(
             one.name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[one.name],
+            annotation=annotation,
             default=inspect.Parameter.empty if one.default is MISSING else one.default,
         )
-        for one in fields(options)
+        for one, annotation in fields_of(options)
     ]
     return sorted(found, key=_place)
 
@@ -93,7 +92,9 @@ def _for_typer(parameter: inspect.Parameter) -> Any:
     option = option_of(parameter.annotation)
     if option is None:
         return parameter.annotation
-    kind = get_args(parameter.annotation)[0] if option.text_type is None else option.text_type
+    declared = get_args(parameter.annotation)[0]
+    is_list = {get_origin(one) for one in get_args(declared)} & {Sequence, Mapping}
+    kind = option.text_type or (list[str] | None if is_list else declared)
     if option.panel is None:
         return Annotated[kind, typer.Argument(help=option.command_help, metavar=option.metavar, show_default=False)]
     flags = option.flags
@@ -113,14 +114,9 @@ def _for_typer(parameter: inspect.Parameter) -> Any:
 
 
 def _completion(option: Option) -> Callable[[str], list[str]] | None:
-    if option.choices is None:
+    if not option.choices:
         return None
-    choices = option.choices
-
-    def complete(incomplete: str) -> list[str]:
-        return [choice for choice in choices() if choice.startswith(incomplete)]
-
-    return complete
+    return lambda incomplete: [choice for choice in option.choices if choice.startswith(incomplete)]
 
 
 def origins_of(context: typer.Context, names: Iterable[str]) -> dict[str, str]:

@@ -12,8 +12,8 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.shell import enter
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.experiment import Experiment, read_experiment
-from optuna_dsat.tuning.options.locations import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
-from optuna_dsat.tuning.options.parse import NO_CONFIG
+from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
+from optuna_dsat.study.options.parse import NO_CONFIG
 
 __all__ = ["is_experiment", "kept_places", "unfold_experiment", "value_given"]
 

@@ -21,7 +21,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.shell import enter
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.command.launch_command import LaunchCommand
-from optuna_dsat.tuning.options.parse import NO_CONFIG
+from optuna_dsat.study.options.parse import NO_CONFIG
 
 if TYPE_CHECKING:
     from optuna_dsat.launch.machine.devices import Devices

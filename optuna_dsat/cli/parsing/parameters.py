@@ -12,7 +12,7 @@ import typer
 
 from optuna_dsat.errors import DsatError, UsageError
 from optuna_dsat.runtime.files import stream_of
-from optuna_dsat.tuning.options.locations import DEFAULT_STORAGE, STORAGE_ENV
+from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, STORAGE_ENV
 
 __all__ = ["DEFAULT_STORAGE", "Json", "LatestName", "Name", "Quiet", "Storage", "complete_studies", "confirm_replacing"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.references import References
-from optuna_dsat.tuning.options.locations import STORAGE_ENV
+from optuna_dsat.study.options.declaration import STORAGE_ENV
 
 __all__ = ["STORAGE_ENV", "hide_secrets", "without_password", "without_secrets_of"]
 

@@ -268,7 +268,7 @@ def next_in_rounds(
         allowed_s: Device seconds for rounds beyond the first few, without ``--confirm-time`` and unless the best is
             nearly known to be faster than the user's config.
     """
-    if not rounds.chosen or (spec.confirm_time_s is not None and rounds.spent_s >= spec.confirm_time_s):
+    if not rounds.chosen or (spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time):
         return None
     for number in range(max(rounds.since, rounds.last), _MOST_ROUNDS + 1):
         before = replace(rounds, launches=tuple(one for one in rounds.launches if one.round < number))
@@ -313,7 +313,7 @@ def _is_enough(
     values = rounds.values()
     if any(len(values.get(number, {})) < MIN_ROUNDS for number in numbers):
         return not numbers
-    late = spec.confirm_time_s is None and rounds.spent_s >= allowed_s
+    late = spec.confirm_time is None and rounds.spent_s >= allowed_s
     if late and _is_nearly_sure(_verdict(rounds, trials, spec)):
         late = rounds.last >= _ROUNDS_TO_TELL and rounds.spent_s >= allowed_s / SEARCH_SHARE
     return late or is_known(rounds, trials, spec=spec)

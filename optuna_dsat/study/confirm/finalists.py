@@ -348,7 +348,7 @@ def with_next_best(
         spec: The study.
     """
     verdict = verdict_of(trials, rounds, maximize=spec.maximize, tie=spec.tie, slots=spec.slots_per_trial)
-    spent = spec.confirm_time_s is not None and rounds.spent_s >= spec.confirm_time_s
+    spent = spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time
     if verdict is None or verdict.kind is not VerdictKind.BASELINE_IS_BEST or spent:
         return rounds
     own, out = verdict.baseline, refuted(rounds, trials, spec=spec)

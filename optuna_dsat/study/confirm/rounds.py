@@ -10,11 +10,12 @@ import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from optuna_dsat.config.record import Record
 from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.metrics import student_t_975
 from optuna_dsat.outcome import Outcome
@@ -46,7 +47,7 @@ _LEAST_NOISE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointEstimate:
+class JointEstimate(Record):
     """Normal distribution of n trials' log objectives, without noise: logarithms of the metric, larger is better."""
 
     numbers: tuple[int, ...]
@@ -62,23 +63,6 @@ class JointEstimate:
             raise ValueError(f"an estimate of {count} trials has {count} means and {count} x {count} covariances")
         if not all(map(math.isfinite, [*self.means, *(one for row in self.covariance for one in row)])):
             raise ValueError("means and covariances are finite numbers")
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> JointEstimate:
-        """Build from the output of ``to_json``.
-
-        Raises:
-            ValueError: If shapes do not agree, or a number is not finite.
-        """
-        return cls(
-            numbers=tuple(map(int, record["numbers"])),
-            means=tuple(map(float, record["means"])),
-            covariance=tuple(tuple(map(float, row)) for row in record["covariance"]),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the input of ``from_json``."""
-        return asdict(self)
 
     def given(self, values: Mapping[int, Mapping[int, float]], *, noise: float, maximize: bool) -> JointEstimate:
         """Return the distribution conditioned on launches in rounds, with an unknown effect of each round.
@@ -136,7 +120,7 @@ _MOST_FAILURES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundLaunch:
+class RoundLaunch(Record):
     """A launch of a confirmation."""
 
     round: int
@@ -160,18 +144,9 @@ class RoundLaunch:
     conditions: Conditions = field(default_factory=Conditions)
     """Conditions of the machine during the launch."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the input of ``from_json``."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> RoundLaunch:
-        """Build from the output of ``to_json``."""
-        return cls(**{**record, "conditions": Conditions.from_json(record.get("conditions", {}))})
-
 
 @dataclass(frozen=True, kw_only=True)
-class Rounds:
+class Rounds(Record):
     """The confirmation of a study so far."""
 
     chosen: tuple[int, ...] = ()
@@ -189,24 +164,8 @@ class Rounds:
     def of(cls, study_attributes: Mapping[str, Any]) -> Rounds:
         """Read the rounds from a study's user attributes; values of older versions are read as a single round."""
         record = study_attributes.get(attributes.CONFIRMATION)
-        if record is not None:
-            launches = tuple(RoundLaunch.from_json(one) for one in record["launches"])
-            kept = {name: record[name] for name in ("measured", "since")}
-            said = record.get("estimate")
-            estimate = None if said is None else JointEstimate.from_json(said)
-            return cls(chosen=tuple(record["chosen"]), launches=launches, estimate=estimate, **kept)
-        older = study_attributes.get(attributes.FINALISTS, [])
-        return cls(launches=tuple(RoundLaunch(round=1, **one) for one in older))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the value of the study attribute ``CONFIRMATION``."""
-        return {
-            "chosen": list(self.chosen),
-            "measured": self.measured,
-            "since": self.since,
-            "estimate": None if self.estimate is None else self.estimate.to_json(),
-            "launches": [one.to_json() for one in self.launches],
-        }
+        older = [{"round": 1, **launch} for launch in study_attributes.get(attributes.FINALISTS, [])]
+        return cls.from_json({"launches": older} if record is None else record)
 
     def with_launch(self, launch: RoundLaunch) -> Rounds:
         """Return a copy of the rounds with another launch."""

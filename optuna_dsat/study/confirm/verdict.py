@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.record import Record
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.study.confirm.rounds import (
     MIN_ROUNDS,
@@ -58,7 +59,7 @@ class VerdictKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(Record):
     """Outcome of a study so far."""
 
     kind: VerdictKind
@@ -139,10 +140,6 @@ class Verdict:
         """Number of rounds that measured the selected config; 0 if the search decided."""
         found = self.contender(self.handed_over)
         return 0 if found is None else found.rounds
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the verdict as plain values."""
-        return asdict(self)
 
 
 def are_alike(batch: int, other: int) -> bool:

@@ -61,10 +61,10 @@ def find_batch_rule(
     if engine is None or own == configured or (engine.pipeline and own is None):
         return None
     if own is None:  # nothing was seen: what cannot be counted must not change
-        return held(configured if ds_config.MICRO_BATCH in spec.fix else present)
+        return held(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present)
     samples = None if found is None else samples_per_rank(found, own=own)
     if sizes := record.differing_micro_batches(samples=samples):
-        return varying(configured if ds_config.MICRO_BATCH in spec.fix else present, sizes=sizes)
+        return varying(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present, sizes=sizes)
     ranks = engine.data_parallel_size
     if found is None or not spec.follow_batch:
         return held(own, found=found, present=present, ranks=ranks)

@@ -86,12 +86,14 @@ def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
     Structures follow the guide's order at the searched stages; ZeRO 1 only if neither 2 nor 3 is searched.
     """
     smallest = smallest_micro_batch(
-        SpaceRequest(ds_config=spec.ds_config, fix=spec.fix, no_tune=spec.no_tune, divisible_by=spec.divisible_by)
+        SpaceRequest(
+            ds_config=spec.ds_config, fix=spec.fix or {}, no_tune=spec.no_tune or (), divisible_by=spec.divisible_by
+        )
     )
     yield ProfileAttempt(structure=None, micro_batch=smallest)
-    least = 2 if any(stage >= 2 for stage in spec.zero_stages) else 1
+    least = 2 if any(stage >= 2 for stage in spec.stages) else 1
     for structure in GUIDE_ORDER:
-        if structure.stage in spec.zero_stages and structure.stage >= least:
+        if structure.stage in spec.stages and structure.stage >= least:
             yield ProfileAttempt(structure=structure, micro_batch=smallest)
 
 
@@ -192,7 +194,7 @@ def measure_profile(
             return replace(found, stage_option=stage_option, only_zero_3=only_zero_3, least_micro_batch=least)
         # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
         told = {**record.config_differences, **told}
-        only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
+        only_zero_3 |= record.needs_zero_3 and 3 in spec.stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
             own = own_batch(spec, record)
             at_own = attempt.with_least(own.micro_batch, own.gradient_accumulation_steps)

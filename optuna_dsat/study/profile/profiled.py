@@ -8,6 +8,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.op_builders import operators_of
+from optuna_dsat.config.record import Record
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.protocol import Preload
@@ -15,7 +16,6 @@ from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profile.script import follow_script
-from optuna_dsat.study.reading import check_profile_names
 from optuna_dsat.study.spec import StudySpec
 
 __all__ = ["Profiled"]
@@ -26,8 +26,12 @@ _NAME_THE_BACKEND = (
 )
 
 
+_LEARNED_VARIABLES = "ACCELERATE_"
+"""Beginning of the variables that a profile launch learns (``runtime/adapt/accelerate.py``)."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Profiled:
+class Profiled(Record):
     """Result of a profile launch."""
 
     profile: ModelProfile
@@ -84,7 +88,7 @@ class Profiled:
 
     def followed_by(self, spec: StudySpec) -> StudySpec:
         """Return a spec as the script means it: its trainer's and its own batch sizes filled in and followed."""
-        stages = (3,) if self.only_zero_3 else (0,) if self.zero_is_untested(spec) else spec.zero_stages
+        stages = (3,) if self.only_zero_3 else (0,) if self.zero_is_untested(spec) else spec.stages
         accepted = self.stage_choices.get(spec.script.arg_mappings.get(STAGE, self.stage_option)) or stages
         stages = tuple(stage for stage in stages if stage in accepted) or stages
         return follow_script(
@@ -181,35 +185,6 @@ class Profiled:
         batch = "" if self.batch is None or settings_written else self.batch.advice(config)
         return " ".join(filter(None, (trainer, batch, _NAME_THE_BACKEND if self.joins_ranks else "")))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the input of ``from_json``."""
-        return {
-            "profile": self.profile.to_json(),
-            "measured_with": self.measured_with,
-            "pipeline": self.pipeline,
-            "device": self.device,
-            "only_zero_3": self.only_zero_3,
-            "least_micro_batch": self.least_micro_batch,
-            "data_parallel_size": self.data_parallel_size,
-            "takes_local_rank": self.takes_local_rank,
-            "starts_ranks": self.starts_ranks,
-            "joins_ranks": self.joins_ranks,
-            "trainer": None if self.trainer is None else self.trainer.to_json(),
-            "batch": None if self.batch is None else self.batch.to_json(),
-            "samples_per_rank": self.samples_per_rank,
-            "loads_all": self.loads_all,
-            "config_differences": {key: list(values) for key, values in self.config_differences.items()},
-            "option_defaults": dict(self.option_defaults),
-            "stage_option": self.stage_option,
-            "stage_choices": {option: list(stages) for option, stages in self.stage_choices.items()},
-            "config_option": self.config_option,
-            "config_in_code": self.config_in_code,
-            "environment": dict(self.environment),
-            "preload": self.preload.to_json(),
-            "trains_alike_with_zero": self.trains_alike_with_zero,
-            "zero_comparison": self.zero_comparison,
-        }
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Profiled:
         """Build from the output of ``to_json`` of this version or an older version, which used the key ``rung``.
@@ -218,12 +193,17 @@ class Profiled:
             ValueError: If it lacks a field, or names what no profile launch learns: a shared database is not trusted to
                 name what to run.
         """
-        try:
-            result = cls._built(record)
-        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            raise ValueError(f"no profile: {error}") from error
-        names = (*result.preload.modules, *result.preload.left_out)
-        check_profile_names(names, result.environment)
+        if "rung" in record:
+            record = {"measured_with": record["rung"], **record}
+        result = super().from_json(record)
+        strange = [
+            name
+            for name in (*result.preload.modules, *result.preload.left_out)
+            if not name.isprintable() or "/" in name or name.startswith(".")
+        ]
+        strange += [name for name in result.environment if not name.startswith(_LEARNED_VARIABLES)]
+        if strange:
+            raise ValueError(f"no launch learns {repr(strange[0])[:60]}")
         return result
 
     @classmethod
@@ -233,33 +213,3 @@ class Profiled:
             return cls.from_json(record)
         except ValueError:
             return None
-
-    @classmethod
-    def _built(cls, record: Mapping[str, Any]) -> Profiled:
-        trainer = record.get("trainer")
-        return cls(
-            profile=ModelProfile.from_json(record["profile"]),
-            measured_with=record["measured_with"] if "measured_with" in record else record["rung"],
-            pipeline=record["pipeline"],
-            device=record["device"],
-            only_zero_3=record.get("only_zero_3", False),
-            least_micro_batch=record.get("least_micro_batch", 1),
-            data_parallel_size=record.get("data_parallel_size"),
-            takes_local_rank=record.get("takes_local_rank", False),
-            starts_ranks=record.get("starts_ranks", False),
-            joins_ranks=record.get("joins_ranks", False),
-            trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
-            batch=None if record.get("batch") is None else BatchRule.from_json(record["batch"]),
-            samples_per_rank=record.get("samples_per_rank"),
-            loads_all=record.get("loads_all", False),
-            config_differences=record.get("config_differences", {}),
-            option_defaults=record.get("option_defaults", {}),
-            stage_option=record.get("stage_option", ""),
-            stage_choices=record.get("stage_choices", {}),
-            config_option=record.get("config_option", ""),
-            config_in_code=record.get("config_in_code", False),
-            environment=record.get("environment", {}),
-            preload=Preload.from_json(record["preload"]) if "preload" in record else Preload(),
-            trains_alike_with_zero=record.get("trains_alike_with_zero"),
-            zero_comparison=record.get("zero_comparison", ""),
-        )

@@ -178,7 +178,7 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
     multiple = math.lcm(spec.divisible_by, rule.multiple)
     changes: dict[str, Any] = {"ds_config": config, "script": script, "divisible_by": multiple}
     if rule.kind == "held":
-        changes["fix"] = {**spec.fix, ds_config.MICRO_BATCH: rule.own}
+        changes["fix"] = {**(spec.fix or {}), ds_config.MICRO_BATCH: rule.own}
     return spec.model_copy(update=changes)
 
 

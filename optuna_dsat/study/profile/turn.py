@@ -177,7 +177,7 @@ class ProfileTurn:
             self._compare_zero
             and profiled.trains_alike_with_zero is None
             and profiled.zero_is_untested(self._spec)
-            and any(self._spec.zero_stages)
+            and any(self._spec.stages)
             and not has_trials(self._store, self._spec.name)
         )
 
@@ -188,7 +188,7 @@ class ProfileTurn:
             TurnLostError: If another worker took the profile over.
         """
         spec = profiled.followed_by(self._spec)
-        stage = min(stage for stage in self._spec.zero_stages if stage)
+        stage = min(stage for stage in self._spec.stages if stage)
         self._context.say(
             f"Comparing the first {_COMPARED_STEPS} losses with and without ZeRO {stage}, as DeepSpeed does not list "
             f"{profiled.profile.optimizer} as tested with ZeRO ..."
@@ -218,7 +218,7 @@ class ProfileTurn:
         name = profiled.profile.optimizer
         if profiled.zero_was_compared(self._spec):
             return f"ZeRO is searched with {name}. With and without ZeRO: {profiled.zero_comparison}"
-        if profiled.followed_by(self._spec).zero_stages != (0,) or not profiled.zero_is_untested(self._spec):
+        if profiled.followed_by(self._spec).stages != (0,) or not profiled.zero_is_untested(self._spec):
             return ""
         remedy = (
             profiled.zero_comparison

@@ -75,7 +75,7 @@ class TrialRecorder:
                 side_by_side=_concurrent_launches(spec, total_slots),
                 finalists=MIN_ROUNDS * (spec.confirm + spec.enqueue_user_config) if spec.confirm else 0,
                 finalist_steps=confirmation_end(spec) / spec.end_profile_step,
-                timeout_s=spec.timeout_s,
+                timeout_s=spec.timeout,
                 best=self._best_so_far(trials),
                 confirmed=self._confirmed(trials),
                 user_value=None if user is None else user.values[0],

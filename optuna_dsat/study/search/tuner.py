@@ -76,7 +76,7 @@ class Tuner:
         )
         self._retried: optuna.Trial | None = None
         """The trial whose launch has ended and is about to be repeated."""
-        timeout_s = context.spec.timeout_s
+        timeout_s = context.spec.timeout
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
     def run(self) -> EndReason:

@@ -10,7 +10,7 @@ from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.config.autotuning_section import Autotuning
 from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE
 from optuna_dsat.launch.machine.devices import detect_devices
-from optuna_dsat.tuning.options.declaration import options_in
+from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.tuning.options.given import Given, user_config
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions, TuneOptions
 from optuna_dsat.words import things_in_words

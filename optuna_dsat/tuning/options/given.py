@@ -13,7 +13,7 @@ from typing import Any
 from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 
-__all__ = ["Given", "config_path", "user_config", "with_config_file", "write_config"]
+__all__ = ["Given", "config_path", "user_config", "with_config", "write_config"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,60 +37,62 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Dictionary(os.PathLike[str]):
-    """A config given as a dictionary, and the file from which the script reads it."""
+class _Config(os.PathLike[str]):
+    """A config that has been read, and the file from which the script reads it."""
 
-    text: str
-    """As JSON."""
+    user: user_file.UserConfig
     path: str
+    is_written: bool = True
+    """Whether that file exists; False for a config given as a dictionary."""
 
     def __fspath__(self) -> str:
         return self.path
 
     def __str__(self) -> str:
-        return "ds_config"
+        return self.user.path
 
 
-def with_config_file(given: Given) -> Given:
-    """Replace a config given as a dictionary by the path of the file to which it will be written.
+def with_config(given: Given) -> Given:
+    """Read the config, once for all searches of a start; a dictionary gets the path of the file to be written.
 
     The file's name depends on the content, so the same dictionary continues the study.
+
+    Raises:
+        ConfigError: If it cannot be read.
     """
     options = given.options
-    if not isinstance(options.ds_config, Mapping):
-        return given
-    text = json.dumps(options.ds_config, indent=2, sort_keys=True)
-    name = f"ds_config-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}.json"
-    path = (Path(options.output_dir) / name).absolute()
-    return replace(given, options=replace(options, ds_config=_Dictionary(text=text, path=str(path))))
+    config = options.ds_config
+    if isinstance(config, Mapping):
+        text = json.dumps(config, indent=2, sort_keys=True)
+        name = f"ds_config-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}.json"
+        path = (Path(options.output_dir) / name).absolute()
+        config = _Config(user=user_file.parse(text, path="ds_config"), path=str(path), is_written=False)
+    elif config is not None and not isinstance(config, _Config):
+        config = _Config(user=user_file.load(Path(config)), path=os.fspath(config))
+    return replace(given, options=replace(options, ds_config=config))
 
 
 def config_path(options: TuneOptions) -> Path | None:
     """Return the path of the config; None if there is none."""
     named = options.ds_config
-    if named is None:
-        return None
     if isinstance(named, Mapping):
-        raise TypeError("A dictionary has no path before with_config_file().")
-    return Path(named)
+        raise TypeError("A dictionary has no path before with_config().")
+    return None if named is None else Path(named)
 
 
 def user_config(options: TuneOptions) -> user_file.UserConfig:
-    """Return the user's config.
+    """Return the user's config, which is read unless ``with_config`` has read it.
 
     Raises:
         ConfigError: If it cannot be read.
     """
-    if isinstance(options.ds_config, _Dictionary):
-        return user_file.parse(options.ds_config.text, path=str(options.ds_config))
-    return user_file.load(config_path(options))
+    named = options.ds_config
+    return named.user if isinstance(named, _Config) else user_file.load(config_path(options))
 
 
 def write_config(options: TuneOptions) -> None:
     """Write a config given as a dictionary to the file that the script reads; only this user may read the file."""
-    if not isinstance(options.ds_config, _Dictionary):
-        return
-    raw: dict[str, Any] = json.loads(options.ds_config.text)
-    path = Path(options.ds_config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ds_config.write_json_atomic(path, raw, private=True)
+    if isinstance(options.ds_config, _Config) and not options.ds_config.is_written:
+        path = Path(options.ds_config)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ds_config.write_json_atomic(path, options.ds_config.user.raw, private=True)

@@ -10,13 +10,13 @@ import os
 import re
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from optuna_dsat.errors import DsatError
-from optuna_dsat.tuning.options.declaration import option_of
+from optuna_dsat.study.options.declaration import fields_of, option_of
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import TuneOptions, methods_of
 
@@ -208,9 +208,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def with_keywords(
-    options: Callable[P, TuneOptions],
-) -> Callable[[Callable[[Given], R]], Callable[P, R]]:
+def with_keywords(options: Callable[P, TuneOptions]) -> Callable[[Callable[[Given], R]], Callable[P, R]]:
     """Return a decorator from a function of ``Given`` to a function of the fields of ``options``.
 
     A type checker sees the parameters of the class. Signature and documentation of the function are generated from its
@@ -245,12 +243,9 @@ def with_keywords(
     return decorate
 
 
-def _fields(options: Callable[..., TuneOptions]) -> Iterator[tuple[Field[Any], Any]]:
-    """Yield the fields of a class of options with their annotations, positional fields first."""
-    hints = get_type_hints(options, include_extras=True)
-    found = fields(options)  # type: ignore[arg-type]  # typed as its constructor
-    for one in sorted(found, key=lambda one: one.kw_only is True):
-        yield one, hints[one.name]
+def _fields(options: Any) -> list[tuple[Field[Any], Any]]:
+    """Return the fields of a class of options with their annotations, positional fields first."""
+    return sorted(fields_of(options), key=lambda found: found[0].kw_only is True)
 
 
 def _signature(options: Callable[..., TuneOptions]) -> inspect.Signature:

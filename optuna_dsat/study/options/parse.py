@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,57 +97,55 @@ def one_count(value: int | Sequence[int] | None, *, option: str) -> int | None:
     return value[0]
 
 
-def split_fixed(pairs: Sequence[str] | None) -> dict[str, Any] | None:
+def split_fixed(texts: Sequence[str] | None) -> dict[str, Any] | None:
     """Parse ``KEY=VALUE`` texts to knob -> value, values as JSON where possible; None if there are no texts.
 
     Raises:
         UsageError: If a text has no key or no value.
     """
-    if not pairs:
-        return None
     fixed: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not key or not text:
-            raise UsageError(f"--fix is {pair!r}; write KEY=VALUE, such as --fix overlap_comm=true.")
+    for text, key, value in _pairs(texts):
+        if not key or not value:
+            raise UsageError(f"--fix is {text!r}; write KEY=VALUE, such as --fix overlap_comm=true.")
         try:
-            fixed[key] = checked(json.loads(text), f"--fix {key}")
+            fixed[key] = checked(json.loads(value), f"--fix {key}")
         except ValueError:
-            fixed[key] = text
+            fixed[key] = value
         except RecursionError:
             raise UsageError(f"--fix {key} is nested too deeply.") from None
-    return fixed
+    return fixed or None
 
 
-def split_mappings(pairs: Sequence[str] | None) -> dict[str, str] | None:
+def split_mappings(texts: Sequence[str] | None) -> dict[str, str] | None:
     """Parse ``KEY=--OPTION`` texts to config key -> option of the script; None if there are no texts.
 
     Raises:
         UsageError: If a text has no ``=``.
     """
-    if not pairs:
-        return None
-    mappings: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, option = pair.partition("=")
-        if not equals:
-            raise UsageError(f"--arg-mapping is {pair!r}; write KEY=--OPTION.")
+    mappings = {}
+    for text, key, option in _pairs(texts):
+        if option is None:
+            raise UsageError(f"--arg-mapping is {text!r}; write KEY=--OPTION.")
         mappings[key] = option
-    return mappings
+    return mappings or None
 
 
-def split_environment(pairs: Sequence[str] | None) -> dict[str, str] | None:
+def split_environment(texts: Sequence[str] | None) -> dict[str, str] | None:
     """Parse ``NAME=VALUE`` texts to variable -> value; None if there are no texts.
 
     Raises:
         UsageError: If a text has no name or no ``=``.
     """
-    if not pairs:
-        return None
-    variables: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--env is {pair!r}; write NAME=VALUE.")
+    variables = {}
+    for text, name, value in _pairs(texts):
+        if not name or value is None:
+            raise UsageError(f"--env is {text!r}; write NAME=VALUE.")
         variables[name] = value
-    return variables
+    return variables or None
+
+
+def _pairs(texts: Sequence[str] | None) -> Iterator[tuple[str, str, str | None]]:
+    """Yield each text with its parts before and after the first ``=``; None for the latter without one."""
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        yield text, key, value if equals else None

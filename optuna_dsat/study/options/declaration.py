@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import Field, dataclass, fields
+from functools import partial
 from typing import Any, get_args, get_type_hints
 
 __all__ = [
-    "BUDGET",
-    "MEASURE",
-    "METHOD",
-    "OUTPUT_PANEL",
+    "DEFAULT_OUTPUT_DIR",
+    "DEFAULT_STORAGE",
+    "OUTPUT_DIR_ENV",
     "PANELS",
-    "WHAT",
-    "WHERE",
+    "STORAGE_ENV",
     "Option",
+    "fields_of",
+    "limit",
+    "measured",
+    "of_method",
+    "of_output",
     "option_of",
     "options_in",
+    "running",
+    "what",
+    "where",
 ]
 
-WHAT = "What to tune"
-BUDGET = "Budget"
-MEASURE = "Measuring"
-WHERE = "Where"
-METHOD = "Method"
-OUTPUT_PANEL = "Output"
-PANELS = (WHAT, BUDGET, MEASURE, WHERE, METHOD, OUTPUT_PANEL)
-"""Groups of a search's options in the order of its help."""
+DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
+STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
+"""Environment variable that commands read ``--storage`` from if it is not given."""
+DEFAULT_OUTPUT_DIR = "optuna-dsat-output"
+OUTPUT_DIR_ENV = "OPTUNA_DSAT_OUTPUT_DIR"
+"""Environment variable that commands read ``--output-dir`` from if it is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +55,19 @@ class Option:
     env: str | None = None
     """Environment variable that a command reads the value from."""
     text_type: Any = None
-    """Type of the value on a command line; None for the field's."""
+    """Type of the value on a command line; None for the field's, or for texts where that is a sequence or mapping."""
     parse: Callable[[Any], Any] | None = None
     """From the value of ``text_type`` to the field's; None where they are the same."""
     autotuning: str | None = None
     """Field of ``config.autotuning_section.Autotuning`` that gives the value if nothing else does."""
-    choices: Callable[[], Iterable[str]] | None = None
+    choices: tuple[str, ...] = ()
     """Values that a shell completes."""
+    before: str = ""
+    """Option of a base class before which help and documentation list this one."""
+    budget: bool = False
+    """Whether a study may be continued with another value: its results stay comparable."""
+    places: tuple[str, ...] = ()
+    """Values of ``--on`` with which it has an effect; empty for all."""
 
     @property
     def command_help(self) -> str:
@@ -75,6 +86,17 @@ class Option:
         return f"{self.help} None for {' '.join(filter(None, (self.none, self.none_if)))}."
 
 
+what = partial(Option, panel="What to tune")
+limit = partial(Option, panel="Budget", budget=True)
+measured = partial(Option, panel="Measuring")
+where = partial(Option, panel="Where")
+running = partial(Option, panel="Where", budget=True)
+of_method = partial(Option, panel="Method")
+of_output = partial(Option, panel="Output")
+PANELS = tuple(one.keywords["panel"] for one in (what, limit, measured, where, of_method, of_output))
+"""Groups of a search's options in the order of its help."""
+
+
 def option_of(annotation: Any) -> Option | None:
     """Return the ``Option`` in the annotation of a field; None if it has none."""
     return next((one for one in get_args(annotation)[1:] if isinstance(one, Option)), None)
@@ -84,3 +106,19 @@ def options_in(kind: type[Any]) -> dict[str, Option]:
     """Return the options that a class declares, by field name."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: option for name, hint in hints.items() if (option := option_of(hint)) is not None}
+
+
+def fields_of(kind: Any) -> list[tuple[Field[Any], Any]]:
+    """Return the fields of a class of options with their annotations, in the order in which they are documented."""
+    hints = get_type_hints(kind, include_extras=True)
+    listed: list[Field[Any]] = []
+    for one in sorted(fields(kind), key=lambda one: bool(_before(hints[one.name]))):
+        names = [other.name for other in listed]
+        before = _before(hints[one.name])
+        listed.insert(names.index(before) if before else len(listed), one)
+    return [(one, hints[one.name]) for one in listed]
+
+
+def _before(annotation: Any) -> str:
+    option = option_of(annotation)
+    return "" if option is None else option.before

@@ -1,0 +1,40 @@
+"""Records: frozen dataclasses that are stored as JSON and read again, also as other versions wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from pydantic import TypeAdapter
+
+__all__ = ["Record"]
+
+
+class Record:
+    """Base class of dataclasses that are stored as JSON."""
+
+    def to_json(self: DataclassInstance) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self:
+        """Build from the result of ``to_json`` of this or another version; keys that are not fields are ignored.
+
+        Raises:
+            ValueError: If a field is missing or has another type.
+        """
+        kind: Any = cls
+        read: Self = _adapter(kind).validate_python(record)
+        return read
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)

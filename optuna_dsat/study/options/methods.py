@@ -1,0 +1,143 @@
+"""Options of the search methods, under the names of the dsat guide, each declared once; each method reads its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
+
+from optuna_dsat.config.knobs import ZERO_STAGES
+from optuna_dsat.study.options.declaration import of_method
+from optuna_dsat.study.options.parse import share
+
+__all__ = [
+    "METHODS",
+    "AshaSettings",
+    "BinarySettings",
+    "GuidedSettings",
+    "LineageSettings",
+    "RandomSettings",
+    "default_stages",
+]
+
+METHODS = ("random", "binary", "asha", "guided")
+MOST_RUNGS = 64
+"""Most rungs, and most by which they start higher: the top one of 64 would take ``2**63`` launches."""
+
+
+def default_stages(method: str) -> tuple[int, ...]:
+    """Return the ZeRO stages that a method searches where none are asked for.
+
+    The three methods of Determined's DeepSpeed Autotune keep its default; small models are fastest without ZeRO.
+    """
+    return ZERO_STAGES if method == "guided" else (1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineageSettings:
+    """Options of the methods that raise a micro-batch step by step."""
+
+    free_batch: Annotated[
+        bool,
+        of_method(
+            help="Launch any micro-batch that memory is thought to hold, not only up to twice (guided: eight times) "
+            "the largest that fitted so far, and also where a doubling gained less than 2%."
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomSettings(LineageSettings):
+    """Options of ``random``."""
+
+    trials_per_random_config: Annotated[
+        int, of_method(help="Launches of configurations that differ in the micro-batch only, at most."), Field(ge=1)
+    ] = 5
+    early_stopping: Annotated[
+        int | None,
+        of_method(
+            help="End after this many launches without a new best.",
+            none="never",
+            python_help="End after this many launches without a new best. None to go on.",
+            autotuning="tuner_early_stopping",
+            budget=True,
+        ),
+        Field(ge=1),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinarySettings(LineageSettings):
+    """Options of ``binary``."""
+
+    search_range_factor: Annotated[
+        float,
+        of_method(help="Factor on the largest micro-batch that the memory model predicts.", metavar="FACTOR"),
+        Field(gt=0),
+    ] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AshaSettings(BinarySettings):
+    """Options of ``asha``."""
+
+    max_rungs: Annotated[int, of_method(help="Rungs."), Field(ge=1, le=MOST_RUNGS)] = 5
+    min_binary_search_trials: Annotated[
+        int,
+        of_method(
+            help="Launches with which configurations that differ in the micro-batch only complete the lowest rung."
+        ),
+        Field(ge=1),
+    ] = 3
+    divisor: Annotated[
+        int, of_method(help="The best 1/DIVISOR of a rung goes on (eta of arXiv:1810.05934)."), Field(ge=2)
+    ] = 2
+    asha_early_stopping: Annotated[
+        int,
+        of_method(
+            help="s of arXiv:1810.05934: rungs start DIVISOR**s higher.",
+            python_help="s of arXiv:1810.05934: rungs start ``divisor ** s`` higher.",
+        ),
+        Field(ge=0, le=MOST_RUNGS),
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidedSettings(LineageSettings):
+    """Options of ``guided``."""
+
+    memory_margin: Annotated[
+        float,
+        of_method(
+            help="Share of the device's memory that a launch is expected to leave free.",
+            metavar="SHARE",
+            text_type=str,
+            parse=partial(share, option="--memory-margin"),
+        ),
+        Field(ge=0, lt=1),
+    ] = 0.0
+    min_gain: Annotated[
+        float,
+        of_method(
+            help="End when no launch, one as long as the best's, is expected to improve the best by this share, nor 20 "
+            "launches together by 20 times as much; 0 for never.",
+            metavar="SHARE",
+            text_type=str,
+            parse=partial(share, option="--min-gain"),
+            budget=True,
+        ),
+        Field(ge=0),
+    ] = 0.001
+    warm_start: Annotated[
+        str | None,
+        of_method(
+            help="Begin with what this study taught, of this or a similar model on the same hardware.",
+            none="studies of the same script, config and hardware",
+            python_help="Study of the same storage, of this or a similar model on the same hardware, whose "
+            "measurements this one begins with. None for studies of the same script, config and hardware.",
+            metavar="STUDY",
+        ),
+    ] = None
+    no_warm_start: Annotated[bool, of_method(help="Begin without any earlier study.")] = False

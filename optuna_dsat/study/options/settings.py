@@ -1,0 +1,383 @@
+"""Options of a search that its study stores, each declared once: name, type, default, rule and meaning.
+
+``StudySpec`` takes its fields from these classes, with the methods' options in ``methods``. So do the classes of
+``tuning/options/tune_options.py``, from which the commands, the keywords of ``optuna_dsat.tune``, the keys of option
+files and ``docs/reference/options.md`` are generated. Names and defaults follow the dsat guide where it has them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from optuna_dsat.config.knobs import KNOBS
+from optuna_dsat.metrics import METRICS
+from optuna_dsat.study.options.declaration import (
+    DEFAULT_OUTPUT_DIR,
+    OUTPUT_DIR_ENV,
+    limit,
+    measured,
+    running,
+    what,
+    where,
+)
+from optuna_dsat.study.options.methods import default_stages
+from optuna_dsat.study.options.parse import share, split_fixed, split_stages
+
+__all__ = ["ClusterSettings", "PlaceSettings", "ResultSettings", "SearchSettings", "StrPath"]
+
+StrPath = str | os.PathLike[str]
+
+SEQUENCE = AfterValidator(lambda given: () if given is None else tuple(given) if isinstance(given, list) else given)
+"""In a spec: a tuple, empty for None."""
+Texts = Annotated[Sequence[str] | None, SEQUENCE]
+VALUES = AfterValidator(lambda given: {} if given is None else given)
+"""In a spec: a dictionary, empty for None."""
+NONE_AS_ZERO = AfterValidator(lambda given: 0 if given is None else given)
+PATH = AfterValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)
+"""In a spec: a string."""
+
+
+def _stages(method: str) -> str:
+    return ", ".join(map(str, default_stages(method)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """Options of every method for the cluster whose nodes run the launches."""
+
+    on: Annotated[
+        Literal["here", "slurm", "ray"],
+        where(
+            help="Where launches run: on this machine, or on nodes of a SLURM or Ray cluster.",
+            python_help="Where launches run: on this machine (``here``), or on nodes of a SLURM or Ray cluster.",
+        ),
+    ] = "here"
+    nodes_per_trial: Annotated[
+        int, where(help="Nodes of one launch, with --on slurm or --on ray.", metavar="N"), Field(ge=1)
+    ] = 1
+    gpus_per_node: Annotated[
+        int | None,
+        where(
+            help="GPUs of each of these nodes; --cpu-ranks instead runs so many ranks on the CPU of each.",
+            none="none",
+            metavar="N",
+        ),
+        Field(ge=0),
+        NONE_AS_ZERO,
+    ] = None
+    slurm_arg: Annotated[
+        Texts,
+        running(
+            help="Option for srun, such as --slurm-arg=--partition=a100 (repeatable).",
+            python_help="Options for srun, such as ``--partition=a100``.",
+            metavar="OPTION",
+            places=("slurm",),
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        running(
+            help="Address of the Ray cluster, HOST:PORT.",
+            none="the cluster that this machine belongs to",
+            metavar="ADDRESS",
+            places=("ray",),
+        ),
+    ] = None
+    ray_node: Annotated[
+        Texts,
+        running(
+            help="Node of the Ray cluster that may be used: its name, host name or address (repeatable).",
+            python_help="Nodes of the Ray cluster that may be used: names, host names or addresses.",
+            none="all",
+            metavar="NODE",
+            places=("ray",),
+        ),
+    ] = None
+    queue_timeout: Annotated[
+        float | None,
+        running(
+            help="Seconds to wait for the cluster to grant nodes.",
+            none="as long as it takes",
+            metavar="SECONDS",
+            places=("slurm", "ray"),
+        ),
+        Field(gt=0, alias="queue_timeout_s"),
+    ] = None
+    idle_release: Annotated[
+        float,
+        running(
+            help="Seconds without a launch after which nodes are given back to the cluster.",
+            metavar="SECONDS",
+            places=("slurm", "ray"),
+        ),
+        Field(ge=0, alias="idle_release_s"),
+    ] = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceSettings:
+    """Options of every method for devices, launches and files."""
+
+    wait_for_gpus: Annotated[
+        float,
+        running(
+            help="Seconds to wait for GPUs that others hold, counted anew when the holders change; 0 for not at all.",
+            metavar="SECONDS",
+        ),
+        Field(ge=0, alias="wait_for_gpus_s"),
+    ] = 600.0
+    launcher: Annotated[
+        Literal["warm", "torchrun"],
+        running(
+            help="How trials are launched: warm (forked from a process that has torch, DeepSpeed and what your script "
+            "imports ready; plain torchrun where that is unsafe) or always torchrun."
+        ),
+    ] = "warm"
+    preload: Annotated[
+        Texts,
+        running(
+            help="Import this module, too, before a warm launch (repeatable).",
+            python_help="Modules to import, too, before a warm launch.",
+            metavar="MODULE",
+        ),
+    ] = None
+    no_preload: Annotated[
+        Texts,
+        running(
+            help="Have every warm launch import this package for itself (repeatable).",
+            python_help="Packages that every warm launch imports for itself.",
+            metavar="PACKAGE",
+        ),
+    ] = None
+    isolation: Annotated[
+        Literal["auto", "python", "off"],
+        running(
+            help="How your files are protected from trials: auto (overlay mounts, else redirected writers of Python), "
+            "python (the latter alone) or off."
+        ),
+    ] = "auto"
+    writable: Annotated[
+        Sequence[StrPath] | None,
+        running(
+            help="File or folder that trials may change, such as a cache of your data (repeatable).",
+            python_help="Files and folders that trials may change, such as a cache of the data.",
+            metavar="PATH",
+        ),
+        SEQUENCE,
+    ] = None
+    output_dir: Annotated[
+        StrPath,
+        running(
+            help="Directory for launches, logs and the best config.", env=OUTPUT_DIR_ENV, text_type=Path, first=True
+        ),
+        PATH,
+    ] = DEFAULT_OUTPUT_DIR
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultSettings:
+    """Options of every method for the selection of the result."""
+
+    train_batch_size: Annotated[
+        int | None,
+        what(
+            help="Keep this global batch: gradient accumulation makes up what a micro-batch lacks.",
+            none="it follows the micro-batch",
+            python_help="Global batch, in samples, that every trial keeps: gradient accumulation makes up what a "
+            "micro-batch lacks. None to let it follow the micro-batch.",
+            first=True,
+        ),
+        Field(ge=1),
+    ] = None
+    batch: Annotated[
+        Literal["free", "keep"],
+        what(
+            help="keep: every trial has the global batch of your own config, as with --train-batch-size.",
+            python_help="``keep``: every trial has the global batch of the user's own config, as with "
+            "``train_batch_size``.",
+        ),
+    ] = "free"
+    max_train_batch_size: Annotated[
+        int | None,
+        what(
+            help="Largest global batch that is searched, in samples.",
+            none="a tenth of the training data, but your own config's at least",
+            none_if="where their size is known",
+        ),
+        Field(ge=1),
+    ] = None
+    divisible_by: Annotated[int, what(help="Search multiples of this micro-batch only."), Field(ge=1)] = 1
+    dataset_size: Annotated[
+        int | None,
+        what(
+            help="Samples of the training data, for the largest global batch and the steps of an epoch.",
+            none="what the script's data loader tells",
+        ),
+        Field(ge=1),
+    ] = None
+    confirm: Annotated[
+        int, limit(help="Most finalists measured again, in rounds with your own config; 0 for none."), Field(ge=0)
+    ] = 3
+    confirm_time: Annotated[
+        float | None,
+        limit(
+            help="Seconds that these rounds may take; they end sooner once the speed-up is known to 2%.",
+            none="three rounds, then up to a quarter of the search's time",
+            metavar="SECONDS",
+        ),
+        Field(ge=0, alias="confirm_time_s"),
+    ] = None
+    tie: Annotated[
+        float,
+        limit(
+            help="What is within this share of the best counts as equal: the smallest global batch wins, then the "
+            "config nearest to yours. Such as 1%.",
+            python_help="What is within this share of the best counts as equal: the smallest global batch wins, then "
+            "the config nearest to the user's own.",
+            metavar="SHARE",
+            text_type=str,
+            parse=share,
+        ),
+        Field(ge=0, lt=1),
+    ] = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
+    """Options of every method for what is tuned, its budget and its measurement."""
+
+    metric: Annotated[
+        str,
+        what(
+            help="Metric to optimise: FLOPS_per_gpu, throughput, latency, forward, backward or step.",
+            python_help="Metric to optimise: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or "
+            "a time in seconds per step: ``latency``, ``forward``, ``backward``, ``step``.",
+            choices=METRICS,
+            autotuning="metric",
+            metavar="NAME",
+        ),
+    ] = "FLOPS_per_gpu"
+    zero_stages: Annotated[
+        Sequence[int] | int | None,
+        what(
+            help="ZeRO stages to search: '1 2 3', '1,2,3' or the option repeated.",
+            none=f"{_stages('random')}; guided: {_stages('guided')}",
+            python_help=f"ZeRO stages to search, or the one. None for {_stages('random')}, with ``guided`` for "
+            f"{_stages('guided')}.",
+            metavar="STAGE,...",
+            parse=split_stages,
+            first=True,
+        ),
+        SEQUENCE,
+    ] = None
+    fix: Annotated[
+        Mapping[str, Any] | None,
+        what(
+            help="Hold a knob at one value: KEY=VALUE (repeatable).",
+            python_help="Knob -> the one value that it keeps.",
+            parse=split_fixed,
+            metavar="KEY=VALUE",
+            first=True,
+        ),
+        VALUES,
+    ] = None
+    no_tune: Annotated[
+        Texts,
+        what(
+            help="Leave a knob as your config has it (repeatable).",
+            python_help="Knobs that stay as the config has them.",
+            metavar="KEY",
+            choices=tuple(knob.name for knob in KNOBS),
+        ),
+    ] = None
+    follow_batch: Annotated[
+        bool,
+        what(
+            help="Find out what sets the script's batch size and ZeRO stage besides its DeepSpeed config, and have it "
+            "follow.",
+            flags=("--follow-batch/--no-follow",),
+        ),
+    ] = True
+    nvme_path: Annotated[
+        StrPath | None,
+        what(help="Directory for NVMe offload; without it NVMe is not tried.", text_type=str | None, metavar="PATH"),
+        PATH,
+    ] = None
+    enqueue_user_config: Annotated[
+        bool, what(help="Measure your present config first, to show speed-ups over it.", budget=True)
+    ] = True
+    max_trials: Annotated[
+        int,
+        limit(
+            help="Launches of trials.",
+            python_help="Launches of trials; the profile launch and those of the finalists are not counted.",
+            autotuning="tuner_num_trials",
+            first=True,
+        ),
+        Field(ge=1),
+    ] = 64
+    max_concurrent_trials: Annotated[int, limit(help="Launches in flight."), Field(ge=1)] = 16
+    max_slots: Annotated[
+        int | None,
+        limit(help="GPUs (CPU ranks) in use at once.", python_help="GPUs (CPU ranks) in use at once. None for all."),
+        Field(ge=1),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        limit(
+            help="Seconds after which the search ends.",
+            python_help="Seconds after which the search ends. None for no limit.",
+            metavar="SECONDS",
+            first=True,
+        ),
+        Field(gt=0, alias="timeout_s"),
+    ] = None
+    trial_timeout: Annotated[
+        float | None,
+        limit(
+            help="Seconds after which one launch is ended.",
+            python_help="Seconds after which one launch is ended. None for no limit.",
+            metavar="SECONDS",
+        ),
+        Field(gt=0, alias="trial_timeout_s"),
+    ] = None
+    stall_timeout: Annotated[
+        float,
+        limit(
+            help="Seconds without a sign of life after which one launch is ended: an event of a rank or, until it "
+            "trains, processes at work. Ranks that stand still are ended after 20 times the longest step or, before "
+            "the first one, 5 times the longest start so far, 30 s at least.",
+            metavar="SECONDS",
+        ),
+        Field(gt=0, alias="stall_timeout_s"),
+    ] = 600.0
+    max_retries: Annotated[
+        int, limit(help="Further launches of a trial after a communication error or a time-out."), Field(ge=0)
+    ] = 1
+    start_profile_step: Annotated[
+        int, measured(help="First step that counts (from 1).", autotuning="start_profile_step"), Field(ge=1)
+    ] = 3
+    end_profile_step: Annotated[
+        int,
+        measured(
+            help="Last step that counts; a launch whose step time is known to 1% ends before it.",
+            autotuning="end_profile_step",
+        ),
+        Field(ge=1),
+    ] = 5
+    adaptive_steps: Annotated[
+        int | None,
+        measured(
+            help="Steps that a finalist may count while its step time is still uncertain.",
+            none="five times a trial's, at least 10",
+            budget=True,
+        ),
+        Field(ge=1),
+    ] = None
+    random_seed: Annotated[int, measured(help="Seed of the search."), Field(ge=0, le=2**32 - 1)] = 42
