@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from optuna_dsat.display.lines import LineView, lines_of, speed_of_best
+from optuna_dsat.display.lines import LineView, lines_of
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
 from optuna_dsat.escape.terminal import one_line, outliving_the_terminal, plain
 from optuna_dsat.metrics import LARGER_IS_BETTER
@@ -30,7 +30,6 @@ from optuna_dsat.words import (
     count_in_words,
     duration_in_words,
     metric_in_words,
-    speed_in_words,
     times_in_words,
 )
 
@@ -198,10 +197,10 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
     lines = []
     if search.confirmed is not None:
         one = search.confirmed
-        lines.append(f"Confirmed before: {speed_of_best(one, search)} (trial {one.number}: {one.words})")
+        lines.append(f"Confirmed before: {one.speed.text} (trial {one.number}: {one.words})")
     if state.best is not None:
-        text = f"Best in the search: {speed_of_best(state.best, search)}"
-        if state.speed_up is not None and state.best.value != state.user_value:
+        text = f"Best in the search: {state.best.speed.text}"
+        if state.speed_up is not None and state.best.speed.value != state.user_value:
             text += f", {times_in_words(state.speed_up)}x your config"
         lines.append(f"{text} (trial {state.best.number}: {state.best.words})")
     if state.user_value is not None:
@@ -219,10 +218,9 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
 def _speed_of_own(state: LiveState, search: progress.SearchStarted, value: float) -> str:
     """Return how fast the user's own config is; where the metric goes with samples/s, these follow from the best's."""
     best = state.best
-    if best is None or best.speed is None or search.metric not in LARGER_IS_BETTER or best.value <= 0:
+    if best is None or search.metric not in LARGER_IS_BETTER:
         return metric_in_words(search.metric, value, device=search.device)
-    own = best.speed.times(value / best.value)
-    return speed_in_words(own, metric=search.metric, value=value, device=search.device)
+    return best.speed.at(value).text
 
 
 class LiveView:
@@ -277,7 +275,7 @@ class LiveView:
             self._state.apply(event, self._clock())
             if isinstance(event, progress.TrialStarted | progress.FinalistStarted | progress.ProfileStarted):
                 return
-            lines = [Text(plain(line), style=_style(event)) for line in lines_of(event, self._state.search)]
+            lines = [Text(plain(line), style=_style(event)) for line in lines_of(event)]
             if lines:
                 self._follow_size()
             for line in lines:

@@ -175,11 +175,11 @@ class LiveState:
         if self.search is None or self.best is None:
             return None
         maximize = direction_of(self.search.metric) == "maximize"
-        return speed_up(self.best.value, self.user_value, maximize=maximize)
+        return speed_up(self.best.speed.value, self.user_value, maximize=maximize)
 
     def against_best(self, row: LaunchInFlight) -> float | None:
         """Return the relative difference in samples/s between a launch and the best; None if either is unknown."""
-        if row.samples_per_s is None or self.best is None or self.best.speed is None:
+        if row.samples_per_s is None or self.best is None or not self.best.speed.samples_per_s:
             return None
         return row.samples_per_s / self.best.speed.samples_per_s - 1
 

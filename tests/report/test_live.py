@@ -20,7 +20,6 @@ from optuna_dsat.report.dashboard import live as live_module
 from optuna_dsat.report.dashboard.live import LiveStudy
 from optuna_dsat.report.dashboard.live_app import guarded, live_app
 from optuna_dsat.report.page import page_values
-from optuna_dsat.report.performance import performance_of
 from optuna_dsat.study import progress
 from optuna_dsat.study.live_state import LiveNotes, LiveState, time_left_in_words
 from optuna_dsat.trials import attributes
@@ -160,7 +159,7 @@ def test_the_profile_and_the_finalists_are_shown_while_they_run(
     live, notes = LiveStudy(finished.store, "s"), LiveNotes(lambda _: None, study="s", clock=lambda: clock[0])
     best = live.view.best
     assert best is not None
-    rate = performance_of(live.view, best).samples_per_s
+    rate = best.samples_per_s
     assert rate is not None
     number = best.trial.number
     with notes.kept_in(finished.store):

@@ -19,8 +19,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import page_values
-from optuna_dsat.report.performance import Training, performance_of
 from optuna_dsat.report.template import page_text
+from optuna_dsat.report.training import Training
 from optuna_dsat.report.view import StudyView, end_reason_of, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.study.confirm.rounds import Rounds
@@ -179,7 +179,7 @@ class LiveStudy:
         running = [trial for trial in trials if trial.state is TrialState.RUNNING]
         numbers = {str(trial.number) for trial in running}
         noted = {row.name: row for note in notes for row in note.rows}
-        best = None if view.best is None else performance_of(view, view.best).samples_per_s
+        best = None if view.best is None else view.best.samples_per_s
         flying = [_in_flight(view, trial, noted.get(str(trial.number)), best=best) for trial in running]
         beside = [_noted(view, row, now=now, best=best) for row in noted.values() if row.name not in numbers]
         ended = not flying and not beside and end_reason_of(attrs) is not None

@@ -87,7 +87,7 @@ class Confirmation:
         self._study = study
         self._metric = metric
         self._profile = profile
-        self._speeds = Speeds(profile)
+        self._speeds = Speeds(profile, metric=metric, device=context.spec.device)
         self._method = method
         self._storing = storing
         self.interrupted = False
@@ -246,7 +246,9 @@ class Confirmation:
                 high=launch.high,
                 message=launch.message,
                 round=launch.round,
-                speed=self._speeds.of(launch.metrics, trial.user_attrs[attributes.CONFIG]),
+                speed=None
+                if launch.value is None
+                else self._speeds.of(launch.metrics, trial.user_attrs[attributes.CONFIG], value=launch.value),
             )
         )
 
@@ -296,14 +298,15 @@ def staying(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
     """
     present = [number for number in rounds.chosen if rounds.failure(number) is None]
     verdict, values = _verdict(rounds, trials, spec), rounds.values()
-    if verdict is None or verdict.rounds < MIN_ROUNDS or verdict.best not in values:
+    if verdict is None or verdict.rounds < MIN_ROUNDS or verdict.best.number not in values:
         return present
+    best, own = verdict.best.number, None if verdict.baseline is None else verdict.baseline.number
 
     def is_worse(number: int) -> bool:
-        ratio = paired_ratio(values.get(number, {}), values[verdict.best], maximize=spec.maximize)
+        ratio = paired_ratio(values.get(number, {}), values[best], maximize=spec.maximize)
         return ratio is not None and ratio.rounds >= MIN_ROUNDS and ratio.surely_below(1 - spec.tie)
 
-    return [number for number in present if number == verdict.baseline or not is_worse(number)]
+    return [number for number in present if number == own or not is_worse(number)]
 
 
 def _is_enough(
@@ -323,7 +326,7 @@ def _is_nearly_sure(verdict: Verdict | None) -> bool:
     """Whether a config that is not selected is faster by two standard errors: a few more rounds can confirm it."""
     if verdict is None or verdict.kind is not VerdictKind.NOT_CONFIRMED:
         return False
-    ratio, noise = verdict.best_ratio, verdict.noise
+    ratio, noise = verdict.best.speed_up, verdict.noise
     if ratio is None or noise is None:
         return False
     return math.log(ratio.value) > _NEARLY_SURE * noise.relative_sd * math.sqrt(2 / ratio.rounds)
@@ -343,9 +346,9 @@ def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) 
     verdict = _verdict(rounds, trials, spec)
     if verdict is None or verdict.baseline is None:
         return True
-    finalists = [one for one in verdict.contenders if one.number != verdict.baseline and not one.left]
-    told = [one.ratio for one in finalists[:1]]
-    told += [one.ratio for one in finalists if one.number == verdict.handed_over]
+    finalists = [one for one in verdict.contenders if one.number != verdict.baseline.number and not one.left]
+    told = [one.speed_up for one in finalists[:1]]
+    told += [one.speed_up for one in finalists if one.number == verdict.result.number]
     return all(one is None or one.surely_below(1) or is_precise(one, verdict.noise) for one in told)
 
 

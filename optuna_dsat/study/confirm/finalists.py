@@ -289,8 +289,8 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
     if verdict is None:
         return frozenset(out)
     for one in verdict.contenders:
-        ratio = one.ratio
-        if one.number == verdict.baseline or ratio is None or ratio.rounds < MIN_ROUNDS:
+        ratio = one.speed_up
+        if one.is_user_config or ratio is None or ratio.rounds < MIN_ROUNDS:
             continue
         if not ratio.surely_above_1 and ratio.value <= 1 + spec.tie:
             out.add(one.number)
@@ -336,7 +336,8 @@ def with_next_best(
     spent = spec.confirm_time_s is not None and rounds.spent_s >= spec.confirm_time_s
     if verdict is None or verdict.kind is not VerdictKind.BASELINE_IS_BEST or spent:
         return rounds
-    own, out = verdict.baseline, refuted(rounds, trials, spec=spec)
+    own = None if verdict.baseline is None else verdict.baseline.number
+    out = refuted(rounds, trials, spec=spec)
     compared = {one for one in rounds.chosen if one != own}
     heard = {one.number for one in rounds.launches if one.round >= rounds.since} - {own}
     if compared - out or len(heard | compared) >= 2 * spec.confirm:
