@@ -323,10 +323,11 @@ def _refuse_live(store: Store, name: str) -> None:
         UsageError: Names the workers; between launches a search is detected by its lock on the study's folder.
     """
     from optuna_dsat.study.folder import is_held
-    from optuna_dsat.study.live_state import read_notes
+    from optuna_dsat.study.live_state import read_states
     from optuna_dsat.study.stored import read_stored
 
-    workers = ", ".join(note.worker.name for note in read_notes(store, name, now=time.time()))
+    states = read_states(store, name, now=time.time())
+    workers = ", ".join(state.worker.name for state in states if state.worker is not None)
     if not workers:
         try:
             folder = read_stored(store, name).stored_spec.study_dir

@@ -26,7 +26,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.study.live_state import LaunchInFlight, LiveState, time_left_in_words
 from optuna_dsat.words import (
-    bytes_in_words,
     count_in_words,
     duration_in_words,
     metric_in_words,
@@ -111,12 +110,18 @@ def _folded(text: str, width: int, *, style: str = "") -> list[Text]:
 def _launches(
     state: LiveState, in_flight: Sequence[LaunchInFlight], now: float, *, width: int, room: int, ascii_only: bool
 ) -> Table:
+    best = None if state.best is None else state.best.speed.samples_per_s
     columns = [
         _Column(heading="trial", least_width=0, justify="right", cell=lambda row: row.name),
         _Column(heading="configuration", least_width=0, cell=lambda row: row.words),
         _Column(heading="now", least_width=0, cell=lambda row: row.doing, least_cells=12 * (width >= 60)),
         _Column(heading="samples/s", least_width=72, justify="right", cell=_speed),
-        _Column(heading="to best", least_width=84, justify="right", cell=lambda row: _percent(state.against_best(row))),
+        _Column(
+            heading="to best",
+            least_width=84,
+            justify="right",
+            cell=lambda row: _percent(row.against(best)),
+        ),
         _Column(heading="memory", least_width=100, cell=lambda row: _memory(row, state.memory_bytes, ascii_only)),
         _Column(heading="since", least_width=46, justify="right", cell=lambda row: duration_in_words(now - row.since)),
     ]
@@ -179,16 +184,14 @@ def _percent(share: float | None) -> Text:
 
 
 def _memory(row: LaunchInFlight, limit_bytes: int, ascii_only: bool) -> Text:
-    if row.peak_bytes <= 0:
-        return Text("")
-    if limit_bytes <= 0:
-        return Text(bytes_in_words(row.peak_bytes))
+    if row.peak_bytes <= 0 or limit_bytes <= 0:
+        return Text(row.memory_in_words(limit_bytes))
     share = min(1.0, row.peak_bytes / limit_bytes)
     full, empty = ("#", "-") if ascii_only else ("█", "░")
     cells = round(share * _BAR_CELLS)
     text = Text(full * cells, style="yellow" if share >= _TIGHT else "green")
     text.append(empty * (_BAR_CELLS - cells), style="dim")
-    text.append(f" {bytes_in_words(row.peak_bytes)} of {bytes_in_words(limit_bytes)}", style="none")
+    text.append(f" {row.memory_in_words(limit_bytes)}", style="none")
     return text
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 
 import optuna
 from optuna.trial import FrozenTrial
@@ -132,7 +133,7 @@ class Conclusion:
             study=self._study,
             metric=self._metric,
             profile=self._profiled.profile,
-            method=self._method,
+            estimate=partial(self._method.estimate, maximize=self._spec.maximize),
             storing=self._storing,
         )
         confirmation.run(trials, candidates)

@@ -81,7 +81,7 @@ def test_what_runs_is_shown_with_its_steps(live: LiveStudy, finished: ReportedSt
     later, html = live.now()
     text = Page(html).text
     assert f"{trial.number} ZeRO 2, micro-batch 17" in text
-    assert "2 of " in text
+    assert "step 3 of " in text
     assert "122 samples/s" in text
     assert "1 running" in text
     assert "The search has ended." not in text

@@ -72,10 +72,6 @@ def test_the_winners_speed_up_is_the_paired_ratio_of_the_rounds(view: StudyView)
     winner = view.result
     assert winner is not None
     assert view.verdict is not None
-    assert winner.speed_up_low is not None
-    assert winner.speed_up_high is not None
-    assert winner.speed_up is not None
-    assert winner.speed_up_low < winner.speed_up < winner.speed_up_high
     (ratio,) = (one.speed_up for one in view.verdict.contenders if one.number == winner.trial)
     assert ratio is not None
     assert (winner.speed_up_low, winner.speed_up, winner.speed_up_high) == (ratio.low, ratio.value, ratio.high)

@@ -12,11 +12,12 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.confirmation import next_in_rounds, staying
 from optuna_dsat.study.confirm.finalists import choose_finalists, refuted, with_next_best
-from optuna_dsat.study.confirm.rounds import JointEstimate, RoundLaunch, Rounds, order_of_round
+from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
 from optuna_dsat.study.confirm.words import value_in_words, verdict_in_words
 from optuna_dsat.study.spec import StudySpec, make_spec

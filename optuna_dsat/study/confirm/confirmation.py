@@ -14,6 +14,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event
@@ -39,7 +40,6 @@ from optuna_dsat.study.progress import (
     TrialStepped,
 )
 from optuna_dsat.study.requests import phase_of
-from optuna_dsat.study.search.methods import Method
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
@@ -68,7 +68,8 @@ class Confirmation:
         study: The Optuna study.
         metric: The optimised metric.
         profile: Result of the profile launch.
-        method: The method of the search.
+        estimate: Returns the search's estimate of measured trials, given all trials and their numbers; None if its
+            method has no posterior.
         storing: Returns a context for storing the named item; it raises if another worker has taken over.
     """
 
@@ -79,7 +80,7 @@ class Confirmation:
         study: optuna.Study,
         metric: str,
         profile: ModelProfile,
-        method: Method,
+        estimate: Callable[[Sequence[FrozenTrial], Sequence[int]], JointEstimate | None],
         storing: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self._context = context
@@ -88,7 +89,7 @@ class Confirmation:
         self._metric = metric
         self._profile = profile
         self._speeds = Speeds(profile, metric=metric, device=context.spec.device)
-        self._method = method
+        self._estimate = estimate
         self._storing = storing
         self.interrupted = False
         """Whether Ctrl-C ended it."""
@@ -134,7 +135,7 @@ class Confirmation:
         before = _verdict(rounds, trials, self._spec)
         noise = None if before is None or before.noise is None else before.noise.relative_sd
         out = refuted(rounds, trials, spec=self._spec)
-        searched = self._method.estimate(trials, [one.number for one in candidates], maximize=self._spec.maximize)
+        searched = self._estimate(trials, [one.number for one in candidates])
         numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, estimate=searched, out=out)
         estimate = None if searched is None else searched.among(_compared(numbers, rounds))
         return replace(
@@ -146,7 +147,7 @@ class Confirmation:
         if rounds.estimate is not None and set(rounds.chosen) <= set(rounds.estimate.numbers):
             return rounds
         numbers = _compared(rounds.chosen, rounds)
-        return replace(rounds, estimate=self._method.estimate(trials, numbers, maximize=self._spec.maximize))
+        return replace(rounds, estimate=self._estimate(trials, numbers))
 
     def _next(
         self, rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, allowed_s: float

@@ -12,13 +12,14 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.guided.acquisition import expected_improvement, learnt_spread
+from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
-from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, JointEstimate, RoundLaunch, Rounds
+from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, RoundLaunch, Rounds
 from optuna_dsat.study.confirm.speeds import with_utilisation
 from optuna_dsat.study.confirm.verdict import VerdictKind, are_alike, verdict_of
 from optuna_dsat.study.requests import launch_request

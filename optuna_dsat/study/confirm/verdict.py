@@ -14,12 +14,12 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.metrics import Interval, speed_up
 from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.study.confirm.rounds import (
     MIN_ROUNDS,
     PRECISION,
-    JointEstimate,
     Noise,
     Rounds,
     Undecided,

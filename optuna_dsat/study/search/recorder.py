@@ -14,7 +14,7 @@ from optuna_dsat.metrics import speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.finalists import confirmation_end
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, Rounds
-from optuna_dsat.study.confirm.speeds import Speeds, with_utilisation
+from optuna_dsat.study.confirm.speeds import Speeds, speed_of, with_utilisation
 from optuna_dsat.study.confirm.verdict import verdict_of
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.progress import BestSoFar, LaunchEnded, SearchStarted, StudyContext, TrialDropped, TrialFinished
@@ -99,6 +99,10 @@ class TrialRecorder:
         profile = self._profiled.profile
         counted = flight.record.metrics(flops_per_sample=profile.flops_per_sample)
         return with_utilisation(counted, profile=profile, config=flight.request.ds_config)
+
+    def in_words(self, metrics: Mapping[str, float]) -> str:
+        """Describe the speed of a launch with these metrics."""
+        return speed_of(metrics, metrics[self.metric], metric=self.metric, device=self._spec.device).text
 
     def announce_end(self, flight: Flight, report: LaunchReport) -> None:
         """Send ``LaunchEnded`` for a launch that is about to be stored."""
