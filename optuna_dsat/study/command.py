@@ -142,16 +142,8 @@ def command_to_train(
         host_threads: As of ``training_command``.
         storage: URL of the study's database, without a password.
     """
-    own, names_config = training_command(
-        spec,
-        config,
-        spec.study_dir / BEST_CONFIG,
-        deepspeed_launcher=profiled is not None and profiled.deepspeed_launcher,
-        starts_ranks=profiled is not None and profiled.starts_ranks,
-        host_threads=host_threads,
-        config_option="" if profiled is None else profiled.config_option,
-        config_in_code=profiled is not None and profiled.config_in_code,
-    )
+    path = spec.study_dir / BEST_CONFIG
+    own, names_config = training_command(spec, config, path, profiled=profiled, host_threads=host_threads)
     copy = best_settings(spec, config, spec.study_dir)
     written = copy is not None and copy.sets_batch
     if names_config and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
@@ -164,11 +156,8 @@ def training_command(
     config: Mapping[str, Any],
     config_path: Path,
     *,
-    deepspeed_launcher: bool = False,
-    starts_ranks: bool = False,
+    profiled: Profiled | None = None,
     host_threads: int | None = None,
-    config_option: str = "",
-    config_in_code: bool = False,
 ) -> tuple[str, bool]:
     """Return the script's own command with ``config``, written to ``config_path``, and whether it names that file.
 
@@ -179,19 +168,15 @@ def training_command(
         spec: The study.
         config: The complete config.
         config_path: Where it is written.
-        deepspeed_launcher: Whether to start the script with ``deepspeed``, which gives every rank ``--local_rank``,
-            rather than with torchrun.
-        starts_ranks: Whether the script spawns its ranks, and so trains without a launcher.
+        profiled: Result of the profile launch: how the script starts and takes its config; None before it.
         host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets 1.
-        config_option: The script's option for its DeepSpeed config, for arguments that name no file.
-        config_in_code: Whether the path of the config is set in the script's code: an argument that names the config
-            has no effect.
     """
     script = spec.script
     pointed, replaced = _point_to(script, config_path)
-    replaced = replaced and not config_in_code
-    if config_option and not replaced and not config_in_code:
-        pointed, replaced = with_option(pointed, config_option, str(config_path)), True
+    if profiled is not None and profiled.config_in_code:
+        replaced = False  # the argument has no effect
+    elif profiled is not None and profiled.config_option and not replaced:
+        pointed, replaced = with_option(pointed, profiled.config_option, str(config_path)), True
     environment = _environment(script, config_path)
     if (copy := best_settings(spec, config, config_path.parent)) is not None:
         pointed, replaced = copy.pointed(pointed, cwd=script.cwd), replaced or copy.names_config
@@ -204,7 +189,8 @@ def training_command(
         variables = [f"{name}={value}" for name, value in environment.items()]
         return shell_join([*environment_words(spec, variables), program(words[0]), *words[1:]]), replaced
     ranks = str(spec.slots_per_trial)
-    if starts_ranks:
+    deepspeed_launcher = profiled is not None and profiled.deepspeed_launcher  # gives every rank ``--local_rank``
+    if profiled is not None and profiled.starts_ranks:
         launcher = [program("python"), *(["-m"] if script.is_module else [])]
     elif deepspeed_launcher or says_where_to_meet(script.script, is_module=script.is_module, cwd=Path(script.cwd)):
         without = [] if deepspeed_launcher else ["--no_local_rank"]
@@ -217,11 +203,10 @@ def training_command(
     settings += [f"{name}={value}" for name, value in environment.items()]
     if spec.on != "here":
         target = [*(["-m"] if script.is_module else []), script.script, *args]
-        shown = cluster_training_command(spec, settings=settings, words=target)
-        return shown, replaced or _ACCELERATE_CONFIG in environment
-    return shell_join(
-        [*environment_words(spec, settings), *launcher, script.script, *args]
-    ), replaced or _ACCELERATE_CONFIG in environment
+        command = cluster_training_command(spec, settings=settings, words=target)
+    else:
+        command = shell_join([*environment_words(spec, settings), *launcher, script.script, *args])
+    return command, replaced or _ACCELERATE_CONFIG in environment
 
 
 _ACCELERATE = "ACCELERATE_USE_DEEPSPEED"

@@ -7,8 +7,10 @@ from typing import Any
 
 import optuna
 
+from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.store import Store
+from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.progress import ProgressEvent
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
@@ -21,6 +23,15 @@ USER_CONFIG = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2},
 }
+
+
+def profiled_with(**facts: Any) -> Profiled:
+    """Return the result of a profile launch of a script with these properties."""
+    profile = ModelProfile(
+        params=1, trainable_params=1, largest_layer_params=1, param_bytes=4, activation_bytes_per_sample=1,
+        flops_per_sample=1, device_memory_bytes=1, host_memory_bytes=1, peak_bytes=1,
+    )  # fmt: skip
+    return Profiled(profile=profile, measured_with="ZeRO 1", pipeline=False, device="cuda", **facts)
 
 
 class StudyBench:

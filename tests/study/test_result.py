@@ -11,15 +11,14 @@ import optuna
 import pytest
 
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
-from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.escape import shell
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.settings_file import SettingsCopy
 from optuna_dsat.study.command import command_to_train, training_command
 from optuna_dsat.study.config_changes import complete_config
-from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.result import learning_rate_advice, write_settings
 from optuna_dsat.study.spec import StudySpec, make_spec
+from tests.harness.studies import profiled_with
 
 BEST = Path("/out/s/best_ds_config.json")
 STORAGE = "sqlite:////out/study.db"
@@ -89,7 +88,9 @@ def test_a_settings_file_whose_keys_arguments_override_is_told_the_config(
 def test_the_command_starts_the_script_as_its_options_expect(
     is_module: bool, deepspeed_launcher: bool, start: str
 ) -> None:
-    command, names_config = training_command(spec(is_module=is_module), {}, BEST, deepspeed_launcher=deepspeed_launcher)
+    command, names_config = training_command(
+        spec(is_module=is_module), {}, BEST, profiled=profiled_with(takes_local_rank=deepspeed_launcher)
+    )
     assert names_config
     assert command == f"{start} --deepspeed_config {BEST}"
 
@@ -118,12 +119,16 @@ def test_a_script_that_says_where_its_ranks_meet_is_started_so_that_it_trains(
     ("is_module", "start"), [(False, "python /project/train.py"), (True, "python -m package.train")]
 )
 def test_a_script_that_started_its_ranks_is_started_without_a_launcher(is_module: bool, start: str) -> None:
-    command, _ = training_command(spec(is_module=is_module), {}, BEST, deepspeed_launcher=True, starts_ranks=True)
+    command, _ = training_command(
+        spec(is_module=is_module), {}, BEST, profiled=profiled_with(takes_local_rank=True, starts_ranks=True)
+    )
     assert command == f"{start} --deepspeed_config {BEST}"
 
 
 def test_an_argument_that_the_script_does_not_read_names_no_config() -> None:
-    command, names_config = training_command(spec(), {}, BEST, config_in_code=True, config_option="--deepspeed_config")
+    command, names_config = training_command(
+        spec(), {}, BEST, profiled=profiled_with(config_in_code=True, config_option="--deepspeed_config")
+    )
     assert command.endswith(f"--deepspeed_config {BEST}")
     assert not names_config
 
@@ -131,7 +136,7 @@ def test_an_argument_that_the_script_does_not_read_names_no_config() -> None:
 def test_a_name_in_the_place_of_a_config_gives_way_to_the_best() -> None:
     script = spec().script.model_copy(update={"args": ("--deepspeed", "zero2", "--lr", "1"), "config_path": ""})
     found = spec().model_copy(update={"script": script})
-    command, names_config = training_command(found, {}, BEST, config_option="--deepspeed")
+    command, names_config = training_command(found, {}, BEST, profiled=profiled_with(config_option="--deepspeed"))
     assert names_config
     assert command.endswith(f"train.py --deepspeed {BEST} --lr 1")
 
@@ -170,11 +175,7 @@ def test_the_scripts_own_command_is_shown_where_it_trains_with_all_of_the_config
     facts: dict[str, Any], own: bool
 ) -> None:
     best = {MICRO: 8, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}}
-    profile = ModelProfile(
-        params=1, trainable_params=1, largest_layer_params=1, param_bytes=4, activation_bytes_per_sample=1,
-        flops_per_sample=1, device_memory_bytes=1, host_memory_bytes=1, peak_bytes=1,
-    )  # fmt: skip
-    profiled = Profiled(profile=profile, measured_with="ZeRO 1", pipeline=False, device="cuda", **facts)
+    profiled = profiled_with(**facts)
     command = command_to_train(spec(), best, profiled=profiled, host_threads=None, storage=STORAGE)
     ours = f"optuna-dsat train s --storage {STORAGE}"
     assert command == (f"torchrun --nproc_per_node 4 /project/train.py --deepspeed_config {BEST}" if own else ours)

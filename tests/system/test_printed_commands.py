@@ -21,6 +21,7 @@ from optuna_dsat.study.command import training_command
 from optuna_dsat.study.result import write_best
 from optuna_dsat.study.spec import make_spec
 from tests.harness.commands import ROOT, Command
+from tests.harness.studies import profiled_with
 
 SCRIPTS = ROOT / "tests" / "scripts" / "printed"
 BEST = {
@@ -49,7 +50,7 @@ def printed(folder: Path, script: dict[str, Any], best: dict[str, Any], **launch
         output_dir=str(folder / "o"),
     )
     path, _ = write_best(folder / "o", best, {})
-    command, names_config = training_command(spec, best, path, host_threads=1, **launch)
+    command, names_config = training_command(spec, best, path, host_threads=1, profiled=profiled_with(**launch))
     assert names_config
     return command
 
@@ -79,7 +80,7 @@ def run(folder: Path, command: str, environ: Mapping[str, str] | None = None) ->
         ),
         pytest.param(
             {"script": "plain.py", "args": ("--deepspeed_config", "ds.json")},
-            {"deepspeed_launcher": True},
+            {"takes_local_rank": True},
             ("deepspeed", "--num_gpus"),
             id="deepspeed, which passes --local_rank",
         ),
@@ -121,7 +122,7 @@ def test_a_printed_command_trains_with_what_was_found(
     run(tmp_path, command)
     got = json.loads(tmp_path.joinpath("got.json").read_text())
     assert (got["stage"], got["batch"]) == (2, 3)
-    assert got["local_rank"] == (0 if launch.get("deepspeed_launcher") else -1)
+    assert got["local_rank"] == (0 if launch.get("takes_local_rank") else -1)
 
 
 def test_the_printed_command_of_a_deepspeed_trial_trains_it(tmp_path: Path) -> None:
