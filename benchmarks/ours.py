@@ -134,6 +134,6 @@ def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | No
         verdict = verdict_of(seen, rounds, maximize=True, tie=study.spec.tie, slots=study.spec.slots_per_trial)
         winner = candidates[0] if candidates else None
         if verdict is not None and verdict.is_by_rounds:
-            winner = next(one for one in candidates if one.number == verdict.handed_over)
+            winner = next(one for one in candidates if one.number == verdict.result.number)
         found.append(None if winner is None else winner.user_attrs[attributes.CONFIG])
     return found

@@ -46,9 +46,10 @@ from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+from optuna_dsat.metrics import Interval
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, StepMeasured, decode_event
-from optuna_dsat.study.confirm.rounds import Ratio, paired_ratio
+from optuna_dsat.study.confirm.rounds import paired_ratio
 from optuna_dsat.study.spec import StudySpec
 
 EXAMPLE = EXAMPLES["gpt"]
@@ -316,7 +317,7 @@ def verdicts(searches: Mapping[str, Search], rates: Mapping[str, Mapping[int, fl
     return found
 
 
-def _in_words(ratio: Ratio) -> str:
+def _in_words(ratio: Interval) -> str:
     if ratio.low is None or ratio.high is None:
         return f"{ratio.value:.3f}"
     return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +13,7 @@ __all__ = [
     "PER_ELEMENT",
     "SMALLER_IS_BETTER",
     "UTILISATION",
-    "Speed",
+    "Interval",
     "direction_of",
     "shares_of_linear",
     "speed_up",
@@ -33,24 +34,32 @@ METRICS = (*LARGER_IS_BETTER, *SMALLER_IS_BETTER)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed:
-    """How fast a configuration trains."""
+class Interval:
+    """A metric, or a ratio of metrics (above 1 is better), with its 95% confidence interval."""
 
-    samples_per_s: float
-    """Over all ranks."""
-    tokens_per_s: float | None = None
-    """Likewise; None if its inputs are not known to be tokens."""
-    utilisation: float | None = None
-    """Share of the device's peak FLOPS (MFU); None where the peak is not known."""
+    value: float
+    low: float | None = None
+    """Lower end; None with fewer than two rounds, or for a value of the search."""
+    high: float | None = None
+    """Upper end."""
+    rounds: int = 0
+    """Rounds of a confirmation that measured it; 0 for a value of the search or of a single launch."""
 
-    def times(self, factor: float) -> Speed:
-        """Return the speed of what does the same work so many times as fast."""
-        tokens, share = self.tokens_per_s, self.utilisation
-        return Speed(
-            samples_per_s=self.samples_per_s * factor,
-            tokens_per_s=None if tokens is None else tokens * factor,
-            utilisation=None if share is None else share * factor,
-        )
+    @property
+    def half_width(self) -> float:
+        """Half-width of the interval of the logarithm; infinite without an interval."""
+        if self.low is None or self.high is None:
+            return math.inf
+        return (math.log(self.high) - math.log(self.low)) / 2
+
+    @property
+    def surely_above_1(self) -> bool:
+        """Whether the whole interval is above 1."""
+        return self.low is not None and self.low > 1
+
+    def surely_below(self, value: float) -> bool:
+        """Whether the whole interval is below a value."""
+        return self.high is not None and self.high < value
 
 
 def direction_of(metric: str) -> Literal["maximize", "minimize"]:

@@ -13,7 +13,7 @@ from typing import Any
 from optuna_dsat.config.differences import knob_differences
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.metrics import PER_ELEMENT, SMALLER_IS_BETTER, Speed
+from optuna_dsat.metrics import PER_ELEMENT
 
 __all__ = [
     "KNOBS_APART",
@@ -39,7 +39,6 @@ __all__ = [
     "share_in_words",
     "slot_name",
     "slot_time_in_words",
-    "speed_in_words",
     "step_time_in_words",
     "steps_in_words",
     "things_in_words",
@@ -53,8 +52,6 @@ KNOBS_APART = "; "
 """Between a configuration in words and its knobs."""
 _ROUND_FROM = 100_000
 """Smallest round number that is written with an exponent."""
-_PHASES = {"latency": "per step", "forward": "forward", "backward": "backward", "step": "in the optimizer"}
-"""Metric of a duration -> the phase that it measures."""
 _LIBRARYS_OWN = frozenset({"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"})
 """Keys that accelerate sets for any optimizer of the script: not worth reporting."""
 
@@ -343,26 +340,3 @@ def metric_in_words(metric: str, value: float, *, device: str = "cuda") -> str:
     if metric == "FLOPS_per_gpu":
         return f"{flops_in_words(value)}/s per {slot_name(device)}"
     return step_time_in_words(value)
-
-
-def speed_in_words(speed: Speed, *, metric: str, value: float, device: str) -> str:
-    """Return the speed of a configuration: samples/s first, then other known speeds, then the metric if different.
-
-    FLOPS are given as the share of the GPU's peak if the peak is known (MFU).
-
-    Args:
-        speed: Its speed.
-        metric: The metric that is optimised.
-        value: The metric of the configuration.
-        device: ``cuda`` or ``cpu``.
-    """
-    parts = [metric_in_words("throughput", speed.samples_per_s)]
-    if speed.tokens_per_s is not None:
-        parts.append(metric_in_words("tokens_per_s", speed.tokens_per_s))
-    if speed.utilisation is not None:
-        parts.append(f"{speed.utilisation:.0%} MFU")
-    elif metric == "FLOPS_per_gpu":
-        parts.append(metric_in_words(metric, value, device=device))
-    if metric in SMALLER_IS_BETTER:
-        parts.append(f"{metric_in_words(metric, value)} {_PHASES[metric]}")
-    return ", ".join(parts)

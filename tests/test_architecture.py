@@ -186,8 +186,9 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
 
 
 MOST_PRODUCT_LINES = 69_400
+MOST_PRODUCT_LINES = 68_800
 MOST_PRODUCT_FILES = 380
-MOST_TEST_LINES = 50_100
+MOST_TEST_LINES = 50_200
 MOST_BENCHMARK_LINES = 9_000
 """The budget. A change that needs more edits a number here; the aims are 56,000, 280, 40,000 and 6,000."""
 MOST_MODULES_OF_A_FOLDER = 15
@@ -249,6 +250,13 @@ def test_sub_packages_stand_from_the_ground_up(package: str) -> None:
     for name, folder in inside.items():
         later = tuple(f"{package}.{above}." for above in order[order.index(folder) + 1 :])
         assert not {used for used in imports_of(name) if used.startswith(later)}, name
+
+
+def test_search_and_confirmation_meet_at_the_recorder() -> None:
+    meeting = {(name, used) for name in modules() for used in imports_of(name) if used.startswith("study.confirm.")}
+    assert {name for name, _ in meeting if name.startswith("study.search.")} == {"study.search.recorder"}
+    confirm = [name for name in modules() if name.startswith("study.confirm.")]
+    assert not {used for name in confirm for used in imports_of(name) if used.startswith("study.search.")}
 
 
 def test_the_way_of_one_trial_is_told_in_fifteen_modules() -> None:

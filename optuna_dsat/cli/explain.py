@@ -50,10 +50,10 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = N
         alone: Whether no other configuration was measured.
     """
     from optuna_dsat.report.explain.why import told_of
-    from optuna_dsat.study.confirm.speeds import value_in_words
+    from optuna_dsat.study.confirm.speeds import speed_of
 
     metric, device = explanation.metric, explanation.device
-    value = value_in_words(explanation.metrics, explanation.value, metric=metric, device=device)
+    value = speed_of(explanation.metrics, explanation.value, metric=metric, device=device).text
     say_prose(f"The result is trial {explanation.winner}, {value}, {explanation.how_known}: {words}.")
     say_prose("No other configuration was measured." if alone else _against_own(explanation))
     _print_factors(explanation)
@@ -69,7 +69,7 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = N
 
 def _against_own(explanation: Explanation) -> str:
     """Return the sentence on the speed-up; a speed-up that its own factors contradict is not claimed."""
-    from optuna_dsat.study.confirm.speeds import value_in_words
+    from optuna_dsat.study.confirm.speeds import speed_of
     from optuna_dsat.words import times_in_words
 
     ratio, explained = explanation.speed_up, explanation.explained
@@ -78,7 +78,7 @@ def _against_own(explanation: Explanation) -> str:
     if explanation.is_own:
         return "It is your own config: nothing was found that is surely better."
     metric, device = explanation.metric, explanation.device
-    own = value_in_words(explanation.user_metrics, explanation.user_value, metric=metric, device=device)
+    own = speed_of(explanation.user_metrics, explanation.user_value, metric=metric, device=device).text
     if not explanation.contradicted or explained is None or explanation.remainder is None:
         return f"Your own config reaches {own}; the winner is {times_in_words(ratio)} times as good."
     factors = (explained.factor, explained.low, explained.high, explanation.remainder.factor)

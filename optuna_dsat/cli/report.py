@@ -58,7 +58,7 @@ def report(
 
     Several studies are shown side by side: models, machines, methods, before and after an upgrade.
     """
-    from optuna_dsat.report.performance import Training
+    from optuna_dsat.report.training import Training
     from optuna_dsat.report.view import read_view
     from optuna_dsat.report.write import COMPARISON, default_path, is_report, write_comparison, write_report
     from optuna_dsat.store import Store

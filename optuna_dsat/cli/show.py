@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.study.config_changes import changes_in_words
-from optuna_dsat.study.confirm.speeds import speed_at
 from optuna_dsat.study.confirm.words import verdict_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
 from optuna_dsat.study.result import StudyResult
@@ -38,7 +36,7 @@ _BAR_CELLS = 40
 def show_result(result: StudyResult, *, as_json: bool) -> None:
     """Print a result as text or as one JSON object."""
     if as_json:
-        print(json.dumps(asdict(result), indent=2))
+        print(json.dumps(result.to_json(), indent=2))
         return
     minutes = slot_time_in_words(result.slot_minutes * 60, result.device)
     say_prose(f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}; {minutes}.")
@@ -46,8 +44,9 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         say_prose(headroom_in_words(result.headroom, spent=True))
     for line in verdict_in_words(result.verdict, metric=result.metric, device=result.device):
         say_prose(line)
+    speed = result.verdict.result.speed(metric=result.metric, device=result.device)
     samples_per_s = result.metrics.get("throughput")
-    if samples_per_s and speed_at(result.verdict.metrics, result.value, metric=result.metric) is None:
+    if samples_per_s and speed.samples_per_s is None:
         say_prose(f"It trains at {metric_in_words('throughput', samples_per_s)}.")  # a phase time has no throughput
     if result.failures:
         say_prose(result.failures)
@@ -84,7 +83,7 @@ def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = 
             }
             for one, share in zip(found, shares, strict=True)
         ]
-        print(json.dumps({**asdict(best), "scaling": scaling}, indent=2))
+        print(json.dumps({**best.to_json(), "scaling": scaling}, indent=2))
         return
     unit = slot_name(next((one.run.request.spec.device for one in found if one.run is not None), "cuda"))
     headings = (f"{unit}s", "samples/s in all", f"samples/s per {unit}", "scaling", "speed-up", "study")

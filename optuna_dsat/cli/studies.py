@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from optuna_dsat.store import Store
-    from optuna_dsat.study.confirm.verdict import Verdict
     from optuna_dsat.study.stored import StoredStudy
 
 __all__ = ["best", "delete", "export", "show", "studies", "trials"]
@@ -69,7 +68,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             "launches": f"{study.launches_used}/{study.spec.max_trials}",
             "metric": study.metric,
             "device": study.spec.device,
-            **_standing(study),
+            **_result_row(study),
             "created": date_in_words(study.record.created_at),
         }
         for study in readable
@@ -90,7 +89,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             "speed-up",
             "created",
         )
-        shown = [{**row, **_standing_in_words(row, study.verdict)} for row, study in zip(rows, readable, strict=True)]
+        shown = [{**row, **_result_in_words(study)} for row, study in zip(rows, readable, strict=True)]
         if shown:
             print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
         elif not unreadable:
@@ -99,34 +98,31 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             say_prose(f"{one.record.name} cannot be read: {one.reason}.")
 
 
-def _standing(study: StoredStudy) -> dict[str, Any]:
+def _result_row(study: StoredStudy) -> dict[str, Any]:
     """Return the current result of a study as plain values; None values if nothing was measured."""
     verdict = study.verdict
-    ratio = None if verdict is None else verdict.speed_up
+    if verdict is None:
+        return dict.fromkeys(("best", "best_trial", "result", "rounds", "speed_up"))
     return {
-        "best": None if verdict is None else verdict.value,
-        "best_trial": None if verdict is None else verdict.handed_over,
-        "result": None if verdict is None else verdict.kind.value,
-        "rounds": None if verdict is None else verdict.decisive_rounds,
-        "speed_up": None if ratio is None else ratio.value,
+        "best": verdict.result.value,
+        "best_trial": verdict.result.number,
+        "result": verdict.kind.value,
+        "rounds": verdict.result.rounds,
+        "speed_up": None if verdict.speed_up is None else verdict.speed_up.value,
     }
 
 
-def _standing_in_words(row: Mapping[str, Any], verdict: Verdict | None) -> dict[str, Any]:
-    from optuna_dsat.study.confirm.speeds import samples_in_words
-    from optuna_dsat.study.confirm.verdict import VerdictKind
+def _result_in_words(study: StoredStudy) -> dict[str, Any]:
     from optuna_dsat.words import things_in_words, times_in_words
 
-    known = {None: "", VerdictKind.UNCONFIRMED: "the search"}.get(
-        row["result"], things_in_words(row["rounds"] or 0, "round")
-    )
+    verdict = study.verdict
+    if verdict is None:
+        return {"best": None, "trial": None, "known by": "", "speed-up": None}
     return {
-        "best": None
-        if verdict is None
-        else samples_in_words(verdict.metrics, verdict.value, metric=row["metric"], device=row["device"]),
-        "trial": row["best_trial"],
-        "known by": known,
-        "speed-up": None if row["speed_up"] is None else times_in_words(row["speed_up"]),
+        "best": study.speed(verdict.result).brief,
+        "trial": verdict.result.number,
+        "known by": things_in_words(verdict.result.rounds, "round") if verdict.is_by_rounds else "the search",
+        "speed-up": None if verdict.speed_up is None else times_in_words(verdict.speed_up.value),
     }
 
 
@@ -186,40 +182,34 @@ def launch_lines(outcomes: Mapping[str, int], *, used: int, most: int) -> Iterat
 
 def result_lines(study: StoredStudy) -> Iterator[str]:
     """Yield the lines on the result, on the confirmation measurements, and on the best trial of the search."""
-    from optuna_dsat.study.confirm import speeds
-    from optuna_dsat.study.confirm.rows import configuration_of
+    from optuna_dsat.study.confirm.speeds import speed_of
     from optuna_dsat.study.confirm.words import how_known, value_in_words, verdict_in_words
     from optuna_dsat.trials import attributes
     from optuna_dsat.words import steps_in_words, things_in_words
 
-    metric, device, verdict, best = study.metric, study.spec.device, study.verdict, study.best
-    if verdict is None or best is None:
+    verdict, named = study.verdict, {"metric": study.metric, "device": study.spec.device}
+    if verdict is None:
         yet = "" if study.launches_used >= study.spec.max_trials else " yet"
         yield f"Nothing was measured{yet}."
         if message := attributes.commonest_message(study.trials):
             yield f"Launches ended with: {message}"
         return
-    value = value_in_words(verdict, metric=metric, device=device)
-    yield f"Best: trial {verdict.handed_over}, {configuration_of(best.trial)}: {value}, {how_known(verdict)}."
-    yield from verdict_in_words(verdict, metric=metric, device=device)
+    value, best = value_in_words(verdict, **named), verdict.result
+    yield f"Best: trial {best.number}, {best.words}: {value}, {how_known(verdict)}."
+    yield from verdict_in_words(verdict, **named)
     yield "The search's best, by few steps each:" if verdict.is_by_rounds else "The search's best:"
     for trial in study.measured[:_MOST_SHOWN]:
-        told, metrics = steps_in_words(**attributes.step_facts(trial)), trial.user_attrs[attributes.METRICS]
-        again = verdict.contender(trial.number)
-        remarks = []
-        if again is not None:
-            rounds = things_in_words(again.rounds, "round")
-            remarks = [f"{speeds.samples_in_words(metrics, again.value, metric=metric, device=device)} in {rounds}"]
-        remarks += [told] if told else []
-        value = speeds.value_in_words(metrics, trial.values[0], metric=metric, device=device)
-        yield f"- trial {trial.number}: {value}, {configuration_of(trial)}" + (
-            f" ({'; '.join(remarks)})" if remarks else ""
-        )
+        measured = verdict.measured[trial.number]
+        again = f"{study.speed(measured).brief} in {things_in_words(measured.rounds, 'round')}"
+        remarks = [again] if measured.rounds else []
+        remarks += filter(None, [steps_in_words(**attributes.step_facts(trial))])
+        value = speed_of(measured.searched_metrics, measured.searched_value, **named).text
+        yield f"- trial {trial.number}: {value}, {measured.words}" + (f" ({'; '.join(remarks)})" if remarks else "")
 
 
 def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """List the trials of a study."""
-    from optuna_dsat.study.confirm.speeds import samples_in_words
+    from optuna_dsat.study.confirm.speeds import speed_of
     from optuna_dsat.words import outcome_in_words
 
     study = _read(storage, name)
@@ -227,7 +217,7 @@ def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False
     def speed(row: Mapping[str, Any], key: str) -> str | None:
         if row[key] is None:
             return None
-        return samples_in_words(row["metrics"] or {}, row[key], metric=study.metric, device=study.spec.device)
+        return speed_of(row["metrics"] or {}, row[key], metric=study.metric, device=study.spec.device).brief
 
     rows = [study.row(trial) for trial in study.trials]
     if as_json:
@@ -333,10 +323,11 @@ def _refuse_live(store: Store, name: str) -> None:
         UsageError: Names the workers; between launches a search is detected by its lock on the study's folder.
     """
     from optuna_dsat.study.folder import is_held
-    from optuna_dsat.study.live_state import read_notes
+    from optuna_dsat.study.live_state import read_states
     from optuna_dsat.study.stored import read_stored
 
-    workers = ", ".join(note.worker.name for note in read_notes(store, name, now=time.time()))
+    states = read_states(store, name, now=time.time())
+    workers = ", ".join(state.worker.name for state in states if state.worker is not None)
     if not workers:
         try:
             folder = read_stored(store, name).stored_spec.study_dir

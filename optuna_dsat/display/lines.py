@@ -7,7 +7,7 @@ import threading
 import time
 
 from optuna_dsat.escape.terminal import say_prose
-from optuna_dsat.metrics import LARGER_IS_BETTER
+from optuna_dsat.metrics import Interval
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.words import (
@@ -15,28 +15,20 @@ from optuna_dsat.words import (
     count_in_words,
     duration_in_words,
     flops_in_words,
-    metric_in_words,
     outcome_in_words,
     params_in_words,
-    range_in_words,
-    speed_in_words,
     things_in_words,
     times_in_words,
 )
 
-__all__ = ["LineView", "lines_of", "speed_of_best"]
+__all__ = ["LineView", "lines_of"]
 
 _QUIET_S = 2.0
 """Shortest phase to print, in seconds."""
 
 
-def lines_of(event: progress.ProgressEvent, search: progress.SearchStarted | None) -> list[str]:
-    """Return the lines of an event; none for single steps and phases.
-
-    Args:
-        event: The event.
-        search: The start event of the search; None before the start.
-    """
+def lines_of(event: progress.ProgressEvent) -> list[str]:
+    """Return the lines of an event; none for single steps and phases."""
     if isinstance(event, progress.Message):
         return [event.text]
     if isinstance(event, progress.ProfileStarted):
@@ -51,17 +43,12 @@ def lines_of(event: progress.ProgressEvent, search: progress.SearchStarted | Non
     if isinstance(event, progress.TrialDropped):
         return [f"Trial {event.number} was given to another worker; its result is dropped."]
     if isinstance(event, progress.TrialFinished):
-        return [_finished_line(event, search)]
+        return [_finished_line(event)]
     if isinstance(event, progress.FinalistStarted):
         return [f"Round {event.round}, trial {event.number}: {event.words}, measured again with more steps ..."]
     if isinstance(event, progress.FinalistMeasured):
-        return [_finalist_line(event, search)]
+        return [_finalist_line(event)]
     return []
-
-
-def speed_of_best(best: progress.BestSoFar, search: progress.SearchStarted) -> str:
-    """Describe the speed of the best configuration of a search."""
-    return _speed(best.value, best, search)
 
 
 def _profile_lines(event: progress.ProfileFinished) -> list[str]:
@@ -88,25 +75,14 @@ def _search_lines(event: progress.SearchStarted) -> list[str]:
     lines = [f"Study {event.study}: at most {most}{before}, optimising {event.metric}."]
     for name, one in (("Best in the search so far", event.best), ("Confirmed so far", event.confirmed)):
         if one is not None:
-            lines.append(f"{name}: trial {one.number}, {speed_of_best(one, event)}, {one.words}.")
+            lines.append(f"{name}: trial {one.number}, {one.speed.text}, {one.words}.")
     return lines
 
 
-def _speed(
-    value: float,
-    told: progress.BestSoFar | progress.TrialFinished | progress.FinalistMeasured,
-    search: progress.SearchStarted | None,
-) -> str:
-    metric, device = ("", "cuda") if search is None else (search.metric, search.device)
-    if told.speed is None:
-        return metric_in_words(metric, value, device=device)
-    return speed_in_words(told.speed, metric=metric, value=value, device=device)
-
-
-def _finished_line(event: progress.TrialFinished, search: progress.SearchStarted | None) -> str:
+def _finished_line(event: progress.TrialFinished) -> str:
     text = f"Trial {event.number}: {event.words}: {outcome_in_words(event.outcome)}"
-    if event.value is not None:
-        text += f", {_speed(event.value, event, search)}"
+    if event.speed is not None:
+        text += f", {event.speed.text}"
     if event.speed_up is not None:
         text += ", your own config" if event.own else f", {times_in_words(event.speed_up)}x your config"
     if event.best:
@@ -116,27 +92,16 @@ def _finished_line(event: progress.TrialFinished, search: progress.SearchStarted
     return text
 
 
-def _finalist_line(event: progress.FinalistMeasured, search: progress.SearchStarted | None) -> str:
+def _finalist_line(event: progress.FinalistMeasured) -> str:
     begin = f"Round {event.round}, trial {event.number}: {event.words}"
-    if event.value is None or event.low is None or event.high is None:
+    if event.speed is None or event.value is None or event.low is None or event.high is None:
         return f"{begin}: {event.message}"
     around = max(event.high - event.value, event.value - event.low) / event.value
-    if around < 1:
-        interval = f"within \u00b1{around:.1%}"
-    else:
-        ends = [max(0.0, one) for one in (event.low, event.high)]
-        rates = [None if event.speed is None else event.speed.samples_per_s * one / event.value for one in ends]
-        told = [_value(*one, search) for one in zip(ends, rates, strict=True)]
-        interval = f"between {range_in_words(*told, joint=' and ')}"
-    return f"{begin}: {_speed(event.value, event, search)} (95% {interval})"
-
-
-def _value(value: float, samples_per_s: float | None, search: progress.SearchStarted | None) -> str:
-    """Format a metric, as samples/s if known and increasing with the metric."""
-    metric, device = ("", "cuda") if search is None else (search.metric, search.device)
-    if samples_per_s is not None and metric in LARGER_IS_BETTER:
-        return metric_in_words("throughput", samples_per_s)
-    return metric_in_words(metric, value, device=device)
+    interval = f"95% within \u00b1{around:.1%}"
+    if around >= 1:
+        ends = Interval(value=event.value, low=max(0.0, event.low), high=max(0.0, event.high))
+        interval = event.speed.between(ends)
+    return f"{begin}: {event.speed.text} ({interval})"
 
 
 class LineView:
@@ -157,7 +122,7 @@ class LineView:
             self._search = event
         if isinstance(event, progress.Phase):
             self._enter(event)
-        for line in lines_of(event, self._search):
+        for line in lines_of(event):
             say_prose(f"{line}{self._so_far(event)}", file=sys.stderr)
 
     def _so_far(self, event: progress.ProgressEvent) -> str:

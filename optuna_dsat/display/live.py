@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from optuna_dsat.display.lines import LineView, lines_of, speed_of_best
+from optuna_dsat.display.lines import LineView, lines_of
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
 from optuna_dsat.escape.terminal import one_line, outliving_the_terminal, plain
 from optuna_dsat.metrics import LARGER_IS_BETTER
@@ -26,11 +26,9 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.study.live_state import LaunchInFlight, LiveState, time_left_in_words
 from optuna_dsat.words import (
-    bytes_in_words,
     count_in_words,
     duration_in_words,
     metric_in_words,
-    speed_in_words,
     times_in_words,
 )
 
@@ -112,12 +110,18 @@ def _folded(text: str, width: int, *, style: str = "") -> list[Text]:
 def _launches(
     state: LiveState, in_flight: Sequence[LaunchInFlight], now: float, *, width: int, room: int, ascii_only: bool
 ) -> Table:
+    best = None if state.best is None else state.best.speed.samples_per_s
     columns = [
         _Column(heading="trial", least_width=0, justify="right", cell=lambda row: row.name),
         _Column(heading="configuration", least_width=0, cell=lambda row: row.words),
         _Column(heading="now", least_width=0, cell=lambda row: row.doing, least_cells=12 * (width >= 60)),
         _Column(heading="samples/s", least_width=72, justify="right", cell=_speed),
-        _Column(heading="to best", least_width=84, justify="right", cell=lambda row: _percent(state.against_best(row))),
+        _Column(
+            heading="to best",
+            least_width=84,
+            justify="right",
+            cell=lambda row: _percent(row.against(best)),
+        ),
         _Column(heading="memory", least_width=100, cell=lambda row: _memory(row, state.memory_bytes, ascii_only)),
         _Column(heading="since", least_width=46, justify="right", cell=lambda row: duration_in_words(now - row.since)),
     ]
@@ -180,16 +184,14 @@ def _percent(share: float | None) -> Text:
 
 
 def _memory(row: LaunchInFlight, limit_bytes: int, ascii_only: bool) -> Text:
-    if row.peak_bytes <= 0:
-        return Text("")
-    if limit_bytes <= 0:
-        return Text(bytes_in_words(row.peak_bytes))
+    if row.peak_bytes <= 0 or limit_bytes <= 0:
+        return Text(row.memory_in_words(limit_bytes))
     share = min(1.0, row.peak_bytes / limit_bytes)
     full, empty = ("#", "-") if ascii_only else ("█", "░")
     cells = round(share * _BAR_CELLS)
     text = Text(full * cells, style="yellow" if share >= _TIGHT else "green")
     text.append(empty * (_BAR_CELLS - cells), style="dim")
-    text.append(f" {bytes_in_words(row.peak_bytes)} of {bytes_in_words(limit_bytes)}", style="none")
+    text.append(f" {row.memory_in_words(limit_bytes)}", style="none")
     return text
 
 
@@ -198,10 +200,10 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
     lines = []
     if search.confirmed is not None:
         one = search.confirmed
-        lines.append(f"Confirmed before: {speed_of_best(one, search)} (trial {one.number}: {one.words})")
+        lines.append(f"Confirmed before: {one.speed.text} (trial {one.number}: {one.words})")
     if state.best is not None:
-        text = f"Best in the search: {speed_of_best(state.best, search)}"
-        if state.speed_up is not None and state.best.value != state.user_value:
+        text = f"Best in the search: {state.best.speed.text}"
+        if state.speed_up is not None and state.best.speed.value != state.user_value:
             text += f", {times_in_words(state.speed_up)}x your config"
         lines.append(f"{text} (trial {state.best.number}: {state.best.words})")
     if state.user_value is not None:
@@ -219,10 +221,9 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
 def _speed_of_own(state: LiveState, search: progress.SearchStarted, value: float) -> str:
     """Describe the speed of the user's config; samples/s are derived from the best's if proportional to the metric."""
     best = state.best
-    if best is None or best.speed is None or search.metric not in LARGER_IS_BETTER or best.value <= 0:
+    if best is None or search.metric not in LARGER_IS_BETTER:
         return metric_in_words(search.metric, value, device=search.device)
-    own = best.speed.times(value / best.value)
-    return speed_in_words(own, metric=search.metric, value=value, device=search.device)
+    return best.speed.at(value).text
 
 
 class LiveView:
@@ -277,7 +278,7 @@ class LiveView:
             self._state.apply(event, self._clock())
             if isinstance(event, progress.TrialStarted | progress.FinalistStarted | progress.ProfileStarted):
                 return
-            lines = [Text(plain(line), style=_style(event)) for line in lines_of(event, self._state.search)]
+            lines = [Text(plain(line), style=_style(event)) for line in lines_of(event)]
             if lines:
                 self._follow_size()
             for line in lines:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optuna_dsat.metrics import PER_ELEMENT, student_t_975
+from optuna_dsat.metrics import PER_ELEMENT, Interval, student_t_975
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,
     ConfigDiffers,
@@ -35,7 +35,6 @@ from optuna_dsat.runtime.trial_config import PartitionedModelError
 
 __all__ = [
     "GlobalStep",
-    "Interval",
     "LaunchRecord",
     "confidence_interval",
     "input_variation",
@@ -191,15 +190,6 @@ def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_si
         "rss_bytes": float(max(s.rss_bytes for s in steps)),
         **per_element,
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A value with its 95% confidence interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 def confidence_interval(

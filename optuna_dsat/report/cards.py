@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from optuna_dsat.metrics import LARGER_IS_BETTER
-from optuna_dsat.report.performance import Performance, Training, TrainingTime, performance_of, training_times
+from optuna_dsat.metrics import LARGER_IS_BETTER, Interval
 from optuna_dsat.report.slot_time import account
+from optuna_dsat.report.training import Training, TrainingTime, training_times
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.report.winner import Winner
 from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.confirm.loss_check import is_of_losses
-from optuna_dsat.study.confirm.rounds import Ratio, SpeedUp
-from optuna_dsat.study.confirm.standing import Standing
+from optuna_dsat.study.confirm.measured import Measured
+from optuna_dsat.study.confirm.verdict import Verdict
+from optuna_dsat.study.confirm.words import how_known
 from optuna_dsat.words import (
     bytes_in_words,
     count_in_words,
     duration_in_words,
     metric_in_words,
-    range_in_words,
     share_in_words,
     slot_time_in_words,
     step_time_in_words,
@@ -40,127 +39,99 @@ class Card:
     remark: str = ""
 
 
-def cards_of(view: StudyView, winner: Winner | None, training: Training) -> Iterator[Card]:
+def cards_of(view: StudyView, training: Training) -> Iterator[Card]:
     """Yield the key figures of a study: the result, its speed-ups, savings of a training, cost of the search."""
-    if winner is not None:
-        best = performance_of(view, winner.standing)
-        own = None if view.baseline is None or winner.is_own else performance_of(view, view.baseline)
-        yield _best(view, winner, best, own)
-        yield from _speed_ups(view, winner)
-        yield from _beside(view, best, own)
+    verdict = view.verdict
+    if verdict is not None:
+        own = None if verdict.is_baseline else verdict.baseline
+        yield _best(view, verdict, own)
+        yield from _speed_ups(view, verdict)
+        yield from _beside(view, verdict.result, own)
         times = training_times(view, training)
         if times is not None:
-            yield _training(times, view.spec.device, is_own=winner.is_own)
+            yield _training(times, view.spec.device, is_own=verdict.result.is_user_config)
     yield from _search(view)
 
 
-def _best(view: StudyView, winner: Winner, best: Performance, own: Performance | None) -> Card:
+def _best(view: StudyView, verdict: Verdict, own: Measured | None) -> Card:
     """Return the speed of the result: in samples/s, unless a time is optimised."""
-    in_samples = view.metric in LARGER_IS_BETTER and best.samples_per_s is not None
-    if in_samples and best.samples_per_s is not None:
-        metric, value, other = "throughput", best.samples_per_s, None if own is None else own.samples_per_s
-    else:
-        metric, value, other = view.metric, winner.standing.value, None if own is None else own.standing.value
-    scale = value / winner.standing.value if winner.standing.value else 1.0
-    known = [_interval(metric, winner.standing, scale, device=view.spec.device), winner.how_known]
-    if other:
-        known.append(f"yours {metric_in_words(metric, other, device=view.spec.device)}")
-    return Card(
-        heading="Best" if winner.ended else "Best so far",
-        value=metric_in_words(metric, value, device=view.spec.device),
-        remark="; ".join(filter(None, known)),
-    )
+
+    def words(measured: Measured) -> str:
+        if view.metric in LARGER_IS_BETTER:
+            return view.speed(measured).brief
+        return metric_in_words(view.metric, measured.value, device=view.spec.device)
+
+    best = verdict.result
+    known = [view.speed(best).between(best.interval), how_known(verdict), "" if own is None else f"yours {words(own)}"]
+    heading = "Best so far" if view.end_reason is None else "Best"
+    return Card(heading=heading, value=words(best), remark="; ".join(filter(None, known)))
 
 
-def _beside(view: StudyView, best: Performance, own: Performance | None) -> Iterator[Card]:
+def _beside(view: StudyView, best: Measured, own: Measured | None) -> Iterator[Card]:
     """Yield further figures of the result, compared with the user's own config."""
-    if best.samples_per_s and view.metric not in LARGER_IS_BETTER:
-        remark = _yours(None if own is None else own.samples_per_s, _rate)
-        yield Card(heading="Samples", value=_rate(best.samples_per_s), remark=remark)
-    if best.tokens_per_s:
-        remark = _yours(None if own is None else own.tokens_per_s, _tokens)
-        yield Card(heading="Tokens", value=_tokens(best.tokens_per_s), remark=remark)
+    rates = [("Tokens", "tokens_per_s")] if view.metric in LARGER_IS_BETTER else [
+        ("Samples", "throughput"), ("Tokens", "tokens_per_s")
+    ]  # fmt: skip
+    for heading, name in rates:
+        value, yours = best.metrics.get(name), None if own is None else own.metrics.get(name)
+        if value:
+            remark = f"yours {metric_in_words(name, yours)}" if yours else ""
+            yield Card(heading=heading, value=metric_in_words(name, value), remark=remark)
     if best.step_s and view.metric != "latency":
-        yours = (
-            f"; yours {_time(own.step_s)} for {count_in_words(own.train_batch_size)}"
-            if own is not None and own.step_s
-            else ""
-        )
-        batch = _samples(best.train_batch_size)
-        yield Card(heading="One step", value=_time(best.step_s), remark=f"for {batch}{yours}")
+        remark = f"for {things_in_words(best.train_batch_size, 'sample')}"
+        if own is not None and own.step_s:
+            remark += f"; yours {step_time_in_words(own.step_s)} for {count_in_words(own.train_batch_size)}"
+        yield Card(heading="One step", value=step_time_in_words(best.step_s), remark=remark)
     if best.peak_bytes > 0:
-        share = f"{share_in_words(best.peak_bytes / best.device_bytes)} of " if best.device_bytes else ""
-        device = f"{bytes_in_words(best.device_bytes)} " if best.device_bytes else ""
-        remark = f"{share}{device}on the fullest rank"
-        yield Card(heading="Peak memory", value=bytes_in_words(best.peak_bytes), remark=remark)
-    if best.utilisation is not None:
-        yours = "" if own is None or own.utilisation is None else f"; yours {own.utilisation:.1%}"
-        flops = metric_in_words("FLOPS_per_gpu", best.flops_per_gpu or 0.0, device=view.spec.device)
-        yield Card(heading="MFU", value=f"{best.utilisation:.1%}", remark=f"of the GPU's peak: {flops}{yours}")
-    elif best.flops_per_gpu:
-        flops = metric_in_words("FLOPS_per_gpu", best.flops_per_gpu, device=view.spec.device)
-        yield Card(heading="Arithmetic", value=flops, remark="forward and backward; the device's peak is not known")
+        memory = 0 if view.profiled is None else view.profiled.profile.device_memory_bytes
+        share = f"{share_in_words(best.peak_bytes / memory)} of {bytes_in_words(memory)} " if memory else ""
+        yield Card(heading="Peak memory", value=bytes_in_words(best.peak_bytes), remark=f"{share}on the fullest rank")
+    flops, reached = best.metrics.get("FLOPS_per_gpu") or 0.0, view.utilisation(best)
+    shown = metric_in_words("FLOPS_per_gpu", flops, device=view.spec.device)
+    if reached is not None:
+        own_share = None if own is None else view.utilisation(own)
+        remark = f"of the GPU's peak: {shown}" + ("" if own_share is None else f"; yours {own_share:.1%}")
+        yield Card(heading="MFU", value=f"{reached:.1%}", remark=remark)
+    elif flops:
+        yield Card(heading="Arithmetic", value=shown, remark="forward and backward; the device's peak is not known")
 
 
-def _yours(value: float | None, words: Callable[[float], str]) -> str:
-    return f"yours {words(value)}" if value else ""
-
-
-def _interval(metric: str, standing: Standing, scale: float, *, device: str) -> str:
-    """Return the 95% interval of a metric, obtained from the study's metric by multiplying with ``scale``."""
-    if standing.low is None or standing.high is None:
-        return ""
-    low, high = (metric_in_words(metric, end * scale, device=device) for end in (standing.low, standing.high))
-    return f"95% between {range_in_words(low, high, joint=' and ')}"
-
-
-def _speed_ups(view: StudyView, winner: Winner) -> Iterator[Card]:
+def _speed_ups(view: StudyView, verdict: Verdict) -> Iterator[Card]:
     """Yield the speed-up over the user's own config; at both global batches if they differ."""
-    verdict = view.verdict
-    if winner.is_own:
-        by_rounds = verdict is not None and verdict.is_by_rounds and len(view.measured) > 1
+    result, equal = verdict.result, verdict.at_user_batch
+    if result.is_user_config:
+        by_rounds = verdict.is_by_rounds and len(view.measured) > 1
         why = "no faster configuration could be confirmed" if by_rounds else (
             "your own config is the best that was measured"
         )  # fmt: skip
         yield Card(heading="Speed-up", value="none", remark=why)
         return
-    if winner.speed_up is None or verdict is None:
+    if result.speed_up is None:
         yield Card(heading="Speed-up", value="not known", remark="your own config was not measured")
         return
-    equal, winners = verdict.at_user_batch, verdict.at_own_batch
-    if equal is None or winners is None or equal.train_batch_size == winners.train_batch_size:
-        batch = "" if winners is None else f" at your global batch of {count_in_words(winners.train_batch_size)}"
-        yield Card(heading="Speed-up", value=_times(winner.speed_up), remark=_over_own(winner) + batch)
+    over = "over your own config, by the few steps of the search"
+    if result.speed_up.low is not None:
+        over = f"over your own config, paired in rounds; {_between(result.speed_up)}"
+    batch = count_in_words(result.train_batch_size)
+    if equal is None or equal.train_batch_size == result.train_batch_size:
+        yield Card(heading="Speed-up", value=_times(result.speed_up), remark=f"{over} at your global batch of {batch}")
         return
-    yield Card(
-        heading="Speed-up",
-        value=_times(winner.speed_up),
-        remark=f"{_over_own(winner)}, at its global batch of {count_in_words(winners.train_batch_size)}",
-    )
-    yield _at_equal_batch(equal, own=verdict.baseline)
+    yield Card(heading="Speed-up", value=_times(result.speed_up), remark=f"{over}, at its global batch of {batch}")
+    yield _at_equal_batch(equal)
 
 
-def _at_equal_batch(equal: SpeedUp, *, own: int | None) -> Card:
-    heading = "Speed-up at your batch"
-    if equal.number == own:
-        what = f"nothing better was measured at your global batch of {count_in_words(equal.train_batch_size)}"
-        return Card(heading=heading, value="none", remark=what)
-    between = _between(equal.ratio)
-    how = f"trial {equal.number}, at your global batch of {count_in_words(equal.train_batch_size)}"
-    return Card(heading=heading, value=_times(equal.ratio.value), remark="; ".join(filter(None, [how, between])))
+def _at_equal_batch(equal: Measured) -> Card:
+    heading, batch = "Speed-up at your batch", f"at your global batch of {count_in_words(equal.train_batch_size)}"
+    if equal.is_user_config or equal.speed_up is None:
+        return Card(heading=heading, value="none", remark=f"nothing better was measured {batch}")
+    remark = "; ".join(filter(None, [f"trial {equal.number}, {batch}", _between(equal.speed_up)]))
+    return Card(heading=heading, value=_times(equal.speed_up), remark=remark)
 
 
-def _between(ratio: Ratio) -> str:
+def _between(ratio: Interval) -> str:
     if ratio.low is None or ratio.high is None:
         return "by the few steps of the search" if ratio.rounds == 0 else ""
     return f"95% between {times_in_words(ratio.low)} and {times_in_words(ratio.high)}"
-
-
-def _over_own(winner: Winner) -> str:
-    if winner.speed_up_low is None or winner.speed_up_high is None:
-        return "over your own config, by the few steps of the search"
-    between = f"95% between {times_in_words(winner.speed_up_low)} and {times_in_words(winner.speed_up_high)}"
-    return f"over your own config, paired in rounds; {between}"
 
 
 def _training(times: TrainingTime, device: str, *, is_own: bool) -> Card:
@@ -168,9 +139,8 @@ def _training(times: TrainingTime, device: str, *, is_own: bool) -> Card:
     epochs = "An epoch" if times.epochs == 1 else f"{times.epochs:g} epochs"
     if is_own:
         costs = "" if times.price is None else f": {times.price:,.2f} at {times.price_per_gpu_hour:g} an hour"
-        return Card(
-            heading=epochs, value=duration_in_words(times.best_s), remark=f"on {_samples(times.samples)}{costs}"
-        )
+        remark = f"on {things_in_words(times.samples, 'sample')}{costs}"
+        return Card(heading=epochs, value=duration_in_words(times.best_s), remark=remark)
     saved = times.saved_slot_hours
     told = f"{'saves' if saved >= 0 else 'costs'} {slot_time_in_words(abs(saved) * 3600, device)}"
     if times.saved_price is not None:
@@ -179,7 +149,7 @@ def _training(times: TrainingTime, device: str, *, is_own: bool) -> Card:
     return Card(
         heading=epochs,
         value=duration_in_words(times.best_s),
-        remark=f"{instead}: {told} on {_samples(times.samples)}",
+        remark=f"{instead}: {told} on {things_in_words(times.samples, 'sample')}",
     )
 
 
@@ -206,21 +176,5 @@ def _search(view: StudyView) -> Iterator[Card]:
         yield Card(heading="Time of the search", value=duration_in_words(spent.wall_s), remark=remark)
 
 
-def _rate(samples_per_s: float) -> str:
-    return metric_in_words("throughput", samples_per_s)
-
-
-def _tokens(tokens_per_s: float) -> str:
-    return metric_in_words("tokens_per_s", tokens_per_s)
-
-
-def _time(step_s: float) -> str:
-    return step_time_in_words(step_s)
-
-
-def _samples(count: int) -> str:
-    return things_in_words(count, "sample")
-
-
-def _times(ratio: float) -> str:
-    return f"{times_in_words(ratio)}\u00d7"
+def _times(ratio: Interval) -> str:
+    return f"{times_in_words(ratio.value)}\u00d7"

@@ -17,13 +17,14 @@ from optuna_dsat.report import figures
 from optuna_dsat.report.facts import created, fruitless_in_words, ranks_of_a_launch, script_command_line
 from optuna_dsat.report.figures import AtCount, ComparedStudy
 from optuna_dsat.report.page import Section, figure_section
-from optuna_dsat.report.performance import Performance, Training, performance_of, training_times
 from optuna_dsat.report.slot_time import account
 from optuna_dsat.report.template import page_text
+from optuna_dsat.report.training import Training, training_times
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.report.winner import winner_of
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.config_changes import shown_settings
+from optuna_dsat.study.confirm.measured import Measured
+from optuna_dsat.study.confirm.words import how_known
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
@@ -60,11 +61,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """A study with the performance of its result."""
+    """A study with its result."""
 
     view: StudyView
-    best: Performance | None
-    own: Performance | None
+    best: Measured | None
     training: Training
 
 
@@ -123,12 +123,10 @@ def _names(views: Sequence[StudyView]) -> list[str]:
 
 
 def _figures_of(name: str, view: StudyView) -> ComparedStudy:
-    best = None if view.best is None else performance_of(view, view.best)
-    own = None if view.baseline is None else performance_of(view, view.baseline)
     return ComparedStudy(
         name=name,
-        best=None if best is None else best.samples_per_s,
-        own=None if own is None else own.samples_per_s,
+        best=None if view.best is None else view.best.samples_per_s,
+        own=None if view.baseline is None else view.baseline.samples_per_s,
         course=tuple(_course(view)),
     )
 
@@ -158,7 +156,7 @@ def _is_sweep(views: Sequence[StudyView]) -> bool:
 
 
 def _at_count(view: StudyView) -> AtCount:
-    rate = None if view.best is None else performance_of(view, view.best).samples_per_s
+    rate = None if view.best is None else view.best.samples_per_s
     return AtCount(devices=view.spec.slots_per_trial, samples_per_s=rate)
 
 
@@ -186,7 +184,7 @@ _Fact = tuple[str, Callable[[_Compared], str]]
 """Name of a fact, and the function that reads it from a study; returns an empty text if unknown."""
 
 
-def _rate(found: Performance | None) -> str:
+def _rate(found: Measured | None) -> str:
     return "" if found is None or not found.samples_per_s else metric_in_words("throughput", found.samples_per_s)
 
 
@@ -203,13 +201,12 @@ def _training_words(one: _Compared) -> str:
 
 
 def _speed_up_words(one: _Compared) -> str:
-    winner = winner_of(one.view)
-    if winner is None or winner.is_own or winner.speed_up is None:
-        return "" if winner is None or not winner.is_own else "none"
-    if winner.speed_up_low is None or winner.speed_up_high is None:
-        return f"{times_in_words(winner.speed_up)}\u00d7 (by the search)"
-    low, high = times_in_words(winner.speed_up_low), times_in_words(winner.speed_up_high)
-    return f"{times_in_words(winner.speed_up)}\u00d7 ({low} to {high})"
+    if one.best is None or one.best.is_user_config or one.best.speed_up is None:
+        return "none" if one.best is not None and one.best.is_user_config else ""
+    ratio = one.best.speed_up
+    if ratio.low is None or ratio.high is None:
+        return f"{times_in_words(ratio.value)}\u00d7 (by the search)"
+    return f"{times_in_words(ratio.value)}\u00d7 ({times_in_words(ratio.low)} to {times_in_words(ratio.high)})"
 
 
 def _end_words(view: StudyView) -> str:
@@ -234,8 +231,8 @@ _RESULT: tuple[_Fact, ...] = (
         "tokens",
         lambda one: (
             ""
-            if one.best is None or not one.best.tokens_per_s
-            else metric_in_words("tokens_per_s", one.best.tokens_per_s)
+            if one.best is None or not one.best.metrics.get("tokens_per_s")
+            else metric_in_words("tokens_per_s", one.best.metrics["tokens_per_s"])
         ),
     ),
     (
@@ -244,10 +241,10 @@ _RESULT: tuple[_Fact, ...] = (
     ),
     ("global batch", lambda one: "" if one.best is None else str(one.best.train_batch_size)),
     ("peak memory", lambda one: bytes_in_words(one.best.peak_bytes) if one.best and one.best.peak_bytes else ""),
-    ("MFU", lambda one: f"{one.best.utilisation:.1%}" if one.best and one.best.utilisation is not None else ""),
-    ("your own config", lambda one: _rate(one.own)),
+    ("MFU", lambda one: f"{share:.1%}" if one.best and (share := one.view.utilisation(one.best)) is not None else ""),
+    ("your own config", lambda one: _rate(one.view.baseline)),
     ("speed-up over it", _speed_up_words),
-    ("how it is known", lambda one: "" if (won := winner_of(one.view)) is None else won.how_known),
+    ("how it is known", lambda one: "" if one.view.verdict is None else how_known(one.view.verdict)),
 )
 _TUNED: tuple[_Fact, ...] = (
     ("script", lambda one: script_command_line(one.view)),
@@ -326,8 +323,7 @@ def _compared(views: Sequence[StudyView], training: Training) -> list[_Compared]
     return [
         _Compared(
             view=view,
-            best=None if view.best is None else performance_of(view, view.best),
-            own=None if view.baseline is None else performance_of(view, view.baseline),
+            best=view.best,
             training=training,
         )
         for view in views

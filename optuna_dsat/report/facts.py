@@ -9,16 +9,19 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import shell_join
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import bytes_in_words, date_in_words, outcomes_in_words, slot_name, things_in_words
 
 __all__ = [
+    "advice_on",
     "cli_command",
     "created",
     "fruitless_in_words",
     "outcome_counts",
     "ranks_of_a_launch",
     "script_command_line",
+    "training_command_line",
     "versions",
 ]
 
@@ -36,6 +39,16 @@ def ranks_of_a_launch(view: StudyView) -> str:
     slots, each = spec.slots_per_trial, " each" * (spec.slots_per_trial > 1)
     limit = f", {bytes_in_words(spec.device_memory_bytes)}{each}" if spec.device_memory_bytes else ""
     return f"{things_in_words(slots, slot_name(spec.device))}{limit}"
+
+
+def training_command_line(result: StudyResult) -> str:
+    """Return the command that trains with a result, without secrets."""
+    return shell_join(without_secrets(shlex.split(result.command)))
+
+
+def advice_on(result: StudyResult) -> list[str]:
+    """Return advice for the use of a result: learning rate, changes of the script."""
+    return list(filter(None, (result.learning_rate_advice, result.advice)))
 
 
 def created(view: StudyView) -> str:

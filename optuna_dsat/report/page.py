@@ -9,36 +9,39 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.escape.html import safe_figure
 from optuna_dsat.escape.terminal import one_line
+from optuna_dsat.metrics import Interval
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
 from optuna_dsat.report.cards import cards_of
 from optuna_dsat.report.explain.why import why_of
 from optuna_dsat.report.facts import (
+    advice_on,
     cli_command,
     created,
     fruitless_in_words,
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
+    training_command_line,
     versions,
 )
 from optuna_dsat.report.launch_files import Links
+from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
-from optuna_dsat.report.performance import Training
 from optuna_dsat.report.template import page_text
+from optuna_dsat.report.training import Training
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.report.winner import Winner, winner_of
-from optuna_dsat.study.confirm.rounds import Ratio
-from optuna_dsat.study.confirm.rows import configuration_of
+from optuna_dsat.study.command import BEST_CONFIG
+from optuna_dsat.study.confirm.measured import configuration_of
+from optuna_dsat.study.confirm.words import how_known, verdict_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
-from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
@@ -52,7 +55,6 @@ from optuna_dsat.words import (
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-    from optuna.trial import FrozenTrial
 
 __all__ = ["Section", "figure_section", "page_values", "render", "sections_of"]
 
@@ -185,17 +187,23 @@ def _sentence(text: str) -> str:
 
 def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str, Any]:
     """Return the template's variables except figures and styles."""
-    winner = winner_of(view)
-    text = "" if winner is None else json.dumps(winner.config, indent=2)
+    result, verdict = view.result, view.verdict
+    text = "" if result is None else json.dumps(redacted(result.config), indent=2)
+    named = {"metric": view.metric, "device": view.spec.device}
     return {
         "view": view,
-        "winner": winner,
+        "best": view.best,
+        "ended": view.end_reason is not None,
+        "how_known": "" if verdict is None else how_known(verdict),
+        "told": () if verdict is None else verdict_in_words(verdict, **named),
+        "changes": () if result is None else result.changes,
+        "advice": [] if result is None else advice_on(result),
         "config": text,
         "config_name": BEST_CONFIG,
         "config_link": "data:application/json;base64," + base64.b64encode(text.encode()).decode(),
         "status": _status(view),
-        "failure": "" if winner is not None else one_line(attributes.commonest_message(view.trials)),
-        "cards": list(cards_of(view, winner, training)),
+        "failure": "" if result is not None else one_line(attributes.commonest_message(view.trials)),
+        "cards": list(cards_of(view, training)),
         "contenders": list(_contenders(view)),
         "unconfirmed": list(_unconfirmed(view)),
         "tuned": list(_tuned(view)),
@@ -205,7 +213,7 @@ def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str
         "launches": list(_launches(view, links)),
         "profiles": list(_profiles(view, links)),
         "metric": view.metric,
-        "commands": list(_commands(view, winner)),
+        "commands": list(_commands(view)),
         "made": time.strftime("%Y-%m-%d %H:%M"),
     }
 
@@ -253,54 +261,52 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
     verdict = view.verdict
     if verdict is None or not verdict.is_by_rounds:
         return
-    by_number = {trial.number: trial for trial in view.trials}
-    for number in (one.number for one in verdict.contenders):
-        one = verdict.contender(number)
-        if one is None:
-            continue
-        remarks = ["your own config"] if number == verdict.baseline else []
-        remarks += ["the result"] if number == verdict.handed_over else []
-        remarks += ["equal to the result"] if number in verdict.ties else []
-        remarks += ["not distinguished from the result"] if number in {one.number for one in verdict.undecided} else []
-        ends = () if one.low is None or one.high is None else (one.low, one.high)
+    undecided = {one.number for one in verdict.undecided}
+    for one in (verdict.measured[contender.number] for contender in verdict.contenders):
+        remarks = {
+            "your own config": one.is_user_config,
+            "the result": one.number == verdict.result.number,
+            "equal to the result": one.number in verdict.ties,
+            "not distinguished from the result": one.number in undecided,
+            one.left: bool(one.left),
+        }
         yield {
-            "number": str(number),
-            "words": configuration_of(by_number[number]),
+            "number": str(one.number),
+            "words": one.words,
             "batch": str(one.train_batch_size),
             "rounds": str(one.rounds),
             "value": metric_in_words(view.metric, one.value, device=view.spec.device),
-            "rate": _rate_in_rounds(view, number),
-            "between": _between([metric_in_words(view.metric, end, device=view.spec.device) for end in ends]),
-            "ratio": "" if one.ratio is None or number == verdict.baseline else _ratio(one.ratio),
-            "remark": "; ".join([*remarks, *([one.left] if one.left else [])]),
+            "rate": _rate(view, one.metrics),
+            "between": _between(one.interval, lambda end: metric_in_words(view.metric, end, device=view.spec.device)),
+            "ratio": "" if one.speed_up is None or one.is_user_config else _ratio(one.speed_up),
+            "remark": "; ".join(text for text, applies in remarks.items() if applies),
         }
 
 
-def _rate_in_rounds(view: StudyView, number: int) -> str:
-    """Return the samples/s of a finalist in its rounds; empty if the metric already states them."""
-    finalist = view.finalists.get(number)
-    rate = None if finalist is None or view.metric == "throughput" else finalist.metrics.get("throughput")
+def _rate(view: StudyView, metrics: Mapping[str, float]) -> str:
+    """Return the samples/s among metrics; empty if the optimised metric already states them."""
+    rate = None if view.metric == "throughput" else metrics.get("throughput")
     return metric_in_words("throughput", rate) if rate else ""
 
 
-def _between(ends: Sequence[str]) -> str:
+def _between(interval: Interval, words: Callable[[float], str]) -> str:
     """Format the ends of an interval, with a common unit stated once; empty without ends."""
-    return range_in_words(*ends) if ends else ""
+    if interval.low is None or interval.high is None:
+        return ""
+    return range_in_words(words(interval.low), words(interval.high))
 
 
-def _ratio(ratio: Ratio) -> str:
-    if ratio.low is None or ratio.high is None:
-        return times_in_words(ratio.value)
-    return f"{times_in_words(ratio.value)} ({times_in_words(ratio.low)} to {times_in_words(ratio.high)})"
+def _ratio(ratio: Interval) -> str:
+    between = _between(ratio, times_in_words)
+    return f"{times_in_words(ratio.value)} ({between})" if between else times_in_words(ratio.value)
 
 
 def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
     """Yield the finalists that could not be measured again: number, configuration and reason."""
     by_number = {trial.number: trial for trial in view.trials}
-    for finalist in view.finalists.values():
-        if finalist.value is None and finalist.number in by_number:
-            words = configuration_of(by_number[finalist.number])
-            yield finalist.number, words, finalist.message
+    for row in view.rounds.finalists():
+        if row["value"] is None and row["number"] in by_number:
+            yield row["number"], configuration_of(by_number[row["number"]]), row["message"]
 
 
 def _outcomes(view: StudyView) -> Iterator[tuple[str, int, str, str]]:
@@ -324,7 +330,7 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
         attrs = trial.user_attrs
         outcome = attrs.get(attributes.OUTCOME, Outcome.LOST)
         value = trial.values[0] if trial.values is not None and outcome == Outcome.MEASURED else None
-        again = None if view.verdict is None else view.verdict.contender(trial.number)
+        again = None if view.verdict is None else view.verdict.in_rounds(trial.number)
         peak = attrs.get(attributes.PEAK_BYTES, 0)
         yield {
             "number": trial.number,
@@ -333,8 +339,8 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
             "outcome": str(outcome).replace("_", " "),
             "value": "" if value is None else metric_in_words(view.metric, value, device=view.spec.device),
             "again": "" if again is None else metric_in_words(view.metric, again.value, device=view.spec.device),
-            "best": view.verdict is not None and trial.number == view.verdict.handed_over,
-            "rate": _rate(view, trial, outcome),
+            "best": view.verdict is not None and trial.number == view.verdict.result.number,
+            "rate": _rate(view, attrs.get(attributes.METRICS) or {}) if outcome == Outcome.MEASURED else "",
             "peak": bytes_in_words(peak) if peak > 0 else "",
             "message": steps_in_words(**attributes.step_facts(trial))
             if outcome == Outcome.MEASURED
@@ -343,24 +349,17 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
         }
 
 
-def _rate(view: StudyView, trial: FrozenTrial, outcome: str) -> str:
-    """Return the samples/s of a measured launch; empty if the metric already states them."""
-    rate = (trial.user_attrs.get(attributes.METRICS) or {}).get("throughput")
-    if rate is None or outcome != Outcome.MEASURED or view.metric == "throughput":
-        return ""
-    return metric_in_words("throughput", rate)
-
-
-def _commands(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str]]:
+def _commands(view: StudyView) -> Iterator[tuple[str, str]]:
     """Yield (purpose, command)."""
-    if winner is not None and winner.ended:
-        yield "Train with the best config", winner.command
-    if view.is_fruitless or (winner is not None and winner.ended):
+    ended = view.end_reason is not None
+    if view.result is not None and ended:
+        yield "Train with the best config", training_command_line(view.result)
+    if view.is_fruitless or (view.result is not None and ended):
         more = ("--max-trials", 2 * view.spec.max_trials)
         yield "Search on, with more launches", cli_command(view, "resume", *more)
     else:
         yield "Continue the search", cli_command(view, "resume")
-    if winner is not None:
+    if view.result is not None:
         yield "Write the best config to a file", cli_command(view, "best", "-o", BEST_CONFIG)
     yield "All trials as a table", cli_command(view, "export", "--format", "csv")
     yield "Make this report again", cli_command(view, "report")

@@ -10,10 +10,13 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from optuna_dsat.cost.utilisation import utilisation
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import Store, StoredLaunch
+from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.folder import is_folder_of
+from optuna_dsat.study.result import StudyResult, result_of
 from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored, reading
 from optuna_dsat.trials import attributes
 
@@ -29,14 +32,22 @@ class StudyView(StoredStudy):
     """Launch id -> seconds of each counted step on its slowest rank, in order; only launches with counted steps."""
     storage_url: str
     """Without its password."""
-    tokens_per_sample: float | None = None
-    """Tokens per sample including padding; None if the inputs are not known to be tokens."""
 
     @cached_property
     def folder(self) -> Path | None:
         """The folder of the study's files; None if it is not on this machine, or may belong to another study."""
         folder = self.spec.study_dir
         return folder if is_folder_of(folder, self.record.uuid, self.launches) else None
+
+    def utilisation(self, measured: Measured) -> float | None:
+        """Return a config's share of the device's peak FLOPS; None if the peak is unknown."""
+        config = measured.trial.user_attrs[attributes.CONFIG]
+        return None if self.profiled is None else utilisation(self.profiled.profile, config, measured.metrics)
+
+    @cached_property
+    def result(self) -> StudyResult | None:
+        """The result so far; None if nothing was measured."""
+        return result_of(self, self.launches, storage=self.storage_url, reason=self.end_reason or "")
 
     @property
     def end_reason(self) -> str | None:
@@ -107,17 +118,4 @@ def read_view(store: Store, name: str) -> StudyView:
         launches=launches,
         step_times=step_times,
         storage_url=store.absolute_url,
-        tokens_per_sample=_tokens_per_sample(store, stored),
     )
-
-
-def _tokens_per_sample(store: Store, stored: StoredStudy) -> float | None:
-    """Return the tokens per sample in the launch that measured the best config in the search."""
-    launch_id = stored.measured[0].user_attrs.get(attributes.LAUNCH_ID) if stored.measured else None
-    if launch_id is None:
-        return None
-    with reading(stored.record.name, "its steps", stored.record.versions):
-        steps = store.steps(stored.record.uuid, launch_id)
-    counted = [one for one in steps if one.elements_are_tokens and one.elements > 0 and one.samples > 0]
-    samples = sum(one.samples for one in counted)
-    return sum(one.elements for one in counted) / samples if samples else None

@@ -9,7 +9,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.report.compare import render_comparison
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import render
-from optuna_dsat.report.performance import Training
+from optuna_dsat.report.training import Training
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.runtime.files import write_output
 from optuna_dsat.store import Store

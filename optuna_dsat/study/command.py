@@ -1,30 +1,38 @@
-"""The command that trains on nodes of a SLURM or Ray cluster, as the trials ran."""
+"""The command that trains with a config of a study: the script's own, on nodes of a cluster too."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optuna_dsat.escape.shell import program
+from optuna_dsat.escape.shell import in_folder, program
 from optuna_dsat.script.arg_mapping import map_arguments, with_option
 from optuna_dsat.script.command.own_ranks import says_where_to_meet
+from optuna_dsat.script.config_copy import config_copy
 from optuna_dsat.script.config_location import find_config_key
-from optuna_dsat.script.settings_file import names_file
+from optuna_dsat.script.section_copy import section_copy
+from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
-from optuna_dsat.secrecy.references import shell_join
+from optuna_dsat.secrecy.references import resolved, shell_join
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 
 if TYPE_CHECKING:
     from optuna_dsat.study.profile.profiled import Profiled
-import shlex
-import sys
 
-from optuna_dsat.escape.shell import in_folder
-from optuna_dsat.study.result import BEST_CONFIG, best_settings
+__all__ = [
+    "BEST_CONFIG",
+    "best_settings",
+    "cluster_training_command",
+    "command_to_train",
+    "device_settings",
+    "environment_words",
+    "training_command",
+]
 
-__all__ = ["cluster_training_command", "command_to_train", "device_settings", "environment_words", "training_command"]
-
+BEST_CONFIG = "best_ds_config.json"
 _MASTER = (
     '$(scontrol show node "$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)"'
     " | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)"
@@ -33,6 +41,37 @@ _MASTER = (
 _PORT = "$((20000 + (SLURM_JOB_ID * 7 + SLURM_STEP_ID) % 10000))"
 _QUOTE = "'\\''"
 """An apostrophe within apostrophes, for a shell."""
+
+
+def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -> SettingsCopy | None:
+    """Return the copy of the script's settings file with a config's batch size and path; None without any.
+
+    If the file, or a section of it, is the script's DeepSpeed config, it is replaced with the config.
+
+    Args:
+        spec: The study.
+        config: The complete config.
+        directory: Folder of the copy, which also contains ``best_ds_config.json``.
+    """
+    script = spec.script
+    source = script.batch_source if "kind" in script.batch_source else {}
+    ready, own = resolved(config), resolved(spec.ds_config)
+    whole = config_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
+    if whole is not None:
+        return whole
+    if not script.config_path:
+        section = section_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
+        if section is not None:
+            return section
+    return settings_copy(
+        source,
+        config,
+        args=script.args,
+        cwd=script.cwd,
+        folder=directory,
+        user_config="" if script.script == RUNNER else script.config_path,  # its command gives it the config
+        best_config=str(directory / BEST_CONFIG),
+    )
 
 
 def cluster_training_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[str]) -> str:
@@ -133,19 +172,16 @@ def training_command(
         host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets 1.
     """
     script = spec.script
-    config_in_code = profiled is not None and profiled.config_in_code
-    config_option = "" if profiled is None or config_in_code else profiled.config_option
-    deepspeed_launcher = profiled is not None and profiled.deepspeed_launcher
     pointed, replaced = _point_to(script, config_path)
-    replaced = replaced and not config_in_code
-    if config_option and not replaced:
-        pointed, replaced = with_option(pointed, config_option, str(config_path)), True
+    if profiled is not None and profiled.config_in_code:
+        replaced = False  # the argument has no effect
+    elif profiled is not None and profiled.config_option and not replaced:
+        pointed, replaced = with_option(pointed, profiled.config_option, str(config_path)), True
     environment = _environment(script, config_path)
     if (copy := best_settings(spec, config, config_path.parent)) is not None:
         pointed, replaced = copy.pointed(pointed, cwd=script.cwd), replaced or copy.names_config
     if not replaced and (key := _overridden_key(script)) is not None:
         pointed, replaced = with_option(pointed, f"{key}=", str(config_path)), True
-    replaced = replaced or _ACCELERATE_CONFIG in environment
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
     if script.script == RUNNER:
         completed = complete_training(args, config_path.parent / CHECKPOINTS)
@@ -153,6 +189,7 @@ def training_command(
         variables = [f"{name}={value}" for name, value in environment.items()]
         return shell_join([*environment_words(spec, variables), program(words[0]), *words[1:]]), replaced
     ranks = str(spec.slots_per_trial)
+    deepspeed_launcher = profiled is not None and profiled.deepspeed_launcher  # gives every rank ``--local_rank``
     if profiled is not None and profiled.starts_ranks:
         launcher = [program("python"), *(["-m"] if script.is_module else [])]
     elif deepspeed_launcher or says_where_to_meet(script.script, is_module=script.is_module, cwd=Path(script.cwd)):
@@ -166,8 +203,10 @@ def training_command(
     settings += [f"{name}={value}" for name, value in environment.items()]
     if spec.on != "here":
         target = [*(["-m"] if script.is_module else []), script.script, *args]
-        return cluster_training_command(spec, settings=settings, words=target), replaced
-    return shell_join([*environment_words(spec, settings), *launcher, script.script, *args]), replaced
+        command = cluster_training_command(spec, settings=settings, words=target)
+    else:
+        command = shell_join([*environment_words(spec, settings), *launcher, script.script, *args])
+    return command, replaced or _ACCELERATE_CONFIG in environment
 
 
 _ACCELERATE = "ACCELERATE_USE_DEEPSPEED"

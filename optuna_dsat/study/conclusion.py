@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from functools import partial
 
 import optuna
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.config import ds_config
-from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
-from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import Turn, TurnLostError
-from optuna_dsat.study.command import command_to_train
-from optuna_dsat.study.config_changes import complete_config, config_changes, ready_config, trainable_config
+from optuna_dsat.study.command import BEST_CONFIG, best_settings
 from optuna_dsat.study.confirm.confirmation import Confirmation
 from optuna_dsat.study.confirm.loss_check import LossCheck, check_loss, nothing_to_compare
-from optuna_dsat.study.confirm.rounds import Rounds
-from optuna_dsat.study.confirm.standing import finalists_of
-from optuna_dsat.study.confirm.verdict import Verdict, verdict_of
-from optuna_dsat.study.end_reason import EndReason, describe_structure_failures
+from optuna_dsat.study.confirm.verdict import Verdict
+from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.folder import BEING_WRITTEN, digests, set_others_aside
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.progress import StudyContext
-from optuna_dsat.study.result import (
-    BEST_CONFIG,
-    BEST_METRICS,
-    StudyResult,
-    best_settings,
-    fields_of,
-    learning_rate_advice,
-    measurement_in_words,
-    metrics_file,
-    write_best,
-    write_settings,
-)
+from optuna_dsat.study.result import BEST_METRICS, StudyResult, result_of, write_best, write_settings
 from optuna_dsat.study.search.methods import Method
-from optuna_dsat.study.space import dataset_size, epoch_samples, objective, space_of
+from optuna_dsat.study.space import objective
+from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.trials import attributes
 
 __all__ = ["Conclusion"]
@@ -125,59 +107,54 @@ class Conclusion:
         candidates = self._method.ranked(trials, maximize=self._spec.maximize)
         if not candidates:
             return None
-        rounds = self._confirm(trials, candidates)
-        verdict = verdict_of(
-            trials, rounds, maximize=self._spec.maximize, tie=self._spec.tie, slots=self._spec.slots_per_trial
-        )
-        if verdict is None:
+        self._confirm(trials, candidates)
+        store, spec = self._context.store, self._spec
+        study = replace(read_stored(store, spec.name), spec=spec, profiled=self._profiled)
+        if study.verdict is None:
             return None
-        trial = next(one for one in candidates if one.number == verdict.handed_over)
-        config = self._complete(trial)
-        is_own = verdict.handed_over == verdict.baseline
-        check = self._compare_losses(self._ready(config), self._ranks(trial), is_own=is_own)
-        return self._write(verdict, rounds, trial, loss_check=None if check is None else asdict(check))
+        check = self._compare_losses(study, study.verdict)
+        result = result_of(
+            study,
+            store.launches(self._context.study_uuid),
+            storage=store.absolute_url,
+            reason=self._reason.value,
+            loss_check=None if check is None else asdict(check),
+        )
+        if result is not None:
+            self._write(study, result)
+        return result
 
-    def _ready(self, complete: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a config with all batch sizes as the script trains with it."""
-        return ready_config(complete, own=self._spec.ds_config, trainer=self._profiled.trainer)
-
-    def _complete(self, trial: FrozenTrial) -> dict[str, Any]:
-        space = space_of(self._spec, self._profiled)
-        return complete_config(trial, slots=self._spec.slots_per_trial, space=space)
-
-    def _ranks(self, trial: FrozenTrial) -> int:
-        return attributes.data_parallel_size(trial, slots=self._spec.slots_per_trial)
-
-    def _confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
-        """Return the rounds; after an interruption, the stored rounds of earlier runs."""
+    def _confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> None:
+        """Measure the finalists in rounds; after an interruption, the stored rounds of earlier runs remain."""
         if self._reason is EndReason.INTERRUPTED:
-            return Rounds.of(self._study.user_attrs)
+            return
         confirmation = Confirmation(
             self._context,
             study=self._study,
             metric=self._metric,
             profile=self._profiled.profile,
-            method=self._method,
+            estimate=partial(self._method.estimate, maximize=self._spec.maximize),
             storing=self._storing,
         )
-        rounds = confirmation.run(trials, candidates)
+        confirmation.run(trials, candidates)
         if confirmation.interrupted:
             self.interrupted = True
             self._reason = EndReason.INTERRUPTED
-        return rounds
 
-    def _compare_losses(self, config: Mapping[str, Any], ranks: int, *, is_own: bool) -> LossCheck | None:
+    def _compare_losses(self, study: StoredStudy, verdict: Verdict) -> LossCheck | None:
         """Return the comparison of first losses; None if it was not requested or was interrupted."""
         if not self._with_loss_check or self._reason is EndReason.INTERRUPTED:
             return None
-        if is_own:
+        if verdict.is_baseline:
             return nothing_to_compare(self._spec)
         self._context.say("Comparing the first losses under the best config with those under yours ...")
         try:
             return check_loss(
                 self._spec,
-                config,
-                data_parallel_size=ranks,
+                study.ready_config(verdict.result.trial),
+                data_parallel_size=attributes.data_parallel_size(
+                    verdict.result.trial, slots=self._spec.slots_per_trial
+                ),
                 launcher=self._context.launcher,
                 on_report=lambda report, record: self._context.record_launch(report, record, purpose="confirm"),
                 wait=self._context.wait,
@@ -186,28 +163,11 @@ class Conclusion:
             self.interrupted = True
             return None
 
-    def _write(
-        self, verdict: Verdict, rounds: Rounds, trial: FrozenTrial, *, loss_check: Mapping[str, Any] | None
-    ) -> StudyResult:
-        """Write the files and attributes of the selected config; return the result.
-
-        Args:
-            verdict: Verdict on the study.
-            rounds: Rounds of the confirmation.
-            trial: The selected trial.
-            loss_check: Comparison of first losses, or None.
-        """
-        spec, launches = self._spec, self._context.store.launches(self._context.study_uuid)
-        complete = self._complete(trial)
-        config = self._ready(complete)
-        finalists = finalists_of(rounds)
-        again = finalists.get(trial.number) if verdict.is_by_rounds else None
-        metrics = dict(trial.user_attrs[attributes.METRICS] if again is None else again.metrics)
-        file = metrics_file(
-            spec.name, verdict, metric=self._metric, metrics=metrics, finalists=finalists, loss_check=loss_check
-        )
-        settings = best_settings(spec, config, spec.study_dir)
-        files = [spec.study_dir / name for name in (BEST_CONFIG, BEST_METRICS)]
+    def _write(self, study: StoredStudy, result: StudyResult) -> None:
+        """Write the files and attributes of the selected config."""
+        folder = self._spec.study_dir
+        settings = best_settings(self._spec, result.config, folder)
+        files = [folder / name for name in (BEST_CONFIG, BEST_METRICS)]
         files += [] if settings is None else [settings.path]
         with self._storing("store the result"):
             attrs = self._study.user_attrs
@@ -215,51 +175,9 @@ class Conclusion:
                 for aside in set_others_aside(files, attrs.get(attributes.WRITTEN, {})):
                     self._context.say(f"A file that this study did not write is kept as {aside}.")
             self._study.set_user_attr(attributes.WRITTEN, {path.name: BEING_WRITTEN for path in files})
-            config_path, metrics_path = write_best(spec.study_dir, config, file)
+            write_best(folder, result.config, result.metrics_file(study.rounds.finalists()))
             if settings is not None:
-                write_settings(settings, complete)
+                write_settings(settings, result.config)
             self._study.set_user_attr(attributes.WRITTEN, digests(files))
-            self._study.set_user_attr(attributes.WINNER, trial.number)
+            self._study.set_user_attr(attributes.WINNER, result.trial)
             self._study.set_user_attr(attributes.END_REASON, self._reason.value)
-        command = command_to_train(
-            spec,
-            complete,
-            profiled=self._profiled,
-            host_threads=trial.user_attrs.get(attributes.HOST_THREADS),
-            storage=self._context.store.absolute_url,
-        )
-        ranks = self._ranks(trial)
-        batch, own = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
-        before = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
-        samples = epoch_samples(spec, self._profiled)
-        return StudyResult(
-            study=spec.name,
-            reason=self._reason.value,
-            metric=self._metric,
-            **fields_of(verdict),
-            config=config,
-            changes=config_changes(before, complete),
-            metrics=metrics,
-            config_path=str(config_path),
-            metrics_path=str(metrics_path),
-            command=command,
-            train_batch_size=batch,
-            user_train_batch_size=own,
-            dataset_size=dataset_size(spec, self._profiled),
-            learning_rate_advice=learning_rate_advice(
-                config, batch=batch, user_batch=own, samples=samples, is_chosen=batch == spec.train_batch_size
-            ),
-            loss_check=loss_check,
-            headroom=self._study.user_attrs.get(attributes.HEADROOM),
-            measurement=measurement_in_words(trial, metrics=metrics),
-            advice=self._profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),
-            failures=describe_structure_failures(self._study.get_trials(deepcopy=False)),
-            launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
-            slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
-            device=spec.device,
-            isolation=describe_isolation(weakest_isolation(row.report.conditions for row in launches)),
-        )
-
-
-def _slot_seconds(report: LaunchReport) -> float:
-    return report.held_s * len(report.devices)

@@ -1,5 +1,8 @@
 """Current state of a search, built from its progress events, for the terminal and the live page.
 
+Optuna's tables contain running trials. Launches of the profile and of finalists, phases, speeds and peaks are recorded
+only here: each worker keeps its state among the study's system attributes.
+
 A separate thread draws the view while events arrive. There is no lock, as the handler of Ctrl-C could deadlock on it:
 collections are copied atomically before iteration.
 """
@@ -8,24 +11,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from optuna.storages import BaseStorage
+from pydantic import TypeAdapter
 
-from optuna_dsat.config.record import Record
 from optuna_dsat.errors import StorageError
 from optuna_dsat.metrics import direction_of, speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.store.leases import Worker, this_worker
 from optuna_dsat.study import progress
-from optuna_dsat.words import duration_in_words
+from optuna_dsat.words import bytes_in_words, duration_in_words
 
-__all__ = ["LaunchInFlight", "LiveNote", "LiveNotes", "LiveState", "read_notes", "time_left_in_words"]
+__all__ = ["LaunchInFlight", "LiveNotes", "LiveState", "read_states", "time_left_in_words"]
 
 _PROFILE = "profile"
 """Name of the profile launch."""
@@ -33,6 +35,12 @@ _WINDOW = 20
 """Number of latest launches whose durations predict the next launches: recent launches are the most similar."""
 _MIN_LAUNCHES = 2
 """Minimum number of finished launches for an estimate of the time left."""
+_PREFIX = "dsat_live:"
+"""Prefix of the keys of notes; the worker's name follows."""
+_PAUSE_S = 1.0
+"""Minimum seconds between two notes on the steps of launches."""
+_OLDEST_S = 900.0
+"""Age at which the note of a worker on another machine expires, as its death cannot be detected."""
 
 
 @dataclass(kw_only=True)
@@ -58,6 +66,15 @@ class LaunchInFlight:
     first_step_at: float | None = None
     """End of the first step, in seconds of the state's clock; None before it."""
 
+    def against(self, samples_per_s: float | None) -> float | None:
+        """Return the relative difference in samples/s to another speed; None if either is unknown."""
+        return None if not samples_per_s or self.samples_per_s is None else self.samples_per_s / samples_per_s - 1
+
+    def memory_in_words(self, limit_bytes: int) -> str:
+        """Return the peak memory and its limit, where known."""
+        peak = bytes_in_words(self.peak_bytes) if self.peak_bytes > 0 else ""
+        return f"{peak} of {bytes_in_words(limit_bytes)}" if peak and limit_bytes > 0 else peak
+
     @property
     def doing(self) -> str:
         """The current step, or the phase before the first step has ended."""
@@ -70,8 +87,12 @@ class LaunchInFlight:
 
 @dataclass(kw_only=True)
 class LiveState:
-    """The state of a search, according to its events. Times are seconds of a monotonic clock."""
+    """The state of a worker's search, according to its events. Times are seconds of one clock; stored as Unix times."""
 
+    worker: Worker | None = None
+    """The worker; None unless the state is stored."""
+    noted_at: float = 0.0
+    """Time at which the state was stored."""
     rows: dict[str, LaunchInFlight] = field(default_factory=dict)
     """Running launches by name."""
     search: progress.SearchStarted | None = None
@@ -97,8 +118,10 @@ class LiveState:
     """Long-running phase of the search outside launches; empty for none."""
     phase_since: float = 0.0
     """Start of the phase, in seconds of the state's clock."""
-    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    _startups: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    durations: tuple[float, ...] = ()
+    """Durations of the latest launches."""
+    startups: tuple[float, ...] = ()
+    """Times from the start of the latest launches to the end of their first step."""
 
     def apply(self, event: progress.ProgressEvent, now: float) -> None:
         """Update the state with an event that arrives at time ``now``."""
@@ -153,9 +176,9 @@ class LiveState:
         self.launched = event.launched
         self.elsewhere = max(0, event.running - len(self.rows))
         if row is not None:
-            self._durations.append(now - row.since)
+            self.durations = (*self.durations, now - row.since)[-_WINDOW:]
             if row.first_step_at is not None and event.outcome is Outcome.MEASURED:
-                self._startups.append(row.first_step_at - row.since)
+                self.startups = (*self.startups, row.first_step_at - row.since)[-_WINDOW:]
         self.best = event.best_so_far or self.best
         self.user_value = self.user_value if event.user_value is None else event.user_value
 
@@ -176,13 +199,14 @@ class LiveState:
         if self.search is None or self.best is None:
             return None
         maximize = direction_of(self.search.metric) == "maximize"
-        return speed_up(self.best.value, self.user_value, maximize=maximize)
+        return speed_up(self.best.speed.value, self.user_value, maximize=maximize)
 
-    def against_best(self, row: LaunchInFlight) -> float | None:
-        """Return the relative difference in samples/s between a launch and the best; None if either is unknown."""
-        if row.samples_per_s is None or self.best is None or self.best.speed is None:
-            return None
-        return row.samples_per_s / self.best.speed.samples_per_s - 1
+    def counts(self, now: float) -> bool:
+        """Whether a stored state is not empty and its worker is not known to have ended."""
+        if self.worker is None or not (self.rows or self.phase):
+            return False
+        here = self.worker.machine == this_worker().machine
+        return not self.worker.is_dead() if here else now - self.noted_at < _OLDEST_S
 
     def left_s(self, now: float) -> float | None:
         """Return an upper estimate of the time left, in seconds, from the durations of the latest launches.
@@ -190,9 +214,9 @@ class LiveState:
         None before two launches have ended. The search may end earlier: by --early-stopping, or because no remaining
         config can win. Launches of finalists, which run more steps, are included.
         """
-        if self.search is None or len(self._durations) < _MIN_LAUNCHES:
+        if self.search is None or len(self.durations) < _MIN_LAUNCHES:
             return None
-        mean = statistics.fmean(tuple(self._durations))
+        mean = statistics.fmean(self.durations)
         search_s = 0.0
         if not self.ended_search:
             begun = [max(0.0, mean - (now - row.since)) for row in self.in_flight]
@@ -205,7 +229,7 @@ class LiveState:
 
     def _finalist_s(self, mean: float) -> float:
         """Return the predicted duration of a finalist's launch, in seconds, from a trial's mean duration."""
-        startup = statistics.fmean(tuple(self._startups)) if self._startups else mean
+        startup = statistics.fmean(self.startups) if self.startups else mean
         factor = 1.0 if self.search is None else self.search.finalist_steps
         return startup + max(0.0, mean - startup) * factor
 
@@ -219,47 +243,6 @@ def time_left_in_words(left_s: float | None) -> str:
     minutes = -(-left_s // 60)
     step = 1 if minutes < 10 else 5 if minutes < 60 else 15
     return f"at most about {duration_in_words(-(-minutes // step) * step * 60).removesuffix(' 0 s')} left"
-
-
-# Current launches of a worker, noted in the store for viewers in other processes.
-#
-# Optuna's tables contain running trials. Running launches of the profile and of finalists are recorded only here, as
-# are phases, speeds and peaks of all running launches. Each worker has a note among the study's system attributes.
-
-_PREFIX = "dsat_live:"
-"""Prefix of the keys of notes; the worker's name follows."""
-_PAUSE_S = 1.0
-"""Minimum seconds between two notes on the steps of launches."""
-_OLDEST_S = 900.0
-"""Age at which the note of a worker on another machine expires, as its death cannot be detected."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LiveNote(Record):
-    """Current state of a worker. Times are Unix times in seconds."""
-
-    worker: Worker
-    noted_at: float
-    phase: str
-    """Long-running phase of the search outside launches; empty for none."""
-    phase_since: float
-    rows: tuple[LaunchInFlight, ...]
-    """Its running launches."""
-    confirming: bool
-    """Whether finalists are being measured again."""
-    finalists: int
-    """Launches of the confirmation's first rounds."""
-    finalists_done: int
-    left_s: float | None = None
-    """Upper estimate of the time left at ``noted_at``, in seconds (``LiveState.left_s``); None if not known."""
-
-    def counts(self, now: float) -> bool:
-        """Whether the note is not empty and its worker is not known to have ended."""
-        if not self.rows and not self.phase:
-            return False
-        return now - self.noted_at < _OLDEST_S if self.worker.machine != this_worker().machine else (
-            not self.worker.is_dead()
-        )  # fmt: skip
 
 
 class LiveNotes:
@@ -308,24 +291,11 @@ class LiveNotes:
             self._storage = None
 
     def _note(self, now: float) -> None:
-        if self._storage is None:
-            return
         state = self._state
-        note = LiveNote(
-            worker=self._worker,
-            noted_at=now,
-            phase=state.phase,
-            phase_since=state.phase_since,
-            rows=state.in_flight,
-            confirming=state.ended_search,
-            finalists=state.finalists,
-            finalists_done=state.finalists_done,
-            left_s=state.left_s(now),
-        )
-        if self._last is None and not note.rows and not note.phase:
+        if self._storage is None or (self._last is None and not state.rows and not state.phase):
             return
-        record = note.to_json()  # a copy of the rows, which the state changes
-        if self._last is not None and record | {key: self._last[key] for key in ("noted_at", "left_s")} == self._last:
+        record = asdict(replace(state, worker=self._worker, noted_at=now))
+        if self._last is not None and record | {"noted_at": self._last["noted_at"]} == self._last:
             return
         try:
             study_id = self._storage.get_study_id_from_name(self._study)
@@ -335,8 +305,8 @@ class LiveNotes:
         self._last = record
 
 
-def read_notes(store: Store, study: str, *, now: float) -> list[LiveNote]:
-    """Return the notes of a study's active workers; notes that this version cannot read are skipped.
+def read_states(store: Store, study: str, *, now: float) -> list[LiveState]:
+    """Return the states of a study's active workers; states that this version cannot read are skipped.
 
     Args:
         store: The store of the study.
@@ -346,9 +316,10 @@ def read_notes(store: Store, study: str, *, now: float) -> list[LiveNote]:
     found = []
     attrs = store.storage.get_study_system_attrs(store.storage.get_study_id_from_name(study))
     for key, record in attrs.items():
-        if key.startswith(_PREFIX) and isinstance(record, dict):
-            try:
-                found.append(LiveNote.from_json(record))
-            except ValueError:
-                continue
+        if key.startswith(_PREFIX):
+            with suppress(ValueError):
+                found.append(_STORED.validate_python(record))
     return sorted((one for one in found if one.counts(now)), key=lambda one: one.noted_at)
+
+
+_STORED = TypeAdapter(LiveState)

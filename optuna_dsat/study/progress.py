@@ -13,10 +13,10 @@ from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.follow import SlotWait
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import Launcher, LaunchReport
-from optuna_dsat.metrics import Speed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.signals import ENDING, handling, is_told_again
 from optuna_dsat.store import Store
+from optuna_dsat.study.confirm.speeds import Speed
 from optuna_dsat.study.spec import StudySpec
 
 __all__ = [
@@ -94,10 +94,7 @@ class BestSoFar:
     number: int
     words: str
     """Its configuration in words."""
-    value: float
-    """The metric that is optimised."""
-    speed: Speed | None
-    """None if unknown."""
+    speed: Speed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
 from optuna_dsat.runtime.files import write_text_atomic
-from optuna_dsat.script.config_copy import config_copy
-from optuna_dsat.script.section_copy import section_copy
-from optuna_dsat.script.settings_file import SettingsCopy, settings_copy
-from optuna_dsat.script.trial_class import RUNNER
+from optuna_dsat.script.settings_file import SettingsCopy
 from optuna_dsat.secrecy.references import names_in, resolved
-from optuna_dsat.secrecy.shapes import find_secrets
-from optuna_dsat.study.config_changes import Change
-from optuna_dsat.study.confirm.standing import Finalist
+from optuna_dsat.secrecy.shapes import find_secrets, hidden_data
+from optuna_dsat.store import StoredLaunch
+from optuna_dsat.study.command import BEST_CONFIG, best_settings, command_to_train
+from optuna_dsat.study.config_changes import Change, config_changes, trainable_config
 from optuna_dsat.study.confirm.verdict import Verdict
-from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.end_reason import describe_structure_failures
+from optuna_dsat.study.profile.script import own_train_batch_size, user_config
+from optuna_dsat.study.space import dataset_size, epoch_samples
+from optuna_dsat.study.stored import StoredStudy
+from optuna_dsat.trials import attributes
 from optuna_dsat.words import count_in_words, steps_in_words, things_in_words
 
 if TYPE_CHECKING:
@@ -29,19 +33,15 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "BEST_CONFIG",
     "BEST_METRICS",
     "StudyResult",
-    "best_settings",
-    "fields_of",
     "learning_rate_advice",
     "measurement_in_words",
-    "metrics_file",
+    "result_of",
     "write_best",
     "write_settings",
 ]
 
-BEST_CONFIG = "best_ds_config.json"
 BEST_METRICS = "best_ds_metrics.json"
 
 
@@ -124,6 +124,33 @@ class StudyResult:
     """Number of GPUs -> result of the search with this number, if ``autotuning.num_gpus`` lists several; this result
     then has the most samples per second. Empty otherwise."""
 
+    def metrics_file(self, finalists: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the content of ``best_ds_metrics.json``.
+
+        Args:
+            finalists: The finalists' launches, as ``Rounds.finalists`` returns them.
+        """
+        return {
+            "study": self.study,
+            "trial": self.trial,
+            "metric": self.metric,
+            "value": self.value,
+            "confidence_interval_95": None if self.low is None else [self.low, self.high],
+            "user_config_value": self.user_value,
+            "speed_up": self.speed_up,
+            "metrics": self.metrics,
+            "verdict": self.verdict.to_json(),
+            "finalists": finalists,
+            "loss_check": self.loss_check,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain values, as ``--json`` prints it."""
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        by_gpus = {count: one.to_json() for count, one in self.by_gpus.items()}
+        changes = [asdict(one) for one in self.changes]
+        return {**plain, "verdict": self.verdict.to_json(), "changes": changes, "by_gpus": by_gpus}
+
     def optuna_study(self, storage: str | None = None) -> optuna.Study:
         """Return the Optuna study, for ``optuna.visualization``, ``optuna.importance`` and other Optuna functions.
 
@@ -164,6 +191,84 @@ class StudyResult:
         return [trial_row(trial, self.verdict) for trial in self.optuna_study(storage).get_trials(deepcopy=False)]
 
 
+def result_of(
+    study: StoredStudy,
+    launches: Sequence[StoredLaunch],
+    *,
+    storage: str,
+    reason: str,
+    loss_check: Mapping[str, Any] | None = None,
+) -> StudyResult | None:
+    """Return the result of a study as stored, for all views of it; None if nothing was measured.
+
+    Args:
+        study: The study.
+        launches: Its launches.
+        storage: URL of its database, without a password.
+        reason: Why the search ended.
+        loss_check: Comparison of first losses, or None.
+    """
+    verdict, spec, profiled = study.verdict, study.spec, study.profiled
+    if verdict is None:
+        return None
+    best, speed_up = verdict.result, verdict.speed_up
+    trial, folder = best.trial, spec.study_dir
+    ranks = attributes.data_parallel_size(trial, slots=spec.slots_per_trial)
+    complete, config = study.complete_config(trial), study.ready_config(trial)
+    batch, own_batch = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
+    own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
+    settings = best_settings(spec, config, folder)
+    return StudyResult(
+        study=spec.name,
+        storage=storage,
+        reason=reason,
+        metric=study.metric,
+        verdict=verdict,
+        trial=trial.number,
+        value=best.value,
+        low=best.interval.low,
+        high=best.interval.high,
+        user_value=None if verdict.baseline is None else verdict.baseline.value,
+        speed_up=None if speed_up is None else speed_up.value,
+        speed_up_low=None if speed_up is None else speed_up.low,
+        speed_up_high=None if speed_up is None else speed_up.high,
+        speed_up_confirmed=speed_up is not None and speed_up.rounds > 0,
+        config=config,
+        changes=config_changes(hidden_data(own), hidden_data(complete)),
+        metrics=dict(best.metrics),
+        config_path=str(folder / BEST_CONFIG),
+        metrics_path=str(folder / BEST_METRICS),
+        command=command_to_train(
+            spec,
+            complete,
+            profiled=profiled,
+            host_threads=trial.user_attrs.get(attributes.HOST_THREADS),
+            storage=storage,
+        ),
+        train_batch_size=batch,
+        user_train_batch_size=own_batch,
+        dataset_size=dataset_size(spec, profiled),
+        learning_rate_advice=learning_rate_advice(
+            config,
+            batch=batch,
+            user_batch=own_batch,
+            samples=epoch_samples(spec, profiled),
+            is_chosen=batch == spec.train_batch_size,
+        ),
+        loss_check=loss_check,
+        headroom=study.attributes.get(attributes.HEADROOM),
+        measurement=measurement_in_words(trial, metrics=best.metrics),
+        advice=""
+        if profiled is None
+        else profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),
+        failures=describe_structure_failures(study.trials),
+        launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
+        slot_minutes=sum(row.report.held_s * len(row.report.devices) for row in launches) / 60,
+        device=spec.device,
+        isolation=describe_isolation(weakest_isolation(row.report.conditions for row in launches)),
+    )
+
+
 def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) -> str:
     """Return a sentence on the steps of a trial's launch; empty if every step counts and all are alike.
 
@@ -171,8 +276,6 @@ def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) ->
         trial: The trial.
         metrics: Its metrics, from the confirmation if available.
     """
-    from optuna_dsat.trials import attributes
-
     facts = {**attributes.step_facts(trial), "metrics": metrics}
     told = steps_in_words(**facts)
     if facts["variation"]:
@@ -190,37 +293,6 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
     ds_config.write_json_atomic(config_path, resolved(config), private=bool(names_in(config)))
     ds_config.write_json_atomic(metrics_path, metrics)
     return config_path, metrics_path
-
-
-def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -> SettingsCopy | None:
-    """Return the copy of the script's settings file with a config's batch size and path; None without any.
-
-    If the file, or a section of it, is the script's DeepSpeed config, it is replaced with the config.
-
-    Args:
-        spec: The study.
-        config: The complete config.
-        directory: Folder of the copy, which also contains ``best_ds_config.json``.
-    """
-    script = spec.script
-    source = script.batch_source if "kind" in script.batch_source else {}
-    ready, own = resolved(config), resolved(spec.ds_config)
-    whole = config_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
-    if whole is not None:
-        return whole
-    if not script.config_path:
-        section = section_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
-        if section is not None:
-            return section
-    return settings_copy(
-        source,
-        config,
-        args=script.args,
-        cwd=script.cwd,
-        folder=directory,
-        user_config="" if script.script == RUNNER else script.config_path,  # its command gives it the config
-        best_config=str(directory / BEST_CONFIG),
-    )
 
 
 def write_settings(copy: SettingsCopy, config: Mapping[str, Any]) -> None:
@@ -291,54 +363,3 @@ def learning_rate_advice(
         f"loss of a longer run.{_scaled_steps(config, ratio)}"
         f"{'' if is_chosen else f' Keep the batch with --train-batch-size {user_batch}.'}"
     )
-
-
-def fields_of(verdict: Verdict) -> dict[str, Any]:
-    """Return the fields of ``StudyResult`` that a verdict fills."""
-    ratio = verdict.speed_up
-    return {
-        "verdict": verdict,
-        "trial": verdict.handed_over,
-        "value": verdict.value,
-        "low": verdict.low,
-        "high": verdict.high,
-        "user_value": verdict.user_value,
-        "speed_up": None if ratio is None else ratio.value,
-        "speed_up_low": None if ratio is None else ratio.low,
-        "speed_up_high": None if ratio is None else ratio.high,
-        "speed_up_confirmed": verdict.confirmed_speed_up,
-    }
-
-
-def metrics_file(
-    study: str,
-    verdict: Verdict,
-    *,
-    metric: str,
-    metrics: Mapping[str, float],
-    finalists: Mapping[int, Finalist],
-    loss_check: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Return the content of ``best_ds_metrics.json``.
-
-    Args:
-        study: Name of the study.
-        verdict: Verdict on the study.
-        metric: The optimised metric.
-        metrics: All metrics of the selected config.
-        finalists: The finalists by trial number.
-        loss_check: Comparison of first losses, or None.
-    """
-    return {
-        "study": study,
-        "trial": verdict.handed_over,
-        "metric": metric,
-        "value": verdict.value,
-        "confidence_interval_95": None if verdict.low is None else [verdict.low, verdict.high],
-        "user_config_value": verdict.user_value,
-        "speed_up": None if verdict.speed_up is None else verdict.speed_up.value,
-        "metrics": dict(metrics),
-        "verdict": verdict.to_json(),
-        "finalists": [asdict(one) for one in finalists.values()],
-        "loss_check": loss_check,
-    }

@@ -18,9 +18,10 @@ from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store, StoredLaunch, StudyRecord
 from optuna_dsat.study.config_changes import complete_config, ready_config
-from optuna_dsat.study.confirm.rounds import Ratio, Rounds
+from optuna_dsat.study.confirm.measured import Measured
+from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.rows import trial_row
-from optuna_dsat.study.confirm.standing import Finalist, Standing, finalists_of, speed_up_over, standing_of
+from optuna_dsat.study.confirm.speeds import Speed
 from optuna_dsat.study.confirm.verdict import Verdict, verdict_of
 from optuna_dsat.study.confirm.words import how_known, value_in_words
 from optuna_dsat.study.profile.profiled import Profiled
@@ -174,22 +175,20 @@ class StoredStudy:
         return Rounds.of(self.attributes)
 
     @cached_property
-    def finalists(self) -> Mapping[int, Finalist]:
-        """Finalists by trial number."""
-        return finalists_of(self.rounds)
-
-    @cached_property
     def verdict(self) -> Verdict | None:
         """Verdict on the study so far; None if nothing was measured."""
         spec = self.spec
         return verdict_of(self.trials, self.rounds, maximize=self.maximize, tie=spec.tie, slots=spec.slots_per_trial)
 
-    @cached_property
-    def best(self) -> Standing | None:
-        """The selected trial; preliminary before the study is concluded, None if nothing was measured."""
-        if self.verdict is None:
-            return None
-        return self.standing(next(one for one in self.measured if one.number == self.verdict.handed_over))
+    @property
+    def best(self) -> Measured | None:
+        """The selected config; preliminary before the study is concluded, None if nothing was measured."""
+        return None if self.verdict is None else self.verdict.result
+
+    @property
+    def baseline(self) -> Measured | None:
+        """The user's config; None if it was not measured."""
+        return None if self.verdict is None else self.verdict.baseline
 
     def selected(self) -> tuple[FrozenTrial, str]:
         """Return the trial of the result, and a line with its number, its metric and the source of the metric.
@@ -197,45 +196,15 @@ class StoredStudy:
         Raises:
             NothingRunnableError: If nothing was measured.
         """
-        if self.best is None or self.verdict is None:
+        if self.verdict is None:
             raise NothingRunnableError(f"The study {self.spec.name!r} has measured nothing yet.")
         value = value_in_words(self.verdict, metric=self.metric, device=self.spec.device)
-        return self.best.trial, f"trial {self.verdict.handed_over}: {value}, {how_known(self.verdict)}."
+        trial = self.verdict.result.trial
+        return trial, f"trial {trial.number}: {value}, {how_known(self.verdict)}."
 
-    @cached_property
-    def baseline(self) -> Standing | None:
-        """The user's config; None if it was not measured."""
-        trial = attributes.user_config_trial(self.trials)
-        return None if trial is None else self.standing(trial)
-
-    def standing(self, trial: FrozenTrial) -> Standing:
-        """Return the standing of a measured trial; confirmed if rounds measured it and decided."""
-        again = None if self.verdict is None else self.verdict.contender(trial.number)
-        if again is not None and not again.left and again.low is not None:
-            return Standing(trial=trial, value=again.value, low=again.low, high=again.high)
-        by_rounds = self.verdict is not None and self.verdict.is_by_rounds
-        return standing_of(trial, self.finalists.get(trial.number) if by_rounds else None)
-
-    def metrics_of(self, standing: Standing) -> Mapping[str, float]:
-        """Return all metrics of a measured trial: means of its rounds if rounds decided, else values of the search."""
-        again = self.finalists.get(standing.trial.number) if standing.confirmed else None
-        searched: Mapping[str, float] = standing.trial.user_attrs.get(attributes.METRICS) or {}
-        return searched if again is None or not again.metrics else again.metrics
-
-    def speed_up(self, standing: Standing) -> float | None:
-        """Return the ratio to the user's config, paired in rounds if available.
-
-        None if the user's config was not measured.
-        """
-        paired = self.paired_ratio(standing)
-        if paired is not None:
-            return paired.value
-        return None if self.baseline is None else speed_up_over(self.baseline, standing, maximize=self.maximize)
-
-    def paired_ratio(self, standing: Standing) -> Ratio | None:
-        """Return the paired ratio to the user's config in rounds; None if no round measured both."""
-        again = None if self.verdict is None else self.verdict.contender(standing.trial.number)
-        return None if again is None or not standing.confirmed else again.ratio
+    def speed(self, measured: Measured) -> Speed:
+        """Return the speed of a measured config."""
+        return measured.speed(metric=self.metric, device=self.spec.device)
 
     def check(self) -> None:
         """Compute everything that depends on stored values.
@@ -249,7 +218,7 @@ class StoredStudy:
             Outcome(trial.user_attrs.get(attributes.OUTCOME, Outcome.LOST))
             self.row(trial)
             attributes.step_facts(trial)
-        _ = (self.space, self.prior_knowledge, self.verdict, self.best, self.baseline, self.finalists)
+        _ = (self.space, self.prior_knowledge, self.verdict, self.rounds.finalists())
 
     def row(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial as a flat row, with measurements of the rounds."""

@@ -23,7 +23,7 @@ from optuna_dsat.launch.machine.interpreter import why_python_does_not_start
 from optuna_dsat.launch.machine.journal import LeftoverWatch
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.secrecy.references import resolved
-from optuna_dsat.store import Store, display_url, parse_url
+from optuna_dsat.store import Store
 from optuna_dsat.study.folder import set_others_aside
 from optuna_dsat.study.live_state import LiveNotes
 from optuna_dsat.study.progress import (
@@ -192,8 +192,6 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
         raise type(error)(f"{error} What this run measured stands in {path}.") from error
     finally:
         launcher.close()
-    if result is not None:
-        result = replace(result, storage=display_url(parse_url(request.storage)))
     return StudyRun(request=request, result=result, interrupted=interrupted, storage=shown)
 
 

@@ -19,7 +19,7 @@ from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.secrecy.references import values_for
 from optuna_dsat.store import Store
 from optuna_dsat.study.command import cluster_training_command, device_settings
-from optuna_dsat.study.confirm.rows import configuration_of
+from optuna_dsat.study.confirm.measured import configuration_of
 from optuna_dsat.study.requests import full_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import StoredStudy, read_stored

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.study.confirm.rows import columns_of, flat_rows
-from optuna_dsat.study.confirm.words import headline, user_value_in_words, value_in_words, verdict_in_words
+from optuna_dsat.study.confirm.words import headline, value_in_words, verdict_in_words
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.tuning.options.given import Given, write_config
 from optuna_dsat.tuning.options.keywords import with_keywords
@@ -42,7 +42,7 @@ class TuneResult(StudyResult):
         """Return one line: study, configuration, metric, speed-up and the path of the config."""
         value = value_in_words(self.verdict, metric=self.metric, device=self.device)
         ratio = "" if self.speed_up is None else f", {times_in_words(self.speed_up)} times your own config"
-        if self.verdict.handed_over == self.verdict.baseline:
+        if self.verdict.is_baseline:
             ratio = ", your own config"
         return (
             f"TuneResult({self.study!r}: trial {self.trial}, {config_in_words(self.config)}, {value}{ratio}, "
@@ -80,8 +80,8 @@ class TuneResult(StudyResult):
 
     def _speeds(self) -> Iterator[tuple[str, str]]:
         yield "Measured", value_in_words(self.verdict, metric=self.metric, device=self.device)
-        if self.user_value is not None:
-            yield "Your own config", user_value_in_words(self.verdict, metric=self.metric, device=self.device)
+        if self.verdict.baseline is not None:
+            yield "Your own config", self.verdict.baseline.speed(metric=self.metric, device=self.device).text
 
     def to_dataframe(self, storage: str | None = None) -> pandas.DataFrame:
         """Return all trials as a pandas DataFrame: one row per trial, with the columns of ``trials``.

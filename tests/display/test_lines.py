@@ -6,28 +6,26 @@ from dataclasses import replace
 import pytest
 
 from optuna_dsat.display.lines import LineView, lines_of
-from optuna_dsat.metrics import Speed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
+from optuna_dsat.study.confirm.speeds import Speed
 from tests.harness.small_model import PROFILE
 
-SEARCH = progress.SearchStarted(
-    study="s", metric="FLOPS_per_gpu", maximize=True, max_trials=10, launched=0, device="cpu"
-)
+SPEED = Speed(metric="FLOPS_per_gpu", value=28.78e9, samples_per_s=51.25, device="cpu")
 MEASURED = progress.TrialFinished(
     number=4, words="ZeRO 2, micro-batch 8; overlap_comm=true", outcome=Outcome.MEASURED, value=28.78e9,
-    speed_up=1.34, best=True, message="measured to step 5", launched=5, speed=Speed(samples_per_s=51.25),
+    speed_up=1.34, best=True, message="measured to step 5", launched=5, speed=SPEED,
 )  # fmt: skip
 
 
 def test_a_measured_trial_says_what_differs_and_samples_first() -> None:
-    [line] = lines_of(MEASURED, SEARCH)
+    [line] = lines_of(MEASURED)
     assert line == (
         "Trial 4: ZeRO 2, micro-batch 8; overlap_comm=true: measured, 51.25 samples/s, 28.78 GFLOP/s per CPU rank, "
         "1.34x your config, best in the search so far"
     )
-    fast = replace(MEASURED, speed=Speed(samples_per_s=51.25, tokens_per_s=52480.0, utilisation=0.38))
-    assert "measured, 51.25 samples/s, 52,480 tokens/s, 38% MFU, 1.34x" in lines_of(fast, SEARCH)[0]
+    fast = replace(MEASURED, speed=replace(SPEED, tokens_per_s=52480.0, utilisation=0.38))
+    assert "measured, 51.25 samples/s, 52,480 tokens/s, 38% MFU, 1.34x" in lines_of(fast)[0]
 
 
 @pytest.mark.parametrize("outcome", [Outcome.PRUNED, Outcome.OUT_OF_MEMORY, Outcome.SCRIPT_ERROR])
@@ -35,27 +33,29 @@ def test_what_was_not_measured_says_why(outcome: Outcome) -> None:
     ended = replace(
         MEASURED, outcome=outcome, value=None, speed_up=None, best=False, message="at 3 it cannot win", speed=None
     )
-    [line] = lines_of(ended, SEARCH)
+    [line] = lines_of(ended)
     assert line.endswith(f": {outcome.replace('_', ' ')} (at 3 it cannot win)")
 
 
 def test_a_finalist_has_its_interval_as_a_share() -> None:
     event = progress.FinalistMeasured(
         number=4, words="ZeRO 2, micro-batch 8", value=100.0, low=97.0, high=102.0, message="", round=2,
-        speed=Speed(samples_per_s=51.25),
+        speed=Speed(metric="throughput", value=100.0, samples_per_s=51.25),
     )  # fmt: skip
-    [line] = lines_of(event, replace(SEARCH, metric="throughput"))
+    [line] = lines_of(event)
     assert line == "Round 2, trial 4: ZeRO 2, micro-batch 8: 51.25 samples/s (95% within \u00b13.0%)"
 
 
 def test_an_interval_wider_than_its_value_has_ends_instead_of_a_share() -> None:
     """Steps of microseconds were "95% within ±159.3%": between less than nothing and more than twice as much."""
     event = progress.FinalistMeasured(
-        number=4, words="ZeRO 1", value=100.0, low=-20.0, high=260.0, message="", speed=Speed(samples_per_s=50.0),
+        number=4, words="ZeRO 1", value=100.0, low=-20.0, high=260.0, message="",
+        speed=Speed(metric="FLOPS_per_gpu", value=100.0, samples_per_s=50.0),
     )  # fmt: skip
-    [line] = lines_of(event, SEARCH)
+    [line] = lines_of(event)
     assert line.endswith("(95% between 0 and 130 samples/s)")
-    [line] = lines_of(replace(event, value=0.1, low=0.05, high=0.3), replace(SEARCH, metric="latency"))
+    step = Speed(metric="latency", value=0.1, samples_per_s=50.0)
+    [line] = lines_of(replace(event, value=0.1, low=0.05, high=0.3, speed=step))
     assert line.endswith("(95% between 50 and 300 ms)")
 
 
@@ -66,15 +66,15 @@ def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:
     event = progress.ProfileFinished(
         profile=profile, measured_with="ZeRO 1", reused=False, largest_micro_batches={1: 8}
     )
-    told = lines_of(event, None)[0]
+    told = lines_of(event)[0]
     assert "1,633 parameters, 1 MiB of activations and 12.35 TFLOP per sample" in told
-    told = lines_of(replace(event, profile=replace(profile, params=2 * 10**9, trainable_params=10**6)), None)[0]
+    told = lines_of(replace(event, profile=replace(profile, params=2 * 10**9, trainable_params=10**6)))[0]
     assert "2 B parameters (1 M trainable)" in told
     for sizes, words in (
         ({1: 8, 2: 65536}, "ZeRO 1: 8, ZeRO 2: 65,536."),
         ({1: 65536, 2: 65536}, "65,536 at any ZeRO stage."),
     ):
-        assert lines_of(replace(event, largest_micro_batches=sizes), None)[1].endswith(words)
+        assert lines_of(replace(event, largest_micro_batches=sizes))[1].endswith(words)
 
 
 def test_a_long_phase_is_told_with_its_duration(capsys: pytest.CaptureFixture[str]) -> None:

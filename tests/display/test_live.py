@@ -18,10 +18,10 @@ from rich.console import Console
 from optuna_dsat.display.lines import LineView
 from optuna_dsat.display.live import make_observer, render
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
-from optuna_dsat.metrics import Speed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.study import progress
+from optuna_dsat.study.confirm.speeds import Speed
 from optuna_dsat.study.live_state import LiveState
 from optuna_dsat.trials import attributes
 from tests.harness.small_model import profiled_of
@@ -49,12 +49,11 @@ def stepped(number: int, step: int = 1, peak_gib: int = 4) -> progress.TrialStep
 
 def finished(number: int, value: float | None, *, best: bool = False, own: bool = False) -> progress.TrialFinished:
     outcome, words = Outcome.OUT_OF_MEMORY if value is None else Outcome.MEASURED, f"micro-batch {number}"
-    known = value is not None and best
-    speed = None if value is None else Speed(samples_per_s=value)
-    leader = progress.BestSoFar(number=number, words=words, value=value or 0, speed=speed) if known else None
+    speed = None if value is None else Speed(metric="throughput", value=value, samples_per_s=value)
+    leader = None if speed is None or not best else progress.BestSoFar(number=number, words=words, speed=speed)
     return progress.TrialFinished(
         number=number, words=words, outcome=outcome, value=value, speed_up=None, best=best, message="",
-        launched=number + 1, own=own, best_so_far=leader, user_value=value if own else None,
+        launched=number + 1, own=own, best_so_far=leader, speed=speed, user_value=value if own else None,
     )  # fmt: skip
 
 
@@ -139,7 +138,9 @@ def test_no_time_left_is_told_before_it_can_be_known() -> None:
 
 def test_a_resumed_search_begins_with_what_is_known() -> None:
     state = LiveState()
-    best = progress.BestSoFar(number=4, words="ZeRO 1, micro-batch 8", value=80.0, speed=Speed(samples_per_s=80.0))
+    best = progress.BestSoFar(
+        number=4, words="ZeRO 1, micro-batch 8", speed=Speed(metric="throughput", value=80.0, samples_per_s=80.0)
+    )
     state.apply(search(launched=6, best=best, user_value=40.0), 0.0)
     text = shown(state, 0.0)
     assert "80 samples/s, 2.00x your config (trial 4: ZeRO 1, micro-batch 8)" in text
@@ -170,7 +171,8 @@ def test_no_line_is_wider_than_the_terminal(state: LiveState, width: int) -> Non
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_nothing_is_cut_in_the_middle_of_a_word(state: LiveState, width: int) -> None:
     words = "ZeRO 3 + parameter offload and optimizer offload, micro-batch 128; stage3_max_live_parameters=5e8"
-    best = progress.BestSoFar(number=1, words=words, value=100.0, speed=Speed(samples_per_s=100.0))
+    speed = Speed(metric="throughput", value=100.0, samples_per_s=100.0)
+    best = progress.BestSoFar(number=1, words=words, speed=speed)
     state.apply(search(side_by_side=2, best=best, user_value=50.0), 30.0)
     state.apply(replace(started(4), words=words), 30.0)
     state.apply(progress.Phase(words="building cpu_adam (first use only, 1 to 3 min)"), 31.0)
@@ -205,7 +207,8 @@ def test_what_other_workers_run_is_not_done(state: LiveState) -> None:
 
 def test_a_search_on_the_cpu_tells_flops_per_rank() -> None:
     state = LiveState()
-    best = progress.BestSoFar(number=4, words="ZeRO 1", value=2e9, speed=Speed(samples_per_s=80.0))
+    speed = Speed(metric="FLOPS_per_gpu", value=2e9, samples_per_s=80.0, device="cpu")
+    best = progress.BestSoFar(number=4, words="ZeRO 1", speed=speed)
     state.apply(search(metric="FLOPS_per_gpu", device="cpu", best=best, user_value=1e9), 0.0)
     text = shown(state, 0.0)
     assert "80 samples/s, 2 GFLOP/s per CPU rank, 2.00x your config" in text

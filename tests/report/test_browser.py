@@ -59,9 +59,10 @@ def test_best_trial_plots_note_and_logs_are_on_the_page(finished: ReportedStudyB
     page.goto(f"{address}/note")
     page.get_by_role("heading", name="Memory").wait_for()
     page.get_by_role("cell", name="ZeRO 3 + optimizer offload").wait_for()
-    ratio = view.speed_up(view.best)
+    assert view.best is not None
+    ratio = view.best.speed_up
     assert ratio is not None
-    page.get_by_role("cell", name=f"{times_in_words(ratio)}\u00d7").wait_for()
+    page.get_by_role("cell", name=f"{times_in_words(ratio.value)}\u00d7").wait_for()
 
     page.goto(f"{address}/trials?numbers={best.number}")
     page.get_by_role("heading", name=best.user_attrs[attributes.CONFIGURATION]).wait_for()

@@ -18,8 +18,8 @@ from optuna_dsat.report.explain.explanation import explained
 from optuna_dsat.report.explain.prediction_gap import prediction_gap
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import render, sections_of
-from optuna_dsat.report.performance import Training, performance_of, training_times
 from optuna_dsat.report.template import _prose
+from optuna_dsat.report.training import Training, training_times
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words, times_in_words
@@ -38,7 +38,7 @@ def on_a_gpu(view: StudyView, name: str) -> StudyView:
 def test_the_cards_show_what_the_result_reaches_beside_the_own_config(view: StudyView, rendered: str) -> None:
     assert view.best is not None
     assert view.baseline is not None
-    best, own = performance_of(view, view.best), performance_of(view, view.baseline)
+    best, own = view.best, view.baseline
     assert best.samples_per_s is not None
     assert best.step_s is not None
     assert own.samples_per_s is not None
@@ -53,13 +53,17 @@ def test_the_cards_show_what_the_result_reaches_beside_the_own_config(view: Stud
 
 
 def test_tokens_and_mfu_are_shown_where_they_are_known(view: StudyView) -> None:
-    known = replace(on_a_gpu(view, "NVIDIA H100 80GB HBM3"), tokens_per_sample=2048.0)
-    assert known.best is not None
-    best = performance_of(known, known.best)
-    assert best.samples_per_s is not None
+    known = on_a_gpu(view, "NVIDIA H100 80GB HBM3")
+    best, verdict = known.best, known.verdict
+    assert best is not None
+    assert verdict is not None
+    rate = best.samples_per_s
+    assert rate is not None
+    best = replace(best, metrics={**best.metrics, "tokens_per_s": rate * 2048})
+    vars(known)["verdict"] = replace(verdict, result=best)
     cards = Page(render(known)).cards
-    assert cards["Tokens"][0] == metric_in_words("tokens_per_s", best.samples_per_s * 2048)
-    flops = 6e12 * best.samples_per_s / known.spec.slots_per_trial
+    assert cards["Tokens"][0] == metric_in_words("tokens_per_s", rate * 2048)
+    flops = 6e12 * rate / known.spec.slots_per_trial
     assert float(cards["MFU"][0].rstrip("%")) == pytest.approx(100 * flops / 989.5e12, rel=0.02)
 
 
@@ -68,15 +72,15 @@ def test_speed_comes_first_as_samples_whatever_is_optimised(bench: ReportedStudy
     view = bench.view()
     assert view.metric == "FLOPS_per_gpu"
     assert view.best is not None
-    best = performance_of(view, view.best)
+    best = view.best
     assert best.samples_per_s is not None
-    assert best.flops_per_gpu is not None
+    assert best.metrics["FLOPS_per_gpu"] > 0
     page = Page(render(view))
     assert next(iter(page.cards)) == "Best"
     assert page.cards["Best"][0] == metric_in_words("throughput", best.samples_per_s)
     assert "FLOP" not in page.cards["Best"][1]
-    assert page.cards["Arithmetic"][0] == metric_in_words("FLOPS_per_gpu", best.flops_per_gpu)
-    low, high = (view.best.low, view.best.high)
+    assert page.cards["Arithmetic"][0] == metric_in_words("FLOPS_per_gpu", best.metrics["FLOPS_per_gpu"])
+    low, high = (view.best.interval.low, view.best.interval.high)
     assert low is not None
     assert high is not None
     scaled = metric_in_words("throughput", low * best.samples_per_s / view.best.value).split()[0]
@@ -87,12 +91,12 @@ def test_speed_comes_first_as_samples_whatever_is_optimised(bench: ReportedStudy
 def test_the_speed_up_is_told_at_both_batches(view: StudyView, rendered: str) -> None:
     verdict = view.verdict
     assert verdict is not None
-    assert verdict.at_own_batch is not None
+    assert verdict.speed_up is not None
     assert verdict.at_user_batch is not None
-    assert verdict.at_own_batch.train_batch_size != verdict.at_user_batch.train_batch_size
+    assert verdict.result.train_batch_size != verdict.at_user_batch.train_batch_size
     cards = Page(rendered).cards
-    assert cards["Speed-up"][0] == f"{verdict.at_own_batch.ratio.value:.2f}\u00d7"
-    assert f"at its global batch of {verdict.at_own_batch.train_batch_size}" in cards["Speed-up"][1]
+    assert cards["Speed-up"][0] == f"{verdict.speed_up.value:.2f}\u00d7"
+    assert f"at its global batch of {verdict.result.train_batch_size}" in cards["Speed-up"][1]
     assert f"your global batch of {verdict.at_user_batch.train_batch_size}" in cards["Speed-up at your batch"][1]
 
 
@@ -103,7 +107,7 @@ def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView, 
     times = training_times(view, training)
     assert times is not None
     assert view.best is not None
-    rate = performance_of(view, view.best).samples_per_s
+    rate = view.best.samples_per_s
     assert rate is not None
     assert times.best_s == pytest.approx(30_000_000 / rate)
     assert times.saved_slot_hours == pytest.approx((times.own_s - times.best_s) * 2 / 3600)
@@ -122,7 +126,7 @@ def test_what_a_training_takes_is_told_of_the_own_config_too_and_each_launch_by_
     losses = replace(confirm, report=replace(confirm.report, launch_id="loss-user"))
     view = replace(view, launches=(*view.launches, confirm, losses, losses))
     assert view.best is not None
-    rate = performance_of(view, view.best).samples_per_s
+    rate = view.best.samples_per_s
     assert rate is not None
     training = Training(epochs=3, price_per_gpu_hour=2.5, dataset_size=10_000_000)
     cards = Page(render(view, training=training)).cards
@@ -176,9 +180,11 @@ def test_finalists_stand_with_their_samples_per_second_whatever_is_optimised(ben
     page = Page(render(view))
     assert "samples/s, mean" in page.text
     assert view.best is not None
-    rate = performance_of(view, view.best).samples_per_s
+    rate = view.best.samples_per_s
     assert rate is not None
-    low, high = (metric_in_words("FLOPS_per_gpu", end or 0.0) for end in (view.best.low, view.best.high))
+    low, high = (
+        metric_in_words("FLOPS_per_gpu", end or 0.0) for end in (view.best.interval.low, view.best.interval.high)
+    )
     value = metric_in_words("FLOPS_per_gpu", view.best.value)
     assert f"{metric_in_words('throughput', rate)} {value} {low.split()[0]} to {high} " in page.text
 

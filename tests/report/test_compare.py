@@ -16,7 +16,6 @@ from optuna_dsat.report.compare import _figures_of, render_comparison, rows_of, 
 from optuna_dsat.report.dashboard.notes import study_note
 from optuna_dsat.report.figures import AtCount, ComparedStudy, comparison_figure, course_figure, scaling_figure
 from optuna_dsat.report.page import render
-from optuna_dsat.report.performance import performance_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import Store
 from optuna_dsat.words import metric_in_words, times_in_words
@@ -76,7 +75,7 @@ def test_results_stand_side_by_side_with_their_ratio(two: ReportedStudyBench) ->
     rates = []
     for view in views:
         assert view.best is not None
-        rate = performance_of(view, view.best).samples_per_s
+        rate = view.best.samples_per_s
         assert rate is not None
         rates.append(rate)
     assert rows["speed"] == tuple(metric_in_words("throughput", rate) for rate in rates)
@@ -141,7 +140,7 @@ def test_a_sweep_over_numbers_of_gpus_shows_how_samples_grow(bench: ReportedStud
         bench.run(bench.spec(name=f"at-{slots}", slots_per_trial=slots, max_trials=1, confirm=0), Hill())
     bench.store.create_study("at-4", bench.spec(name="at-4", slots_per_trial=4).model_dump(mode="json"))
     views = tuple(bench.view(f"at-{slots}") for slots in (2, 4, 1))
-    rates = [performance_of(view, view.best).samples_per_s if view.best else None for view in views]
+    rates = [view.best.samples_per_s if view.best else None for view in views]
     assert rates[0] is not None
     assert rates[2] is not None
     share = f"{rates[0] / 2 / rates[2]:.0%}"
@@ -200,4 +199,4 @@ def test_the_course_has_a_mark_where_the_best_grew(bench: ReportedStudyBench) ->
     assert len(set(rates[:-1])) == len(rates) - 1
     view = bench.view()
     assert view.best is not None
-    assert rates[-1] == performance_of(view, view.best).samples_per_s
+    assert rates[-1] == view.best.samples_per_s

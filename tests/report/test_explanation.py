@@ -13,10 +13,10 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cli.explain import _show
+from optuna_dsat.metrics import Interval
 from optuna_dsat.report.explain.explanation import Contribution, Explanation, explain
 from optuna_dsat.report.explain.why import factor_rows
-from optuna_dsat.study.confirm.rounds import Ratio
-from optuna_dsat.study.confirm.standing import Standing
+from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import times_in_words
@@ -39,10 +39,16 @@ def study_of(machine: Machine, *configs: dict[str, Any]) -> optuna.Study:
 
 
 def why(trials: Sequence[FrozenTrial], winner: FrozenTrial, *, confirmed: float | None = None) -> Explanation:
-    best = Standing(trial=winner, value=value_of(winner) if confirmed is None else confirmed)
     user = attributes.user_config_trial(trials)
-    baseline = None if user is None else Standing(trial=user, value=value_of(user))
+    baseline = None if user is None else measured(user, value_of(user))
+    ratio = None if user is None else Interval(value=value_of(winner) / value_of(user))
+    best = measured(winner, value_of(winner) if confirmed is None else confirmed, ratio)
     return explain(trials, planner=small_planner(), winner=best, baseline=baseline)
+
+
+def measured(trial: FrozenTrial, value: float, speed_up: Interval | None = None) -> Measured:
+    metrics = trial.user_attrs.get(attributes.METRICS) or {}
+    return Measured(trial=trial, train_batch_size=1, interval=Interval(value=value), metrics=metrics, speed_up=speed_up)
 
 
 def explained(study: optuna.Study) -> Explanation:
@@ -198,12 +204,10 @@ def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.Captu
     assert honest.speed_up is not None
     assert f"{times_in_words(honest.speed_up)} times as good" in shown(honest, capsys)
     slow = 0.4 * value_of(own)  # the machine had become busy when the user's config was confirmed
-    found = explain(
-        study.trials,
-        planner=small_planner(),
-        winner=standing(winner, 0.98 * value_of(winner)),
-        baseline=standing(own, slow),
-    )
+    value = 0.98 * value_of(winner)
+    ratio = Interval(value=value / slow, low=0.99 * value / slow, high=1.01 * value / slow, rounds=3)
+    best = measured(winner, value, ratio)
+    found = explain(study.trials, planner=small_planner(), winner=best, baseline=measured(own, slow))
     assert found.speed_up == pytest.approx(0.98 * value_of(winner) / slow)
     assert found.remainder is not None
     assert found.remainder.factor == pytest.approx(0.98 / 0.4, rel=0.05)
@@ -222,13 +226,12 @@ def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.Captu
 def test_the_ratio_of_rounds_is_the_one_that_is_explained() -> None:
     study = study_of(Machine(), {MICRO_BATCH: 6}, {MICRO_BATCH: 3})
     own, winner = study.trials[0], study.trials[1]
-    rounds = Ratio(value=1.01 * value_of(winner) / value_of(own), low=1.2, high=1.4, rounds=3)
+    rounds = Interval(value=1.01 * value_of(winner) / value_of(own), low=1.2, high=1.4, rounds=3)
     found = explain(
         study.trials,
         planner=small_planner(),
-        winner=standing(winner, value_of(winner)),
-        baseline=standing(own, value_of(own)),
-        paired=rounds,
+        winner=measured(winner, value_of(winner), rounds),
+        baseline=measured(own, value_of(own)),
     )
     assert found.speed_up == rounds.value
     assert product(found) == pytest.approx(rounds.value)
@@ -250,21 +253,18 @@ def test_a_remainder_that_an_unknown_factor_may_explain_contradicts_nothing() ->
     third = small_space().completed({**OWN, "zero_stage": 3, "offload_optimizer": "cpu"})
     most = next(size for size in range(64, 0, -1) if machine.fits({**third, MICRO_BATCH: size}))
     study = study_of(machine, {**third, MICRO_BATCH: most}, {MICRO_BATCH: 20})
+    value = value_of(study.trials[1])
+    ratio = 9 * value / value_of(study.trials[0])
     found = explain(
         study.trials,
         planner=small_planner(),
-        winner=standing(study.trials[1], 9 * value_of(study.trials[1])),
-        baseline=standing(study.trials[0], value_of(study.trials[0])),
+        winner=measured(study.trials[1], 9 * value, Interval(value=ratio, low=0.99 * ratio, high=1.01 * ratio)),
+        baseline=measured(study.trials[0], value_of(study.trials[0])),
     )
     assert found.together is None
     assert any(one.factor is None for one in found.contributions)
     assert product(found) == pytest.approx(found.speed_up)
     assert not found.contradicted
-
-
-def standing(trial: FrozenTrial, value: float) -> Standing:
-    """Return a trial that was confirmed within half a per cent."""
-    return Standing(trial=trial, value=value, low=0.995 * value, high=1.005 * value)
 
 
 def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:

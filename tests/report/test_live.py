@@ -20,7 +20,6 @@ from optuna_dsat.report.dashboard import live as live_module
 from optuna_dsat.report.dashboard.live import LiveStudy
 from optuna_dsat.report.dashboard.live_app import guarded, live_app
 from optuna_dsat.report.page import page_values
-from optuna_dsat.report.performance import performance_of
 from optuna_dsat.study import progress
 from optuna_dsat.study.live_state import LiveNotes, LiveState, time_left_in_words
 from optuna_dsat.trials import attributes
@@ -82,7 +81,7 @@ def test_what_runs_is_shown_with_its_steps(live: LiveStudy, finished: ReportedSt
     later, html = live.now()
     text = Page(html).text
     assert f"{trial.number} ZeRO 2, micro-batch 17" in text
-    assert "2 of " in text
+    assert "step 3 of " in text
     assert "122 samples/s" in text
     assert "1 running" in text
     assert "The search has ended." not in text
@@ -160,7 +159,7 @@ def test_the_profile_and_the_finalists_are_shown_while_they_run(
     live, notes = LiveStudy(finished.store, "s"), LiveNotes(lambda _: None, study="s", clock=lambda: clock[0])
     best = live.view.best
     assert best is not None
-    rate = performance_of(live.view, best).samples_per_s
+    rate = best.samples_per_s
     assert rate is not None
     number = best.trial.number
     with notes.kept_in(finished.store):

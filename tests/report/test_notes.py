@@ -144,4 +144,4 @@ def test_a_winner_that_the_dashboard_ranks_lower_is_explained(view: StudyView) -
     assert view.verdict is not None
     told = study_note(view)
     assert f"by these trial {first.number} is the best" in told
-    assert f"The result is trial {view.verdict.handed_over}, as the rounds measured it" in told
+    assert f"The result is trial {view.verdict.result.number}, as the rounds measured it" in told

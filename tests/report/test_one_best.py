@@ -24,9 +24,7 @@ from optuna_dsat.report.dashboard.serve import ResultStorage
 from optuna_dsat.report.explain.explanation import explained
 from optuna_dsat.report.explain.prediction_gap import prediction_gap
 from optuna_dsat.report.page import render
-from optuna_dsat.report.performance import performance_of
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.report.winner import winner_of
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
 from optuna_dsat.study.confirm.words import value_in_words, verdict_in_words
 from optuna_dsat.study.progress import SearchStarted
@@ -122,26 +120,27 @@ def of_files(bench: ReportedStudyBench) -> Shown:
 
 
 def of_report(view: StudyView) -> Iterator[tuple[str, Shown]]:
-    winner, verdict = winner_of(view), view.verdict
-    assert winner is not None
+    result, verdict = view.result, view.verdict
+    assert result is not None
     assert verdict is not None
-    number = winner.standing.trial.number
-    yield "report", Shown(number, winner.standing.value, winner.speed_up)
+    number = result.trial
+    yield "report", Shown(number, result.value, result.speed_up)
     drawn = {trace.name: trace for plot in (figures.plot_metric, figures.plot_progress) for trace in plot(view).data}
     confirmed = verdict.is_by_rounds
     star = drawn[CONFIRMED_STAR if confirmed else figures.BEST]
-    yield "star", Shown(int(re.findall(r"trial (\d+)", star.hovertext[0])[0]), star.y[0], winner.speed_up)
+    yield "star", Shown(int(re.findall(r"trial (\d+)", star.hovertext[0])[0]), star.y[0], result.speed_up)
     assert (CONFIRMED_STAR in drawn) == confirmed
     assert "best so far in the search" in drawn
     metric = figures.plot_metric(view)
     (star,) = [trace for trace in metric.data if trace.name.startswith(figures.BEST)]
     (cross,) = [trace for trace in metric.data if trace.name.startswith(figures.USER)]
-    yield "plot_metric", Shown(number, star.y[0], winner.speed_up)
-    assert cross.y[0] == pytest.approx(verdict.user_value)
+    yield "plot_metric", Shown(number, star.y[0], result.speed_up)
+    assert verdict.baseline is not None
+    assert cross.y[0] == pytest.approx(verdict.baseline.value)
     if confirmed:
         (points,) = [one for one in figures.plot_finalists(view).data if one.name.startswith("confirmed")]
         (at,) = [place for place, symbol in enumerate(points.marker.symbol) if symbol == "star"]
-        yield "finalists", Shown(number, points.x[at], winner.speed_up)
+        yield "finalists", Shown(number, points.x[at], result.speed_up)
 
 
 def of_dashboard(bench: ReportedStudyBench, view: StudyView) -> Iterator[tuple[str, int]]:
@@ -166,7 +165,7 @@ def agree(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], *, resu
     verdict = view.verdict
     assert verdict is not None
     assert verdict.speed_up is not None
-    expected = Shown(verdict.handed_over, verdict.value, verdict.speed_up.value)
+    expected = Shown(verdict.result.number, verdict.result.value, verdict.speed_up.value)
     found = dict([*of_commands(bench, capsys), *of_report(view)])
     if result is not None:
         found["Python"] = Shown(result.trial, result.value, result.speed_up)
@@ -190,9 +189,9 @@ def same_words(
 ) -> None:
     """Compare the sentences and the config that the views show."""
     lines = verdict_in_words(verdict, metric=view.metric)
-    value = metric_in_words(view.metric, verdict.value)
+    value = metric_in_words(view.metric, verdict.result.value)
     shown = command(bench, capsys, "show", "s")
-    assert f"Best: trial {verdict.handed_over}, " in shown
+    assert f"Best: trial {verdict.result.number}, " in shown
     assert all(line in shown for line in lines)
     page, note = render(view), study_note(view)
     assert all(line.replace("'", "&#39;") in page for line in lines)
@@ -200,12 +199,12 @@ def same_words(
     rows = [line for line in command(bench, capsys, "trials", "s").splitlines() if "\u2502 best \u2502" in line]
     assert len(rows) == 1, rows
     row = rows[0]
-    assert row.split()[0] == str(verdict.handed_over)
+    assert row.split()[0] == str(verdict.result.number)
     assert value in row
     assert value in command(bench, capsys, "studies")
-    assert f"The result is trial {verdict.handed_over}, {value}, " in command(bench, capsys, "explain", "s")
+    assert f"The result is trial {verdict.result.number}, {value}, " in command(bench, capsys, "explain", "s")
     best = json.loads(command(bench, capsys, "best", "s"))
-    trial = view.trials[verdict.handed_over]
+    trial = view.trials[verdict.result.number]
     assert best[ds_config.MICRO_BATCH] == trial.params["train_micro_batch_size_per_gpu"]
     assert best == view.ready_config(trial)
 
@@ -223,12 +222,12 @@ def test_all_views_show_the_confirmed_winner_though_the_search_measured_another_
     assert verdict.kind is VerdictKind.WINNER
     view = bench.view()
     lucky = view.measured[0]
-    assert verdict.handed_over != lucky.number, "the search was misled"
-    assert verdict.value < lucky.values[0]
+    assert verdict.result.number != lucky.number, "the search was misled"
+    assert verdict.result.value < lucky.values[0]
     assert f"in the search {metric_in_words('throughput', lucky.values[0])}" in trial_note(view, lucky)
     assert "only the rounds count" in render(view) or not verdict.warnings
     assert bench.study().user_attrs[attributes.RESULT] == " ".join(verdict_in_words(verdict, metric="throughput"))
-    assert exported(bench) == result.config == view.ready_config(view.trials[verdict.handed_over])
+    assert exported(bench) == result.config == view.ready_config(view.trials[verdict.result.number])
 
 
 def test_all_views_show_the_users_own_config_where_nothing_is_surely_better(
@@ -238,8 +237,8 @@ def test_all_views_show_the_users_own_config_where_nothing_is_surely_better(
     assert result is not None
     verdict = agree(bench, capsys, result=result)
     assert verdict.kind is VerdictKind.BASELINE_IS_BEST
-    assert verdict.handed_over == verdict.baseline
-    assert bench.view().measured[0].number != verdict.baseline, "the search measured another best"
+    assert verdict.is_baseline
+    assert bench.view().measured[0].number != verdict.result.number, "the search measured another best"
     assert "Your own config is the best found" in render(bench.view())
     assert "It is your own config" in command(bench, capsys, "explain", "s")
     assert exported(bench)[ds_config.MICRO_BATCH] == USER_CONFIG["train_micro_batch_size_per_gpu"]
@@ -252,7 +251,7 @@ def test_without_a_confirmation_all_views_show_the_best_of_the_search_as_such(
     assert result is not None
     verdict = agree(bench, capsys, result=result)
     assert verdict.kind is VerdictKind.UNCONFIRMED
-    assert verdict.handed_over == bench.study().best_trial.number
+    assert verdict.result.number == bench.study().best_trial.number
     unsure = "by the few steps of the search, not confirmed"
     for text in (command(bench, capsys, "show", "s"), command(bench, capsys, "explain", "s"), render(bench.view())):
         assert unsure in text
@@ -267,19 +266,19 @@ def test_a_resumed_study_begins_with_what_was_confirmed_and_ends_with_what_is(
     assert first is not None
     before = bench.view().verdict
     assert before is not None
-    assert before.handed_over == first.trial
-    assert before.value == pytest.approx(first.value)
+    assert before.result.number == first.trial
+    assert before.result.value == pytest.approx(first.value)
     bench.news.clear()
     spec = bench.spec(max_trials=7, confirm=2)
     bench.session(spec, SimulatedLauncher(model, total_slots=2, noise=0.01), conclude=False).run()
     (started,) = [event for event in bench.news if isinstance(event, SearchStarted)]
     assert started.confirmed is not None
-    assert (started.confirmed.number, started.confirmed.value) == (before.handed_over, before.value)
+    assert (started.confirmed.number, started.confirmed.speed.value) == (before.result.number, before.result.value)
     assert started.best is not None
-    lines = lines_of(started, started)
+    lines = lines_of(started)
     assert lines[1].startswith(f"Best in the search so far: trial {started.best.number}, ")
-    assert lines[2].startswith(f"Confirmed so far: trial {before.handed_over}, ")
-    assert agree(bench, capsys, result=None).handed_over == before.handed_over, "until rounds say otherwise"
+    assert lines[2].startswith(f"Confirmed so far: trial {before.result.number}, ")
+    assert agree(bench, capsys, result=None).result.number == before.result.number, "until rounds say otherwise"
     result = bench.run(spec, model, noise=0.01)
     assert result is not None
     after = agree(bench, capsys, result=result)
@@ -291,11 +290,11 @@ def test_the_card_says_the_very_numbers_of_the_verdict(bench: ReportedStudyBench
     bench.run(bench.spec(max_trials=4, confirm=2, metric="FLOPS_per_gpu"), Hill(), noise=0.3)
     view = bench.view()
     assert view.verdict is not None
-    assert view.verdict.decisive_rounds > 1
+    assert view.verdict.result.rounds > 1
     page = Page(render(view))
     told = value_in_words(view.verdict, metric=view.metric)
     assert told.startswith(f"{page.cards['Best'][0]}, ")
-    if view.verdict.speed_up is not None and view.verdict.handed_over != view.verdict.baseline:
+    if view.verdict.speed_up is not None and not view.verdict.is_baseline:
         ratio = page.cards["Speed-up"][0].rstrip("\u00d7")
         assert f"is {ratio} times" in page.text
 
@@ -304,13 +303,13 @@ def test_what_deepspeed_does_not_tell_apart_is_no_difference_from_the_users_conf
     idle = {"allgather_partitions": True, "allgather_bucket_size": 50_000_000, "contiguous_gradients": True}
     config = {**USER_CONFIG, "zero_optimization": {"stage": 2, "overlap_comm": True, **idle}}
     bench.run(bench.spec(ds_config=config, zero_stages=(1,), max_trials=4, confirm=0), Hill())
-    winner = winner_of(bench.view())
-    assert winner is not None
-    assert not winner.is_own
-    changed = {change.key.rpartition(".")[2] for change in winner.changes}
+    result = bench.view().result
+    assert result is not None
+    assert not result.verdict.is_baseline
+    changed = {change.key.rpartition(".")[2] for change in result.changes}
     assert "stage" in changed
     assert not changed & idle.keys()
-    assert idle.items() <= winner.config["zero_optimization"].items()
+    assert idle.items() <= result.config["zero_optimization"].items()
 
 
 def test_why_tells_the_step_and_the_utilisation_of_the_cards(view: StudyView) -> None:
@@ -318,9 +317,9 @@ def test_why_tells_the_step_and_the_utilisation_of_the_cards(view: StudyView) ->
     known = replace(view.profiled.profile, device_name="NVIDIA A100-SXM4-80GB")
     on_a100 = replace(view, profiled=replace(view.profiled, profile=known))
     assert on_a100.best is not None
-    best, gap, why = performance_of(on_a100, on_a100.best), prediction_gap(on_a100), explained(on_a100)
+    best, gap, why = on_a100.best, prediction_gap(on_a100), explained(on_a100)
     assert best.step_s != on_a100.best.trial.user_attrs[attributes.METRICS]["latency"], "rounds differ from the search"
     assert gap is not None
     assert gap.measured_s == pytest.approx(best.step_s)
     assert why is not None
-    assert why.utilisation == pytest.approx(best.utilisation)
+    assert why.utilisation == pytest.approx(on_a100.utilisation(best))

@@ -17,7 +17,6 @@ from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.report.winner import winner_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import times_in_words
 from tests.harness.landscapes import Hill
@@ -58,7 +57,7 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView, rendered: 
     (other,) = [target for target in page.targets if target not in inside]
     assert other.startswith("data:application/json;base64,")
     assert "default-src 'none'" in text
-    winner = winner_of(view)
+    winner = view.result
     assert winner is not None
     assert json.dumps(winner.config, indent=2) in "".join(page.words)
     assert winner.speed_up is not None
@@ -70,14 +69,10 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView, rendered: 
 
 
 def test_the_winners_speed_up_is_the_paired_ratio_of_the_rounds(view: StudyView) -> None:
-    winner = winner_of(view)
+    winner = view.result
     assert winner is not None
     assert view.verdict is not None
-    assert winner.speed_up_low is not None
-    assert winner.speed_up_high is not None
-    assert winner.speed_up is not None
-    assert winner.speed_up_low < winner.speed_up < winner.speed_up_high
-    (ratio,) = (one.ratio for one in view.verdict.contenders if one.number == view.verdict.handed_over)
+    (ratio,) = (one.speed_up for one in view.verdict.contenders if one.number == winner.trial)
     assert ratio is not None
     assert (winner.speed_up_low, winner.speed_up, winner.speed_up_high) == (ratio.low, ratio.value, ratio.high)
     changes = {change.key: (change.own, change.best) for change in winner.changes}

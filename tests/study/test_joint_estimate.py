@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from optuna_dsat.study.confirm.rounds import JointEstimate
+from optuna_dsat.guided.joint_estimate import JointEstimate
 
 SEARCHED = JointEstimate(numbers=(4, 7), means=(0.0, 0.02), covariance=((1e-4, 0.0), (0.0, 1e-4)))
 

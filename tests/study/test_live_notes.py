@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from optuna_dsat.errors import StorageError
 from optuna_dsat.store import Store
 from optuna_dsat.store.leases import Worker, this_worker
 from optuna_dsat.study import progress
-from optuna_dsat.study.live_state import LaunchInFlight, LiveNote, LiveNotes, read_notes
+from optuna_dsat.study.live_state import LaunchInFlight, LiveNotes, LiveState, read_states
 
 NOW = 1_800_000_000.0
 
@@ -31,12 +31,9 @@ def put(store: Store, record: Any, key: str = "dsat_live:other") -> None:
     store.storage.set_study_system_attr(store.storage.get_study_id_from_name("s"), key, record)
 
 
-def note(**changes: Any) -> LiveNote:
+def note(**changes: Any) -> LiveState:
     row = LaunchInFlight(name="3", words="ZeRO 2", since=NOW, last_step=5)
-    found = LiveNote(
-        worker=this_worker(), noted_at=NOW, phase="", phase_since=0.0, rows=(row,), confirming=False, finalists=0,
-        finalists_done=0,
-    )  # fmt: skip
+    found = LiveState(worker=this_worker(), noted_at=NOW, rows={"3": row})
     return replace(found, **changes)
 
 
@@ -49,24 +46,24 @@ def test_a_profile_and_finalists_are_noted_while_they_run(store: Store) -> None:
         progress.TrialPhase(number=None, words="importing"),
     ]
     notes(events[0])
-    assert read_notes(store, "s", now=NOW) == [], "no store yet"
+    assert read_states(store, "s", now=NOW) == [], "no store yet"
     with notes.kept_in(store):
         notes(events[1])
-        (found,) = read_notes(store, "s", now=NOW)
-        assert [(row.name, row.words, row.doing) for row in found.rows] == [
+        (found,) = read_states(store, "s", now=NOW)
+        assert [(row.name, row.words, row.doing) for row in found.rows.values()] == [
             ("profile", "ZeRO 2, micro-batch 1", "importing")
         ]
         notes(progress.FinalistStarted(number=7, words="ZeRO 3", end_profile_step=9))
         for step, later in ((1, 2.0), (2, 2.2), (3, 4.0)):
             clock[0] = NOW + later
             notes(progress.TrialStepped(number=7, step=step, samples_per_s=40.0, peak_bytes=2**30))
-            (found,) = read_notes(store, "s", now=NOW)
-            assert found.rows[-1].step == (1 if step == 2 else step), "at most once a second"
-        assert found.confirming
-        assert (found.rows[-1].doing, found.rows[-1].samples_per_s) == ("step 4 of 9", 40.0)
+            (found,) = read_states(store, "s", now=NOW)
+            assert found.rows["7"].step == (1 if step == 2 else step), "at most once a second"
+        assert found.ended_search
+        assert (found.rows["7"].doing, found.rows["7"].samples_per_s) == ("step 4 of 9", 40.0)
         notes(progress.Phase(words="building cpu_adam"))
-        assert read_notes(store, "s", now=NOW)[0].phase == "building cpu_adam"
-    assert read_notes(store, "s", now=NOW) == []
+        assert read_states(store, "s", now=NOW)[0].phase == "building cpu_adam"
+    assert read_states(store, "s", now=NOW) == []
     assert passed[:2] == events
 
 
@@ -80,30 +77,29 @@ def test_a_database_that_failed_is_left_alone(store: Store) -> None:
 
     with pytest.raises(StorageError):
         search()
-    assert len(read_notes(store, "s", now=NOW)) == 1, "nothing was written after it"
+    assert len(read_states(store, "s", now=NOW)) == 1, "nothing was written after it"
 
 
 def test_notes_of_the_dead_do_not_count(store: Store) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     dead = Worker(name="x:1", machine=this_worker().machine, pid=ended.pid, pid_started_at=0.0)
-    put(store, note(worker=dead).to_json())
-    assert read_notes(store, "s", now=NOW) == []
+    put(store, asdict(note(worker=dead)))
+    assert read_states(store, "s", now=NOW) == []
     elsewhere = note(worker=replace(dead, machine="another"))
-    put(store, elsewhere.to_json())
-    assert read_notes(store, "s", now=NOW + 60) == [elsewhere]
-    assert read_notes(store, "s", now=NOW + 3600) == [], "too old"
+    put(store, asdict(elsewhere))
+    assert read_states(store, "s", now=NOW + 60) == [elsewhere]
+    assert read_states(store, "s", now=NOW + 3600) == [], "too old"
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rows": 3}, {"rows": ["x"]}, {"rows": [{"name": "3", "moon": "full"}]}, {"worker": {}},
+        {"rows": 3}, {"rows": ["x"]}, {"rows": {"3": {"name": "3", "moon": "full"}}}, {"worker": {}}, {"search": 1},
     ],
 )  # fmt: skip
 def test_notes_of_another_version_are_left_out(store: Store, changes: dict[str, Any]) -> None:
     good = note()
-    assert LiveNote.from_json({**good.to_json(), "more": 1}) == good, "fields of a newer version do no harm"
-    put(store, {**good.to_json(), **changes})
-    put(store, good.to_json(), "dsat_live:good")
-    assert read_notes(store, "s", now=NOW) == [good]
+    put(store, {**asdict(good), **changes})
+    put(store, asdict(good), "dsat_live:good")
+    assert read_states(store, "s", now=NOW) == [good]

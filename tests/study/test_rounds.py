@@ -253,8 +253,7 @@ def test_a_kept_global_batch_is_compared_with_the_users_config_at_it(bench: Stud
     own = bench.study().trials[0].user_attrs[attributes.CONFIG]
     assert (own["train_micro_batch_size_per_gpu"], own["gradient_accumulation_steps"]) == (2, 24)
     assert result.verdict.at_user_batch is not None
-    assert result.verdict.at_own_batch is not None
-    assert result.verdict.at_user_batch.train_batch_size == result.verdict.at_own_batch.train_batch_size == 96
+    assert result.verdict.at_user_batch.train_batch_size == result.verdict.result.train_batch_size == 96
 
 
 @pytest.mark.parametrize("method", ["binary", "guided"])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: Stu
     trials = bench.study().get_trials()
     simplifying = sum(attributes.SIMPLIFIES in trial.user_attrs for trial in trials)
     assert sum(result.launches.values()) == 12 + simplifying
-    assert json.dumps(asdict(result))
+    assert json.dumps(result.to_json())
 
 
 def test_the_users_config_is_measured_first_and_confirmed_with_the_winner(bench: StudyBench) -> None:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.metrics import Speed
 from optuna_dsat.runtime.events import StepMeasured
-from optuna_dsat.study.confirm.speeds import Speeds, samples_in_words, speed_at, value_in_words, with_utilisation
+from optuna_dsat.study.confirm.speeds import Speed, Speeds, speed_of, with_utilisation
 from optuna_dsat.words import (
     bytes_in_words,
     choices_in_words,
@@ -26,7 +26,6 @@ from optuna_dsat.words import (
     things_in_words,
     times_in_words,
 )
-from optuna_dsat.words import speed_in_words as words
 from tests.harness.small_model import profiled_of
 
 PROFILE = replace(profiled_of().profile, flops_per_sample=10**12, device_name="NVIDIA H100 80GB HBM3")
@@ -47,29 +46,31 @@ def record(*, tokens: bool) -> LaunchRecord:
     return made
 
 
+def speeds_of(profile: ModelProfile | None, *, tokens: bool | None = None) -> Speeds:
+    found = Speeds(profile, metric="FLOPS_per_gpu", device="cuda")
+    if tokens is not None:
+        found.learn(record(tokens=tokens))
+    return found
+
+
 def test_samples_come_first_then_tokens_and_flops_as_a_share_of_the_peak() -> None:
-    speeds = Speeds(PROFILE)
-    speeds.learn(record(tokens=True))
-    found = speeds.of(METRICS, BF16)
-    assert found is not None
-    assert replace(found, utilisation=None) == Speed(samples_per_s=40.0, tokens_per_s=40.0 * 512)
+    found = speeds_of(PROFILE, tokens=True).of(METRICS, BF16, value=METRICS["FLOPS_per_gpu"])
+    assert (found.samples_per_s, found.tokens_per_s) == (40.0, 40.0 * 512)
     assert found.utilisation == pytest.approx(0.4)
-    shown = words(found, metric="FLOPS_per_gpu", value=METRICS["FLOPS_per_gpu"], device="cuda")
-    assert shown == "40 samples/s, 20,480 tokens/s, 40% MFU"
+    assert found.text == "40 samples/s, 20,480 tokens/s, 40% MFU"
 
 
 def test_what_is_not_known_is_not_told() -> None:
-    speeds = Speeds(replace(PROFILE, device_name="a GPU of tomorrow"))
-    speeds.learn(record(tokens=False))
-    assert speeds.of(METRICS, BF16) == Speed(samples_per_s=40.0)
-    assert speeds.of({}, BF16) is None
-    assert Speeds(replace(PROFILE, param_bytes=4)).of(METRICS, {}) == Speed(samples_per_s=40.0)
+    speeds = speeds_of(replace(PROFILE, device_name="a GPU of tomorrow"), tokens=False)
+    known = Speed(metric="FLOPS_per_gpu", value=1.0, samples_per_s=40.0)
+    assert speeds.of(METRICS, BF16, value=1.0) == known
+    assert speeds.of({}, BF16, value=1.0) == replace(known, samples_per_s=None)
+    assert speeds_of(replace(PROFILE, param_bytes=4)).of(METRICS, {}, value=1.0) == known
 
 
 def test_where_inputs_vary_in_size_the_measured_tokens_count() -> None:
-    speeds = Speeds(None)
-    speeds.learn(record(tokens=True))
-    assert speeds.of({**METRICS, "tokens_per_s": 17.0}, {}) == Speed(samples_per_s=40.0, tokens_per_s=17.0)
+    found = speeds_of(None, tokens=True).of({**METRICS, "tokens_per_s": 17.0}, {}, value=1.0)
+    assert (found.samples_per_s, found.tokens_per_s) == (40.0, 17.0)
 
 
 def test_what_is_stored_of_a_launch_tells_tokens_and_mfu_as_its_line_did() -> None:
@@ -77,10 +78,10 @@ def test_what_is_stored_of_a_launch_tells_tokens_and_mfu_as_its_line_did() -> No
     kept = with_utilisation(
         record(tokens=True).metrics(flops_per_sample=PROFILE.flops_per_sample), profile=PROFILE, config=BF16
     )
-    shown = value_in_words(kept, kept["FLOPS_per_gpu"], metric="FLOPS_per_gpu", device="cuda")
-    assert shown == f"8 samples/s, 4,096 tokens/s, {8e12 / 989.5e12:.0%} MFU"
-    half = value_in_words(kept, kept["FLOPS_per_gpu"] / 2, metric="FLOPS_per_gpu", device="cuda")
-    assert half.startswith("4 samples/s, 2,048 tokens/s")
+    shown = speed_of(kept, kept["FLOPS_per_gpu"], metric="FLOPS_per_gpu", device="cuda")
+    assert shown.text == f"8 samples/s, 4,096 tokens/s, {8e12 / 989.5e12:.0%} MFU"
+    half = speed_of(kept, kept["FLOPS_per_gpu"] / 2, metric="FLOPS_per_gpu", device="cuda")
+    assert half.text.startswith("4 samples/s, 2,048 tokens/s")
     plain = record(tokens=False).metrics(flops_per_sample=1.0)
     assert with_utilisation(plain, profile=replace(PROFILE, device_name="another"), config=BF16) == plain
     assert "tokens_per_s" not in plain
@@ -97,7 +98,7 @@ def test_what_is_stored_of_a_launch_tells_tokens_and_mfu_as_its_line_did() -> No
     ],
 )
 def test_the_metric_is_told_too(metric: str, value: float, device: str, shown: str) -> None:
-    assert words(Speed(samples_per_s=40.0), metric=metric, value=value, device=device) == shown
+    assert Speed(metric=metric, value=value, samples_per_s=40.0, device=device).text == shown
 
 
 def test_numbers_are_written_as_a_person_writes_them() -> None:
@@ -152,12 +153,16 @@ def test_a_ratio_has_the_same_digits_wherever_it_stands() -> None:
 
 def test_a_metric_of_rounds_tells_samples_per_second_by_what_the_search_measured() -> None:
     measured = {"throughput": 40.0, "FLOPS_per_gpu": 2e12, "latency": 0.1, "forward": 0.03, "tokens_per_s": 400.0}
-    assert speed_at(measured, 3e12, metric="FLOPS_per_gpu") == Speed(samples_per_s=60.0, tokens_per_s=600.0)
-    assert speed_at(measured, 80.0, metric="throughput") == Speed(samples_per_s=80.0, tokens_per_s=800.0)
-    assert speed_at(measured, 0.05, metric="latency") == Speed(samples_per_s=80.0, tokens_per_s=800.0)
-    assert speed_at(measured, 0.03, metric="forward") == Speed(samples_per_s=40.0, tokens_per_s=400.0)
-    assert speed_at(measured, 0.02, metric="forward") is None, "the rest of the step is not known"
-    assert speed_at({}, 0.05, metric="latency") is None
+    for metric, value, samples in (
+        ("FLOPS_per_gpu", 3e12, 60.0),
+        ("throughput", 80.0, 80.0),
+        ("latency", 0.05, 80.0),
+        ("forward", 0.03, 40.0),
+    ):
+        found = speed_of(measured, value, metric=metric, device="cuda")
+        assert (found.value, found.samples_per_s, found.tokens_per_s) == (value, samples, 10 * samples)
+    assert speed_of(measured, 0.02, metric="forward", device="cuda").samples_per_s is None, "the rest is not known"
+    assert speed_of({}, 0.05, metric="latency", device="cuda").samples_per_s is None
 
 
 @pytest.mark.parametrize(
@@ -171,8 +176,8 @@ def test_a_metric_of_rounds_tells_samples_per_second_by_what_the_search_measured
 )
 def test_samples_come_first_wherever_a_value_is_told(metric: str, value: float, shown: str, brief: str) -> None:
     measured = {"throughput": 40.0, "FLOPS_per_gpu": 2e12, "latency": 0.1, "forward": 0.03}
-    assert value_in_words(measured, value, metric=metric, device="cuda") == shown
-    assert samples_in_words(measured, value, metric=metric, device="cuda") == brief
+    found = speed_of(measured, value, metric=metric, device="cuda")
+    assert (found.text, found.brief) == (shown, brief)
 
 
 def test_a_gain_of_more_than_all_is_a_number_of_times() -> None:

@@ -22,7 +22,6 @@ from optuna_dsat.report.dashboard.notes import study_note
 from optuna_dsat.report.explain.explanation import explain_study
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import read_view
-from optuna_dsat.report.winner import winner_of
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.result import StudyResult
@@ -70,16 +69,14 @@ def test_report_and_note_advise_what_the_result_does(bench: StudyBench) -> None:
         assert result is not None
         assert result.advice
         view = read_view(bench.store, name)
-        winner = winner_of(view)
-        assert winner is not None
-        assert result.advice in winner.advice
+        assert view.result is not None
+        assert result.advice == view.result.advice
         assert result.advice in re.sub("</?code>", "`", html.unescape(render(view)))
         assert literal(result.advice) in study_note(view)
         spec = view.spec
         copied = replace(view, spec=spec.model_copy(update={"script": _named(spec.script, settings)}))
-        winner = winner_of(copied)
-        assert winner is not None
-        assert (result.advice in winner.advice) is (name == "loader"), "a copy of the file says it"
+        assert copied.result is not None
+        assert (result.advice == copied.result.advice) is (name == "loader"), "a copy of the file says it"
 
 
 def _named(script: ScriptSpec, settings: Path) -> ScriptSpec:
@@ -143,14 +140,15 @@ def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be
     study = read_stored(bench.store, "s")
     assert study.best is not None
     assert study.baseline is not None
-    assert (study.best.confirmed, study.baseline.confirmed) == (True, False)
+    assert (study.best.rounds > 0, study.baseline.rounds) == (True, 0)
     searched = study.best.searched_value / study.baseline.searched_value
     assert searched != pytest.approx(study.best.value / study.baseline.value, rel=1e-4), "noise tells them apart"
     explained, _ = explain_study(study)
     assert result.value == study.best.value
     assert result.speed_up == pytest.approx(searched)
     assert result.user_value == study.baseline.searched_value
-    assert study.speed_up(study.best) == explained.speed_up == result.speed_up
+    assert study.best.speed_up is not None
+    assert study.best.speed_up.value == explained.speed_up == result.speed_up
     assert not result.speed_up_confirmed
     capsys.readouterr()
     show_result(result, as_json=False)

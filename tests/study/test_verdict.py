@@ -12,11 +12,12 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.confirmation import next_in_rounds, staying
 from optuna_dsat.study.confirm.finalists import choose_finalists, refuted, with_next_best
-from optuna_dsat.study.confirm.rounds import JointEstimate, RoundLaunch, Rounds, order_of_round
+from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
 from optuna_dsat.study.confirm.words import value_in_words, verdict_in_words
 from optuna_dsat.study.spec import StudySpec, make_spec
@@ -88,10 +89,10 @@ TRIALS = (trial(OWN, 10.0), trial(1, 16.0, micro_batch=8), trial(2, 15.9, micro_
 
 def test_what_is_surely_faster_is_handed_over_with_its_paired_ratio() -> None:
     found = judged(TRIALS[:2], rounds_of({OWN: [10.0, 8.0, 9.0], 1: [15.0, 12.1, 13.4]}))
-    assert (found.kind, found.handed_over, found.best) == (VerdictKind.WINNER, 1, 1)
+    assert (found.kind, found.result.number, found.best.number) == (VerdictKind.WINNER, 1, 1)
     assert found.speed_up is not None
-    assert found.user_value is not None
-    assert found.speed_up.value == pytest.approx(found.value / found.user_value)
+    assert found.baseline is not None
+    assert found.speed_up.value == pytest.approx(found.result.value / found.baseline.value)
     assert found.speed_up.low is not None
     assert 1.45 < found.speed_up.low < 1.5 < (found.speed_up.high or 0.0) < 1.55
 
@@ -99,7 +100,7 @@ def test_what_is_surely_faster_is_handed_over_with_its_paired_ratio() -> None:
 def test_a_best_that_is_not_surely_faster_is_not_handed_over() -> None:
     """It was: 'the best is 0.970 times as good' with the config of that best written out."""
     found = judged(TRIALS[:2], rounds_of({OWN: [10.0, 10.0, 10.0], 1: [9.7, 9.71, 9.69]}))
-    assert (found.kind, found.handed_over, found.best) == (VerdictKind.BASELINE_IS_BEST, OWN, OWN)
+    assert (found.kind, found.result.number, found.best.number) == (VerdictKind.BASELINE_IS_BEST, OWN, OWN)
     assert found.speed_up is not None
     assert found.speed_up.value == 1.0
     text = verdict_in_words(found, metric="throughput")[0]
@@ -110,9 +111,9 @@ def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -
     """It was the user's own config, though two finalists were surely faster."""
     values = {OWN: [10.0, 10.0, 10.0], 1: [28.0, 11.0, 26.0], 2: [14.0, 14.2, 13.9]}
     found = judged(TRIALS, rounds_of(values))
-    assert (found.kind, found.handed_over, found.best) == (VerdictKind.WINNER, 2, 1)
-    assert found.best_ratio is not None
-    assert not found.best_ratio.surely_above_1
+    assert (found.kind, found.result.number, found.best.number) == (VerdictKind.WINNER, 2, 1)
+    assert found.best.speed_up is not None
+    assert not found.best.speed_up.surely_above_1
     assert found.speed_up is not None
     assert found.speed_up.surely_above_1
     assert found.ties == (), "trial 1 was not a candidate"
@@ -123,10 +124,11 @@ def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -
 
 def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_users_own() -> None:
     found = judged((trial(OWN, 6.101), trial(1, 5.892)), Rounds())
-    assert (found.kind, found.handed_over, found.best) == (VerdictKind.UNCONFIRMED, OWN, OWN)
-    assert found.value == found.user_value == 6.101
+    assert (found.kind, found.result.number, found.best.number) == (VerdictKind.UNCONFIRMED, OWN, OWN)
+    assert found.baseline is not None
+    assert found.result.value == found.baseline.value == 6.101
     better = judged((trial(OWN, 6.101), trial(1, 7.0)), Rounds())
-    assert (better.handed_over, better.low) == (1, None)
+    assert (better.result.number, better.result.interval.low) == (1, None)
     assert better.speed_up is not None
     assert better.speed_up.value == pytest.approx(7 / 6.101)
     assert better.speed_up.rounds == 0
@@ -134,8 +136,8 @@ def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_use
 
 def test_where_the_time_ended_before_it_was_known_the_users_config_is_the_result() -> None:
     found = judged(TRIALS[:2], rounds_of({OWN: [10.0, 9.0, 11.0], 1: [12.0, 8.9, 11.4]}))
-    assert (found.kind, found.handed_over, found.best) == (VerdictKind.NOT_CONFIRMED, OWN, 1)
-    assert found.best_ratio is not None
+    assert (found.kind, found.result.number, found.best.number) == (VerdictKind.NOT_CONFIRMED, OWN, 1)
+    assert found.best.speed_up is not None
     assert "--confirm-time" in verdict_in_words(found, metric="throughput")[0]
 
 
@@ -145,18 +147,18 @@ def test_a_round_that_was_begun_does_not_change_what_the_rounds_before_it_say(wh
     values = {OWN: [10.0] * whole, 1: [16.0] * whole, 2: [12.0] * whole}
     before = judged(TRIALS, rounds_of(values))
     begun = judged(TRIALS, rounds_of({**values, ahead: [*values[ahead], values[ahead][0]]}))
-    assert begun.handed_over == before.handed_over == 1
+    assert begun.result.number == before.result.number == 1
     assert begun.kind is before.kind is (VerdictKind.UNCONFIRMED if whole == 1 else VerdictKind.WINNER)
 
 
 def test_what_took_the_place_of_a_failed_finalist_is_not_handed_over_after_one_round() -> None:
     failed = rounds_of({OWN: [10.0, 10.1, 9.9]}).with_launch(launch(1, 1, None)).with_launch(launch(2, 3, 15.0))
-    assert judged(TRIALS, failed).handed_over == OWN
+    assert judged(TRIALS, failed).result.number == OWN
 
 
 def test_without_the_users_config_the_best_of_the_rounds_is_the_result() -> None:
     found = judged(TRIALS[1:], rounds_of({1: [16.0, 16.1, 15.9], 2: [12.0, 12.1, 11.9]}))
-    assert (found.kind, found.handed_over, found.speed_up) == (VerdictKind.NO_BASELINE, 1, None)
+    assert (found.kind, found.result.number, found.speed_up) == (VerdictKind.NO_BASELINE, 1, None)
     failed = rounds_of({1: [16.0, 16.1, 15.9]}).with_launch(launch(OWN, 1, None))
     found = judged(TRIALS, failed)
     assert found.kind is VerdictKind.NO_BASELINE
@@ -169,34 +171,34 @@ def test_of_equals_the_smallest_global_batch_wins_and_the_tie_is_named() -> None
     trials = (trial(OWN, 73.0), trial(1, 147.0, micro_batch=112), trial(2, 145.0, micro_batch=16))
     values = {OWN: [73.0, 73.5, 73.2], 1: [147.0, 147.4, 146.9], 2: [146.0, 146.2, 146.1]}
     found = judged(trials, rounds_of(values))
-    assert (found.kind, found.handed_over, found.best, found.ties) == (VerdictKind.WINNER, 2, 1, (1,))
+    assert (found.kind, found.result.number, found.best.number, found.ties) == (VerdictKind.WINNER, 2, 1, (1,))
     assert "trial 1" in " ".join(verdict_in_words(found, metric="throughput"))
-    assert judged(trials, rounds_of(values), tie=0.001).handed_over == 1
+    assert judged(trials, rounds_of(values), tie=0.001).result.number == 1
 
 
 def test_nothing_faster_is_given_up_for_a_batch_that_is_hardly_smaller() -> None:
     trials = (trial(OWN, 73.0), trial(1, 147.0, micro_batch=117), trial(2, 146.0, micro_batch=116))
     values = {OWN: [73.0, 73.5, 73.2], 1: [147.0, 147.4, 146.9], 2: [146.0, 146.2, 146.1]}
-    assert judged(trials, rounds_of(values)).handed_over == 1
+    assert judged(trials, rounds_of(values)).result.number == 1
 
 
 def test_of_equals_at_one_batch_the_nearest_to_the_users_config_wins() -> None:
     far = trial(1, 15.0, micro_batch=4, overlap_comm=True, reduce_bucket_size=5e7)
     near = trial(2, 15.0, micro_batch=4)
     found = judged((TRIALS[0], far, near), rounds_of({OWN: [10.0] * 3, 1: [15.01] * 3, 2: [15.0] * 3}))
-    assert found.handed_over == 2
+    assert found.result.number == 2
     assert {one.number: one.differing for one in found.contenders} == {OWN: 0, 1: 3, 2: 1}
 
 
 def test_a_gain_within_the_tie_is_not_worth_another_config() -> None:
     found = judged(TRIALS[:2], rounds_of({OWN: [10.0] * 3, 1: [10.05, 10.051, 10.049]}))
-    assert (found.kind, found.handed_over, found.ties) == (VerdictKind.BASELINE_IS_BEST, OWN, (1,))
+    assert (found.kind, found.result.number, found.ties) == (VerdictKind.BASELINE_IS_BEST, OWN, (1,))
 
 
 def test_what_the_rounds_cannot_tell_apart_is_a_tie() -> None:
     values = {OWN: [10.0, 10.2, 9.9], 1: [20.0, 20.6, 19.9], 2: [19.9, 20.1, 20.2]}
     found = judged(TRIALS, rounds_of(values))
-    assert (found.handed_over, found.ties) == (2, (1,))
+    assert (found.result.number, found.ties) == (2, (1,))
 
 
 @pytest.mark.parametrize(("searched_sd", "handed_over"), [(0.005, 1), (0.2, 2)])
@@ -204,7 +206,7 @@ def test_what_the_search_knows_counts_where_rounds_are_noisy(searched_sd: float,
     values = {OWN: [10.0, 10.3, 9.8], 1: [19.6, 20.6, 19.5], 2: [20.3, 20.0, 20.2]}
     estimate = searched({OWN: (10.0, searched_sd), 1: (20.8, searched_sd), 2: (20.0, searched_sd)})
     found = judged(TRIALS, rounds_of(values, estimate=estimate), tie=0.001)
-    assert (found.handed_over, found.best) == (handed_over, handed_over)
+    assert (found.result.number, found.best.number) == (handed_over, handed_over)
     assert found.speed_up == judged(TRIALS, rounds_of({**values, 3 - handed_over: []})).speed_up, "by rounds alone"
 
 
@@ -214,7 +216,7 @@ def test_a_smaller_batch_is_worth_a_tie_however_noisy_the_rounds(second: float, 
     values = {OWN: [10.0, 10.3, 9.8], 1: [20.0, 20.8, 19.4], 2: [20.6, 19.4, 20.2]}
     estimate = searched({OWN: (10.0, 0.001), 1: (20.0, 0.001), 2: (second, 0.001)})
     trials = (trial(OWN, 10.0), trial(1, 20.0, micro_batch=64), trial(2, second, micro_batch=16))
-    assert judged(trials, rounds_of(values, estimate=estimate)).handed_over == handed_over
+    assert judged(trials, rounds_of(values, estimate=estimate)).result.number == handed_over
 
 
 @pytest.mark.parametrize(("second", "handed_over"), [(19.96, 2), (19.9, 1)])
@@ -222,7 +224,7 @@ def test_settings_nearer_to_the_users_own_are_worth_a_quarter_of_a_tie(second: f
     values = {OWN: [10.0, 10.1, 9.9], 1: [20.0, 20.1, 19.9], 2: [20.0, 20.1, 19.9]}
     estimate = searched({OWN: (10.0, 0.001), 1: (20.0, 0.001), 2: (second, 0.001)})
     trials = (trial(OWN, 10.0), trial(1, 20.0, micro_batch=16, overlap_comm=True), trial(2, second, micro_batch=16))
-    assert judged(trials, rounds_of(values, estimate=estimate)).handed_over == handed_over
+    assert judged(trials, rounds_of(values, estimate=estimate)).result.number == handed_over
 
 
 def test_what_the_search_says_is_stored_with_the_rounds() -> None:
@@ -238,7 +240,7 @@ def test_what_the_rounds_do_not_distinguish_from_the_result_is_reported_with_the
     trials = [trial(OWN, 100), trial(1, 150, micro_batch=64), trial(2, 150, micro_batch=4)]
     rounds = rounds_of({OWN: [100, 100, 100], 1: [150, 151, 152], 2: [130, 145, 160]})
     found = judged(trials, rounds)
-    assert (found.handed_over, found.ties) == (1, ()), "the mean of the smaller batch is 4% lower"
+    assert (found.result.number, found.ties) == (1, ()), "the mean of the smaller batch is 4% lower"
     [other] = found.undecided
     assert (other.number, other.train_batch_size, other.best) == (2, 8, 1)
     assert other.below == pytest.approx(1 - (130 * 145 * 160 / (150 * 151 * 152)) ** (1 / 3))
@@ -258,13 +260,12 @@ def test_the_result_has_the_smallest_batch_of_all_that_is_reported_as_equal(seed
               for n in range(6)}  # fmt: skip
     found = judged(trials, rounds_of(values))
     batches = {one.number: one.train_batch_size for one in found.contenders}
-    assert all(batches[found.handed_over] < batches[number] for number in found.ties)
+    assert all(batches[found.result.number] < batches[number] for number in found.ties)
     assert not set(found.ties) & {one.number for one in found.undecided}
     for other in found.undecided:
-        contender = found.contender(other.number)
-        assert contender is not None
-        assert contender.ratio is not None
-        assert other.below > other.allowed or not contender.ratio.surely_above_1
+        ratio = found.measured[other.number].speed_up
+        assert ratio is not None
+        assert other.below > other.allowed or not ratio.surely_above_1
 
 
 def test_a_tie_by_search_and_rounds_is_not_told_as_if_the_rounds_had_none_ahead() -> None:
@@ -273,7 +274,7 @@ def test_a_tie_by_search_and_rounds_is_not_told_as_if_the_rounds_had_none_ahead(
     estimate = searched({OWN: (115.0, 0.005), 1: (112.0, 0.005)})
     rounds = rounds_of({OWN: [80, 95, 70, 78], 1: [105, 120, 96, 99]}, estimate=estimate)
     found = judged(trials, rounds)
-    assert (found.handed_over, found.kind) == (OWN, VerdictKind.BASELINE_IS_BEST)
+    assert (found.result.number, found.kind) == (OWN, VerdictKind.BASELINE_IS_BEST)
     told = verdict_in_words(found, metric="throughput")[0]
     assert "best found" not in told
     assert "By the rounds alone trial 1 is 1." in told
@@ -285,10 +286,10 @@ def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
     values = {OWN: [10.0, 10.1, 9.9], 1: [20.0, 20.3, 19.9], 2: [12.0, 12.1, 11.9]}
     found = judged(trials, rounds_of(values))
     assert found.at_user_batch is not None
-    assert found.at_own_batch is not None
     assert (found.at_user_batch.number, found.at_user_batch.train_batch_size) == (2, 4)
-    assert found.at_user_batch.ratio.value == pytest.approx(1.2, rel=0.01)
-    assert (found.at_own_batch.number, found.at_own_batch.train_batch_size) == (1, 16)
+    assert found.at_user_batch.speed_up is not None
+    assert found.at_user_batch.speed_up.value == pytest.approx(1.2, rel=0.01)
+    assert (found.result.number, found.result.train_batch_size) == (1, 16)
     text = " ".join(verdict_in_words(found, metric="throughput"))
     assert "At the global batch of your own config, 4 samples, trial 2 is 1.20 times" in text
     assert "at 16 samples trial 1 is 2.01 times" in text
@@ -357,7 +358,7 @@ def test_other_work_on_the_machine_is_told_with_figures() -> None:
 def test_what_fails_with_more_steps_is_not_handed_over() -> None:
     rounds = rounds_of({OWN: [10.0] * 3, 1: [16.0] * 2, 2: [15.0] * 3}).with_launch(launch(1, 3, None))
     found = judged(TRIALS, rounds)
-    assert found.handed_over == 2
+    assert found.result.number == 2
     assert next(one for one in found.contenders if one.number == 1).left.startswith("out of memory")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optuna_dsat.store import Store
-from optuna_dsat.study.live_state import LiveNote, read_notes
+from optuna_dsat.study.live_state import LiveState, read_states
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
@@ -21,11 +21,11 @@ class Watched(Hill):
     def __init__(self, url: str) -> None:
         super().__init__()
         self.url = url
-        self.seen: list[LiveNote] = []
+        self.seen: list[LiveState] = []
 
-    def read(self) -> list[LiveNote]:
+    def read(self) -> list[LiveState]:
         with Store.open(self.url, create=False) as store:
-            return read_notes(store, "s", now=time.time())
+            return read_states(store, "s", now=time.time())
 
     def profile(self, slots: int) -> SimulatedProfile:
         self.seen += self.read()
@@ -41,8 +41,8 @@ def test_profile_trials_and_finalists_are_noted_while_they_run(bench: EntryPoint
     options = ("--cpu-ranks", "1", "--max-trials", "2", "--confirm", "1", "--study", "s", "--quiet")
     done = run_here("random", "train.py", "ds.json", *options)
     assert done.returncode == 0, done.stderr
-    names = [row.name for note in watched.seen for row in note.rows]
+    names = [row.name for note in watched.seen for row in note.rows.values()]
     assert names[0] == "profile"
-    assert "0" in {row.name for note in watched.seen if not note.confirming for row in note.rows}
-    assert [note for note in watched.seen if note.confirming], "finalists"
+    assert "0" in {row.name for note in watched.seen if not note.ended_search for row in note.rows.values()}
+    assert [note for note in watched.seen if note.ended_search], "finalists"
     assert watched.read() == [], "it is over"

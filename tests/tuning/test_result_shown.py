@@ -56,7 +56,7 @@ def test_a_result_is_one_short_line(result: optuna_dsat.TuneResult) -> None:
 
 def test_ones_own_config_is_no_multiple_of_itself(result: optuna_dsat.TuneResult) -> None:
     assert result.verdict.baseline is not None
-    own = replace(result, verdict=replace(result.verdict, handed_over=result.verdict.baseline))
+    own = replace(result, verdict=replace(result.verdict, result=result.verdict.baseline))
     assert ", your own config, config_path=" in repr(own)
     assert "times" not in repr(own)
 

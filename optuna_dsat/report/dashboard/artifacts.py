@@ -30,7 +30,8 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.references import hidden_text
-from optuna_dsat.study.result import BEST_CONFIG, BEST_METRICS
+from optuna_dsat.study.command import BEST_CONFIG
+from optuna_dsat.study.result import BEST_METRICS
 from optuna_dsat.trials import attributes
 
 __all__ = ["FOLDER", "LOG_LIMIT_BYTES", "Artifact", "artifacts_of", "log_without_secrets", "save_artifacts", "tail"]

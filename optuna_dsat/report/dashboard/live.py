@@ -11,65 +11,28 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import page_values
-from optuna_dsat.report.performance import Training, performance_of
 from optuna_dsat.report.template import page_text
+from optuna_dsat.report.training import Training
 from optuna_dsat.report.view import StudyView, end_reason_of, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.study.confirm.rounds import Rounds
-from optuna_dsat.study.live_state import LaunchInFlight, LiveNote, read_notes, time_left_in_words
+from optuna_dsat.study.live_state import LaunchInFlight, LiveState, read_states, time_left_in_words
 from optuna_dsat.study.stored import attributes_of, record_of
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words, things_in_words
+from optuna_dsat.words import config_in_words, duration_in_words, metric_in_words, things_in_words
 
-__all__ = ["InFlight", "LiveStudy", "Now"]
+__all__ = ["LiveStudy"]
 
 _LEAST_PAUSE_S = 2.0
 """Minimum time between two renderings, in seconds ..."""
 _SHARE = 0.1
 """... which take at most this share of a core, because launches are being measured at the same time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InFlight:
-    """A running launch."""
-
-    name: str
-    """Number of its trial; ``profile``."""
-    words: str
-    """Its configuration."""
-    elapsed: str
-    now: str
-    """Current step, or the launch's phase before the end of the first step."""
-    speed: str
-    """Samples/s, or the metric of its steps so far; empty before the first."""
-    to_best: str
-    """Its speed relative to the best; empty if either is unknown."""
-    memory: str
-    """Peak memory of the fullest rank; empty before it is known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Now:
-    """State of a study at a point in time."""
-
-    told: str
-    """The state as a sentence."""
-    phases: tuple[str, ...]
-    """Current phases of the search itself that may take long."""
-    done: int
-    """Finished launches."""
-    budget: int
-    in_flight: tuple[InFlight, ...]
-    ended: bool
-    """Whether the search is over."""
 
 
 class LiveStudy:
@@ -170,107 +133,81 @@ class LiveStudy:
         return True
 
     def _now_html(self, trials: Sequence[FrozenTrial], attrs: Mapping[str, Any]) -> str:
-        return page_text("_now.html", title="", has_figures=False, now=self._state(trials, attrs))
-
-    def _state(self, trials: Sequence[FrozenTrial], attrs: Mapping[str, Any]) -> Now:
-        view = self._view
-        now = time.time()
-        notes = read_notes(self._store, self._name, now=now)
+        view, now = self._view, time.time()
+        states = read_states(self._store, self._name, now=now)
+        rows = {name: row for state in states for name, row in state.rows.items()}
         running = [trial for trial in trials if trial.state is TrialState.RUNNING]
-        numbers = {str(trial.number) for trial in running}
-        noted = {row.name: row for note in notes for row in note.rows}
-        best = None if view.best is None else performance_of(view, view.best).samples_per_s
-        flying = [_in_flight(view, trial, noted.get(str(trial.number)), best=best) for trial in running]
-        beside = [_noted(view, row, now=now, best=best) for row in noted.values() if row.name not in numbers]
-        ended = not flying and not beside and end_reason_of(attrs) is not None
-        begun = attributes.launches_used(trials)
-        return Now(
-            told=_told(
-                view,
-                trials,
-                attrs,
-                notes,
-                now=now,
-                done=begun - len(flying),
-                running=len(flying) + len(beside),
-                ended=ended,
-            ),
-            phases=tuple(f"{one.phase}, {duration_in_words(now - one.phase_since)}" for one in notes if one.phase),
-            done=begun - len(flying),
+        rows |= {str(one.number): _row_of(view, one) for one in running if str(one.number) not in rows}
+        ended = not rows and end_reason_of(attrs) is not None
+        done = attributes.launches_used(trials) - len(running)
+        told = "The search has ended."
+        if not ended:
+            again = len(Rounds.of(attrs).launches)
+            told = _told(states, now=now, done=done, budget=view.spec.max_trials, running=len(rows), again=again)
+        if not ended and not trials:
+            told = "No trial has begun yet: the profile launch comes first."
+        best = None if view.best is None else view.best.samples_per_s
+        limit = 0 if view.profiled is None else view.profiled.profile.device_memory_bytes
+        return page_text(
+            "_now.html",
+            title="",
+            has_figures=False,
+            told=told,
+            phases=[f"{one.phase}, {duration_in_words(now - one.phase_since)}" for one in states if one.phase],
+            done=done,
             budget=view.spec.max_trials,
-            in_flight=(*beside, *flying),
             ended=ended,
+            rows=[_cells(row, now=now, best=best, limit_bytes=limit) for row in rows.values()],
         )
 
 
-def _in_flight(view: StudyView, trial: FrozenTrial, noted: LaunchInFlight | None, *, best: float | None) -> InFlight:
-    """Return a running trial, with its worker's live state of the launch if available.
-
-    Args:
-        view: The study.
-        trial: The trial.
-        noted: Live state from its worker; None if unknown.
-        best: Samples/s of the best so far; None if nothing was measured.
-    """
+def _row_of(view: StudyView, trial: FrozenTrial) -> LaunchInFlight:
+    """Return a running trial of which no worker stores a state."""
     config, values = trial.user_attrs.get(attributes.CONFIG), trial.intermediate_values
-    step = max(values, default=None)
-    seconds = None if trial.datetime_start is None else (datetime.now() - trial.datetime_start).total_seconds()
-    elapsed = "" if seconds is None else duration_in_words(max(0.0, seconds))
-    if noted is not None:
-        return replace(_noted(view, noted, now=0.0, best=best), elapsed=elapsed)
-    return InFlight(
+    step = max(values, default=0)
+    return LaunchInFlight(
         name=str(trial.number),
         words="being prepared" if config is None else config_in_words(config),
-        elapsed=elapsed,
-        now="starting" if step is None else f"step {step} of {view.spec.end_profile_step} has ended",
-        speed="" if step is None else metric_in_words(view.metric, values[step], device=view.spec.device),
-        to_best="",
-        memory="",
+        since=time.time() if trial.datetime_start is None else trial.datetime_start.timestamp(),
+        last_step=view.spec.end_profile_step,
+        step=step,
+        samples_per_s=values.get(step) if view.metric == "throughput" else None,
     )
 
 
-def _noted(view: StudyView, row: LaunchInFlight, *, now: float, best: float | None) -> InFlight:
-    """Return a launch from its worker's live state."""
-    limit = 0 if view.profiled is None else view.profiled.profile.device_memory_bytes
-    peak = bytes_in_words(row.peak_bytes) if row.peak_bytes > 0 else ""
-    rate = row.samples_per_s
-    return InFlight(
-        name=row.name,
-        words=row.words,
-        elapsed=duration_in_words(max(0.0, now - row.since)),
-        now=row.doing,
-        speed="" if rate is None else metric_in_words("throughput", rate),
-        to_best="" if not rate or not best else f"{rate / best - 1:+.0%}",
-        memory=f"{peak} of {bytes_in_words(limit)}" if peak and limit else peak,
+def _cells(row: LaunchInFlight, *, now: float, best: float | None, limit_bytes: int) -> tuple[str, ...]:
+    """Return the cells of a running launch: configuration, step, speed, speed relative to the best, memory, time."""
+    speed, share = row.samples_per_s, row.against(best)
+    return (
+        row.name,
+        row.words,
+        row.doing,
+        "" if speed is None else metric_in_words("throughput", speed),
+        "" if share is None else f"{share:+.0%}",
+        row.memory_in_words(limit_bytes),
+        duration_in_words(max(0.0, now - row.since)),
     )
 
 
-def _told(
-    view: StudyView,
-    trials: Sequence[FrozenTrial],
-    attrs: Mapping[str, Any],
-    notes: Sequence[LiveNote],
-    *,
-    now: float,
-    done: int,
-    running: int,
-    ended: bool,
-) -> str:
-    """Return a sentence on the study's current state."""
-    if ended:
-        return "The search has ended."
-    known = [max(0.0, one.left_s - (now - one.noted_at)) for one in notes if one.left_s is not None]
+def _told(states: Sequence[LiveState], *, now: float, done: int, budget: int, running: int, again: int) -> str:
+    """Return a sentence on the study's current state.
+
+    Args:
+        states: The active workers.
+        now: Unix time in seconds.
+        done: Finished launches of the search.
+        budget: Maximum number of launches.
+        running: Running launches.
+        again: Stored launches of finalists.
+    """
+    known = [left_s for state in states if (left_s := state.left_s(now)) is not None]
     left = f"; {time_left_in_words(max(known))}" if known else ""
-    again = len(Rounds.of(attrs).launches)
-    confirming = next((one for one in notes if one.confirming), None)
+    confirming = next((one for one in states if one.ended_search), None)
+    if confirming is None and (running or not again):
+        return f"{done} of {things_in_words(budget, 'launch')} done, {running or 'none is'} running{left}."
+    of = f"{things_in_words(again, 'launch')} so far"
     if confirming is not None:
-        so_far = max(again, confirming.finalists_done)
-        of = things_in_words(so_far, "launch")
-        if confirming.finalists >= so_far:
-            of = f"{so_far} of at least {things_in_words(confirming.finalists, 'launch')}"
-        return f"The search is over; finalists are measured again: {of} done{left}."
-    if again and not running:
-        return f"The search is over; finalists are measured again: {things_in_words(again, 'launch')} so far."
-    if not trials:
-        return "No trial has begun yet: the profile launch comes first."
-    return f"{done} of {things_in_words(view.spec.max_trials, 'launch')} done, {running or 'none is'} running{left}."
+        so_far, expected = max(again, confirming.finalists_done), confirming.finalists
+        least = f"{so_far} of at least {things_in_words(expected, 'launch')}"
+        of = f"{least if expected >= so_far else things_in_words(so_far, 'launch')} done"
+    return f"The search is over; finalists are measured again: {of}{left}."

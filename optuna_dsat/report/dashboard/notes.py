@@ -11,24 +11,24 @@ from optuna_dsat.escape.shell import folded
 from optuna_dsat.metrics import METRICS, PER_ELEMENT
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
+    advice_on,
     cli_command,
     created,
     fruitless_in_words,
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
+    training_command_line,
     versions,
 )
 from optuna_dsat.report.markdown import WHOLE_CHARS, json_block
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.report.winner import winner_of
-from optuna_dsat.study.confirm import speeds
-from optuna_dsat.study.confirm.rows import configuration_of
-from optuna_dsat.study.confirm.standing import Standing
+from optuna_dsat.study.command import BEST_CONFIG
+from optuna_dsat.study.confirm.measured import Measured, configuration_of
+from optuna_dsat.study.confirm.speeds import speed_of
 from optuna_dsat.study.confirm.words import how_known, verdict_in_words
-from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import (
@@ -39,7 +39,6 @@ from optuna_dsat.words import (
     flops_in_words,
     metric_in_words,
     params_in_words,
-    range_in_words,
     slot_time_in_words,
     things_in_words,
     times_in_words,
@@ -71,16 +70,10 @@ def _progress(view: StudyView) -> str:
     )
 
 
-def _value(view: StudyView, standing: Standing) -> Markdown:
-    metrics, named = view.metrics_of(standing), {"metric": view.metric, "device": view.spec.device}
-    text = f"**{speeds.value_in_words(metrics, standing.value, **named)}**"
-    if standing.low is not None and standing.high is not None:
-        low, high = (
-            speeds.samples_in_words(metrics, standing.low, **named),
-            speeds.samples_in_words(metrics, standing.high, **named),
-        )
-        text += f" (95% between {range_in_words(low, high, joint=' and ')})"
-    return Markdown(text)
+def _value(view: StudyView, measured: Measured) -> Markdown:
+    speed = view.speed(measured)
+    between = speed.between(measured.interval)
+    return Markdown(f"**{speed.text}**" + (f" ({between})" if between else ""))
 
 
 def _best(view: StudyView) -> str:
@@ -89,41 +82,35 @@ def _best(view: StudyView) -> str:
         return f"The search has ended, and {literal(fruitless_in_words(view))}."
     if best is None or verdict is None:
         return "Nothing has been measured yet."
-    ratio = view.speed_up(best)
-    rows = [["best", best.trial.number, configuration_of(best.trial), _value(view, best), _times(ratio)]]
+    ratio = "" if best.speed_up is None else f"{times_in_words(best.speed_up.value)}\u00d7"
+    rows = [["best", best.number, best.words, _value(view, best), ratio]]
     if baseline is not None:
-        words = configuration_of(baseline.trial)
-        rows.append(["your own config", baseline.trial.number, words, _value(view, baseline), _times(1.0)])
+        rows.append(["your own config", baseline.number, baseline.words, _value(view, baseline), "1\u00d7"])
     lines: list[str] = [table(("", "trial", "configuration", "speed", "speed-up"), rows)]
     if baseline is None:
         lines.append("Your own config was not measured, so there is no speed-up to show.")
     lines += map(literal, verdict_in_words(verdict, metric=view.metric, device=view.spec.device))
     if view.end_reason is None:
         lines.append(f"The search has not ended: this is the best so far, {literal(how_known(verdict))}.")
-    first = view.measured[0]
+    first = verdict.measured[view.measured[0].number]
     if verdict.is_by_rounds:
         searched = _searched(view, first)
         lines.append(
             f"Plots and tables of optuna-dashboard show values of the search, by few steps each; by these trial "
             f"{first.number} is the best, at {searched}. The result is trial "
-            f"{best.trial.number}, as the rounds measured it; `optuna-dsat dashboard --optuna-dashboard` has it in the "
+            f"{best.number}, as the rounds measured it; `optuna-dsat dashboard --optuna-dashboard` has it in the "
             "card of the best trial, with its value of the search; optuna-dashboard started in another way "
             "has the search's best there."
         )
-    lines.append(json_block(view.ready_config(best.trial)))
-    winner = winner_of(view)
-    lines += map(literal, () if winner is None else winner.advice)
+    if view.result is not None:
+        lines += [json_block(view.result.config), *map(literal, advice_on(view.result))]
     return "\n\n".join(lines)
 
 
-def _searched(view: StudyView, trial: FrozenTrial) -> str:
+def _searched(view: StudyView, measured: Measured) -> str:
     """Return the speed of a measured trial in the search."""
-    metrics = trial.user_attrs.get(attributes.METRICS) or {}
-    return speeds.value_in_words(metrics, trial.values[0], metric=view.metric, device=view.spec.device)
-
-
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{times_in_words(ratio)}\u00d7"
+    metrics, value = measured.searched_metrics, measured.searched_value
+    return speed_of(metrics, value, metric=view.metric, device=view.spec.device).text
 
 
 def _tuned(view: StudyView) -> str:
@@ -220,9 +207,8 @@ def _commands(view: StudyView) -> str:
         "# all trials as a table",
         cli_command(view, "export", "--format", "csv"),
     ]
-    winner = winner_of(view)
-    if winner is not None and winner.ended:
-        lines += ["# train", winner.command]
+    if view.result is not None and view.end_reason is not None:
+        lines += ["# train", training_command_line(view.result)]
     # An overlong line widens the whole page of optuna-dashboard, including paragraphs.
     return fenced("\n".join(folded(line, width=_LINE_CHARS) for line in lines), "sh", limit_chars=WHOLE_CHARS)
 
@@ -239,7 +225,7 @@ def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     what, advice = MEANING[outcome]
     title = configuration_of(trial)
     own = " (your own config)" if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else ""
-    parts = [f"## {literal(title)}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _standing(view, trial)]
+    parts = [f"## {literal(title)}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _speed(view, trial)]
     message = attrs.get(attributes.MESSAGE, "")
     report = view.last_report(trial)
     if message:
@@ -257,19 +243,15 @@ def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _standing(view: StudyView, trial: FrozenTrial) -> str:
-    if trial.values is None or trial.user_attrs.get(attributes.OUTCOME) != Outcome.MEASURED:
+def _speed(view: StudyView, trial: FrozenTrial) -> str:
+    measured = None if view.verdict is None else view.verdict.measured.get(trial.number)
+    if view.verdict is None or measured is None:
         return ""
-    standing = view.standing(trial)
-    ratio = view.speed_up(standing)
-    text = f"Speed: {_value(view, standing)}"
-    if ratio is not None and trial.user_attrs.get(attributes.PURPOSE) != attributes.USER_CONFIG:
-        text += f", {times_in_words(ratio)} times as good as your own config"
-    if standing.confirmed:
-        text += f"; in the search {_searched(view, trial)}"
-    else:
-        text += ", in the search"
-    if view.verdict is not None and view.verdict.handed_over == trial.number:
+    text = f"Speed: {_value(view, measured)}"
+    if measured.speed_up is not None and not measured.is_user_config:
+        text += f", {times_in_words(measured.speed_up.value)} times as good as your own config"
+    text += f"; in the search {_searched(view, measured)}" if measured.rounds else ", in the search"
+    if view.verdict.result.number == trial.number:
         text += f". **The best of this study, {literal(how_known(view.verdict))}.**"
     return text
 

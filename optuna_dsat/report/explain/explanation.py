@@ -29,12 +29,11 @@ from optuna_dsat.cost.step_time import ERROR
 from optuna_dsat.cost.utilisation import utilisation
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
-from optuna_dsat.metrics import LARGER_IS_BETTER
+from optuna_dsat.metrics import LARGER_IS_BETTER, Interval
 from optuna_dsat.report.explain.pairs import Pairs
 from optuna_dsat.report.explain.proposals import Situation, proposals
-from optuna_dsat.study.confirm.rounds import Ratio, Rounds
-from optuna_dsat.study.confirm.rows import configuration_of
-from optuna_dsat.study.confirm.standing import Standing, compared, speed_up_over
+from optuna_dsat.study.confirm.measured import Measured
+from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.words import how_known
 from optuna_dsat.study.stored import StoredStudy
 from optuna_dsat.trials import attributes
@@ -99,7 +98,7 @@ class Explanation:
     user_value: float | None
     """The metric of the user's own config; None if it was not measured."""
     metrics: Mapping[str, float]
-    """All metrics of the winner, as the search measured it."""
+    """All metrics of the winner, of the same launches as ``value``."""
     user_metrics: Mapping[str, float]
     """All metrics of the user's own config; empty if it was not measured."""
     speed_up: float | None
@@ -174,7 +173,7 @@ def explain_study(study: StoredStudy) -> tuple[Explanation, str]:
     found = explained(study)
     if found is None or study.best is None:
         raise UsageError(f"Nothing of the study {study.record.name!r} was measured: there is nothing to explain.")
-    return found, configuration_of(study.best.trial)
+    return found, study.best.words
 
 
 def explained(study: StoredStudy) -> Explanation | None:
@@ -186,26 +185,17 @@ def explained(study: StoredStudy) -> Explanation | None:
         planner=study.planner,
         winner=study.best,
         baseline=study.baseline,
-        paired=study.paired_ratio(study.best),
         rounds=study.rounds,
     )
-    if study.verdict is None:
-        return found
-    return replace(
-        found,
-        user_value=study.verdict.user_value,
-        how_known=how_known(study.verdict),
-        utilisation=_utilisation(study.planner, study.best, study.metrics_of(study.best)),
-    )
+    return found if study.verdict is None else replace(found, how_known=how_known(study.verdict))
 
 
 def explain(
     trials: Sequence[FrozenTrial],
     *,
     planner: GuidedPlanner,
-    winner: Standing,
-    baseline: Standing | None,
-    paired: Ratio | None = None,
+    winner: Measured,
+    baseline: Measured | None,
     rounds: Rounds | None = None,
 ) -> Explanation:
     """Explain a study's winner.
@@ -215,7 +205,6 @@ def explain(
         planner: The guided planner of the study's space.
         winner: The winning trial.
         baseline: The user's own config; None if it was not measured.
-        paired: Ratio of winner to baseline in rounds that measured both; None without such rounds.
         rounds: The confirmation, or None.
     """
     larger = planner.problem.metric in LARGER_IS_BETTER
@@ -225,15 +214,14 @@ def explain(
     found = list(_contributions(trials, planner, pairs, winner=best, user=user))
     found.sort(key=lambda one: -abs(math.log(one.factor)) if one.factor else 0.0)
     together = _together(trials, planner, winner=best, user=user, found=found)
-    ratio = None if baseline is None else _ratio(baseline, winner, paired, pairs, maximize=larger)
+    ratio = None if baseline is None or winner.speed_up is None else _ratio(winner.speed_up, pairs)
     own = baseline is not None and baseline.trial.number == winner.trial.number
     searched = MICRO_BATCH in best  # the user's own config has no parameters if it is outside the space
     expected = planner.predict(trials, [_split(best)])[0] if searched else None
     seconds = {} if expected is None else dict(expected.bounds)
     total = sum(seconds.values())
     bounds = {name: part / total for name, part in seconds.items()} if total else {}
-    metrics = winner.trial.user_attrs.get(attributes.METRICS) or {}
-    reached = _utilisation(planner, winner, metrics)
+    reached = utilisation(planner.problem.profile, winner.trial.user_attrs.get(attributes.CONFIG) or {}, winner.metrics)
     now = Situation(planner=planner, trials=trials, winner=winner.trial, bounds=bounds, utilisation=reached)
     return Explanation(
         metric=planner.problem.metric,
@@ -241,9 +229,9 @@ def explain(
         winner=winner.trial.number,
         value=winner.value,
         is_own=own,
-        user_value=None if baseline is None else compared(baseline, winner)[0],
-        metrics=metrics,
-        user_metrics={} if baseline is None else baseline.trial.user_attrs.get(attributes.METRICS) or {},
+        user_value=None if baseline is None else baseline.value,
+        metrics=winner.metrics,
+        user_metrics={} if baseline is None else baseline.metrics,
         speed_up=None if ratio is None else ratio[0],
         contributions=tuple(found),
         together=together,
@@ -258,10 +246,6 @@ def explain(
         is_noise_measured=pairs.is_noise_measured,
         proposals=tuple(proposals(now)) if searched else (),
     )
-
-
-def _utilisation(planner: GuidedPlanner, standing: Standing, metrics: Mapping[str, float]) -> float | None:
-    return utilisation(planner.problem.profile, standing.trial.user_attrs.get(attributes.CONFIG) or {}, metrics)
 
 
 def _split(params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
@@ -380,19 +364,10 @@ def _together(
     return _factor(TOGETHER, mean, spread, note="what they do together beyond each alone (model)")
 
 
-def _ratio(
-    baseline: Standing, winner: Standing, paired: Ratio | None, pairs: Pairs, *, maximize: bool
-) -> tuple[float, float] | None:
-    """Return (measured ratio, standard deviation of its logarithm); None if either metric is 0."""
+def _ratio(speed_up: Interval, pairs: Pairs) -> tuple[float, float]:
+    """Return (measured ratio, standard deviation of its logarithm); without an interval, by the noise of launches."""
     of_two_launches = pairs.quantile * pairs.noise * math.sqrt(2) / _Z95
-    if paired is not None:
-        return paired.value, of_two_launches if math.isinf(paired.half_width) else paired.half_width / _Z95
-    value = speed_up_over(baseline, winner, maximize=maximize)
-    ends = (baseline.low, baseline.high, winner.low, winner.high)
-    if value is None or None in ends:
-        return None if value is None else (value, of_two_launches)
-    low, high, best_low, best_high = (math.log(end) for end in ends if end is not None)
-    return value, math.hypot(high - low, best_high - best_low) / 2 / _Z95
+    return speed_up.value, of_two_launches if math.isinf(speed_up.half_width) else speed_up.half_width / _Z95
 
 
 def _remainder(ratio: float, spread: float, others: Sequence[Contribution]) -> Contribution:

@@ -88,7 +88,7 @@ def prediction_gap(view: StudyView) -> PredictionGap | None:
     """Compare the winner's measured step with its prediction; return None if there is nothing to compare."""
     if view.profiled is None or view.best is None:
         return None
-    metrics = view.metrics_of(view.best)
+    metrics = view.best.metrics
     config = ds_config.effective(view.best.trial.user_attrs.get(attributes.CONFIG) or {})
     if not metrics.get("latency") or not isinstance(config.get(ds_config.MICRO_BATCH), int):
         return None

@@ -18,13 +18,11 @@ readable JSON for any version of plotly.js. No page colour is set, so figures su
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.figures._comparison import ComparedStudy, comparison_figure, course_figure
-from optuna_dsat.report.figures._finalists import FinalistPoint, finalists_figure
+from optuna_dsat.report.figures._finalists import finalists_figure
 from optuna_dsat.report.figures._memory import PREDICTED_AS_MEASURED, memory_figure
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, EDGE, USER, metric_figure
 from optuna_dsat.report.figures._scaling import AtCount, scaling_figure
@@ -33,7 +31,6 @@ from optuna_dsat.report.figures._source import Source, history_of, view_of
 from optuna_dsat.report.figures._style import INK, missing, note_of
 from optuna_dsat.report.figures._time import timeline_figure
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.study.confirm.standing import Finalist
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -151,42 +148,13 @@ def plot_finalists(study: Source) -> go.Figure:
     """
     require_plotly()
     view = view_of(study)
+    verdict = view.verdict
+    finalists = [] if verdict is None else [verdict.in_rounds(one.number) or one for one in verdict.contenders]
+    shown = [one for one in finalists if view.rounds.failure(one.number) is None]
+    shown.sort(key=lambda one: -one.value if view.maximize else one.value)
     return finalists_figure(
-        _finalist_points(view), metric=view.metric, why_none=_why_no_finalist(view), device=view.spec.device
+        shown, best=view.best, metric=view.metric, why_none=_why_no_finalist(view), device=view.spec.device
     )
-
-
-def _finalist_points(view: StudyView) -> list[FinalistPoint]:
-    from optuna_dsat.trials import attributes
-    from optuna_dsat.words import config_in_words
-
-    best, user = view.best, view.baseline
-    by_number = {trial.number: trial for trial in view.trials}
-    points = [
-        FinalistPoint(
-            words=config_in_words(by_number[f.number].user_attrs[attributes.CONFIG]),
-            number=f.number,
-            searched=by_number[f.number].values[0],
-            value=f.value,
-            low=f.low,
-            high=f.high,
-            steps=f.steps,
-            rounds=f.rounds,
-            winner=best is not None and best.trial.number == f.number,
-            user=user is not None and user.trial.number == f.number,
-        )
-        for f in map(partial(_as_compared, view), view.finalists.values())
-        if f.value is not None and f.low is not None and f.high is not None
-    ]
-    return sorted(points, key=lambda point: -point.value if view.maximize else point.value)
-
-
-def _as_compared(view: StudyView, finalist: Finalist) -> Finalist:
-    """Return a finalist with its metric in the rounds that the verdict compares."""
-    one = None if view.verdict is None else view.verdict.contender(finalist.number)
-    if one is None or one.left or one.low is None:
-        return finalist
-    return replace(finalist, value=one.value, low=one.low, high=one.high, rounds=one.rounds)
 
 
 def _why_no_finalist(view: StudyView) -> str:

@@ -44,22 +44,19 @@ class History:
     @property
     def winner(self) -> int | None:
         """Number of the resulting trial; None without a verdict."""
-        return None if self.verdict is None else self.verdict.handed_over
+        return None if self.verdict is None else self.verdict.result.number
 
     @property
     def confirmed(self) -> Mapping[int, float]:
         """Trial -> its metric in rounds; empty if no rounds decided."""
-        verdict = self.verdict
-        if verdict is None:
-            return {}
-        found = (verdict.contender(one.number) for one in verdict.contenders)
-        return {one.number: one.value for one in found if one is not None}
+        measured = {} if self.verdict is None else self.verdict.measured
+        return {number: one.value for number, one in measured.items() if one.rounds}
 
     @property
     def result(self) -> tuple[int, float] | None:
         """Trial and metric that rounds confirmed; None if no rounds decided."""
         verdict = self.verdict
-        return (verdict.handed_over, verdict.value) if verdict is not None and verdict.is_by_rounds else None
+        return (verdict.result.number, verdict.result.value) if verdict is not None and verdict.is_by_rounds else None
 
 
 def history_of(source: Source) -> History:

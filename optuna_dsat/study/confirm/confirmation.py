@@ -14,6 +14,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event
@@ -39,7 +40,6 @@ from optuna_dsat.study.progress import (
     TrialStepped,
 )
 from optuna_dsat.study.requests import phase_of
-from optuna_dsat.study.search.methods import Method
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
@@ -68,7 +68,8 @@ class Confirmation:
         study: The Optuna study.
         metric: The optimised metric.
         profile: Result of the profile launch.
-        method: The method of the search.
+        estimate: Returns the search's estimate of measured trials, given all trials and their numbers; None if its
+            method has no posterior.
         storing: Returns a context for storing the named item; it raises if another worker has taken over.
     """
 
@@ -79,7 +80,7 @@ class Confirmation:
         study: optuna.Study,
         metric: str,
         profile: ModelProfile,
-        method: Method,
+        estimate: Callable[[Sequence[FrozenTrial], Sequence[int]], JointEstimate | None],
         storing: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self._context = context
@@ -87,8 +88,8 @@ class Confirmation:
         self._study = study
         self._metric = metric
         self._profile = profile
-        self._speeds = Speeds(profile)
-        self._method = method
+        self._speeds = Speeds(profile, metric=metric, device=context.spec.device)
+        self._estimate = estimate
         self._storing = storing
         self.interrupted = False
         """Whether Ctrl-C ended it."""
@@ -134,7 +135,7 @@ class Confirmation:
         before = _verdict(rounds, trials, self._spec)
         noise = None if before is None or before.noise is None else before.noise.relative_sd
         out = refuted(rounds, trials, spec=self._spec)
-        searched = self._method.estimate(trials, [one.number for one in candidates], maximize=self._spec.maximize)
+        searched = self._estimate(trials, [one.number for one in candidates])
         numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, estimate=searched, out=out)
         estimate = None if searched is None else searched.among(_compared(numbers, rounds))
         return replace(
@@ -146,7 +147,7 @@ class Confirmation:
         if rounds.estimate is not None and set(rounds.chosen) <= set(rounds.estimate.numbers):
             return rounds
         numbers = _compared(rounds.chosen, rounds)
-        return replace(rounds, estimate=self._method.estimate(trials, numbers, maximize=self._spec.maximize))
+        return replace(rounds, estimate=self._estimate(trials, numbers))
 
     def _next(
         self, rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, allowed_s: float
@@ -246,7 +247,9 @@ class Confirmation:
                 high=launch.high,
                 message=launch.message,
                 round=launch.round,
-                speed=self._speeds.of(launch.metrics, trial.user_attrs[attributes.CONFIG]),
+                speed=None
+                if launch.value is None
+                else self._speeds.of(launch.metrics, trial.user_attrs[attributes.CONFIG], value=launch.value),
             )
         )
 
@@ -296,14 +299,15 @@ def staying(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
     """
     present = [number for number in rounds.chosen if rounds.failure(number) is None]
     verdict, values = _verdict(rounds, trials, spec), rounds.values()
-    if verdict is None or verdict.rounds < MIN_ROUNDS or verdict.best not in values:
+    if verdict is None or verdict.rounds < MIN_ROUNDS or verdict.best.number not in values:
         return present
+    best, own = verdict.best.number, None if verdict.baseline is None else verdict.baseline.number
 
     def is_worse(number: int) -> bool:
-        ratio = paired_ratio(values.get(number, {}), values[verdict.best], maximize=spec.maximize)
+        ratio = paired_ratio(values.get(number, {}), values[best], maximize=spec.maximize)
         return ratio is not None and ratio.rounds >= MIN_ROUNDS and ratio.surely_below(1 - spec.tie)
 
-    return [number for number in present if number == verdict.baseline or not is_worse(number)]
+    return [number for number in present if number == own or not is_worse(number)]
 
 
 def _is_enough(
@@ -323,7 +327,7 @@ def _is_nearly_sure(verdict: Verdict | None) -> bool:
     """Whether a config that is not selected is faster by two standard errors: a few more rounds can confirm it."""
     if verdict is None or verdict.kind is not VerdictKind.NOT_CONFIRMED:
         return False
-    ratio, noise = verdict.best_ratio, verdict.noise
+    ratio, noise = verdict.best.speed_up, verdict.noise
     if ratio is None or noise is None:
         return False
     return math.log(ratio.value) > _NEARLY_SURE * noise.relative_sd * math.sqrt(2 / ratio.rounds)
@@ -343,9 +347,9 @@ def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) 
     verdict = _verdict(rounds, trials, spec)
     if verdict is None or verdict.baseline is None:
         return True
-    finalists = [one for one in verdict.contenders if one.number != verdict.baseline and not one.left]
-    told = [one.ratio for one in finalists[:1]]
-    told += [one.ratio for one in finalists if one.number == verdict.handed_over]
+    finalists = [one for one in verdict.contenders if one.number != verdict.baseline.number and not one.left]
+    told = [one.speed_up for one in finalists[:1]]
+    told += [one.speed_up for one in finalists if one.number == verdict.result.number]
     return all(one is None or one.surely_below(1) or is_precise(one, verdict.noise) for one in told)
 
 

@@ -12,13 +12,14 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.guided.acquisition import expected_improvement, learnt_spread
+from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
-from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, JointEstimate, RoundLaunch, Rounds
+from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, RoundLaunch, Rounds
 from optuna_dsat.study.confirm.speeds import with_utilisation
 from optuna_dsat.study.confirm.verdict import VerdictKind, are_alike, verdict_of
 from optuna_dsat.study.requests import launch_request
@@ -304,8 +305,8 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
     if verdict is None:
         return frozenset(out)
     for one in verdict.contenders:
-        ratio = one.ratio
-        if one.number == verdict.baseline or ratio is None or ratio.rounds < MIN_ROUNDS:
+        ratio = one.speed_up
+        if one.is_user_config or ratio is None or ratio.rounds < MIN_ROUNDS:
             continue
         if not ratio.surely_above_1 and ratio.value <= 1 + spec.tie:
             out.add(one.number)
@@ -351,7 +352,8 @@ def with_next_best(
     spent = spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time
     if verdict is None or verdict.kind is not VerdictKind.BASELINE_IS_BEST or spent:
         return rounds
-    own, out = verdict.baseline, refuted(rounds, trials, spec=spec)
+    own = None if verdict.baseline is None else verdict.baseline.number
+    out = refuted(rounds, trials, spec=spec)
     compared = {one for one in rounds.chosen if one != own}
     heard = {one.number for one in rounds.launches if one.round >= rounds.since} - {own}
     if compared - out or len(heard | compared) >= 2 * spec.confirm:

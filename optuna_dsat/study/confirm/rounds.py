@@ -13,105 +13,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from optuna_dsat.config.record import Record
+from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.launch.protocol import Conditions
-from optuna_dsat.metrics import student_t_975
+from optuna_dsat.metrics import Interval, student_t_975
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
 
 __all__ = [
     "MIN_ROUNDS",
     "PRECISION",
-    "JointEstimate",
     "Noise",
-    "Ratio",
     "RoundLaunch",
     "Rounds",
     "is_precise",
     "mean_in_rounds",
+    "mean_metrics",
     "noise_of_search",
     "order_of_round",
     "paired_ratio",
     "pooled_noise",
 ]
-
-# Joint estimate of the finalists from search and rounds.
-#
-# Three rounds distinguish finalists no better than the noise allows. The posterior of a method uses all launches of
-# the search, neighbours included. Both are weighted by their certainty.
-
-_LEAST_NOISE = 1e-3
-"""Lower bound of the relative standard deviation between equal launches: few rounds may agree by chance."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JointEstimate(Record):
-    """Normal distribution of n trials' log objectives, without noise: logarithms of the metric, larger is better."""
-
-    numbers: tuple[int, ...]
-    """Numbers of the trials."""
-    means: tuple[float, ...]
-    """Shape (n,)."""
-    covariance: tuple[tuple[float, ...], ...]
-    """Shape (n, n)."""
-
-    def __post_init__(self) -> None:
-        count = len(self.numbers)
-        if len(self.means) != count or [len(row) for row in self.covariance] != [count] * count:
-            raise ValueError(f"an estimate of {count} trials has {count} means and {count} x {count} covariances")
-        if not all(map(math.isfinite, [*self.means, *(one for row in self.covariance for one in row)])):
-            raise ValueError("means and covariances are finite numbers")
-
-    def given(self, values: Mapping[int, Mapping[int, float]], *, noise: float, maximize: bool) -> JointEstimate:
-        """Return the distribution conditioned on launches in rounds, with an unknown effect of each round.
-
-        Bayesian linear regression (Bishop 2006, section 3.3) with a flat prior on each round's effect.
-
-        Args:
-            values: Trial -> round -> metric. Trials outside this distribution are ignored.
-            noise: Relative standard deviation from launch to launch.
-            maximize: Whether a larger metric is better.
-        """
-        count, variance = len(self.numbers), max(noise, _LEAST_NOISE) ** 2
-        precision, weighted = np.zeros((count, count)), np.zeros(count)
-        for one in {one for number in self.numbers for one in values.get(number, {})}:
-            ran = np.array([one in values.get(number, {}) for number in self.numbers])
-            logs = np.array([math.log(values[number][one]) for number in np.array(self.numbers)[ran]])
-            precision[np.ix_(ran, ran)] += (np.eye(len(logs)) - 1 / len(logs)) / variance
-            weighted[ran] += (logs - logs.mean()) * (1 if maximize else -1) / variance
-        prior = np.array(self.covariance)
-        gained = np.eye(count) + prior @ precision
-        means = np.linalg.solve(gained, np.array(self.means) + prior @ weighted)
-        covariance = np.linalg.solve(gained, prior)
-        return JointEstimate(
-            numbers=self.numbers,
-            means=tuple(means.tolist()),
-            covariance=tuple(tuple(row) for row in covariance.tolist()),
-        )
-
-    def among(self, numbers: Sequence[int]) -> JointEstimate:
-        """Return the marginal distribution of some of these trials."""
-        places = [self.numbers.index(number) for number in numbers]
-        return JointEstimate(
-            numbers=tuple(numbers),
-            means=tuple(self.means[place] for place in places),
-            covariance=tuple(tuple(self.covariance[row][place] for place in places) for row in places),
-        )
-
-    def log_ratio(self, number: int, other: int) -> tuple[float, float]:
-        """Return the log ratio of two trials and its standard deviation; positive if the first is better.
-
-        Args:
-            number: Number of the first trial.
-            other: Number of the second trial.
-        """
-        one, two = self.numbers.index(number), self.numbers.index(other)
-        of = self.covariance
-        variance = of[one][one] + of[two][two] - of[one][two] - of[two][one]
-        return self.means[one] - self.means[two], math.sqrt(max(0.0, variance))
-
 
 MIN_ROUNDS = 3
 """Minimum number of rounds before any decision."""
@@ -197,6 +119,24 @@ class Rounds(Record):
             return lasting[0]
         return failed[-1] if len(failed) >= _MOST_FAILURES else None
 
+    def finalists(self) -> list[dict[str, Any]]:
+        """Return the launches of each trial together, in launch order: ``finalists`` of ``best_ds_metrics.json``."""
+        rows = []
+        for number in dict.fromkeys(one.number for one in self.launches):
+            launches = [one for one in self.launches if one.number == number]
+            measured = [one for one in launches if one.value is not None]
+            failed = self.failure(number)
+            shown = failed or (measured or launches)[-1]
+            row: dict[str, Any] = {"number": number, "value": None, "low": None, "high": None, "metrics": {}}
+            if measured and failed is None:
+                mean = mean_in_rounds([one.value for one in measured if one.value is not None])
+                ends = (measured[0].low, measured[0].high) if mean.low is None else (mean.low, mean.high)
+                row |= {"value": mean.value, "low": ends[0], "high": ends[1], "metrics": mean_metrics(measured)}
+            steps = sum(one.steps for one in launches)
+            facts = {"steps": steps, "outcome": shown.outcome, "message": shown.message, "rounds": len(measured)}
+            rows.append(row | facts)
+        return rows
+
     def begun(self, round_number: int) -> Sequence[int]:
         """Return the trials that were already launched in a round."""
         return [one.number for one in self.launches if one.round == round_number]
@@ -226,35 +166,6 @@ PRECISION = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """Ratio of two configurations' performance; above 1 is better for every metric."""
-
-    value: float
-    low: float | None
-    """Lower end of the 95% confidence interval; None with fewer than two rounds, or for values of the search."""
-    high: float | None
-    """Upper end of the interval."""
-    rounds: int
-    """Rounds in which both were measured; 0 for values of the search."""
-
-    @property
-    def half_width(self) -> float:
-        """Half-width of the interval of the log ratio; infinite without an interval."""
-        if self.low is None or self.high is None:
-            return math.inf
-        return (math.log(self.high) - math.log(self.low)) / 2
-
-    @property
-    def surely_above_1(self) -> bool:
-        """Whether the whole interval is above 1."""
-        return self.low is not None and self.low > 1
-
-    def surely_below(self, value: float) -> bool:
-        """Whether the whole interval is below a ratio."""
-        return self.high is not None and self.high < value
-
-
-@dataclass(frozen=True, kw_only=True)
 class Noise:
     """Variation between launches of a configuration, without drift between rounds."""
 
@@ -268,7 +179,7 @@ class Noise:
 
 def paired_ratio(
     values: Mapping[int, float], others: Mapping[int, float], *, maximize: bool, t: float | None = None
-) -> Ratio | None:
+) -> Interval | None:
     """Return the performance ratio of two configurations over the rounds that measured both.
 
     The geometric mean of the ratios within rounds, with Student's t interval of their logarithms.
@@ -284,26 +195,32 @@ def paired_ratio(
     """
     sign = 1.0 if maximize else -1.0
     logs = [sign * math.log(values[one] / others[one]) for one in sorted(values.keys() & others.keys())]
-    if not logs:
-        return None
+    return _mean_of(logs, t) if logs else None
+
+
+def mean_in_rounds(values: Sequence[float]) -> Interval:
+    """Return the geometric mean of a configuration's launches with its 95% interval (Student's t, on logarithms)."""
+    return _mean_of([math.log(value) for value in values])
+
+
+def _mean_of(logs: Sequence[float], t: float | None = None) -> Interval:
     mean, count = statistics.fmean(logs), len(logs)
     if count < 2:
-        return Ratio(value=math.exp(mean), low=None, high=None, rounds=count)
+        return Interval(value=math.exp(mean), rounds=count)
     half = (student_t_975(count - 1) if t is None else t) * statistics.stdev(logs) / math.sqrt(count)
-    return Ratio(value=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half), rounds=count)
+    return Interval(value=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half), rounds=count)
 
 
-def mean_in_rounds(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the geometric mean of a configuration's launches with its 95% interval (Student's t, on logarithms).
+def mean_metrics(launches: Sequence[RoundLaunch]) -> dict[str, float]:
+    """Return all metrics of a configuration over launches: geometric means, the maximum of memory."""
+    names = dict.fromkeys(name for one in launches for name in one.metrics)
+    values = {name: [one.metrics[name] for one in launches if name in one.metrics] for name in names}
+    return {name: max(all_) if name.endswith("_bytes") else _mean(all_) for name, all_ in values.items()}
 
-    The ends are None for a single launch.
-    """
-    logs = [math.log(value) for value in values]
-    mean = statistics.fmean(logs)
-    if len(logs) < 2:
-        return math.exp(mean), None, None
-    half = student_t_975(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean used for the metric, so that samples/s and FLOPS agree; the arithmetic mean if a value is 0."""
+    return mean_in_rounds(values).value if min(values) > 0 else sum(values) / len(values)
 
 
 def pooled_noise(values: Mapping[int, Mapping[int, float]], *, reference: int) -> Noise | None:
@@ -357,47 +274,12 @@ def noise_of_search(values: Mapping[int, Mapping[int, float]], searched: Mapping
     return Noise(relative_sd=math.sqrt(square), launches=len(logs), degrees=len(logs))
 
 
-def is_precise(ratio: Ratio, noise: Noise | None) -> bool:
+def is_precise(ratio: Interval, noise: Noise | None) -> bool:
     """Whether a ratio is precise by its rounds and by the pooled noise: few rounds may agree by chance."""
     if noise is None or not ratio.rounds:
         return False
     pooled = student_t_975(noise.degrees) * noise.relative_sd * math.sqrt(2 / ratio.rounds)
     return max(ratio.half_width, pooled) <= PRECISION
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """A configuration measured in rounds."""
-
-    number: int
-    """Number of its trial."""
-    train_batch_size: int
-    """Its global batch, in samples."""
-    differing: int
-    """Number of settings that differ from the user's config, batch sizes included."""
-    rounds: int
-    """Rounds in which it was measured."""
-    value: float
-    """Geometric mean of the metric over its rounds."""
-    low: float | None
-    """Lower end of the 95% interval of ``value`` between launches; None for a single round."""
-    high: float | None
-    """Upper end of the interval."""
-    ratio: Ratio | None
-    """Paired ratio to the user's config; None if no round measured both."""
-    left: str
-    """Reason for which it was dropped; empty while it is compared."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedUp:
-    """Speed-up of the best configuration at a global batch over the user's config."""
-
-    number: int
-    """Number of its trial."""
-    train_batch_size: int
-    """The global batch, in samples."""
-    ratio: Ratio
 
 
 @dataclass(frozen=True, kw_only=True)

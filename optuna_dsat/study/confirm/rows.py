@@ -7,17 +7,11 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.study.confirm.measured import configuration_of
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import config_in_words
 
-__all__ = ["columns_of", "configuration_of", "flat_rows", "trial_row"]
-
-
-def configuration_of(trial: FrozenTrial) -> str:
-    """Describe a launched trial's configuration, with the knobs that differ from the user's config."""
-    stored = trial.user_attrs.get(attributes.CONFIGURATION)
-    return str(stored) if stored else config_in_words(trial.user_attrs[attributes.CONFIG])
+__all__ = ["columns_of", "flat_rows", "trial_row"]
 
 
 _COLUMNS = (
@@ -46,18 +40,18 @@ def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
         verdict: What came of its study so far; None if nothing was measured.
     """
     attrs = trial.user_attrs
-    again = None if verdict is None else verdict.contender(trial.number)
+    again = None if verdict is None else verdict.in_rounds(trial.number)
     return {
         "number": trial.number,
         "state": trial.state.name.lower(),
         "outcome": attrs.get(attributes.OUTCOME),
         "value": None if trial.values is None else trial.values[0],
         "confirmed_value": None if again is None else again.value,
-        "confirmed_low": None if again is None else again.low,
-        "confirmed_high": None if again is None else again.high,
+        "confirmed_low": None if again is None else again.interval.low,
+        "confirmed_high": None if again is None else again.interval.high,
         "rounds": 0 if again is None else again.rounds,
-        "speed_up": None if again is None or again.ratio is None else again.ratio.value,
-        "handed_over": verdict is not None and trial.number == verdict.handed_over,
+        "speed_up": None if again is None or again.speed_up is None else again.speed_up.value,
+        "handed_over": verdict is not None and trial.number == verdict.result.number,
         "configuration": configuration_of(trial) if attributes.CONFIG in attrs else None,
         "attempts": attrs.get(attributes.ATTEMPTS),
         "peak_memory_bytes": attrs.get(attributes.PEAK_BYTES),

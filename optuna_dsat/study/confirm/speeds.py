@@ -3,17 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.cost.utilisation import utilisation
-from optuna_dsat.metrics import LARGER_IS_BETTER, UTILISATION, Speed
-from optuna_dsat.words import metric_in_words, speed_in_words
+from optuna_dsat.metrics import LARGER_IS_BETTER, SMALLER_IS_BETTER, UTILISATION, Interval
+from optuna_dsat.words import metric_in_words, range_in_words
 
 if TYPE_CHECKING:
     from optuna_dsat.launch.measurement import LaunchRecord
 
-__all__ = ["Speeds", "samples_in_words", "speed_at", "value_in_words", "with_utilisation"]
+__all__ = ["Speed", "Speeds", "speed_of", "with_utilisation"]
+
+_PHASES = {"latency": "per step", "forward": "forward", "backward": "backward", "step": "in the optimizer"}
+"""Metric of a duration -> the phase that it measures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """The speed of a configuration: its metric, and samples/s where these are known."""
+
+    metric: str
+    """The metric that is optimised."""
+    value: float
+    """The metric of the configuration."""
+    samples_per_s: float | None = None
+    """Over all ranks; None if unknown."""
+    tokens_per_s: float | None = None
+    """Over all ranks; None if the inputs are not known to be tokens."""
+    utilisation: float | None = None
+    """Share of the device's peak FLOPS (MFU); None if the peak is unknown."""
+    device: str = "cuda"
+    """``cuda`` or ``cpu``."""
+
+    @property
+    def text(self) -> str:
+        """Samples/s first, then other known speeds, then the metric if it is another; the metric alone if unknown.
+
+        FLOPS are given as the share of the GPU's peak if the peak is known (MFU).
+        """
+        if self.samples_per_s is None:
+            return self._metric(self.value)
+        parts = [metric_in_words("throughput", self.samples_per_s)]
+        if self.tokens_per_s is not None:
+            parts.append(metric_in_words("tokens_per_s", self.tokens_per_s))
+        if self.utilisation is not None:
+            parts.append(f"{self.utilisation:.0%} MFU")
+        elif self.metric == "FLOPS_per_gpu":
+            parts.append(self._metric(self.value))
+        if self.metric in SMALLER_IS_BETTER:
+            parts.append(f"{self._metric(self.value)} {_PHASES[self.metric]}")
+        return ", ".join(parts)
+
+    @property
+    def brief(self) -> str:
+        """The speed for a column of a table: samples/s alone for a metric that grows with them."""
+        if self.samples_per_s is None or self.metric not in LARGER_IS_BETTER:
+            return self.text
+        return metric_in_words("throughput", self.samples_per_s)
+
+    def between(self, interval: Interval) -> str:
+        """Return the ends of an interval of the metric, in samples/s if the metric grows with them; empty without."""
+        if interval.low is None or interval.high is None:
+            return ""
+        ends = (interval.low, interval.high)
+        low, high = (self.at(one).brief if self.metric in LARGER_IS_BETTER else self._metric(one) for one in ends)
+        return f"95% between {range_in_words(low, high, joint=' and ')}"
+
+    def at(self, value: float) -> Speed:
+        """Return the speed at another value of the metric: samples/s grow as FLOPS do, and as a step gets shorter."""
+        if self.metric in LARGER_IS_BETTER and self.value:
+            return self._times(value / self.value, value)
+        if self.metric == "latency" and value:
+            return self._times(self.value / value, value)
+        return self if value == self.value else Speed(metric=self.metric, value=value, device=self.device)
+
+    def _times(self, factor: float, value: float) -> Speed:
+        samples, tokens, share = (
+            None if one is None else one * factor for one in (self.samples_per_s, self.tokens_per_s, self.utilisation)
+        )
+        return replace(self, value=value, samples_per_s=samples, tokens_per_s=tokens, utilisation=share)
+
+    def _metric(self, value: float) -> str:
+        return metric_in_words(self.metric, value, device=self.device)
+
+
+def speed_of(metrics: Mapping[str, float], value: float, *, metric: str, device: str) -> Speed:
+    """Return the speed of a configuration at a value of its metric.
+
+    Args:
+        metrics: All metrics of its launches.
+        value: Its metric.
+        metric: The metric that is optimised.
+        device: ``cuda`` or ``cpu``.
+    """
+    measured = metrics.get(metric)
+    if not measured or not value:
+        return Speed(metric=metric, value=value, device=device)
+    return Speeds(None, metric=metric, device=device).of(metrics, {}, value=measured).at(value)
 
 
 class Speeds:
@@ -21,10 +109,14 @@ class Speeds:
 
     Args:
         profile: The study's profile; None if it is not needed.
+        metric: The metric that is optimised.
+        device: ``cuda`` or ``cpu``.
     """
 
-    def __init__(self, profile: ModelProfile | None) -> None:
+    def __init__(self, profile: ModelProfile | None, *, metric: str, device: str) -> None:
         self._profile = profile
+        self._metric = metric
+        self._device = device
         self._tokens_per_sample: float | None = None
 
     def learn(self, record: LaunchRecord) -> None:
@@ -34,23 +126,25 @@ class Speeds:
             tokens = sum(step.elements for step in counted)
             self._tokens_per_sample = tokens / sum(step.samples for step in counted)
 
-    def of(self, metrics: Mapping[str, float], config: Mapping[str, Any]) -> Speed | None:
-        """Return the speed that metrics tell; None if they lack it.
+    def of(self, metrics: Mapping[str, float], config: Mapping[str, Any], *, value: float) -> Speed:
+        """Return the speed of a configuration.
 
         Args:
-            metrics: The metrics of a configuration.
+            metrics: Its metrics.
             config: Its DeepSpeed config.
+            value: The metric that is optimised.
         """
+        found = Speed(metric=self._metric, value=value, device=self._device)
         samples_per_s = metrics.get("throughput")
         if not samples_per_s:
-            return None
+            return found
         tokens_per_s = metrics.get("tokens_per_s")  # older studies have it where inputs vary in size
         if tokens_per_s is None and self._tokens_per_sample is not None:
             tokens_per_s = samples_per_s * self._tokens_per_sample
         share = metrics.get(UTILISATION)
         if share is None and self._profile is not None:
             share = utilisation(self._profile, config, metrics)
-        return Speed(samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, utilisation=share)
+        return replace(found, samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, utilisation=share)
 
 
 def with_utilisation(
@@ -65,46 +159,3 @@ def with_utilisation(
     """
     share = utilisation(profile, config, metrics)
     return {**metrics} if share is None else {**metrics, UTILISATION: share}
-
-
-def speed_at(metrics: Mapping[str, float], value: float, *, metric: str) -> Speed | None:
-    """Return how fast a configuration is where its metric has a value; None if its metrics do not tell.
-
-    What a launch measured goes together: samples/s grow as FLOPS do, and as the duration of a step shrinks.
-
-    Args:
-        metrics: All metrics of one launch of it.
-        value: The metric of others, such as the mean of rounds.
-        metric: The metric that is optimised.
-    """
-    speed, measured = Speeds(None).of(metrics, {}), metrics.get(metric)
-    if speed is None or not measured or not value:
-        return None
-    if metric in LARGER_IS_BETTER:
-        return speed.times(value / measured)
-    if metric == "latency":
-        return speed.times(measured / value)
-    return speed if value == measured else None
-
-
-def value_in_words(metrics: Mapping[str, float], value: float, *, metric: str, device: str) -> str:
-    """Return how fast a configuration is, samples/s first, where its metric has a value; the metric alone if unknown.
-
-    Args:
-        metrics: As for ``speed_at``.
-        value: As for ``speed_at``.
-        metric: As for ``speed_at``.
-        device: ``cuda`` or ``cpu``.
-    """
-    speed = speed_at(metrics, value, metric=metric)
-    if speed is None:
-        return metric_in_words(metric, value, device=device)
-    return speed_in_words(speed, metric=metric, value=value, device=device)
-
-
-def samples_in_words(metrics: Mapping[str, float], value: float, *, metric: str, device: str) -> str:
-    """Return the same as ``value_in_words``, of what grows with samples/s only these: for columns of a table."""
-    speed = speed_at(metrics, value, metric=metric) if metric in LARGER_IS_BETTER else None
-    if speed is None:
-        return value_in_words(metrics, value, metric=metric, device=device)
-    return metric_in_words("throughput", speed.samples_per_s)

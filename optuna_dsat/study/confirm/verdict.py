@@ -6,8 +6,8 @@ A pure function of the stored trials and rounds. The result, the command line, t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -15,18 +15,17 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.record import Record
-from optuna_dsat.metrics import speed_up
+from optuna_dsat.guided.joint_estimate import JointEstimate
+from optuna_dsat.metrics import Interval, speed_up
+from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.study.confirm.rounds import (
     MIN_ROUNDS,
     PRECISION,
-    Contender,
-    JointEstimate,
     Noise,
-    Ratio,
     Rounds,
-    SpeedUp,
     Undecided,
     mean_in_rounds,
+    mean_metrics,
     noise_of_search,
     paired_ratio,
     pooled_noise,
@@ -35,7 +34,7 @@ from optuna_dsat.study.confirm.warnings import warnings_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words
 
-__all__ = ["Contender", "SpeedUp", "Undecided", "Verdict", "VerdictKind", "are_alike", "verdict_of"]
+__all__ = ["Undecided", "Verdict", "VerdictKind", "are_alike", "verdict_of"]
 
 _ALIKE_BATCHES = 1.1
 """Global batches within this ratio count as equal: a slightly smaller batch does not justify a slower config."""
@@ -63,40 +62,17 @@ class Verdict(Record):
     """Outcome of a study so far."""
 
     kind: VerdictKind
-    handed_over: int
-    """Number of the selected trial, whose config is the result."""
-    best: int
-    """Number of the trial with the best metric in the rounds, or in the search without rounds. It is not selected if
-    that is uncertain, or if another trial is as good with a smaller global batch."""
-    baseline: int | None
-    """Number of the trial of the user's config; None if it was not measured."""
+    result: Measured
+    """The selected config. With rounds, it and the user's config are shown by the rounds that measured both."""
+    baseline: Measured | None
+    """The user's config; None if it was not measured."""
+    best: Measured
+    """The config with the best metric in the rounds, or in the search without rounds. It is not selected if that is
+    uncertain, or if another config is as good with a smaller global batch."""
+    at_user_batch: Measured | None
+    """The config with the best speed-up at the global batch of the user's config; None without a baseline."""
     rounds: int
     """Number of rounds with a measurement."""
-    speed_up: Ratio | None
-    """Ratio of the selected config to the user's config; None without a baseline. Without rounds that measured both it
-    compares values of the search."""
-    best_ratio: Ratio | None
-    """Ratio of ``best`` to the user's config; None without a baseline."""
-    user_value: float | None
-    """Metric of the user's config in the rounds of ``speed_up``; None without a baseline."""
-    user_low: float | None
-    """Lower end of the 95% interval of ``user_value`` between launches; None without two rounds."""
-    user_high: float | None
-    """Upper end of the interval of ``user_value``."""
-    value: float
-    """Metric of the selected config in the rounds of ``speed_up``."""
-    low: float | None
-    """Lower end of the 95% interval of ``value`` between launches; None if it was not measured in two rounds."""
-    high: float | None
-    """Upper end of the interval of ``value``."""
-    metrics: Mapping[str, float]
-    """All metrics of the selected config, measured by the search."""
-    user_metrics: Mapping[str, float]
-    """All metrics of the user's config, measured by the search; empty without a baseline."""
-    at_user_batch: SpeedUp | None
-    """Best speed-up at the global batch of the user's config; None without a baseline."""
-    at_own_batch: SpeedUp | None
-    """Speed-up of the selected config at its global batch; None without a baseline."""
     ties: tuple[int, ...]
     """Trials that tie with the result, which was chosen by global batch, then by number of changed settings."""
     undecided: tuple[Undecided, ...]
@@ -107,8 +83,10 @@ class Verdict(Record):
     """Noise of the search: deviation of its measurements from the rounds; None before two rounds."""
     warnings: tuple[str, ...]
     """Limitations of the numbers, with figures."""
-    contenders: tuple[Contender, ...]
-    """All configurations measured in rounds, best first."""
+    contenders: tuple[Measured, ...]
+    """All configs measured in rounds, best first."""
+    measured: Mapping[int, Measured]
+    """Every measured trial: by the rounds if these decided and measured it, else by the search."""
 
     @property
     def is_by_rounds(self) -> bool:
@@ -116,30 +94,56 @@ class Verdict(Record):
         return self.kind is not VerdictKind.UNCONFIRMED
 
     @property
-    def confirmed_speed_up(self) -> bool:
-        """Whether rounds measured ``speed_up``."""
-        return self.speed_up is not None and self.speed_up.rounds > 0
-
-    def contender(self, number: int) -> Contender | None:
-        """Return a trial's measurements in the rounds; None if the search decided, or no round measured it.
-
-        Metrics of the selected config and the user's config are from the rounds that measured both.
-        """
-        found = next((one for one in self.contenders if one.number == number), None) if self.is_by_rounds else None
-        if found is None or self.speed_up is None or self.speed_up.rounds < 2:
-            return found
-        common = replace(found, rounds=self.speed_up.rounds)
-        if number == self.handed_over and self.low is not None:
-            return replace(common, value=self.value, low=self.low, high=self.high)
-        if number == self.baseline and self.user_value is not None:
-            return replace(common, value=self.user_value, low=self.user_low, high=self.user_high)
-        return found
+    def is_baseline(self) -> bool:
+        """Whether the result is the user's config."""
+        return self.baseline is not None and self.baseline.number == self.result.number
 
     @property
-    def decisive_rounds(self) -> int:
-        """Number of rounds that measured the selected config; 0 if the search decided."""
-        found = self.contender(self.handed_over)
-        return 0 if found is None else found.rounds
+    def speed_up(self) -> Interval | None:
+        """Ratio of the result to the user's config; None without a baseline. Without rounds of both, by the search."""
+        return self.result.speed_up
+
+    def in_rounds(self, number: int) -> Measured | None:
+        """Return a trial as the rounds measured it; None if the search decided, or no round measured it."""
+        found = self.measured.get(number)
+        return found if found is not None and found.rounds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as plain values: ``verdict`` of ``--json`` and of ``best_ds_metrics.json``."""
+        result, baseline, best = self.result, self.baseline, self.best
+        user = None if baseline is None else baseline.interval
+        return {
+            "kind": self.kind,
+            "handed_over": result.number,
+            "best": best.number,
+            "baseline": None if baseline is None else baseline.number,
+            "rounds": self.rounds,
+            "speed_up": None if result.speed_up is None else asdict(result.speed_up),
+            "best_ratio": None if best.speed_up is None else asdict(best.speed_up),
+            "user_value": None if user is None else user.value,
+            "user_low": None if user is None else user.low,
+            "user_high": None if user is None else user.high,
+            "value": result.value,
+            "low": result.interval.low,
+            "high": result.interval.high,
+            "metrics": dict(result.searched_metrics),
+            "user_metrics": {} if baseline is None else dict(baseline.searched_metrics),
+            "at_user_batch": _at_batch(self.at_user_batch),
+            "at_own_batch": None if result.speed_up is None else _at_batch(result),
+            "ties": self.ties,
+            "undecided": [asdict(one) for one in self.undecided],
+            "noise": None if self.noise is None else asdict(self.noise),
+            "search_noise": None if self.search_noise is None else asdict(self.search_noise),
+            "warnings": self.warnings,
+            "contenders": [one.to_json() for one in self.contenders],
+        }
+
+
+def _at_batch(measured: Measured | None) -> dict[str, Any] | None:
+    if measured is None:
+        return None
+    row = measured.to_json()
+    return {key: row[key] for key in ("number", "train_batch_size", "ratio")}
 
 
 def are_alike(batch: int, other: int) -> bool:
@@ -166,10 +170,6 @@ def verdict_of(
     if not found.measured:
         return None
     return found.by_rounds() if found.paired else found.by_search()
-
-
-_Mean = tuple[float, float | None, float | None]
-"""A metric with the ends of its 95% interval; the ends are None unless two rounds measured it."""
 
 
 class _Judge:
@@ -260,7 +260,7 @@ class _Judge:
         ratio = self._against(number, self._reference)
         return -math.inf if ratio is None else math.log(ratio.value)
 
-    def _against(self, number: int, other: int | None) -> Ratio | None:
+    def _against(self, number: int, other: int | None) -> Interval | None:
         if other is None:
             return None
         return paired_ratio(self._values[number], self._values[other], maximize=self._maximize)
@@ -278,11 +278,11 @@ class _Judge:
         ratio = self._against(number, best)
         return ratio is not None and self._tie > 0 and self._below(number, best, ratio) <= self._allowed(ratio)
 
-    def _below(self, number: int, best: int, ratio: Ratio) -> float:
+    def _below(self, number: int, best: int, ratio: Interval) -> float:
         """Return the expected relative loss of a trial against the best, from their ratio in the rounds."""
         return 1 - (ratio.value if self._estimate is None else math.exp(self._estimate.log_ratio(number, best)[0]))
 
-    def _allowed(self, ratio: Ratio) -> float:
+    def _allowed(self, ratio: Interval) -> float:
         """Return the relative loss against the best up to which a trial ties with it."""
         if self._estimate is not None or self.noise is None or self._tie <= 0:
             return self._tie
@@ -330,105 +330,99 @@ class _Judge:
         own, other = (_flat(self._trials[one]) for one in (self._baseline, number))
         return sum(own.get(key) != other.get(key) for key in own.keys() | other.keys())
 
-    def _ratio(self, number: int) -> Ratio | None:
+    def _ratio(self, number: int) -> Interval | None:
         """Return the ratio of a trial to the user's config: paired, else by the search."""
         if self._in_rounds and self.paired:
             return self._against(number, self._baseline) if number in self._values else None
+        return self._searched_ratio(number)
+
+    def _searched_ratio(self, number: int) -> Interval | None:
         if self._baseline is None:
             return None
-        values = (float(self._trials[one].values[0]) for one in (number, self._baseline))
-        found = speed_up(*values, maximize=self._maximize)
-        return None if found is None else Ratio(value=found, low=None, high=None, rounds=0)
-
-    def _compared_values(self, pick: int) -> tuple[_Mean, _Mean | tuple[None, None, None]]:
-        """Return the metrics of a trial and of the user's config in the same rounds, with their intervals."""
-        own = self._baseline
-        searched = (None, None, None) if own is None else (self._searched(own), None, None)
-        if not self.paired:
-            return (self._searched(pick), None, None), searched
-        values = self._values[pick]
-        if own is None or not self._in_rounds:
-            return mean_in_rounds(list(values.values())), searched
-        common = [one for one in values if one in self._values[own]]
-        users = mean_in_rounds([self._values[own][one] for one in common])
-        return mean_in_rounds([values[one] for one in common]), users
-
-    def _all_searched(self) -> Mapping[int, float]:
-        return {number: self._searched(number) for number in self._values}
+        found = speed_up(self._searched(number), self._searched(self._baseline), maximize=self._maximize)
+        return None if found is None else Interval(value=found)
 
     def _searched(self, number: int) -> float:
         return float(self._trials[number].values[0])
 
-    def _metrics(self, number: int) -> Mapping[str, float]:
-        return dict(self._trials[number].user_attrs.get(attributes.METRICS, {}))
-
-    def _at_batch(self, batch: int) -> SpeedUp | None:
-        """Return the best at a global batch, by the rounds if there are any."""
-        numbers = self._eligible if self.paired else list(self._trials)
-        ratios = [(number, self._ratio(number)) for number in numbers if self._batch(number) == batch]
-        known = [SpeedUp(number=n, train_batch_size=batch, ratio=ratio) for n, ratio in ratios if ratio is not None]
-        return max(known, key=lambda one: one.ratio.value, default=None)
-
-    def _verdict(
-        self, kind: VerdictKind, pick: int, best: int, *, ties: tuple[int, ...], undecided: tuple[Undecided, ...]
-    ) -> Verdict:
-        (value, low, high), (user_value, user_low, user_high) = self._compared_values(pick)
-        ratio = self._ratio(pick)
-        batch = self._batch(pick)
-        return Verdict(
-            kind=kind,
-            handed_over=pick,
-            best=best,
-            baseline=self._baseline,
-            rounds=len({one.round for one in self._rounds.launches if one.value is not None}),
-            speed_up=ratio,
-            best_ratio=self._ratio(best),
-            user_value=user_value,
-            user_low=user_low,
-            user_high=user_high,
-            value=value,
-            low=low,
-            high=high,
-            metrics=self._metrics(pick),
-            user_metrics={} if self._baseline is None else self._metrics(self._baseline),
-            at_user_batch=None if self._baseline is None else self._at_batch(self._batch(self._baseline)),
-            at_own_batch=None if ratio is None else SpeedUp(number=pick, train_batch_size=batch, ratio=ratio),
-            ties=ties,
-            undecided=undecided,
-            noise=self.noise,
-            search_noise=None if self.noise is None else noise_of_search(self._values, self._all_searched()),
-            warnings=warnings_of(
-                self._rounds,
-                searched={one: self._searched(one) for one in (pick, self._baseline) if one is not None},
-                baseline=self._baseline,
-                noise=self.noise,
-                tie=self._tie,
-            ),
-            contenders=self._contenders(),
+    def _as_searched(self, number: int) -> Measured:
+        trial = self._trials[number]
+        return Measured(
+            trial=trial,
+            train_batch_size=self._batch(number),
+            interval=Interval(value=self._searched(number)),
+            metrics=trial.user_attrs.get(attributes.METRICS) or {},
+            speed_up=self._searched_ratio(number),
         )
 
-    def _contenders(self) -> tuple[Contender, ...]:
-        found = [self._contender(number) for number in self._values]
-        return tuple(sorted(found, key=lambda one: (-self._score(one.number), one.number)))
-
-    def _contender(self, number: int) -> Contender:
-        value, low, high = mean_in_rounds(list(self._values[number].values()))
+    def _in_rounds_of(self, number: int, among: Collection[int] | None = None) -> Measured:
+        """Return a trial as rounds measured it, or some of its rounds."""
+        launches = [one for one in self._rounds.launches if one.number == number]
+        counted = [one for one in launches if one.value is not None and (among is None or one.round in among)]
         failed = self._rounds.failure(number)
         left = "" if failed is None else f"{outcome_in_words(failed.outcome)}: {failed.message}"
         ratio = self._against(number, self._baseline) if self._in_rounds else None
         if not left and self._rounds.chosen and number not in self._rounds.begun(self._rounds.last):
             better = ratio is None or ratio.surely_above_1 or number in self._rounds.chosen
             left = "clearly worse than the best" if better else "no better than your own config"
-        return Contender(
-            number=number,
-            train_batch_size=self._batch(number),
+        return replace(
+            self._as_searched(number),
+            interval=mean_in_rounds([one.value for one in counted if one.value is not None]),
+            metrics=mean_metrics(counted) or self._trials[number].user_attrs.get(attributes.METRICS) or {},
+            speed_up=ratio,
             differing=self._differing(number),
-            rounds=len(self._values[number]),
-            value=value,
-            low=low,
-            high=high,
-            ratio=ratio,
+            steps=sum(one.steps for one in launches),
             left=left,
+        )
+
+    def _decided(self, number: int, among: Collection[int] | None = None) -> Measured:
+        """Return a trial as decided: by the rounds if these decide, with the speed-up of the search if need be."""
+        if not self.paired or number not in self._values:
+            return self._as_searched(number)
+        found = self._in_rounds_of(number, among)
+        return found if self._in_rounds else replace(found, speed_up=self._searched_ratio(number))
+
+    def _at_batch(self, batch: int) -> Measured | None:
+        """Return the trial with the best speed-up at a global batch, by the rounds if there are any."""
+        numbers = self._eligible if self.paired else list(self._trials)
+        known = [(ratio.value, n) for n in numbers if self._batch(n) == batch and (ratio := self._ratio(n)) is not None]
+        return self._decided(max(known, key=lambda one: one[0])[1]) if known else None
+
+    def _verdict(
+        self, kind: VerdictKind, pick: int, best: int, *, ties: tuple[int, ...], undecided: tuple[Undecided, ...]
+    ) -> Verdict:
+        own, both = self._baseline, None
+        if own is not None and self._in_rounds and self.paired:
+            both = self._values[pick].keys() & self._values[own].keys()
+        result = self._decided(pick, both)
+        baseline = None if own is None else self._as_searched(own) if both is None else self._decided(own, both)
+        contenders = [self._in_rounds_of(number) for number in self._values]
+        contenders.sort(key=lambda one: (-self._score(one.number), one.number))
+        measured = {number: self._as_searched(number) for number in self._trials}
+        if self.paired:
+            measured |= {one.number: one for one in (*contenders, *([baseline, result] if both and baseline else []))}
+        return Verdict(
+            kind=kind,
+            result=result,
+            baseline=baseline,
+            best=self._decided(best),
+            rounds=len({one.round for one in self._rounds.launches if one.value is not None}),
+            at_user_batch=None if own is None else self._at_batch(self._batch(own)),
+            ties=ties,
+            undecided=undecided,
+            noise=self.noise,
+            search_noise=None
+            if self.noise is None
+            else noise_of_search(self._values, {number: self._searched(number) for number in self._values}),
+            warnings=warnings_of(
+                self._rounds,
+                searched={one: self._searched(one) for one in (pick, own) if one is not None},
+                baseline=own,
+                noise=self.noise,
+                tie=self._tie,
+            ),
+            contenders=tuple(contenders),
+            measured=measured,
         )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optuna_dsat.metrics import LARGER_IS_BETTER
-from optuna_dsat.study.confirm import speeds
-from optuna_dsat.study.confirm.rounds import Contender, Ratio, Undecided
+from optuna_dsat.metrics import Interval
+from optuna_dsat.study.confirm.measured import Measured
+from optuna_dsat.study.confirm.rounds import Undecided
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
-from optuna_dsat.words import metric_in_words, range_in_words, things_in_words, times_in_words
+from optuna_dsat.words import things_in_words, times_in_words
 
-__all__ = ["headline", "how_known", "ratio_in_words", "user_value_in_words", "value_in_words", "verdict_in_words"]
+__all__ = ["headline", "how_known", "ratio_in_words", "value_in_words", "verdict_in_words"]
 
 
 def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
@@ -27,17 +27,17 @@ def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> 
 
 def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
     """Describe the selected config and its comparison with the user's config, in one or two sentences."""
-    value = speeds.value_in_words(verdict.metrics, verdict.value, metric=metric, device=device)
-    own = user_value_in_words(verdict, metric=metric, device=device)
-    name = "Your own config" if verdict.handed_over == verdict.baseline else f"Trial {verdict.handed_over}"
+    value = verdict.result.speed(metric=metric, device=device).text
+    own = "" if verdict.baseline is None else verdict.baseline.speed(metric=metric, device=device).text
+    name = "Your own config" if verdict.is_baseline else f"Trial {verdict.result.number}"
     if verdict.kind is VerdictKind.WINNER and verdict.speed_up is not None:
         return f"{name} is {ratio_in_words(verdict.speed_up)} your own config: {value} against {own}."
     if verdict.kind is VerdictKind.BASELINE_IS_BEST:
         other = _runner_up(verdict)
-        if other is not None and other.ratio is not None and other.ratio.surely_above_1:
+        if other is not None and other.speed_up is not None and other.speed_up.surely_above_1:
             return (
                 f"Your own config is the result: {value}. By the rounds alone trial {other.number} is "
-                f"{ratio_in_words(other.ratio)} it; search and rounds together do not say so."
+                f"{ratio_in_words(other.speed_up)} it; search and rounds together do not say so."
             )
         return f"Your own config is the best found: {value}.{_runner_up_in_words(other)}"
     if verdict.kind is VerdictKind.NOT_CONFIRMED:
@@ -55,7 +55,7 @@ def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
             f"{times_in_words(verdict.speed_up.value)} times as much as that."
         )
     told = f"{name} measured best in the search: {value}. It was not confirmed."
-    if verdict.speed_up is None or verdict.handed_over == verdict.baseline:
+    if verdict.speed_up is None or verdict.is_baseline:
         return told
     return f"{told} Your own config reached {own}; that is {times_in_words(verdict.speed_up.value)} times as good."
 
@@ -68,33 +68,19 @@ def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> st
         metric: The metric that is optimised.
         device: ``cuda`` or ``cpu``.
     """
-    text = speeds.value_in_words(verdict.metrics, verdict.value, metric=metric, device=device)
-    if verdict.low is None or verdict.high is None:
-        return text
-    low, high = (
-        speeds.samples_in_words(verdict.metrics, one, metric=metric, device=device)
-        if metric in LARGER_IS_BETTER
-        else metric_in_words(metric, one, device=device)
-        for one in (verdict.low, verdict.high)
-    )
-    return f"{text} (95% between {range_in_words(low, high, joint=' and ')})"
-
-
-def user_value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
-    """Describe the speed of the user's config, as ``value_in_words`` without an interval; empty if not measured."""
-    if verdict.user_value is None:
-        return ""
-    return speeds.value_in_words(verdict.user_metrics, verdict.user_value, metric=metric, device=device)
+    speed = verdict.result.speed(metric=metric, device=device)
+    between = speed.between(verdict.result.interval)
+    return f"{speed.text} ({between})" if between else speed.text
 
 
 def how_known(verdict: Verdict) -> str:
     """Return the source of the result's metric: the number of rounds, or the search."""
     if not verdict.is_by_rounds:
         return "by the few steps of the search, not confirmed"
-    return f"confirmed in {things_in_words(verdict.decisive_rounds, 'round')}"
+    return f"confirmed in {things_in_words(verdict.result.rounds, 'round')}"
 
 
-def ratio_in_words(ratio: Ratio) -> str:
+def ratio_in_words(ratio: Interval) -> str:
     """Return a speed-up such as ``1.52 times (95% between 1.49 and 1.55, 4 rounds) as good as``."""
     if ratio.low is None or ratio.high is None:
         return f"{times_in_words(ratio.value)} times as good as"
@@ -102,39 +88,41 @@ def ratio_in_words(ratio: Ratio) -> str:
     return f"{times_in_words(ratio.value)} times ({between}, {things_in_words(ratio.rounds, 'round')}) as good as"
 
 
-def _runner_up(verdict: Verdict) -> Contender | None:
+def _runner_up(verdict: Verdict) -> Measured | None:
     """Return the best config of the rounds except the user's; None if the rounds compare no other config."""
-    others = [one for one in verdict.contenders if one.number != verdict.baseline and one.ratio is not None]
-    return next((one for one in others if one.number == verdict.best), others[0] if others else None)
+    others = [one for one in verdict.contenders if not one.is_user_config and one.speed_up is not None]
+    return next((one for one in others if one.number == verdict.best.number), others[0] if others else None)
 
 
-def _runner_up_in_words(other: Contender | None) -> str:
-    if other is None or other.ratio is None:
+def _runner_up_in_words(other: Measured | None) -> str:
+    if other is None or other.speed_up is None:
         return ""
-    return f" The best other, trial {other.number}, is {ratio_in_words(other.ratio)} it."
+    return f" The best other, trial {other.number}, is {ratio_in_words(other.speed_up)} it."
 
 
 def _by_batch(verdict: Verdict) -> str:
     """Return the speed-ups at the user's and at the winner's global batch; empty if these are the same."""
-    own, winners = verdict.at_user_batch, verdict.at_own_batch
-    if own is None or winners is None or own.train_batch_size == winners.train_batch_size:
+    own, winners = verdict.at_user_batch, verdict.result
+    if own is None or own.speed_up is None or winners.speed_up is None:
         return ""
-    if own.number == verdict.baseline:
+    if own.train_batch_size == winners.train_batch_size:
+        return ""
+    if own.is_user_config:
         again = " again" if verdict.is_by_rounds else ""
         told = f"nothing better than your own config was measured{again}"
     else:
-        told = f"trial {own.number} is {ratio_in_words(own.ratio)} it"
+        told = f"trial {own.number} is {ratio_in_words(own.speed_up)} it"
     batches = [things_in_words(one.train_batch_size, "sample") for one in (own, winners)]
     return (
         f"At the global batch of your own config, {batches[0]}, {told}; "
-        f"at {batches[1]} trial {winners.number} is {ratio_in_words(winners.ratio)} it."
+        f"at {batches[1]} trial {winners.number} is {ratio_in_words(winners.speed_up)} it."
     )
 
 
 def _ties(verdict: Verdict) -> str:
     told = []
     if verdict.ties:
-        names = ["your own config" if one == verdict.baseline else f"trial {one}" for one in verdict.ties]
+        names = ["your own config" if verdict.measured[one].is_user_config else f"trial {one}" for one in verdict.ties]
         told.append(f"Equal to the result: {_listed(names)}.")
     if verdict.undecided:
         others = _listed([_why_not(one) for one in verdict.undecided])

@@ -17,12 +17,12 @@ from optuna_dsat.config.space_builder import SearchSpace
 from optuna_dsat.cost import memory
 from optuna_dsat.cost.memory_fit import CorrectionFit
 from optuna_dsat.errors import UsageError
+from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.guided.problem import REACH, Problem
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
-from optuna_dsat.study.confirm.rounds import JointEstimate
 from optuna_dsat.study.profile.profile import profile_attempts
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import user_config

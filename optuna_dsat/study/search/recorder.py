@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -14,8 +14,7 @@ from optuna_dsat.metrics import speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.finalists import confirmation_end
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, Rounds
-from optuna_dsat.study.confirm.speeds import Speeds, with_utilisation
-from optuna_dsat.study.confirm.standing import finalists_of
+from optuna_dsat.study.confirm.speeds import Speeds, speed_of, with_utilisation
 from optuna_dsat.study.confirm.verdict import verdict_of
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.progress import BestSoFar, LaunchEnded, SearchStarted, StudyContext, TrialDropped, TrialFinished
@@ -53,9 +52,9 @@ class TrialRecorder:
         self._store = context.store
         self._observer = context.observer
         self._maximize = context.spec.maximize
-        self._speeds = Speeds(profiled.profile)
         self.metric = objective(context.spec, profiled)
         """The metric that is optimised."""
+        self._speeds = Speeds(profiled.profile, metric=self.metric, device=context.spec.device)
 
     def announce_search(self, *, total_slots: int) -> None:
         """Send ``SearchStarted`` with the state of the study.
@@ -89,17 +88,21 @@ class TrialRecorder:
         verdict = verdict_of(trials, rounds, maximize=self._maximize, tie=spec.tie, slots=spec.slots_per_trial)
         if verdict is None or not verdict.is_by_rounds:
             return None
-        trial = next(one for one in trials if one.number == verdict.handed_over)
-        words = trial.user_attrs.get(attributes.CONFIGURATION, "")
-        again = finalists_of(rounds)[trial.number]
-        speed = self._speeds.of(again.metrics, trial.user_attrs[attributes.CONFIG])
-        return BestSoFar(number=trial.number, words=words, value=verdict.value, speed=speed)
+        return self._shown(verdict.result.trial, verdict.result.metrics, verdict.result.value)
+
+    def _shown(self, trial: FrozenTrial, metrics: Mapping[str, float], value: float) -> BestSoFar:
+        speed = self._speeds.of(metrics, trial.user_attrs.get(attributes.CONFIG, {}), value=value)
+        return BestSoFar(number=trial.number, words=trial.user_attrs.get(attributes.CONFIGURATION, ""), speed=speed)
 
     def metrics(self, flight: Flight) -> dict[str, float]:
         """Return the metrics of the steps counted so far."""
         profile = self._profiled.profile
         counted = flight.record.metrics(flops_per_sample=profile.flops_per_sample)
         return with_utilisation(counted, profile=profile, config=flight.request.ds_config)
+
+    def in_words(self, metrics: Mapping[str, float]) -> str:
+        """Describe the speed of a launch with these metrics."""
+        return speed_of(metrics, metrics[self.metric], metric=self.metric, device=self._spec.device).text
 
     def announce_end(self, flight: Flight, report: LaunchReport) -> None:
         """Send ``LaunchEnded`` for a launch that is about to be stored."""
@@ -222,7 +225,7 @@ class TrialRecorder:
                 own=flight.is_user_config,
                 best_so_far=self._best_so_far(trials),
                 user_value=None if baseline is None else baseline.values[0],
-                speed=self._speeds.of(counted, flight.request.ds_config),
+                speed=None if value is None else self._speeds.of(counted, flight.request.ds_config, value=value),
             )
         )
 
@@ -234,15 +237,7 @@ class TrialRecorder:
     def _best_so_far(self, trials: Sequence[FrozenTrial]) -> BestSoFar | None:
         """Return the best measured trial; None if nothing was measured."""
         best = attributes.best_trials(trials, maximize=self._maximize)
-        if not best:
-            return None
-        attrs = best[0].user_attrs
-        return BestSoFar(
-            number=best[0].number,
-            words=attrs.get(attributes.CONFIGURATION, ""),
-            value=best[0].values[0],
-            speed=self._speeds.of(attrs.get(attributes.METRICS, {}), attrs.get(attributes.CONFIG, {})),
-        )
+        return self._shown(best[0], best[0].user_attrs.get(attributes.METRICS, {}), best[0].values[0]) if best else None
 
     def _trials(self) -> Sequence[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)

@@ -21,7 +21,6 @@ from optuna_dsat.launch.measurement import GlobalStep, is_certain
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Observed, Settled
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.files import shortened
-from optuna_dsat.study.confirm.speeds import value_in_words
 from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.progress import StudyContext, TrialPhase, TrialStepped, uninterrupted
@@ -197,9 +196,7 @@ class Tuner:
             return  # everything is compared with the user's config, so it is measured to its end
         launch_id = flight.request.launch_id
         if self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
-            metric = self._recorder.metric
-            reached = value_in_words(metrics, metrics[metric], metric=metric, device=self._spec.device)
-            message = f"stopped at step {step.step}: it cannot be among the best at {reached}"
+            message = f"stopped at step {step.step}: it cannot be among the best at {self._recorder.in_words(metrics)}"
             self._launcher.stop(launch_id, message=message)
         elif is_certain(flight.record.counted, tolerance=_STEP_TOLERANCE):
             message = f"measured to step {step.step}: the step time is known"

@@ -1,0 +1,87 @@
+"""Joint estimate of the finalists from search and rounds.
+
+Three rounds distinguish finalists no better than the noise allows. The posterior of a method uses all launches of the
+search, neighbours included. Both are weighted by their certainty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optuna_dsat.config.record import Record
+
+__all__ = ["JointEstimate"]
+
+_LEAST_NOISE = 1e-3
+"""Lower bound of the relative standard deviation between equal launches: few rounds may agree by chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointEstimate(Record):
+    """Normal distribution of n trials' log objectives, without noise: logarithms of the metric, larger is better."""
+
+    numbers: tuple[int, ...]
+    """Numbers of the trials."""
+    means: tuple[float, ...]
+    """Shape (n,)."""
+    covariance: tuple[tuple[float, ...], ...]
+    """Shape (n, n)."""
+
+    def __post_init__(self) -> None:
+        count = len(self.numbers)
+        if len(self.means) != count or [len(row) for row in self.covariance] != [count] * count:
+            raise ValueError(f"an estimate of {count} trials has {count} means and {count} x {count} covariances")
+        if not all(map(math.isfinite, [*self.means, *(one for row in self.covariance for one in row)])):
+            raise ValueError("means and covariances are finite numbers")
+
+    def given(self, values: Mapping[int, Mapping[int, float]], *, noise: float, maximize: bool) -> JointEstimate:
+        """Return the distribution conditioned on launches in rounds, with an unknown effect of each round.
+
+        Bayesian linear regression (Bishop 2006, section 3.3) with a flat prior on each round's effect.
+
+        Args:
+            values: Trial -> round -> metric. Trials outside this distribution are ignored.
+            noise: Relative standard deviation from launch to launch.
+            maximize: Whether a larger metric is better.
+        """
+        count, variance = len(self.numbers), max(noise, _LEAST_NOISE) ** 2
+        precision, weighted = np.zeros((count, count)), np.zeros(count)
+        for one in {one for number in self.numbers for one in values.get(number, {})}:
+            ran = np.array([one in values.get(number, {}) for number in self.numbers])
+            logs = np.array([math.log(values[number][one]) for number in np.array(self.numbers)[ran]])
+            precision[np.ix_(ran, ran)] += (np.eye(len(logs)) - 1 / len(logs)) / variance
+            weighted[ran] += (logs - logs.mean()) * (1 if maximize else -1) / variance
+        prior = np.array(self.covariance)
+        gained = np.eye(count) + prior @ precision
+        means = np.linalg.solve(gained, np.array(self.means) + prior @ weighted)
+        covariance = np.linalg.solve(gained, prior)
+        return JointEstimate(
+            numbers=self.numbers,
+            means=tuple(means.tolist()),
+            covariance=tuple(tuple(row) for row in covariance.tolist()),
+        )
+
+    def among(self, numbers: Sequence[int]) -> JointEstimate:
+        """Return the marginal distribution of some of these trials."""
+        places = [self.numbers.index(number) for number in numbers]
+        return JointEstimate(
+            numbers=tuple(numbers),
+            means=tuple(self.means[place] for place in places),
+            covariance=tuple(tuple(self.covariance[row][place] for place in places) for row in places),
+        )
+
+    def log_ratio(self, number: int, other: int) -> tuple[float, float]:
+        """Return the log ratio of two trials and its standard deviation; positive if the first is better.
+
+        Args:
+            number: Number of the first trial.
+            other: Number of the second trial.
+        """
+        one, two = self.numbers.index(number), self.numbers.index(other)
+        of = self.covariance
+        variance = of[one][one] + of[two][two] - of[one][two] - of[two][one]
+        return self.means[one] - self.means[two], math.sqrt(max(0.0, variance))

@@ -1,0 +1,66 @@
+"""The public outputs of a study as recorded: whoever changes one decides so, and records it with ``RECORD=1``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import optuna
+import pytest
+
+from optuna_dsat.cli import main
+from optuna_dsat.display.lines import lines_of
+from optuna_dsat.report.cards import cards_of
+from optuna_dsat.report.dashboard.notes import study_note, trial_note
+from optuna_dsat.report.training import Training
+from optuna_dsat.store import Store
+from tests.harness.reports import ReportedStudyBench
+from tests.report.test_one_best import Changing
+
+GOLDEN = Path(__file__).parent / "golden"
+COMMANDS = {"show.json": ["show", "s", "--json"], "show.txt": ["show", "s"], "trials.json": ["trials", "s", "--json"],
+            "export.csv": ["export", "s", "--format", "csv"], "studies.json": ["studies", "--json"],
+            "best.json": ["best", "s"]}  # fmt: skip
+NAMES = (*COMMANDS, "result.json", "metrics_file.json", "lines.txt", "cards.txt", "study_note.md", "trial_notes.md")
+
+
+def outputs(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[str, str]]:
+    result = bench.run(bench.spec(max_trials=5, confirm=2), Changing(lucky=3), noise=0.01)
+    assert result is not None
+    view = bench.view()
+    yield "result.json", json.dumps(result.to_json(), indent=1)
+    yield "metrics_file.json", Path(result.metrics_path).read_text()
+    yield "lines.txt", "\n".join(line for event in bench.news for line in lines_of(event))
+    yield "cards.txt", "\n".join(map(str, cards_of(view, Training(dataset_size=10_000, price_per_gpu_hour=2.0))))
+    yield "study_note.md", study_note(view)
+    yield "trial_notes.md", "\n".join(trial_note(view, trial) for trial in view.launched)
+    for name, args in COMMANDS.items():
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main([*args, "--storage", bench.url])
+        yield name, capsys.readouterr().out
+
+
+def masked(text: str, names: Mapping[str, str]) -> str:
+    """Return a text without what differs from run to run and from machine to machine."""
+    for name, shown in {**names, "\r\n": "\n"}.items():
+        text = text.replace(name, shown)
+    text = re.sub(r'("versions": )\{[^}]*\}|(\| versions \|).*', r"\1\2", text)
+    return re.sub(r"20\d\d-\d\d-\d\d \d\d:\d\d", "DATE", text).rstrip() + "\n"
+
+
+def test_public_outputs_are_the_recorded_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    (tmp_path / "train.py").write_text("")
+    with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as store:
+        found = dict(outputs(ReportedStudyBench(tmp_path, store), capsys))
+    names = {str(tmp_path): "/folder", f"{Path(sys.executable).parent}/": ""}
+    found = {name: masked(text, names) for name, text in found.items()}
+    if os.environ.get("RECORD"):
+        for name, text in found.items():
+            (GOLDEN / name).write_text(text)
+    assert found == {name: (GOLDEN / name).read_text() for name in NAMES}
