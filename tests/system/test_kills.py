@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.commands import Command, search, write_config
 from tests.harness.launches import SCRIPTS
-from tests.harness.workers import ended, wait_until
+from tests.harness.workers import StoredStudy, ended, wait_until
 
 pytestmark = pytest.mark.torchrun
 
@@ -72,3 +73,20 @@ def test_what_a_killed_tuner_leaves_is_removed_by_the_next_start(tmp_path: Path)
 def _is_of(path: Path, folder: Path) -> bool:
     """Whether a buffer belongs to the launch below a folder, by the notes of its ranks."""
     return any(str(path) in record.read_text() for record in (folder / "tmp").rglob("*.jsonl"))
+
+
+def test_kill_9_ends_the_launch_and_resume_spends_the_budget_exactly(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    url = "sqlite:///study.db"
+    tuner = Command(tmp_path, *search("killed", url, budget=2))
+    try:
+        events = tmp_path / "optuna-dsat-output" / "killed" / "trial-0001" / "events" / "rank0.jsonl"
+        wait_until(events.exists, what="the rank of the second launch is alive")
+        assert len(tuner.launched()) >= 2, "torchrun and its rank"
+    finally:
+        tuner.kill()
+    wait_until(lambda: not tuner.launched(), what="its launch and what that started are gone", limit_s=10.0)
+    Command(tmp_path, "resume", "killed", "--storage", url, "--quiet").finish()
+    study = StoredStudy.read(f"sqlite:///{tmp_path}/study.db", "killed")
+    study.check_whole(budget=2)
+    assert len(study.lost) == 1
