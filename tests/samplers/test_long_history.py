@@ -191,7 +191,7 @@ def test_workers_that_share_a_database_decide_as_fresh_processes(
     for cold in (False, True):
         backends = [RDBStorage(f"sqlite:///{tmp_path}/{cold}.db") for _ in range(2)]
         storages: list[BaseStorage] = [optuna.storages.get_storage(backend) for backend in backends]
-        found.append(decisions(kit, method, storages, steps=60, cold=cold))
+        found.append(decisions(kit, method, storages, steps=40, cold=cold))
         for backend in backends:
             backend.remove_session()
             backend.engine.dispose()

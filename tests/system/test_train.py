@@ -62,41 +62,19 @@ def test_a_study_trains_with_its_result_with_another_trial_and_in_another_folder
     (other,) = (row for row in rows if row is not best)
     assert configured(best) != configured(other)
 
-    got, errors = trained(folder)
-    assert got == configured(best)
-    assert f"Training with trial {best['number']}: " in errors
-    got, errors = trained(folder, "--trial", str(other["number"]))
-    assert got == configured(other)
+    (folder / "ds.json").unlink()  # the study has its config
+    got, errors = trained(folder, "--trial", str(other["number"]), "--", "--batch", "9")
+    assert got == {**configured(other), "batch": 9}, "arguments are added"
     assert f"Training with trial {other['number']}: {other['configuration']}." in errors
 
+    _, errors = command(folder, "train", "s", "--trial", "7", code=2)
+    assert "has launched no trial of this number" in errors
     moved = folder.rename(folder.with_name("moved"))
     _, errors = command(moved, "train", "s", code=2)
     assert "--workdir" in errors
     shutil.rmtree(moved / "optuna-dsat-output")
-    assert trained(moved, "--workdir", ".")[0] == configured(best)
+    got, errors = trained(moved, "--workdir", ".")
+    assert got == configured(best)
+    assert f"Training with trial {best['number']}: " in errors
     assert (moved / "optuna-dsat-output" / "s" / "full").is_dir()
     assert not folder.exists(), "nothing is written where the study was made"
-
-
-def test_a_settings_file_in_another_folder_sets_the_batch_size(folder: Path) -> None:
-    shutil.copy(SCRIPTS / "first_try" / "settings.py", folder)
-    (folder / "run.yaml").write_text("epochs: 2\ndata: {loader: {batch_size: 3}}\n")
-    fixed = ("--fix", "train_micro_batch_size_per_gpu=6", "--max-trials", "1", "--no-enqueue-user-config")
-    launch = ("torchrun", "--nproc_per_node", "1", "settings.py", "run.yaml")
-    command(folder, "random", *OPTIONS, *fixed, *launch)
-    moved = folder.rename(folder.with_name("moved"))
-    output, _ = command(moved, "train", "s", "--workdir", ".")
-    assert "trained with 6" in output
-
-
-def test_a_study_whose_config_file_is_gone_trains_with_arguments_that_are_added(folder: Path) -> None:
-    launch = ("deepspeed", "--num_gpus", "1", "plain.py", "--deepspeed_config", "ds.json")
-    command(folder, "random", *OPTIONS, *launch)
-    (folder / "ds.json").unlink()  # the study has its config
-    _, errors = command(folder, "train", "s", "--", "--batch", "9")
-    assert json.loads((folder / "got.json").read_text())["batch"] == 9
-    assert "takes a config" not in errors
-    _, errors = command(folder, "train", "s", "--trial", "7", code=2)
-    assert "has launched no trial of this number" in errors
-    _, errors = command(folder, "train", "s", "--", "--unknown", code=2)
-    assert "unrecognized arguments: --unknown" in errors

@@ -17,10 +17,10 @@ __all__ = ["shared", "world"]
 pytestmark = pytest.mark.torchrun
 
 
-def search(folder: Path, shared: Path, method: str, *more: str, subprocesses: bool = True) -> Command:
+def search(folder: Path, shared: Path, method: str, *more: str, trials: int = 2, subprocesses: bool = True) -> Command:
     return Command(
         folder,
-        *(method, "train.py", "ds_config.json", "--max-trials", "2", "--study", "s", *OPTIONS, *more),
+        *(method, "train.py", "ds_config.json", "--max-trials", str(trials), "--study", "s", *OPTIONS, *more),
         *("--storage", f"sqlite:///{folder.parent}/study.db", "--output-dir", str(folder.parent / "output")),
         *("--", str(shared), *(["--subprocess"] if subprocesses else [])),
     )
@@ -49,7 +49,7 @@ def test_the_users_files_are_as_before_when_the_search_is_killed(world: Path, sh
 
 def test_redirected_writers_leave_the_users_files_as_before(world: Path, shared: Path) -> None:
     before = state(world, shared)
-    command = search(world, shared, "random", "--isolation", "python", subprocesses=False)
+    command = search(world, shared, "random", "--isolation", "python", trials=1, subprocesses=False)
     output, _ = command.finish()
     assert state(world, shared) == before
     assert "Trials run without overlays: what Python writes is redirected" in output
@@ -64,7 +64,8 @@ def test_a_subprocess_that_writes_past_the_redirection_ends_the_search(world: Pa
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
 def test_only_what_is_writable_is_written_by_plain_launches_too(world: Path, shared: Path) -> None:
     before = state(world, shared)
-    search(world, shared, "random", "--launcher", "torchrun", "--writable", str(world / "log.txt")).finish()
+    options = ("--launcher", "torchrun", "--writable", str(world / "log.txt"))
+    search(world, shared, "random", *options, trials=1).finish()
     after = state(world, shared)
     changed = {name for name in before | after if before.get(name) != after.get(name)}
     assert changed == {str(world / "log.txt")}
