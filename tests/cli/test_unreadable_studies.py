@@ -130,10 +130,3 @@ def test_the_version_that_made_it_is_named(altered: Altered) -> None:
     shown = altered("show", "bad").stderr
     assert "its spec: of_a_newer_version" in shown
     assert "(made by optuna-dsat 9.1)" in shown
-
-
-def test_a_profile_that_is_none_is_named(altered: Altered) -> None:
-    altered.execute("UPDATE dsat_profiles SET profile = '{}'")
-    listed = altered("studies").stdout
-    assert "bad cannot be read: its profile" in listed
-    assert "good cannot be read: its profile" in listed

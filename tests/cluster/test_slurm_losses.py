@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from optuna_dsat.launch.places.slurm import SlurmEngine
 from optuna_dsat.outcome import Outcome
 from tests.cluster.launches import finish, launcher_on, poll_until, stub
 from tests.harness.slurm import SlurmCluster, stretched
-from tests.harness.workers import ended, wait_until
+from tests.harness.workers import wait_until
 
 pytestmark = pytest.mark.torchrun
 
@@ -44,19 +42,3 @@ def test_a_node_without_its_daemons_is_lost_and_the_search_goes_on_elsewhere(
         assert (again.outcome, node in again.host) == (Outcome.MEASURED, False), again.message
     finally:
         launcher.close()
-
-
-def test_what_stands_still_ends_with_its_slurm(tmp_path: Path) -> None:
-    """As a slurmstepd, of which neither the environment nor the command line names its SLURM."""
-    log, other = tmp_path / "slurmd.n1.log", subprocess.Popen(["sleep", "600"], cwd="/", env={})
-    with log.open("w") as file:
-        step = subprocess.Popen(["sleep", "600"], cwd="/", env={}, stdout=file)
-    try:
-        psutil.Process(step.pid).suspend()
-        SlurmCluster(root=tmp_path, nodes=1).end_processes()
-        assert ended(step.pid)
-        step.wait(5)
-        assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()
