@@ -96,7 +96,8 @@ def test_options_are_checked(refused: Run, options: list[str]) -> None:
     ],
     ids=" ".join,
 )
-def test_nothing_is_waited_for(refused: Run, arguments: list[str]) -> None:
+def test_nothing_is_waited_for(refused: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setattr("optuna_dsat.config.documents._PIPE_S", 0.1)
     refused(*arguments)
 
 

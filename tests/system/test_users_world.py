@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from optuna_dsat.launch.isolation import why_no_overlay
 from tests.harness.commands import OPTIONS, Command
 from tests.harness.users_world import shared, state, world
+from tests.harness.workers import wait_until
 
 __all__ = ["shared", "world"]
 
@@ -41,8 +40,11 @@ def test_the_users_files_are_as_before(world: Path, shared: Path) -> None:
 def test_the_users_files_are_as_before_when_the_search_is_killed(world: Path, shared: Path) -> None:
     before = state(world, shared)
     killed = search(world, shared, "guided")
-    time.sleep(random.uniform(6.0, 12.0))
-    killed.kill()
+    output = world.parent / "output" / "s"
+    try:
+        wait_until(lambda: any(output.glob("*/events/rank0.jsonl")), what="a rank is alive")
+    finally:
+        killed.kill()
     search(world, shared, "guided").finish()  # removes what the killed one left
     assert state(world, shared) == before
 
