@@ -36,8 +36,8 @@ demo: operators
 		--device-memory 900MiB --zero-stages 0 1 2 3 --max-trials 12 --confirm 2 \
 		-- --deepspeed_config examples/gpt/ds_config.json
 
-# Real launches take turns in one of the three processes, those on clusters in another one, the other tests are shared out.
-# Three keep two cores busy, as launches mostly wait. TEST_ARGS="tests/launch" runs some.
+# Whole searches, other launches and those on clusters are a row each, one after the other in one of the three processes; the
+# other tests are shared out. Three keep two cores busy, as launches mostly wait. TEST_ARGS="tests/launch" runs some.
 test: operators
 	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=10 $(TEST_ARGS)
 

@@ -1,15 +1,12 @@
 """Record a real landscape: launch one script under many configurations on this machine, for searches to be played on.
 
-    python -m benchmarks.record_landscape OUTPUT.json SCRIPT DS_CONFIG [--stages 1 2 3] [--offload] [--buckets 5e6 5e8]
-        [--gpus 1 | --cpu-ranks 2] [--device-memory 10GiB] [--longest-step 1] [--repeat 2] [-- SCRIPT_ARGS]
+    python -m benchmarks.record_landscape OUTPUT.json SCRIPT DS_CONFIG [--stages 1 2 3] [--offload]
+        [--gpus 1 | --cpu-ranks 2] [--device-memory 10GiB] [--longest-step 1] [-- SCRIPT_ARGS]
 
-For each ZeRO stage, offload and reduce bucket, micro-batches 1, 2, 4, ... are launched until one runs out of memory;
-the edge between the last that ran and the first that did not is then bisected. ``--longest-step`` stops earlier, at the
-first micro-batch whose step takes that many seconds. ``--device-memory`` imitates a smaller memory: on a GPU by torch's
-per-process memory fraction, on the CPU by a limit on the ranks' data segment; both give a genuine out-of-memory.
-
-Launches are warm, as those of a search. An interrupted record is continued by the same command.
-``benchmarks.search_efficiency --recorded OUTPUT.json`` searches it.
+For each ZeRO stage and offload, micro-batches 1, 2, 4, ... are launched until one runs out of memory; the edge between
+the last that ran and the first that did not is then bisected. ``--longest-step`` stops earlier, at the first
+micro-batch whose step takes that many seconds. ``--device-memory`` imitates a smaller memory.
+Launches are warm, as those of a search. ``benchmarks.search_efficiency --recorded OUTPUT.json`` searches the record.
 """
 
 from __future__ import annotations
@@ -17,14 +14,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
-import platform
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +35,6 @@ from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.study.profile.profile import measure_profile
-from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import user_config
 from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.space import space_of
@@ -61,17 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cut = given.index("--") if "--" in given else len(given)
     args = _parser().parse_args(given[:cut])
     args.script_args = given[cut + 1 :]
-    with ExitStack() as stack:
-        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="landscape-")))
-        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="landscape-") as folder:
         try:
-            _run(args, folder.absolute(), shlex.join(["python", "-m", "benchmarks.record_landscape", *given]))
-        except (DsatError, ValueError) as error:
+            _run(args, Path(folder), shlex.join(["python", "-m", "benchmarks.record_landscape", *given]))
+        except DsatError as error:
             raise SystemExit(str(error)) from error
-        except KeyboardInterrupt:
-            raise SystemExit(
-                f"Interrupted: {args.output} has the finished launches; the same command continues."
-            ) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,26 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("ds_config", type=Path)
     parser.add_argument("--stages", type=int, nargs="+", choices=[0, 1, 2, 3], default=[1, 2, 3])
     parser.add_argument("--offload", action="store_true", help="try the offloads of each stage as well")
-    parser.add_argument(
-        "--buckets", type=float, nargs="+", default=[], help="reduce_bucket_size, in elements (default the config's)"
-    )
     parser.add_argument("--gpus", type=int, help="GPUs of a launch (default all)")
     parser.add_argument("--cpu-ranks", type=int, help="run on the CPU with this many ranks")
     parser.add_argument("--device-memory", help="memory that one rank may allocate, such as 10GiB")
     parser.add_argument("--longest-step", type=float, metavar="SECONDS", help="stop at steps of this length")
-    parser.add_argument("--repeat", type=int, default=1, help="launches of each configuration (default 1)")
-    parser.add_argument("--folder", type=Path, help="folder of the launches (default one that is removed at the end)")
     return parser
 
 
-def configurations(stages: Sequence[int], *, offload: bool, buckets: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield ZeRO sections: every stage with every offload that it knows and every bucket, the config's without any."""
-    for structure in STRUCTURES:
-        if structure.stage not in stages or (structure.offloads and not offload):
-            continue
-        sized = [{"reduce_bucket_size": bucket} for bucket in buckets] if structure.stage > 0 else []
-        for section in sized or [{}]:
-            yield {**structure.zero_section(), **section}
+def configurations(stages: Sequence[int], *, offload: bool) -> list[dict[str, Any]]:
+    """Return ZeRO sections: every stage, with every offload that it knows."""
+    known = [one for one in STRUCTURES if one.stage in stages and (offload or not one.offloads)]
+    return [one.zero_section() for one in known]
 
 
 def edge_walk(known: Mapping[int, bool]) -> int | None:
@@ -138,46 +117,25 @@ def _run(args: argparse.Namespace, folder: Path, command: str) -> None:
         profiled = measure_profile(spec, launcher, on_attempt=lambda _: None, on_report=lambda _report, _record: None)
         spec = profiled.followed_by(spec)
         launcher.prepare(profiled.preload, operators=operators_of(spec.ds_config, space_of(spec, profiled)))
-        record = _begin(args.output, spec, profiled, command=command, device=devices.devices[0].name)
-        buckets = [int(bucket) for bucket in args.buckets]
-        for zero in configurations(args.stages, offload=args.offload, buckets=buckets):
+        record: dict[str, Any] = {
+            "format": 2,
+            "recorded": time.strftime("%Y-%m-%d", time.gmtime()),
+            "command": command,
+            "hardware": {"device": devices.devices[0].name, "ranks": spec.slots_per_trial, "kind": spec.device},
+            "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "optuna")},
+            "device_memory_bytes": profiled.profile.device_memory_bytes,
+            "user_config": user_config(spec, data_parallel_size=profiled.data_parallel_size)[0],
+            "profile": profiled.profile.to_json(),
+            "runs": [],
+        }
+        for zero in configurations(args.stages, offload=args.offload):
             while (size := _next_size(record["runs"], zero, longest_step_s=args.longest_step)) is not None:
-                for _ in range(args.repeat):
-                    run = _launch(spec, launcher, zero, size, name=f"run-{len(record['runs']):04d}-{os.getpid()}")
-                    record["runs"].append(run)
-                    _write(args.output, record)
-                    if run["outcome"] != Outcome.MEASURED:
-                        break
+                run = _launch(spec, launcher, zero, size, name=f"run-{len(record['runs']):04d}")
+                record["runs"].append(run)
+                _write(args.output, record)
     record["summary"] = summary(record["runs"])
     _write(args.output, record)
     print("{launches} launches of {configurations} configurations".format(**record["summary"]), f"in {args.output}")
-
-
-def _begin(output: Path, spec: StudySpec, profiled: Profiled, *, command: str, device: str) -> dict[str, Any]:
-    """Return the record so far, a new one with the profile if there is none.
-
-    Raises:
-        ValueError: If the record was begun on another machine or with other versions.
-    """
-    hardware = {"device": device, "ranks": spec.slots_per_trial, "kind": spec.device}
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "optuna", "optuna-dsat")}
-    versions["python"] = platform.python_version()
-    if output.is_file():
-        found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-        if (found["hardware"], found["versions"]) != (hardware, versions):
-            raise ValueError(f"{output} was begun on another machine or with other versions: record into another file.")
-        return found
-    return {
-        "format": 2,
-        "recorded": time.strftime("%Y-%m-%d", time.gmtime()),
-        "command": command,
-        "hardware": hardware,
-        "versions": versions,
-        "device_memory_bytes": profiled.profile.device_memory_bytes,
-        "user_config": user_config(spec, data_parallel_size=profiled.data_parallel_size)[0],
-        "profile": profiled.profile.to_json(),
-        "runs": [],
-    }
 
 
 def _next_size(
@@ -190,10 +148,7 @@ def _next_size(
         return None
     if longest_step_s is not None and any(run.get("latency_s", 0.0) >= longest_step_s for run in own):
         return None
-    known: dict[int, bool] = {}
-    for run, outcome in zip(own, ended, strict=True):
-        known[run["micro_batch"]] = known.get(run["micro_batch"], True) and outcome is Outcome.MEASURED
-    return edge_walk(known)
+    return edge_walk({run["micro_batch"]: outcome is Outcome.MEASURED for run, outcome in zip(own, ended, strict=True)})
 
 
 def _launch(spec: StudySpec, launcher: Launcher, zero: Mapping[str, Any], size: int, *, name: str) -> dict[str, Any]:

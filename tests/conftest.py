@@ -60,10 +60,11 @@ LAUNCHES = "launches"
 """The group of tests, run by one worker of xdist one after the other, that start real launches or look at those of the
 whole machine: what belongs to a tuner that is gone, how busy a process is.
 """
+SEARCHES = "searches"
+"""The group, likewise, of those that run whole commands on real launches, the longest row of all."""
 CLUSTERS = "clusters"
-"""The group, likewise, of those that launch on nodes of a SLURM or Ray: they mostly wait for that, so they run beside
-the other launches, which are the longest row of all.
-"""
+"""The group, likewise, of those that launch on nodes of a SLURM or Ray, and mostly wait for that."""
+SEARCH_FOLDERS = ("tests/system/", "tests/examples/", "tests/integrations/", "tests/benchmarks/")
 WITH_LAUNCHES = frozenset({"tests/launch/test_activity.py", "tests/launch/test_processes.py"})
 """Files that belong to it beside what is marked ``torchrun``."""
 PATIENCE_S = 2.0
@@ -75,7 +76,8 @@ def group_of(file: str) -> str:
     """Return the group that a file of tests is in, for one process of xdist to run: one of these, or the file alone."""
     path = ROOT / file
     if file in WITH_LAUNCHES or (path.is_file() and "pytest.mark.torchrun" in path.read_text(encoding="utf-8")):
-        return CLUSTERS if file.startswith("tests/cluster/") else LAUNCHES
+        searches = SEARCHES if file.startswith(SEARCH_FOLDERS) else LAUNCHES
+        return CLUSTERS if file.startswith("tests/cluster/") else searches
     return file
 
 
@@ -95,8 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     groups = {item: group_of(item.nodeid.partition("::")[0]) for item in items}
     sizes = Counter(groups.values())
-    places = {LAUNCHES: 0, CLUSTERS: 1}
-    items.sort(key=lambda item: (places.get(groups[item], 2), -sizes[groups[item]]))
+    places = {SEARCHES: 0, LAUNCHES: 1, CLUSTERS: 2}
+    items.sort(key=lambda item: (places.get(groups[item], 3), -sizes[groups[item]]))
 
 
 def environment() -> dict[str, str]:

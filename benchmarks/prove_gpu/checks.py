@@ -6,9 +6,8 @@ from benchmarks.prove_gpu.context import Context
 from benchmarks.prove_gpu.ending import killing, pruning
 from benchmarks.prove_gpu.examples import EXAMPLES, doctor, example_checks
 from benchmarks.prove_gpu.filling import FILL_HIGH, FILL_LOW, edge_checks, filling
-from benchmarks.prove_gpu.offload import offload
 from benchmarks.prove_gpu.runner import Check
-from benchmarks.prove_gpu.search import guided, landscape
+from benchmarks.prove_gpu.search import guided
 from benchmarks.prove_gpu.turns import PAIRS, turns
 
 __all__ = ["all_checks"]
@@ -59,19 +58,6 @@ def all_checks() -> list[Check[Context]]:
             values=True,
         ),
         *edge_checks(),
-        *_last_checks(),
-    ]
-
-
-def _last_checks() -> list[Check[Context]]:
-    return [
-        Check(
-            name="offload-pinned",
-            asked="Offload to pinned memory runs, and takes off the GPU what the memory model says.",
-            run=offload,
-            needs_s=150.0,
-            values=True,
-        ),
         Check(
             name="guided-search",
             asked="A guided search of the model that fills the GPU finds a config no slower than the user's.",
@@ -80,11 +66,4 @@ def _last_checks() -> list[Check[Context]]:
             values=True,
         ),
         *example_checks(set(EXAMPLES) - set(_FIRST_EXAMPLES)),
-        Check(
-            name="landscape",
-            asked="A landscape is recorded on the GPU, and can be searched.",
-            run=landscape,
-            needs_s=120.0,
-            values=True,
-        ),
     ]

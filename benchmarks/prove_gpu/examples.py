@@ -67,69 +67,30 @@ _BY_OPTION = ("--arg-mapping", "train_micro_batch_size_per_gpu=--batch-size")
 _IN_CODE = ("--arg-mapping", "train_micro_batch_size_per_gpu=--micro-batch")
 _EXAMPLES = (
     Example(name="gpt", folder="gpt", search=_OWN, script_args=_CONFIG),
-    Example(
-        name="plain-by-flag",
-        folder="plain",
-        search=("random", "by_flag.py", "ds_config.json"),
-        script_args=("--deepspeed", *_CONFIG),
-    ),
-    Example(
-        name="plain-by-path",
-        folder="plain",
-        search=("random", "by_path.py", "ds_config.json"),
-        script_args=("--deepspeed", "ds_config.json"),
-    ),
+    Example(name="plain-by-flag", folder="plain", search=("random", "by_flag.py", "ds_config.json"),
+            script_args=("--deepspeed", *_CONFIG)),
+    Example(name="plain-by-path", folder="plain", search=("random", "by_path.py", "ds_config.json"),
+            script_args=("--deepspeed", "ds_config.json")),
     Example(name="plain-in-code", folder="plain", search=("random", "in_code.py", "ds_config.json", *_IN_CODE)),
-    Example(
-        name="plain-two-engines",
-        folder="plain",
-        search=("random", "two_engines.py", "ds_config.json"),
-        script_args=_CONFIG,
-    ),
-    Example(
-        name="module",
-        folder="module",
-        search=("random", "-m", "trainer.train", "ds_config.json"),
-        script_args=_CONFIG,
-    ),
+    Example(name="plain-two-engines", folder="plain", search=("random", "two_engines.py", "ds_config.json"),
+            script_args=_CONFIG),
+    Example(name="module", folder="module", search=("random", "-m", "trainer.train", "ds_config.json"),
+            script_args=_CONFIG),
     Example(name="core-api", folder="core_api", search=_OWN),
-    Example(
-        name="deepspeed-trial",
-        folder="deepspeed_trial",
-        search=("asha", "model_def:MyTrial", "ds_config.json", "--hparams", "hparams.yaml"),
-    ),
-    Example(
-        name="pipeline",
-        folder="pipeline",
-        search=(*_OWN, "--zero-stages", "0", "1"),
-        script_args=_CONFIG,
-        stages=True,
-    ),
-    Example(
-        name="huggingface",
-        folder="huggingface",
-        search=_OWN,
-        script_args=_HUGGING_FACE,
-        needs=("transformers", "accelerate"),
-    ),
-    Example(
-        name="accelerate",
-        folder="accelerate",
-        search=(*_OWN, *_BY_OPTION),
-        script_args=("--config", "ds_config.json", "--batch-size", "8"),
-        needs=("accelerate",),
-    ),
-    Example(
-        name="lightning",
-        folder="lightning",
-        search=_OWN,
-        script_args=("--config", "ds_config.json"),
-        needs=("lightning",),
-    ),
+    Example(name="deepspeed-trial", folder="deepspeed_trial",
+            search=("asha", "model_def:MyTrial", "ds_config.json", "--hparams", "hparams.yaml")),
+    Example(name="pipeline", folder="pipeline", search=(*_OWN, "--zero-stages", "0", "1"), script_args=_CONFIG,
+            stages=True),
+    Example(name="huggingface", folder="huggingface", search=_OWN, script_args=_HUGGING_FACE,
+            needs=("transformers", "accelerate")),
+    Example(name="accelerate", folder="accelerate", search=(*_OWN, *_BY_OPTION), needs=("accelerate",),
+            script_args=("--config", "ds_config.json", "--batch-size", "8")),
+    Example(name="lightning", folder="lightning", search=_OWN, script_args=("--config", "ds_config.json"),
+            needs=("lightning",)),
     Example(name="python-api", folder="python_api", python=("tune.py", "--max-trials", "2")),
     Example(name="notebook", folder="notebook", python=("-c", _NOTEBOOK, "tune.ipynb")),
     Example(name="own-objective", folder="own_objective", python=("objective.py", "--trials", "6")),
-)
+)  # fmt: skip
 EXAMPLES = tuple(example.name for example in _EXAMPLES)
 
 

@@ -1,25 +1,18 @@
-"""A whole guided search of the model that fills the GPU, and a recorded landscape; both go on from part to part."""
+"""A whole guided search of the model that fills the GPU, which goes on from part to part."""
 
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from typing import Any
 
 from benchmarks.prove_gpu.context import Command, Context, dsat
 from benchmarks.prove_gpu.filling import load_filling
-from benchmarks.prove_gpu.proof import ROOT, PartOverError, Status, Verdict, replace, scrubbed
-from benchmarks.prove_gpu.sizing import size_for
+from benchmarks.prove_gpu.proof import ROOT, PartOverError, Status, Verdict, replace
 
-__all__ = ["guided", "landscape"]
+__all__ = ["guided"]
 
 _TRIALS, _CONFIRM = 12, 2
 _INTERRUPTED = 130
-_LANDSCAPE_SHARE = 1 / 8
-"""Share of the GPU that the landscape's launches may allocate: its model is small, for they are many."""
-STAGES = (2, 3)
-"""ZeRO stages of the landscape; that of ``examples/gpt`` is among them, as a search of the record starts from it."""
 
 
 def guided(context: Context) -> Verdict:
@@ -71,61 +64,3 @@ def _found(context: Context, done: Command, *, gpu_bytes: int) -> Verdict:
     good = speed_up is not None and speed_up >= 1 and result["low"] is not None and not others
     status = Status.PROVEN if good else Status.FELL_SHORT
     return Verdict(status=status, why=why, figures=figures, command=done.shown)
-
-
-def landscape(context: Context) -> Verdict:
-    """Record what becomes of a small GPT at two ZeRO stages, and search the record."""
-    folder = context.folder("landscape")
-    output = folder / "landscape.json"
-    gpus = str(len(context.devices.devices))
-    limit_bytes = round(context.machine.memory_bytes * _LANDSCAPE_SHARE)
-    size = size_for(limit_bytes)
-    example = ROOT / "examples" / "gpt"
-    script = [str(example / "train.py"), str(example / "ds_config.json")]
-    options = [
-        "--stages",
-        *map(str, STAGES),
-        "--buckets",
-        "5e6",
-        "--gpus",
-        gpus,
-        "--device-memory",
-        f"{limit_bytes // 2**20}MiB",
-    ]
-    arguments = ["--deepspeed_config", script[1], *size.arguments()]
-    words = [str(output), *script, *options, "--folder", str(folder), "--", *arguments]
-    shown = shlex.join(["python", "-m", "benchmarks.record_landscape", *words])
-    command = [sys.executable, "-m", "benchmarks.record_landscape", *words]
-    done = context.run(command, cwd=ROOT, shown=shown, log="landscape", clean_stop=True)
-    if done.exit_code:
-        why = f"It exited with {done.exit_code}: {done.last_line}"
-        return Verdict(status=Status.FAILED, why=why, figures={"stderr": done.stderr.splitlines()[-12:]}, command=shown)
-    recorded = output.read_text(encoding="utf-8")
-    replace(context.state / output.name, json.dumps(scrubbed(json.loads(recorded), state=context.state), indent=1))
-    runs = json.loads(recorded)["runs"]
-    outcomes = [run["outcome"] for run in runs]
-    figures: dict[str, Any] = {
-        "runs": len(runs),
-        "outcomes": {one: outcomes.count(one) for one in sorted(set(outcomes))},
-    }
-    figures["edges"] = {
-        f"zero-{stage}": max((r["micro_batch"] for r in _measured(runs, stage)), default=0) for stage in STAGES
-    }
-    if not all(figures["edges"].values()) or set(outcomes) - {"measured", "out_of_memory"}:
-        why = f"Launches ended as {figures['outcomes']}."
-        return Verdict(status=Status.FELL_SHORT, why=why, figures=figures, command=shown)
-    searched = [*("--recorded", str(output)), *("--methods", "guided", "--seeds", "1", "--budget", "8")]
-    played = context.run(
-        [sys.executable, "-m", "benchmarks.search_efficiency", *searched],
-        cwd=ROOT,
-        shown=shlex.join(["python", "-m", "benchmarks.search_efficiency", *searched]),
-        log="landscape-search",
-    )
-    figures["searched"] = played.exit_code == 0
-    why = f"{len(runs)} launches are in landscape.json, which can {'' if figures['searched'] else 'not '}be searched."
-    status = Status.PROVEN if figures["searched"] else Status.FELL_SHORT
-    return Verdict(status=status, why=why, figures=figures, command=shown)
-
-
-def _measured(runs: list[dict[str, Any]], stage: int) -> list[dict[str, Any]]:
-    return [run for run in runs if run["zero"].get("stage") == stage and run["outcome"] == "measured"]

@@ -3,25 +3,25 @@
     python -m benchmarks.random_machines --seeds 0-199 --methods guided binary --results results.jsonl
 
 Results are appended to the file as they come; searches that it holds are not run again. Seeds 0 to 199 are for
-development, 1000 to 1199 for the figures of a release. The recorded landscapes follow, in tables of their own.
+development, 1000 to 1199 for the figures of a release.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import optuna
 
 from benchmarks.optimum import optimum
 from benchmarks.random_machines.machine import machine_of
-from benchmarks.recorded import recorded_landscapes
-from benchmarks.recorded_section import append, recorded_section, rows
 from benchmarks.search_efficiency import METHODS, NAMESAKES, Result, missing, run_one
 
 __all__ = ["compared", "main", "row", "seeds_of"]
@@ -42,9 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run(seed, [method for method in methods if (seed, method) not in known], args, known)
     found = {key: result for key, result in known.items() if key[0] in set(args.seeds)}
     print(table(found, methods))
-    if args.recorded_seeds:
-        recorded = recorded_landscapes()
-        print(recorded_section(recorded, methods, seeds=args.recorded_seeds, budget=args.budget, results=args.results))
 
 
 def _run(seed: int, methods: Sequence[str], args: argparse.Namespace, known: dict[tuple[int, str], Result]) -> None:
@@ -59,12 +56,15 @@ def _run(seed: int, methods: Sequence[str], args: argparse.Namespace, known: dic
         )
         known[seed, method] = result
         print(f"{machine.about}: {method} ends {result.distance:.1%} away", file=sys.stderr, flush=True)
-        append(args.results, result)
+        with args.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
 
 
 def read(path: Path) -> dict[tuple[int, str], Result]:
-    """Return the results of a file on random machines by seed and method; empty if there is no file."""
-    return {(one.seed, one.method): one for one in rows(path) if one.landscape == f"machine-{one.seed}"}
+    """Return the results of a file by seed and method; empty if there is no file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    results = [Result(**json.loads(line)) for line in lines]
+    return {(result.seed, result.method): result for result in results}
 
 
 def table(found: Mapping[tuple[int, str], Result], methods: Iterable[str]) -> str:
@@ -156,9 +156,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=50, help="launches after the profile launch (default 50)")
-    parser.add_argument(
-        "--recorded-seeds", type=int, default=3, help="searches on each recorded landscape (default 3, 0 for none)"
-    )
     parser.add_argument("--results", type=Path, required=True, help="JSON lines: results are read from it and added")
     return parser
 

@@ -17,17 +17,13 @@ from benchmarks.first_try.entry import EntryError, read_entries, read_entry
 from benchmarks.first_try.judge import (
     by_hand,
     judged,
-    last_json,
-    launches,
     plain,
     searched,
     tuned_by_deepspeed,
-    wrong_batch,
 )
 from benchmarks.first_try.page import page
 from benchmarks.first_try.sandbox import Ran, Sandbox
 from benchmarks.first_try.sources import SourceError, check_out
-from tests.harness.workers import ended, wait_until
 
 SCRIPT = """\
 import argparse
@@ -144,29 +140,6 @@ def test_a_sandbox_applies_the_stand_ins_and_keeps_another_sitecustomize(
     assert done.output.split() == ["cpu", "False", "kept", "meta"], done.errors
 
 
-def test_a_command_beyond_its_time_is_ended_with_what_it_started(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.first_try.sandbox._END_S", 1.0)
-    sandbox = Sandbox(read_entry(write_entry(sources)), tmp_path / "box", sources=sources)
-    done = sandbox.run("sleep", ["bash", "-c", "trap '' INT; sleep 60 & echo $! > child; wait"], limit_s=0.5)
-    assert done.exit_code is None
-    child = int((sandbox.cwd / "child").read_text())
-    wait_until(lambda: ended(child), what="the command's child has ended", limit_s=10.0)
-    done = sandbox.run("rank", ["bash", "-c", "setsid sleep 60 & echo $! > rank; exit 3"], limit_s=30.0)
-    assert done.exit_code == 3
-    rank = int((sandbox.cwd / "rank").read_text())
-    wait_until(lambda: ended(rank), what="a child in a session of its own has ended", limit_s=10.0)
-
-
-def test_the_first_engine_fed_with_its_configs_batch_is_enough() -> None:
-    rows = [*launch("trial-0001", micro_batch=8, fed=4), *launch("trial-0002", micro_batch=8, fed=8)]
-    found = launches(rows)
-    assert wrong_batch(found["trial-0001"]) == "the engine was fed 4, its config says 8"
-    assert wrong_batch(found["trial-0002"]) == ""
-    assert wrong_batch([]) == "nothing was fed to an engine"
-
-
 def test_a_search_is_judged_by_what_was_witnessed() -> None:
     result = json.dumps({"trial": 2, "config": {"train_micro_batch_size_per_gpu": 8}, "speed_up": 2.0})
     good = [*launch("trial-0001", micro_batch=4, fed=4, stage=2), *launch("trial-0002", micro_batch=8, fed=8)]
@@ -210,25 +183,6 @@ def test_deepspeeds_autotuner_without_a_config_says_what_its_profile_launch_died
     assert verdict.verdict == "wrong"
     assert verdict.message == "exit code 0 and no config; its profile launch said: KeyError: 'data'"
     assert tuned_by_deepspeed(ran(code=4), tmp_path).message == "it says why"
-
-
-def test_a_stand_in_for_pdsh_runs_here_and_ends_nothing_by_name(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    sandbox = Sandbox(read_entry(write_entry(sources)), tmp_path / "box", sources=sources)
-    assert not list((tmp_path / "box").rglob("pdsh"))
-    sandbox.stand_in_for_pdsh()
-    done = sandbox.run("say", ["pdsh", "-S", "-f", "1024", "-w", "localhost", "echo said"], limit_s=60.0)
-    assert (done.exit_code, done.output) == (0, "said\n")
-    done = sandbox.run("kill", ["pdsh", "-f", "1024", "-w", "localhost", "pkill", "-f", "pdsh"], limit_s=60.0)
-    assert (done.exit_code, done.output) == (0, "")
-
-
-def test_the_last_object_of_an_output_is_found() -> None:
-    assert last_json('{"a": 1}\nnoise\n{\n "b": {\n"c": 2}\n}\n') == {"b": {"c": 2}}
-    assert last_json("nothing") is None
 
 
 def test_the_table_counts_what_is_judged() -> None:

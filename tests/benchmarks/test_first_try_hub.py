@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.first_try.entry import Entry, EntryError
-from benchmarks.first_try.hugging_face import absent_modules, interpreter_of, prepare_hub
-from benchmarks.first_try.stand_ins import hub_datasets
+from benchmarks.first_try.hugging_face import absent_modules, prepare_hub
 
 LOADS = """
 import json, sys
@@ -47,22 +46,6 @@ def test_models_and_data_sets_of_the_hub_are_found(tmp_path: Path) -> None:
     assert (model, rows, sorted(columns)) == ("LlamaForCausalLM", 10, ["input", "instruction", "output"])
     assert logits == [1, 4, 320]  # a token before, one for h, two for é
     assert (splits, on_disk) == ({"train": 512, "validation": 64, "test": 64}, 64)
-
-
-def test_rows_are_drawn_anew_as_they_were(tmp_path: Path) -> None:
-    for kind in hub_datasets.KINDS:
-        once, again = (hub_datasets.write_rows("a/b", kind, folder=tmp_path / name) for name in ("x", "y"))
-        assert (once / "test.jsonl").read_text() == (again / "test.jsonl").read_text()
-        assert len((once / "train.jsonl").read_text().splitlines()) == 512
-
-
-def test_an_environment_of_its_own_is_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert interpreter_of(entry()) == sys.executable
-    monkeypatch.delenv("FIRST_TRY_PYTHON_OLD", raising=False)
-    with pytest.raises(EntryError, match="FIRST_TRY_PYTHON_OLD"):
-        interpreter_of(entry(python="old"))
-    monkeypatch.setenv("FIRST_TRY_PYTHON_OLD", "/some/python")
-    assert interpreter_of(entry(python="old")) == "/some/python"
 
 
 def test_what_a_script_needs_is_looked_for_in_its_own_environment(

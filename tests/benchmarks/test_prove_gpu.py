@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks.prove_gpu import __main__ as command
-from benchmarks.prove_gpu import checks, install, machine, pack, search
+from benchmarks.prove_gpu import checks, install, machine, pack
 from benchmarks.prove_gpu.context import Context
 from benchmarks.prove_gpu.examples import EXAMPLES
 from benchmarks.prove_gpu.filling import next_size
@@ -30,7 +30,6 @@ from benchmarks.prove_gpu.proof import (
     Proof,
     Status,
     Verdict,
-    scrubbed,
 )
 from benchmarks.prove_gpu.runner import MOST_BEGINNINGS, Check, run_part
 from benchmarks.prove_gpu.sizing import size_for
@@ -108,19 +107,6 @@ def test_a_part_stops_between_checks_and_the_next_one_goes_on_there(tmp_path: Pa
     assert [record.seconds for record in Proof(path).records.values()] == [40, 40, 40]
 
 
-def test_what_is_too_long_for_the_rest_of_a_part_lets_shorter_checks_pass(tmp_path: Path) -> None:
-    clock, done = Clock(), list[str]()
-    found = [lasting(clock, seconds, done, name) for name, seconds in (("one", 60), ("long", 50), ("short", 30))]
-    path = tmp_path / "proof.json"
-    assert part(Proof(path), *found, clock=clock) == 1
-    assert part(Proof(path), *found, clock=clock, until=200) == 0
-    assert done == ["one", "short", "long"]
-
-
-def test_the_first_check_of_a_part_is_begun_however_long_it_takes(tmp_path: Path) -> None:
-    assert part(Proof(tmp_path / "proof.json"), check("long", needs_s=1000)) == 0
-
-
 def test_a_check_that_gives_way_goes_on_in_the_next_part_with_its_time_added_up(tmp_path: Path) -> None:
     clock, turns = Clock(), [PartOverError(), None]
 
@@ -146,24 +132,6 @@ def test_a_check_that_kills_its_part_again_and_again_is_given_up(tmp_path: Path)
     assert records["hangs"].status is Status.FAILED
     assert "never came to an end" in records["hangs"].why
     assert records["next"].status is Status.PROVEN
-
-
-def test_what_the_end_of_the_part_cuts_off_is_given_up_too_but_not_what_gives_way(tmp_path: Path) -> None:
-    path = tmp_path / "proof.json"
-    for error, begun in ((OverrunError(), MOST_BEGINNINGS), (PartOverError(), 0)):
-        for _ in range(MOST_BEGINNINGS):
-            assert part(Proof(path), check("cut", raising(error))) == 1
-        assert Proof(path).begun.get("cut", 0) == begun
-        Proof(path).pause("cut", 0)
-
-
-def test_an_interruption_is_no_beginning_and_leaves_the_check_to_do(tmp_path: Path) -> None:
-    path = tmp_path / "proof.json"
-    with pytest.raises(KeyboardInterrupt):
-        part(Proof(path), check("one"), check("two", raising(KeyboardInterrupt())))
-    proof = Proof(path)
-    assert list(proof.records) == ["one"]
-    assert proof.begun == {}
 
 
 @pytest.mark.parametrize(
@@ -204,11 +172,6 @@ def test_no_path_of_the_machine_gets_into_the_proof(tmp_path: Path) -> None:
     assert json.loads(text)["records"][0]["command"] == (
         "python examples/gpt/train.py --storage sqlite:///STATE/x.db .../libc.so"
     )
-
-
-def test_what_is_no_path_stays_as_it_is(tmp_path: Path) -> None:
-    text = "12.5 samples/s at ZeRO 1/2, 3 / 4, https://example.org/a/b/c and examples/gpt/train.py"
-    assert scrubbed(text, state=tmp_path) == text
 
 
 def test_the_page_says_what_was_proven_on_which_gpu_and_what_fell_short(tmp_path: Path) -> None:
@@ -275,17 +238,6 @@ def test_a_check_can_be_run_alone_and_anew(tmp_path: Path, on_a_gpu: Callable[..
     assert command.main(["--state", str(tmp_path), "--only", "three"]) == 2
 
 
-def test_another_gpu_does_not_go_on_with_the_proof_of_the_first(
-    tmp_path: Path, on_a_gpu: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    on_a_gpu(check("one"))
-    assert command.main(["--state", str(tmp_path)]) == 0
-    other = Device(index=0, visible_id="0", name="NVIDIA A100", memory_bytes=2**36)
-    on_a_gpu(check("one"), devices=Devices(kind="cuda", devices=(other,), host_memory_bytes=2**36))
-    assert command.main(["--state", str(tmp_path)]) == 3
-    assert "begun on NVIDIA H200" in capsys.readouterr().err
-
-
 def test_without_a_gpu_nothing_is_proven(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,12 +284,6 @@ def test_the_end_of_a_part_ends_a_command_as_it_can_be_ended(
     assert (tmp_path / "work" / "logs" / "search.out").read_text() == f"ready\n{signal_name}\n"
 
 
-def test_no_launch_is_begun_that_the_part_has_no_time_for(context: Context) -> None:
-    with pytest.raises(PartOverError):
-        context.require(1.0)
-    replace(context, deadline=time.monotonic() + 100).require(60.0)
-
-
 def test_every_check_has_its_own_name_and_every_example_a_check() -> None:
     names = [one.name for one in checks.all_checks()]
     assert len(set(names)) == len(names)
@@ -347,8 +293,8 @@ def test_every_check_has_its_own_name_and_every_example_a_check() -> None:
     assert folders - {"__pycache__"} <= set(EXAMPLES) | {"plain", "slurm"}
 
 
-@pytest.mark.parametrize("predicted", [1, 2, 15, 40, 300])
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95, 1.0, 1.06, 1.4])
+@pytest.mark.parametrize("predicted", [1, 15, 300])
+@pytest.mark.parametrize("share", [0.2, 0.8, 1.0, 1.4])
 def test_the_walk_from_the_prediction_comes_to_the_edge(predicted: int, share: float) -> None:
     edge = max(1, round(predicted * share))
     known: dict[int, bool] = {}
@@ -363,7 +309,7 @@ def test_the_walk_from_the_prediction_comes_to_the_edge(predicted: int, share: f
         assert len(known) <= 7
 
 
-@pytest.mark.parametrize("gib", [2, 16, 80, 139, 288])
+@pytest.mark.parametrize("gib", [2, 80, 288])
 def test_a_model_is_as_large_as_the_gpu_asks_for(gib: int) -> None:
     size = size_for(gib * 2**30)
     assert 0.12 < 18 * size.params / (gib * 2**30) < 0.26
@@ -450,14 +396,3 @@ def wheel(folder: Path, name: str, *needs: str) -> Path:
         lines = ["Metadata-Version: 2.1", *(f"Requires-Dist: {need}" for need in needs)]
         archive.writestr(f"{name}.dist-info/METADATA", "\n".join(lines))
     return path
-
-
-def test_children_find_the_checkout_before_what_was_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "mine")
-    found = install.environment(tmp_path / "checkout", tmp_path / "site")["PYTHONPATH"].split(":")
-    assert found == [str(tmp_path / "checkout"), str(tmp_path / "site"), "mine"]
-
-
-def test_the_recorded_landscape_has_the_stage_from_which_its_search_starts() -> None:
-    config = json.loads((ROOT / "examples" / "gpt" / "ds_config.json").read_text())
-    assert config["zero_optimization"]["stage"] in search.STAGES

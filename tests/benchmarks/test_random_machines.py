@@ -93,8 +93,8 @@ def test_refused_structures_fail_for_a_reason_that_is_not_memory() -> None:
 
 def test_searches_are_kept_and_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.jsonl"
-    arguments = ["--seeds", "12", "--methods", "binary", "optuna-random", "--budget", "6", "--results", str(results),
-                 "--recorded-seeds", "0"]  # fmt: skip
+    methods = ("binary", "optuna-random")
+    arguments = ["--seeds", "12", "--methods", *methods, "--budget", "6", "--results", str(results)]
     main(arguments)
     assert set(read(results)) == {(12, "binary"), (12, "optuna-random")}
     written = results.read_text()

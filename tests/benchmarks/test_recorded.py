@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import record_landscape, search_efficiency
 from benchmarks.named_landscapes import LANDSCAPES, throughput
-from benchmarks.random_machines import __main__ as random_machines
 from benchmarks.record_landscape import configurations, edge_walk
 from benchmarks.recorded import Recorded, key_of, recorded_landscapes, relative_noise, summary
 from optuna_dsat.outcome import Outcome
@@ -78,8 +77,8 @@ def test_the_walk_finds_the_edge_to_a_sixteenth(edge: int) -> None:
 
 
 def test_configurations_are_those_that_a_stage_knows() -> None:
-    found = list(configurations([0, 1, 3], offload=True, buckets=[5, 50]))
-    assert len(found) == 1 + 2 * 2 + 4 * 2
+    found = configurations([0, 1, 3], offload=True)
+    assert len(found) == 1 + 2 + 4
     assert len({key_of(zero) for zero in found}) == len(found)
 
 
@@ -199,8 +198,8 @@ def test_the_users_config_is_played_back_as_it_was(timed: Recorded) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of files that they leave open
-@pytest.mark.parametrize("method", ["deepspeed-fast", "dsat-random"])
-def test_peers_search_records_too(timed: Recorded, method: str) -> None:
+def test_peers_search_records_too(timed: Recorded) -> None:
+    method = "deepspeed-fast"
     if lacking := search_efficiency.missing(method):
         pytest.skip(f"{', '.join(lacking)} not installed: see benchmarks/README.md")
     best, _, _ = timed.best()
@@ -209,28 +208,8 @@ def test_peers_search_records_too(timed: Recorded, method: str) -> None:
     assert -0.2 < found.distance < 0.9
 
 
-def test_the_report_on_random_machines_has_a_section_of_records(
-    timed: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = tmp_path / "results.jsonl"
-    monkeypatch.setattr(random_machines, "recorded_landscapes", lambda: {"timed": timed})
-    arguments = ["--seeds", "1-0", "--methods", "binary", "optuna-random", "--budget", "6", "--recorded-seeds", "2"]
-    random_machines.main([*arguments, "--results", str(results)])
-    first = capsys.readouterr().out
-    assert "### timed" in first
-    assert "| optuna-random |" in first
-    assert len(results.read_text().splitlines()) == 4
-    assert random_machines.read(results) == {}
-    random_machines.main([*arguments, "--results", str(results)])
-    assert capsys.readouterr().out == first
-    assert len(results.read_text().splitlines()) == 4
-    monkeypatch.setattr(random_machines, "recorded_landscapes", dict)
-    random_machines.main([*arguments, "--results", str(results)])
-    assert "No landscape is recorded" in capsys.readouterr().out
-
-
 @pytest.mark.torchrun
-def test_a_script_is_recorded_and_the_record_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Path(record_landscape.__file__).parent / "jobs" / "cnn"
     path, script, ds_config = tmp_path / "cnn.json", str(job / "train.py"), str(job / "ds_config.json")
     command = [str(path), script, ds_config, "--stages", "0", "--cpu-ranks", "2", "--longest-step", "0.001",
@@ -243,9 +222,3 @@ def test_a_script_is_recorded_and_the_record_continued(tmp_path: Path, capsys: p
     assert landscape.slots == 2
     assert landscape.user_config["train_micro_batch_size_per_gpu"] == 4
     assert landscape.best()[0] > 0
-    record_landscape.main(command)
-    assert json.loads(path.read_text()) == record
-    record["versions"]["torch"] = "1.0"
-    path.write_text(json.dumps(record))
-    with pytest.raises(SystemExit, match="another machine or with other versions"):
-        record_landscape.main(command)

@@ -68,14 +68,6 @@ class Altered:
             key=key,
         )
 
-    def study_attribute(self, key: str, value: str) -> None:
-        self.execute(
-            "UPDATE study_user_attributes SET value_json = :value WHERE key = :key AND study_id ="
-            " (SELECT study_id FROM studies WHERE study_name = 'bad')",
-            value=value,
-            key=key,
-        )
-
     def launch(self, column: str, value: Any) -> None:
         self.execute(
             f"UPDATE dsat_launches SET {column} = :value WHERE study_uuid ="
@@ -92,16 +84,8 @@ def altered(two_studies: Path, tmp_path: Path, run_here: Run) -> Altered:
 
 DAMAGES: dict[str, Callable[[Altered], None]] = {
     "a field of a newer version": lambda db: db.spec(of_a_newer_version=1),
-    "a metric of a newer version": lambda db: db.spec(metric="joules"),
-    "an option that follows nothing": lambda db: db.spec(
-        script={"script": "/train.py", "cwd": "/", "config_path": "", "arg_mappings": {"moon": "--moon"}}
-    ),
     "a spec of another study": lambda db: db.spec(name="../bad"),
     "an outcome of a newer version": lambda db: db.trial_attribute("outcome", '"evaporated"'),
-    "a round of a newer version": lambda db: db.study_attribute(
-        "confirmation", '{"chosen": [], "measured": 1, "since": 1, "launches": [{"number": 0, "moon": "full"}]}'
-    ),
-    "a launch's outcome of a newer version": lambda db: db.launch("outcome", "evaporated"),
     "a launch's name with a path": lambda db: db.launch("launch_id", "../../etc"),
 }
 COMMANDS = ("resume", "trials", "best", "export", "explain", "report")
@@ -146,10 +130,3 @@ def test_the_version_that_made_it_is_named(altered: Altered) -> None:
     shown = altered("show", "bad").stderr
     assert "its spec: of_a_newer_version" in shown
     assert "(made by optuna-dsat 9.1)" in shown
-
-
-def test_a_profile_that_is_none_is_named(altered: Altered) -> None:
-    altered.execute("UPDATE dsat_profiles SET profile = '{}'")
-    listed = altered("studies").stdout
-    assert "bad cannot be read: its profile" in listed
-    assert "good cannot be read: its profile" in listed

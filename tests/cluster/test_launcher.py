@@ -255,5 +255,5 @@ def test_the_heads_work_for_a_trial_does_not_grow_with_the_places(tmp_path: Path
             done += sum(isinstance(update, Finished) for update in launcher.poll(0.0))
         return (time.process_time() - begun) / trials
 
-    few, many = work_s(4, trials=100), work_s(500, trials=500)  # places of two nodes: 8 nodes and 1,000
+    few, many = work_s(4, trials=100), work_s(200, trials=200)  # places of two nodes: 8 nodes and 400
     assert many < 2 * few

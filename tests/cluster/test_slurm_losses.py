@@ -1,21 +1,17 @@
-"""What becomes of a search when a node of SLURM dies or freezes, and of the node when its head does."""
+"""What becomes of a search when a node of SLURM dies; one that falls silent is in ``test_slurm``."""
 
 from __future__ import annotations
 
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from optuna_dsat.launch.places.slurm import SlurmEngine
 from optuna_dsat.outcome import Outcome
 from tests.cluster.launches import finish, launcher_on, poll_until, stub
 from tests.harness.slurm import SlurmCluster, stretched
-from tests.harness.workers import ended, wait_until
+from tests.harness.workers import wait_until
 
 pytestmark = pytest.mark.torchrun
 
@@ -23,20 +19,8 @@ LOST_S = 40.0
 """Longest time until a node that died or froze is missed, on a machine with nothing else to do."""
 
 
-@pytest.fixture
-def keepers(breakable_slurm: SlurmCluster) -> Iterator[list[psutil.Process]]:
-    """Give a list for the processes that a test stops; they go on at its end, so that SLURM can end them."""
-    assert breakable_slurm
-    stopped: list[psutil.Process] = []
-    yield stopped
-    for process in stopped:
-        with suppress(psutil.NoSuchProcess):
-            process.resume()
-
-
-@pytest.mark.parametrize("fate", ["killed", "frozen"])
 def test_a_node_without_its_daemons_is_lost_and_the_search_goes_on_elsewhere(
-    breakable_slurm: SlurmCluster, keepers: list[psutil.Process], tmp_path: Path, fate: str
+    breakable_slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     told: list[str] = []
     engine = SlurmEngine(())
@@ -45,10 +29,9 @@ def test_a_node_without_its_daemons_is_lost_and_the_search_goes_on_elsewhere(
         launcher.start(stub(tmp_path, "trial-0000", "--end", "sleep"))
         poll_until(launcher, lambda seen: len(seen) == 2, what="it runs on two nodes")
         node = sorted(one.environ()["SLURMD_NODENAME"] for one in breakable_slurm.agents())[1]
-        keepers += breakable_slurm.keepers(node)
         begun = time.monotonic()
-        for process in keepers:
-            process.kill() if fate == "killed" else process.suspend()
+        for process in breakable_slurm.keepers(node):
+            process.kill()
         report = finish(launcher, limit_s=stretched(LOST_S))
         lost_s = time.monotonic() - begun
         assert report.outcome is Outcome.KILLED
@@ -59,19 +42,3 @@ def test_a_node_without_its_daemons_is_lost_and_the_search_goes_on_elsewhere(
         assert (again.outcome, node in again.host) == (Outcome.MEASURED, False), again.message
     finally:
         launcher.close()
-
-
-def test_what_stands_still_ends_with_its_slurm(tmp_path: Path) -> None:
-    """As a slurmstepd, of which neither the environment nor the command line names its SLURM."""
-    log, other = tmp_path / "slurmd.n1.log", subprocess.Popen(["sleep", "600"], cwd="/", env={})
-    with log.open("w") as file:
-        step = subprocess.Popen(["sleep", "600"], cwd="/", env={}, stdout=file)
-    try:
-        psutil.Process(step.pid).suspend()
-        SlurmCluster(root=tmp_path, nodes=1).end_processes()
-        assert ended(step.pid)
-        step.wait(5)
-        assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()

@@ -122,16 +122,6 @@ def test_the_printed_command_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: 
     assert all(line.endswith(f"['{path}', \"it's two words\"]") for line in lines)
 
 
-def test_the_doctor_looks_at_the_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
-    output, _ = Command(
-        tmp_path, "doctor", "--json", "--on", "slurm", "--nodes-per-trial", "2", environ=slurm.environ
-    ).finish()
-    found = {one["name"]: one for one in json.loads(output)["findings"] if one["area"] == "cluster"}
-    assert set(found) == {"n1", "n2", "network"}
-    assert found["n1"]["data"]["versions"] == found["n2"]["data"]["versions"]
-    wait_until(lambda: not slurm.jobs, what="no job is left")
-
-
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
 def test_the_users_files_are_as_before_a_search_on_two_nodes(slurm: SlurmCluster, world: Path, shared: Path) -> None:
     before, outside = state(world, shared), world.parent
@@ -146,17 +136,3 @@ def test_the_users_files_are_as_before_a_search_on_two_nodes(slurm: SlurmCluster
     assert state(world, shared) == before
     assert "Trials write to overlays: your files stay as they are." in output + errors
     assert any(report["outcome"] == "measured" for report in reports(outside / "output" / "s").values())
-
-
-def test_what_a_subprocess_changes_without_overlays_ends_a_search_on_nodes(
-    slurm: SlurmCluster, world: Path, shared: Path
-) -> None:
-    outside = world.parent
-    _, errors = Command(
-        world,
-        *("random", "train.py", "ds_config.json", *ON_TWO_NODES, "--isolation", "python", "--zero-stages", "1"),
-        *("--max-trials", "1", "--confirm", "0", "--storage", f"sqlite:///{outside}/study.db"),
-        *("--output-dir", str(outside / "output"), "--", str(shared), "--subprocess"),
-        environ={"DS_ACCELERATOR": "cpu", **slurm.environ},
-    ).finish(code=4)
-    assert f"The profile launch changed {world}/copied.txt" in errors

@@ -124,6 +124,7 @@ HUGGING_FACE: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("no_probe")
 def test_auto_is_a_note_where_nothing_is_known_of_the_script() -> None:
     (finding,) = check(HUGGING_FACE)
     assert finding.status is Status.NOTE

@@ -1,4 +1,4 @@
-"""The whole command, on a module and on a script that does not follow its config."""
+"""The whole command on a module, and a launch of a script that does not follow its config."""
 
 from __future__ import annotations
 
@@ -40,18 +40,6 @@ def test_a_module_is_tuned_and_resumed_as_a_script_is(tmp_path: Path) -> None:
     (folder / "trainer" / "train.py").unlink()
     _, errors = Command(folder, "resume", "train-random", *STORAGE).finish(code=2)
     assert errors.startswith("optuna-dsat: The module trainer.train is not found from ")
-
-
-def test_a_script_with_an_option_for_its_batch_size_is_followed_and_told_so(example: Path) -> None:
-    output, errors = Command(example, "random", str(OWN_BATCH), CONFIG, *OPTIONS, "--json").finish()
-    lines = errors.splitlines()
-    assert "The script takes its batch size from --batch-size (now 6); it follows each configuration." in lines
-    assert "optuna-dsat train own_batch-random" in json.loads(output)["command"], "its config is built in code"
-    [own] = [line for line in lines if line.startswith("The script passes a DeepSpeed config of its own")]
-    assert 'optimizer.type is "Adam" ("AdamW" in the file)' in own
-    assert "train_micro_batch_size_per_gpu is 6 (4 in the file)" in own
-    launches = [path.parent.name for path in example.glob("optuna-dsat-output/*/*/launch.json")]
-    assert sorted(launches) == ["profile", "profile-batch-0-12", "trial-0000"]
 
 
 def test_a_mapped_option_is_the_remedy(launch: Launch) -> None:

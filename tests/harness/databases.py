@@ -139,6 +139,7 @@ def running_server(place: Path | None = None) -> Iterator[Server]:
     finally:
         arguments = ("-w", "-D", str(folder), "-m", "immediate", "stop")
         pgexec("pg_ctl", arguments, bin_path=server.bin_path, user=server.system_user)
+        server.cleanup_mode = None  # it has been stopped: its package would fail to, and log a traceback
         server.cleanup()
         shutil.rmtree(folder, ignore_errors=True)
 

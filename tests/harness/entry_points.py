@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,14 +81,21 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EntryPointBench]:
-    (tmp_path / "train.py").write_text("raise SystemExit('never run')\n")
-    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
-    monkeypatch.chdir(tmp_path)
-    made = EntryPointBench(tmp_path)
-    monkeypatch.setattr(run, "local_launcher", made.launcher)
-    monkeypatch.setattr(LeftoverWatch, "begin", lambda _: None)  # removes those of tests that run beside this one
+@contextmanager
+def searching_in(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[EntryPointBench]:
+    """Have searches of this process run in a folder, with a script and its config, over a simulated landscape."""
+    (folder / "train.py").write_text("raise SystemExit('never run')\n")
+    (folder / "ds.json").write_text(json.dumps(DS_CONFIG))
     before = signal.getsignal(signal.SIGTERM)  # the command sets its own
+    patch.chdir(folder)
+    made = EntryPointBench(folder)
+    patch.setattr(run, "local_launcher", made.launcher)
+    patch.setattr(LeftoverWatch, "begin", lambda _: None)  # removes those of tests that run beside this one
     yield made
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EntryPointBench]:
+    with searching_in(tmp_path, monkeypatch) as made:
+        yield made

@@ -26,7 +26,7 @@ __all__ = ["MIB", "Machine", "machine", "nvml_libraries", "uuid"]
 SOURCE = Path(__file__).with_name("nvml.c")
 LIBRARY = "libnvidia-ml.so.1"
 MIB = 2**20
-NOT_SUPPORTED, NO_PERMISSION, GPU_IS_LOST, RESET_REQUIRED, UNKNOWN = 3, 4, 15, 16, 999
+NOT_SUPPORTED, GPU_IS_LOST, UNKNOWN = 3, 15, 999
 
 
 def uuid(index: int) -> str:

@@ -133,12 +133,11 @@ def test_what_is_given_in_code_alone_is_told_whatever_the_launch_runs(tmp_path: 
     assert launch.of(ConfigDiffers)[0].differences == engine.config_differences
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_script_that_tells_accelerate_to_use_the_cpu_is_told_so(tmp_path: Path, told: bool) -> None:
+def test_a_script_that_tells_accelerate_to_use_the_cpu_is_told_so(tmp_path: Path) -> None:
     start = Starter(tmp_path, {})
-    text = f"""import torch
+    text = """import torch
 from accelerate import Accelerator
-accelerator = Accelerator(cpu={told})
+accelerator = Accelerator(cpu=True)
 model, optimizer = accelerator.prepare(model := torch.nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
 for _ in range(9):
     accelerator.backward(model(torch.ones(1, 2)).mean())
@@ -146,8 +145,8 @@ for _ in range(9):
 """
     launch = start.alone(script(start, text), user_config_path="")
     assert launch.exit_code != 0
-    assert ("Accelerator(cpu=True)" in launch.log("stderr")) == told
-    assert ("guided accelerate launch" in launch.log("stderr")) != told
+    assert "Accelerator(cpu=True)" in launch.log("stderr")
+    assert "guided accelerate launch" not in launch.log("stderr")
 
 
 def test_lightnings_trainer_follows_the_trial(tmp_path: Path, warm_ranks: WarmRanks) -> None:

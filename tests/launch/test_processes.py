@@ -194,6 +194,19 @@ def test_events_are_read_as_they_come(tmp_path: Path) -> None:
     assert tail.read() == []
 
 
+def test_long_files_of_events_are_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    done = RankFinished(rank=0, time=3.0, reason="profile_done", steps=3)
+    line = encode_event(done).encode() + b"\n"
+    path.write_bytes(line * (3 * 2**20 // len(line)) + line[:20])
+    tail = EventTail(path)
+    assert len(tail.read()) == 3 * 2**20 // len(line)
+    with path.open("ab") as file:
+        file.write(line[20:] + b"\n" * 2**20)
+    assert tail.read() == [done]
+    assert tail.dropped == 0
+
+
 def test_exit_codes_are_read_from_the_agent_s_record(tmp_path: Path) -> None:
     record = tmp_path / "agent.json"
     assert read_exit_codes(record) == {}

@@ -10,7 +10,6 @@ from optuna_dsat.launch.protocol import Finished, Launcher, LaunchUpdate, Observ
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     EngineReady,
-    ProfileMeasured,
     RankFailed,
     RankFinished,
     RankStarted,
@@ -87,12 +86,6 @@ def test_a_measured_launch_sends_what_a_real_one_sends() -> None:
     assert simulated.free_slots == simulated.total_slots == 8
 
 
-def test_a_profile_launch_measures_the_landscape_s_profile() -> None:
-    profile = events(run(launcher(), purpose="profile"), ProfileMeasured)[0]
-    assert (profile.params, profile.device_memory_bytes, profile.device_name) == (2000, 10**6, "simulated")
-    assert not events(run(launcher()), ProfileMeasured)
-
-
 def test_out_of_memory_is_recorded_by_a_rank() -> None:
     updates = run(launcher(), ds_config=config(41))
     assert events(updates, RankFailed)[0].outcome == "out_of_memory"
@@ -119,34 +112,6 @@ def test_limits_end_a_launch(outcome: str, limits: dict[str, float], expected: O
     assert simulated.now_s == pytest.approx(seconds + 0.5)
 
 
-def test_launches_interleave_in_virtual_time() -> None:
-    simulated = launcher()
-    simulated.start(request(Path("/nowhere"), launch_id="slow", ds_config=config(40), slots=4))
-    simulated.start(request(Path("/nowhere"), launch_id="fast", ds_config=config(1), slots=4))
-    with pytest.raises(RuntimeError, match="asks for 1 slot; 0 of 8 are free"):
-        simulated.start(request(Path("/nowhere"), launch_id="more", slots=1))
-    updates = updates_until_finished(simulated, 2)
-    assert list(reports(updates)) == ["fast", "slow"]
-    assert simulated.now_s < simulated.busy_s
-
-
-def test_a_stopped_launch_ends_at_once() -> None:
-    simulated = launcher()
-    simulated.start(request(Path("/nowhere"), ds_config=config(), end_profile_step=50))
-    updates: list[LaunchUpdate] = []
-    while not events(updates, StepMeasured):
-        updates += simulated.poll(1.0)
-    stopped_at = simulated.now_s
-    simulated.stop("trial-0000", message="cannot win")
-    simulated.stop("unknown")
-    updates += updates_until_finished(simulated)
-    report = reports(updates)["trial-0000"]
-    assert (report.outcome, report.message) == (Outcome.PRUNED, "cannot win")
-    assert simulated.now_s == pytest.approx(stopped_at + 0.5)
-    assert {event.step for event in events(updates, StepMeasured)} == {1}
-    assert simulated.poll(0.0) == ()
-
-
 def latencies(simulated: SimulatedLauncher, micro_batch: int = 10) -> list[float]:
     return [e.latency_s for e in events(run(simulated, ds_config=config(micro_batch)), StepMeasured)]
 
@@ -160,28 +125,3 @@ def test_noise_depends_on_seed_configuration_and_attempt_alone() -> None:
     assert latencies(other) != first
     assert len({*first}) == 3
     assert latencies(launcher()) == [3.75] * 6
-
-
-def test_close_ends_everything() -> None:
-    simulated = launcher()
-    simulated.start(request(Path("/nowhere")))
-    simulated.close()
-    assert simulated.poll(0.0) == ()
-    assert simulated.free_slots == 8
-
-
-@pytest.mark.parametrize(
-    ("options", "words"), [({"total_slots": 0}, "total_slots is at least 1"), ({"noise": -0.1}, "noise is")]
-)
-def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        launcher(**options)
-
-
-def test_a_name_in_use_and_a_full_run_are_refused() -> None:
-    simulated = launcher()
-    simulated.start(request(Path("/nowhere")))
-    with pytest.raises(ValueError, match="launch_id is unique"):
-        simulated.start(request(Path("/nowhere")))
-    with pytest.raises(ValueError, match="full"):
-        simulated.start(request(Path("/nowhere"), launch_id="full", purpose="full"))

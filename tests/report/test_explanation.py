@@ -155,7 +155,7 @@ def test_small_effects_share_a_row_with_their_product_and_one_keeps_its_own() ->
     assert [row.setting for row in rows if row.is_setting] == [first.knob, "one"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_factors_multiply_to_the_measured_ratio(seed: int) -> None:
     draw = random.Random(seed)
     configs: list[dict[str, Any]] = [

@@ -80,22 +80,6 @@ def test_what_a_rank_writes_is_read(event: Any) -> None:
     assert decode_event(changed(event, of_a_newer_version=1)) is not None
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"kind": "step_measured", "rank": 0, "time": 1.0}',
-        "[" * 100_000,
-        '{"kind": "step_measured", "step": ' + "9" * 5000 + "}",
-        '{"kind": []}',
-        '{"kind": {}}',
-        "[]",
-        "null",
-    ],
-)
-def test_a_line_without_a_whole_event_is_none(line: str) -> None:
-    assert decode_event(line) is None
-
-
 def test_text_is_fit_to_be_stored() -> None:
     failed = RankFailed(
         rank=0,

@@ -15,7 +15,7 @@ import torch
 import optuna_dsat
 from optuna_dsat.runtime.events import RankFailed, StepMeasured
 from tests.harness.meter import Engine, FakeClock, MeterBench
-from tests.harness.ranks import ROOT, Starter, script
+from tests.harness.ranks import ROOT, Starter, WarmRanks, script
 
 
 class Unseen(Engine):
@@ -189,7 +189,9 @@ def test_in_a_trial_its_settings_lie_over_the_overwrites(start: Starter) -> None
 
 
 @pytest.mark.torchrun
-def test_a_launch_records_the_batches_that_its_script_says_it_has_completed(start: Starter) -> None:
+def test_a_launch_records_the_batches_that_its_script_says_it_has_completed(
+    start: Starter, warm_ranks: WarmRanks
+) -> None:
     text = (
         "import sys, deepspeed, torch\n"
         "from optuna_dsat import dsat_reporting_context\n"
@@ -208,7 +210,7 @@ def test_a_launch_records_the_batches_that_its_script_says_it_has_completed(star
         "    step()\n"
     )
     overlay = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    launch = start.torchrun(script(start, text), str(start.user_config), overlay=overlay)
+    launch = start.torchrun(script(start, text), str(start.user_config), overlay=overlay, warm=warm_ranks)
     assert [step.steps_completed for step in launch.of(StepMeasured)] == [500, 501, 3]
     assert "'float' object cannot be interpreted as an integer" in launch.of(RankFailed)[0].message
 

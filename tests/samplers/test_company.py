@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import optuna
 import pytest
@@ -158,3 +159,29 @@ def test_more_workers_than_lineages_try_what_nobody_tried(kit: SimpleNamespace, 
     only = partial(kit.suggest, stages=(1, 2), wide=False)
     seen = [str(only(study.ask())) for _ in range(6)]
     assert len(set(seen)) == 6
+
+
+@methods
+def test_knobs_of_a_planned_trial_are_suggested_without_reading_the_history(
+    kit: SimpleNamespace, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, pruner = method
+    study = kit.create(sampler(seed=5), pruner())
+    driver = kit.Driver(study)
+    driver.run(1)
+    trial = study.ask()
+    reads = MagicMock(wraps=study.get_trials)
+    monkeypatch.setattr(study, "get_trials", reads)
+    assert kit.suggest(trial)["zero_stage"] == study.trials[0].params["zero_stage"]
+    assert reads.call_count == 1  # the line above
+
+
+def test_knobs_of_a_new_lineage_are_drawn_from_one_reading(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = kit.create(LineageRandomSampler(seed=0), DeepSpeedPruner())
+    trial = study.ask()
+    reads = MagicMock(wraps=study.get_trials)
+    monkeypatch.setattr(study, "get_trials", reads)
+    kit.suggest(trial)
+    assert reads.call_count == 2  # one for the knobs, one for the micro-batch

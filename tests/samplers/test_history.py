@@ -64,7 +64,7 @@ def test_another_seed_gives_another_sequence(kit: SimpleNamespace, method: Metho
 @methods
 @pytest.mark.filterwarnings("ignore:RetryHeartbeatStaleTrialCallback is experimental")
 @pytest.mark.parametrize("suggested", [True, False])
-@pytest.mark.parametrize("at", [0, 3, 9])
+@pytest.mark.parametrize("at", [0, 9])
 def test_a_lost_trial_is_repeated_and_the_search_goes_on_as_if_nothing_happened(
     kit: SimpleNamespace, method: Method, at: int, suggested: bool
 ) -> None:

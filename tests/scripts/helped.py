@@ -1,10 +1,11 @@
-"""Trains on batches that processes of its own make: ``helped.py CONFIG HELPERS``, one of ``HELPERS`` below.
+"""Trains on batches that processes of its own make, those of ``HELPERS`` in turn: ``helped.py CONFIG``.
 
 Each batch tells by which process it was made, and the step is made only if that was not this one.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -87,7 +88,6 @@ def piped() -> Iterator[Batch]:
 
 HELPERS: dict[str, Callable[[], Iterator[Batch]]] = {
     "loader, forked": lambda: loaded("fork", workers=2),
-    "loader, persistent": lambda: loaded("fork", workers=2, persistent=True),
     "loader, fork server": lambda: loaded("forkserver", persistent=True),
     "queue, spawned": lambda: queued("spawn"),
     "pool": lambda: pooled("fork"),
@@ -96,12 +96,13 @@ HELPERS: dict[str, Callable[[], Iterator[Batch]]] = {
 
 
 def main() -> None:
-    config, name = sys.argv[1:]
-    batches = HELPERS[name]()
-    next(batches)  # before DeepSpeed opens anything
+    helpers = [make_batches() for make_batches in HELPERS.values()]
+    for helper in helpers:
+        next(helper)  # before DeepSpeed opens anything
     model = torch.nn.Linear(16, 1)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    for _, (numbers, makers) in zip(range(100), batches, strict=False):
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
+    for helper in itertools.islice(itertools.cycle(helpers), 100):
+        numbers, makers = next(helper)
         assert os.getpid() not in makers.tolist()
         loss = engine(numbers).square().mean()
         engine.backward(loss)

@@ -19,6 +19,9 @@ from optuna_dsat.runtime.writer import EventWriter, events_path
 
 def end(kind: str) -> None:
     """End this rank, or hang, as asked."""
+    if kind == "raise slowly":
+        time.sleep(1.0)
+        raise ValueError("the script's own mistake")
     if kind == "exit":
         sys.exit(7)
     if kind == "sleep":
@@ -29,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("--end", default="")
+    parser.add_argument("--end-rank", type=int, default=-1)
     parser.add_argument("--at", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--step-s", type=float, default=0.0)
@@ -51,7 +55,7 @@ def main() -> None:
     )  # fmt: skip
     print("training starts", flush=True)
     for step in range(1, args.steps + 1):
-        if step == args.at and args.end:
+        if step == args.at and args.end and args.end_rank in (-1, rank):
             end(args.end)
         time.sleep(args.step_s)
         writer.write(

@@ -36,15 +36,6 @@ def load(store: Store) -> optuna.Study:
     return optuna.load_study(study_name=STUDY, storage=store.storage)
 
 
-def test_four_workers_start_on_an_empty_database(url: str, actor: ActorFactory) -> None:
-    actors = [actor("opens", url) for _ in range(4)]
-    start_together(actors)
-    uuids = {one.answer() for one in actors}
-    assert len(uuids) == 1
-    with Store.open(url) as store:
-        assert [record.name for record in store.list_studies()] == [STUDY]
-
-
 def test_workers_claim_overlapping_configurations(url: str, actor: ActorFactory) -> None:
     actors = [actor("claims", url, "8", "32") for _ in range(4)]
     start_together(actors)

@@ -33,6 +33,12 @@ KEY = "key"
 
 
 @pytest.fixture
+def url(sqlite_url: str) -> str:
+    """Return SQLite alone: of PostgreSQL are ``test_lost_lock`` and ``test_many_workers``."""
+    return sqlite_url
+
+
+@pytest.fixture
 def bench(tmp_path: Path, store: Store) -> StudyBench:
     (tmp_path / "train.py").write_text("")
     return StudyBench(tmp_path, store)

@@ -38,16 +38,3 @@ def test_a_smaller_metric_is_better_where_it_is_minimised() -> None:
 def test_trials_whose_errors_are_shared_are_told_apart_by_what_is_not() -> None:
     alike = JointEstimate(numbers=(1, 2), means=(0.0, 0.01), covariance=((0.0101, 0.01), (0.01, 0.0101)))
     assert list(alike.log_ratio(2, 1)) == pytest.approx([0.01, math.sqrt(2e-4)])
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"numbers": [1, 2], "means": [0.0], "covariance": [[1.0, 0.0], [0.0, 1.0]]},
-        {"numbers": [1], "means": [math.nan], "covariance": [[1.0]]},
-        {"numbers": [1, 2], "means": [0.0, 0.0], "covariance": [[1.0], [1.0]]},
-    ],
-)
-def test_a_damaged_record_is_refused(record: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"covariances|finite"):
-        JointEstimate.from_json(record)

@@ -23,10 +23,9 @@ from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.study.profile import profile
 from optuna_dsat.study.profile.profile import profile_attempts
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.progress import Message, ProfileFinished
+from optuna_dsat.study.progress import Message
 from optuna_dsat.study.stored import read_stored, record_of
 from optuna_dsat.study.trust import what_runs
-from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import StudyBench
@@ -190,28 +189,6 @@ def test_of_the_thousands_of_modules_that_are_imported_the_packages_are_shown(be
         line for line in what_runs(spec.model_copy(update={"preload": ("own.module",)}), profiled) if "imports" in line
     )
     assert line.split(maxsplit=1)[1] == "own.module, torch, parts (3,003 modules)"
-
-
-ALTERED: dict[str, dict[str, Any]] = {
-    "no profile at all": {"profile": []},
-    "a variable that no launch learns": {"environment": {"LD_PRELOAD": "/tmp/evil.so"}},
-    "a module that no launch imports": {"preload": {"modules": ["../evil"]}},
-}
-
-
-@pytest.mark.parametrize("altered", ALTERED.values(), ids=ALTERED.keys())
-def test_a_profile_that_others_altered_is_measured_anew(bench: StudyBench, altered: dict[str, Any]) -> None:
-    bench.run(bench.spec(name="first", max_trials=1, confirm=0), Hill())
-    first = read_stored(bench.store, "first")
-    assert first.profiled is not None
-    record = {**first.profiled.to_json(), **altered}
-    with pytest.raises(ValueError):  # noqa: PT011 - by whom it was found
-        Profiled.from_json(record)
-    bench.store.save_profile(str(first.attributes[attributes.FINGERPRINT]), record, study_uuid=first.record.uuid)
-    bench.news.clear()
-    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
-    assert [news.reused for news in bench.news if isinstance(news, ProfileFinished)] == [False]
-    assert read_stored(bench.store, "s").profiled == first.profiled
 
 
 @pytest.mark.parametrize(

@@ -73,12 +73,6 @@ def run(folder: Path, command: str, environ: Mapping[str, str] | None = None) ->
     ("script", "launch", "words"),
     [
         pytest.param(
-            {"script": "plain.py", "args": ()},
-            {"config_option": "--deepspeed_config"},
-            ("torchrun", "--deepspeed_config"),
-            id="torchrun, the script's option for its config",
-        ),
-        pytest.param(
             {"script": "plain.py", "args": ("--deepspeed_config", "ds.json")},
             {"takes_local_rank": True},
             ("deepspeed", "--num_gpus"),
@@ -86,21 +80,13 @@ def run(folder: Path, command: str, environ: Mapping[str, str] | None = None) ->
         ),
         pytest.param(
             {
-                "script": "plain", "is_module": True, "args": ("--deepspeed_config=ds.json", "--batch", "1"),
-                "arg_mappings": {"train_micro_batch_size_per_gpu": "--batch"},
+                "script": "plain", "is_module": True,
+                "args": ("--deepspeed_config=ds.json", "--batch", "1", "--stage=1"),
+                "arg_mappings": {"train_micro_batch_size_per_gpu": "--batch", "zero_optimization.stage": "--stage"},
             },
             {},
-            ("-m", "--batch"),
-            id="a module, an option that follows the batch size",
-        ),
-        pytest.param(
-            {
-                "script": "plain.py", "args": ("--deepspeed_config=ds.json", "--stage=1"),
-                "arg_mappings": {"zero_optimization.stage": "--stage"},
-            },
-            {},
-            ("--stage=2",),
-            id="an option that sets the stage",
+            ("-m", "--batch", "--stage=2"),
+            id="a module, options that follow the batch size and the stage",
         ),
         pytest.param(
             {"script": "prepared.py", "args": (), "environment": ACCELERATE},
@@ -182,7 +168,7 @@ SEARCHES = (
            words="--cpu-ranks 2 model_def:MyTrial ds_config.json --hparams hparams.yaml"),
     Search(name="an experiment of Determined", folder=EXAMPLES + "deepspeed_trial",
            words="--cpu-ranks 2 experiment.yaml ."),
-    Search(name="the Trainer", folder=EXAMPLES + "huggingface", is_always_run=True,
+    Search(name="the Trainer", folder=EXAMPLES + "huggingface",
            words="--cpu-ranks 2 train.py ds_config.json -- --deepspeed ds_config.json --output_dir out --do_train"
            " --max_steps 4 --samples 64"),
     Search(name="the Trainer, told to use the CPU", folder=EXAMPLES + "huggingface",
@@ -238,6 +224,17 @@ SEARCHES = (
            words="--cpu-ranks 2 trainer_plain.py plain.json -- out"),
     Search(name="a Trainer whose arguments are built twice", folder=FIRST_TRY, ranks=1,
            words="--cpu-ranks 1 trainer_twice.py twice.json -- out twice.json"),
+    Search(name="a Trainer whose arguments are in a file", folder=FIRST_TRY, ranks=1,
+           words="--cpu-ranks 1 python trainer_file.py trainer.yaml twice.json"),
+    Search(name="a Trainer whose batch sizes are options of another name", folder=FIRST_TRY, ranks=1,
+           words="--cpu-ranks 1 python trainer_clicked.py --train-batch-size 4 --deepspeed twice.json"),
+    Search(name="an option that sets the stage", folder=FIRST_TRY, ranks=1,
+           words="torchrun --nproc_per_node 1 staged.py --stage 3"),
+    Search(name="a batch size that cannot change", folder=FIRST_TRY, ranks=1, micro_batch=2, rows=2,
+           words="--cpu-ranks 1 fixed.py plain.json -- plain.json"),
+    Search(name="an application of Hydra", folder=FIRST_TRY, ranks=1, words="--cpu-ranks 1 hydra_app.py"),
+    Search(name="a function that Python Fire calls", folder=FIRST_TRY, ranks=1,
+           words="torchrun --nproc_per_node 1 fired.py train"),
 )  # fmt: skip
 PLAIN = {
     "train_micro_batch_size_per_gpu": 1,
@@ -284,6 +281,13 @@ FILES: dict[str, dict[str, Any]] = {
         "num_processes": 2,
     },
     "settings.yaml": {"batch_size": 4},
+    "trainer.yaml": {
+        "output_dir": "out",
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+    },
     "strings.json": {
         **PLAIN,
         "gradient_accumulation_steps": 2,

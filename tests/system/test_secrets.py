@@ -1,4 +1,4 @@
-"""A script's secrets in a search with real launches: they reach the script, and nothing else."""
+"""Secrets in a search with real launches: those of the script reach it alone, that of the database no one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from sqlalchemy import MetaData, create_engine, make_url, select
 
+from optuna_dsat.cli.parsing.password import STORAGE_ENV
 from tests.harness.commands import Command, search, write_config
-from tests.system.test_real_launches import SQLITE, whole_database
 
 pytestmark = pytest.mark.torchrun
 
@@ -33,14 +34,32 @@ for step in range(100):
 """
 
 
-def arguments_of(pid: int) -> str:
+def texts_of(pid: int, kind: str) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        return Path(f"/proc/{pid}/{kind}").read_text(errors="replace")
     except OSError:
         return ""
 
 
-def test_secrets_reach_the_script_and_stand_nowhere_else(tmp_path: Path) -> None:
+@pytest.fixture
+def secret_url(postgres_url: str) -> str:
+    """Return a URL with a password; the server that the suite starts itself does not ask for it."""
+    url = make_url(postgres_url)
+    return url.set(password=url.password or "bohnen-7f3a").render_as_string(hide_password=False)
+
+
+def whole_database(url: str) -> str:
+    engine = create_engine(url)
+    metadata = MetaData()
+    with engine.connect() as connection:
+        metadata.reflect(connection)
+        tables = [connection.execute(select(table)).all() for table in metadata.tables.values()]
+    engine.dispose()
+    return repr(tables)
+
+
+@pytest.mark.postgres
+def test_secrets_reach_the_script_and_stand_nowhere_else(tmp_path: Path, secret_url: str) -> None:
     write_config(tmp_path)
     path = tmp_path / "ds.json"
     config = json.loads(path.read_text())
@@ -48,26 +67,32 @@ def test_secrets_reach_the_script_and_stand_nowhere_else(tmp_path: Path) -> None
     path.write_text(json.dumps({**config, "comet": {"enabled": False, "api_key": api_key}}))
     digests = [hashlib.sha256(one.encode()).hexdigest() for one in SECRETS]
     (tmp_path / "own.py").write_text(SCRIPT.format(digests=digests))
-    options = search("s", SQLITE, budget=1, more=("--env", f"MY_PASSWORD={variable}"))
+    options = search("s", secret_url, budget=1, more=("--env", f"MY_PASSWORD={variable}"))
     start = options.index("--")
     words = ("ds.json", "--hf-token", token, f"wandb.key={key}", f"postgresql://me:{password}@host/db")
     tuner = Command(tmp_path, "binary", "own.py", *options[2:start], "--", *words)
-    shown = set()
+    shown, environments = set(), set()
     while tuner.process.poll() is None:
         launched = [one.key.pid for one in tuner.launched()]
-        shown |= {arguments_of(pid) for pid in [*launched, *([tuner.process.pid] if launched else [])]}
+        shown |= {texts_of(pid, "cmdline") for pid in [*launched, *([tuner.process.pid] if launched else [])]}
+        environments |= {texts_of(pid, "environ") for pid in launched}
         time.sleep(0.2)  # each process lives for seconds, and each look costs one of them its time
+    assert len(shown) >= 2
     said = [*tuner.finish(), *shown]
+    stored = {STORAGE_ENV: secret_url}
     for command in (("show", "s", "--json"), ("export", "s"), ("report", "s")):
-        said += Command(tmp_path, *command, "--storage", SQLITE).finish()
-    resume = ("resume", "s", "--storage", SQLITE, "--max-trials", "2")
-    refused = Command(tmp_path, *resume).finish(code=2)
+        said += Command(tmp_path, *command, environ=stored).finish()
+    refused = Command(tmp_path, "resume", "s", "--max-trials", "2", environ=stored).finish(code=2)
     *_, reason = refused[1].splitlines()  # before it, what the database would make run
     assert "--hf-token by OPTUNA_DSAT_SECRET_HF_TOKEN" in reason
-    said += [*refused, whole_database(f"sqlite:///{tmp_path / 'study.db'}")]
+    unreachable = make_url(secret_url).set(query={}, host="127.0.0.1", port=1).render_as_string(hide_password=False)
+    said += [*refused, *Command(tmp_path, "studies", environ={STORAGE_ENV: unreachable}).finish(code=2)]
+    said += [whole_database(secret_url)]
     best = tmp_path / "optuna-dsat-output" / "s" / "best_ds_config.json"
     assert json.loads(best.read_text())["comet"]["api_key"] == api_key
     assert best.stat().st_mode & 0o077 == 0
     for root, _, names in os.walk(tmp_path / "optuna-dsat-output"):
         said += [Path(root, name).read_text(errors="replace") for name in names if name != best.name]
-    assert [(one, text) for text in said for one in SECRETS if one in text] == []
+    of_database = str(make_url(secret_url).password)
+    assert [(one, text) for text in said for one in (*SECRETS, of_database) if one in text] == []
+    assert not any(of_database in text for text in environments)

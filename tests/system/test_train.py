@@ -1,4 +1,4 @@
-"""``train STUDY`` trains by each form of launch with the configuration of the result, or of any other trial."""
+"""``train STUDY`` trains with the configuration of the result, or of any other trial."""
 
 from __future__ import annotations
 
@@ -23,21 +23,6 @@ OPTIONS = (
     *("--study", "s", "--max-trials", "2", "--zero-stages", "1", "--zero-stages", "2", "--confirm", "0", "--quiet"),
     *("--metric", "throughput", "--start-profile-step", "2", "--end-profile-step", "3"),
 )
-FORMS = {
-    "torchrun": ("torchrun", "--nproc_per_node", "1", "plain.py", "--deepspeed_config={folder}/ds.json"),
-    "deepspeed": ("deepspeed", "--num_gpus", "1", "plain.py", "--deepspeed_config", "ds.json"),
-    "accelerate": (
-        "accelerate",
-        "launch",
-        "--num_processes",
-        "1",
-        "--use_deepspeed",
-        "--zero_stage",
-        "1",
-        "prepared.py",
-    ),
-}
-
 pytestmark = pytest.mark.torchrun
 
 
@@ -68,53 +53,28 @@ def configured(row: dict[str, Any]) -> dict[str, int]:
     return {"stage": config["zero_optimization"]["stage"], "batch": config["train_micro_batch_size_per_gpu"]}
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-def test_a_study_trains_with_its_result_with_another_trial_and_in_another_folder(
-    folder: Path, form: tuple[str, ...]
-) -> None:
-    if form[0] == "accelerate":
-        pytest.importorskip("accelerate")
-    command(folder, "random", *OPTIONS, *(word.format(folder=folder) for word in form))
+def test_a_study_trains_with_its_result_with_another_trial_and_in_another_folder(folder: Path) -> None:
+    launch = ("torchrun", "--nproc_per_node", "1", "plain.py", f"--deepspeed_config={folder}/ds.json")
+    command(folder, "random", *OPTIONS, *launch)
     assert not (folder / "got.json").exists(), "what trials write is theirs"
     rows = json.loads(command(folder, "trials", "s", "--json")[0])
     (best,) = (row for row in rows if row["handed_over"])
     (other,) = (row for row in rows if row is not best)
     assert configured(best) != configured(other)
 
-    got, errors = trained(folder)
-    assert got == configured(best)
-    assert f"Training with trial {best['number']}: " in errors
-    got, errors = trained(folder, "--trial", str(other["number"]))
-    assert got == configured(other)
+    (folder / "ds.json").unlink()  # the study has its config
+    got, errors = trained(folder, "--trial", str(other["number"]), "--", "--batch", "9")
+    assert got == {**configured(other), "batch": 9}, "arguments are added"
     assert f"Training with trial {other['number']}: {other['configuration']}." in errors
 
+    _, errors = command(folder, "train", "s", "--trial", "7", code=2)
+    assert "has launched no trial of this number" in errors
     moved = folder.rename(folder.with_name("moved"))
     _, errors = command(moved, "train", "s", code=2)
     assert "--workdir" in errors
     shutil.rmtree(moved / "optuna-dsat-output")
-    assert trained(moved, "--workdir", ".")[0] == configured(best)
+    got, errors = trained(moved, "--workdir", ".")
+    assert got == configured(best)
+    assert f"Training with trial {best['number']}: " in errors
     assert (moved / "optuna-dsat-output" / "s" / "full").is_dir()
     assert not folder.exists(), "nothing is written where the study was made"
-
-
-def test_a_settings_file_in_another_folder_sets_the_batch_size(folder: Path) -> None:
-    shutil.copy(SCRIPTS / "first_try" / "settings.py", folder)
-    (folder / "run.yaml").write_text("epochs: 2\ndata: {loader: {batch_size: 3}}\n")
-    fixed = ("--fix", "train_micro_batch_size_per_gpu=6", "--max-trials", "1", "--no-enqueue-user-config")
-    launch = ("torchrun", "--nproc_per_node", "1", "settings.py", "run.yaml")
-    command(folder, "random", *OPTIONS, *fixed, *launch)
-    moved = folder.rename(folder.with_name("moved"))
-    output, _ = command(moved, "train", "s", "--workdir", ".")
-    assert "trained with 6" in output
-
-
-def test_a_study_whose_config_file_is_gone_trains_with_arguments_that_are_added(folder: Path) -> None:
-    command(folder, "random", *OPTIONS, *FORMS["deepspeed"])
-    (folder / "ds.json").unlink()  # the study has its config
-    _, errors = command(folder, "train", "s", "--", "--batch", "9")
-    assert json.loads((folder / "got.json").read_text())["batch"] == 9
-    assert "takes a config" not in errors
-    _, errors = command(folder, "train", "s", "--trial", "7", code=2)
-    assert "has launched no trial of this number" in errors
-    _, errors = command(folder, "train", "s", "--", "--unknown", code=2)
-    assert "unrecognized arguments: --unknown" in errors

@@ -21,7 +21,9 @@ from tests.harness.worker import release_file, spec_of
 from tests.harness.workers import StoredStudy, WorkerBench, WorkerProcess, wait_until
 
 
-def test_six_workers_share_eighteen_launches(bench: WorkerBench, url: str) -> None:
+def test_six_workers_start_at_once_on_an_empty_database_and_share_eighteen_launches(
+    bench: WorkerBench, url: str
+) -> None:
     workers = [bench.driver(url, max_trials=18, poll_s=0.05) for _ in range(6)]
     bench.run(workers)
     for worker in workers:
@@ -31,21 +33,13 @@ def test_six_workers_share_eighteen_launches(bench: WorkerBench, url: str) -> No
     assert study.lost == []
     assert sorted(note.key for note in bench.launched()) == sorted(study.measured)
     assert len({note.pid for note in bench.launched()}) == 6
-
-
-def test_four_workers_start_at_the_same_instant_on_an_empty_database(bench: WorkerBench, url: str) -> None:
-    workers = [bench.driver(url, max_trials=8, poll_s=0.05) for _ in range(4)]
-    bench.run(workers)
-    for worker in workers:
-        worker.finish()
-    study = StoredStudy.read(url)
-    study.check_whole(budget=8)
     assert len(bench.launched("profile")) == 1
     own = [trial for trial in study.trials if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG]
     assert [trial.state for trial in own] == [TrialState.COMPLETE]
 
 
-def test_one_of_two_workers_is_killed_and_the_other_finishes_all(bench: WorkerBench, url: str) -> None:
+def test_one_of_two_workers_is_killed_and_the_other_finishes_all(bench: WorkerBench, sqlite_url: str) -> None:
+    url = sqlite_url
     victim, survivor = bench.driver(url, max_trials=8, held=2), bench.driver(url, max_trials=8, poll_s=0.1)
     bench.run([victim, survivor])
     wait_until(lambda: len(bench.by(victim)) == 2 and len(bench.by(survivor)) >= 2, what="both workers launch")

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 
 import optuna_dsat
-from optuna_dsat.cli import search
 from optuna_dsat.cli.show import _print_bars
 from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.store import Store
@@ -160,17 +159,6 @@ def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
     assert again["scaling"][1]["share_of_linear"] == pytest.approx(share, rel=1e-3)
 
 
-@pytest.mark.usefixtures("bench", "two_gpus")
-def test_an_interrupted_sweep_says_what_is_left(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(search, "run_request", stop)
-    done = run_here("random", "train.py", "ds.json", "--gpus-per-trial", "1", "2", "--quiet")
-    assert done.returncode == 130
-    assert "train-random-1gpu, train-random-2gpu are left: type the same command again" in done.stderr
-
-
 class Interrupted(Hill):
     """Ctrl-C at the second launch on two devices; what was run on how many is kept."""
 
@@ -208,23 +196,6 @@ def launched(bench: EntryPointBench, study: str) -> list[str]:
         record = store.find_study(study)
         assert record is not None
         return sorted(row.report.launch_id for row in store.launches(record.uuid))
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_the_results_of_all_numbers_stand_in_one_table(bench: EntryPointBench, run_here: Run) -> None:
-    write(bench, section={"num_gpus": [1, 2], "tuner_num_trials": 2})
-    options = ("tune", "train.py", "ds.json", "--metric", "throughput", "--confirm", "0", "--quiet")
-    done = run_here(*options)
-    assert done.returncode == 0, done.stderr
-    table = done.stdout[done.stdout.index("By number of GPUs") :]
-    rows = [line for line in table.splitlines() if "train-guided-" in line and "│" in line]
-    assert len(rows) == 2
-    in_all, per_gpu = (float(rows[1].split("│")[column]) for column in (1, 2))
-    assert in_all == pytest.approx(2 * per_gpu, rel=1e-3)
-    assert "Most samples/s in all: train-guided-2gpu" in table
-    again = json.loads(run_here(*options, "--json").stdout)
-    assert again["study"] == "train-guided-2gpu"
-    assert set(again["by_gpus"]) == {"1", "2"}
 
 
 @pytest.mark.usefixtures("two_gpus")

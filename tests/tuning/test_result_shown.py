@@ -16,17 +16,16 @@ import pytest
 
 import optuna_dsat
 from optuna_dsat.words import slot_name
-from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
+from tests.harness.entry_points import Run, bench, run_here, searching_in
 
 __all__ = ["bench", "run_here"]
 
 
-@pytest.fixture
-def result(bench: EntryPointBench) -> optuna_dsat.TuneResult:
-    del bench
-    return optuna_dsat.tune(
-        "train.py", "ds.json", method="random", metric="throughput", cpu_ranks=2, max_trials=4, confirm=1, quiet=True
-    )
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> optuna_dsat.TuneResult:
+    options: dict[str, Any] = {"metric": "throughput", "cpu_ranks": 2, "max_trials": 4, "confirm": 1, "quiet": True}
+    with pytest.MonkeyPatch.context() as patch, searching_in(tmp_path_factory.mktemp("tuned"), patch):
+        return optuna_dsat.tune("train.py", "ds.json", method="random", **options)
 
 
 class Text(HTMLParser):
@@ -88,7 +87,11 @@ def test_a_table_of_pandas_has_the_rows_of_export(
 
     monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=frame))
     assert result.to_dataframe() == "a table"
-    exported = list(csv.DictReader(io.StringIO(run_here("export", result.study, "--format", "csv").stdout)))
+    exported = list(
+        csv.DictReader(
+            io.StringIO(run_here("export", result.study, "--format", "csv", "--storage", result.storage).stdout)
+        )
+    )
     assert found["columns"] == list(exported[0])
     assert [str(row["number"]) for row in found["rows"]] == [row["number"] for row in exported]
     assert "param:zero_stage" in found["columns"]

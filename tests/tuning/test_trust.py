@@ -90,31 +90,27 @@ def test_the_note_is_the_users_own(leave: Leave, state: Path) -> None:  # noqa: 
     assert "epochs" not in notes[0].read_text()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"script": {"script": "/bin/true"}},
-        {"script": {"args": ["--epochs", "4"]}},
-        {"script": {"environment": {"LD_PRELOAD": "/tmp/x.so"}}},
-        {"script": {"cwd": "/"}},
-        {"preload": ["antigravity"]},
-        {"output_dir": "/elsewhere"},
-    ],
-    ids=["script", "arguments", "variables", "working directory", "imports", "folder"],
-)
-def test_what_the_database_names_anew_is_not_run(leave: Leave, bench: EntryPointBench, changes: dict[str, Any]) -> None:
-    alter(**changes)
-    before = Path("optuna-dsat.db").read_bytes()
-    launchers = len(bench.arguments)
-    for command in (RESUME, ("worker", "s")):
-        code, shown = leave(*command)
-        assert code == 2
-        assert "give --trust" in shown
-        named = next(iter(changes["script"].values())) if "script" in changes else next(iter(changes.values()))
-        word = named if isinstance(named, str) else [*named][-1]
-        assert word in shown
+def test_what_the_database_names_anew_is_not_run(leave: Leave, bench: EntryPointBench) -> None:
+    database = Path("optuna-dsat.db")
+    stored, launchers = database.read_bytes(), len(bench.arguments)
+    changes: dict[str, dict[str, Any]] = {
+        "/bin/true": {"script": {"script": "/bin/true"}},
+        "--epochs 4": {"script": {"args": ["--epochs", "4"]}},
+        "LD_PRELOAD": {"script": {"environment": {"LD_PRELOAD": "/tmp/x.so"}}},
+        "antigravity": {"preload": ["antigravity"]},
+        "/elsewhere": {"output_dir": "/elsewhere"},
+    }
+    for word, change in changes.items():
+        database.write_bytes(stored)
+        alter(**change)
+        before = database.read_bytes()
+        for command in (RESUME, ("worker", "s")):
+            code, shown = leave(*command)
+            assert code == 2, word
+            assert "give --trust" in shown
+            assert word in shown
+        assert database.read_bytes() == before, "nothing was stored"
     assert len(bench.arguments) == launchers, "nothing was launched"
-    assert Path("optuna-dsat.db").read_bytes() == before, "nor was anything stored"
 
 
 def test_the_user_may_agree_and_is_not_asked_again(leave: Leave, state: Path) -> None:
