@@ -1,7 +1,6 @@
 """Waits for the script to import torch and DeepSpeed, and wraps ``deepspeed.initialize``.
 
-Imports neither. Modules that the script imports later (transformers, accelerate) and
-``from deepspeed import initialize`` get the wrapped function.
+Imports neither. Modules imported later (transformers, accelerate) get the wrapped function.
 """
 
 from __future__ import annotations
