@@ -54,7 +54,7 @@ def probe(config: dict[str, Any], ranks: int) -> dict[str, Any]:
         from deepspeed.runtime import lr_schedules
         from deepspeed.runtime.config_utils import DeepSpeedConfigModel
         from deepspeed.runtime.zero import utils
-    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises is the answer
+    except Exception as error:  # noqa: BLE001 - any error of a broken installation is the answer
         return {"error": reason(error)}
     logging.disable(logging.CRITICAL)
     _no_operators()
@@ -130,7 +130,7 @@ def _load(config: Mapping[str, Any], asked: Asked) -> tuple[int, dict[Any, str]]
         for step in _steps(loaded):
             done += 1
             step()
-    except Exception as error:  # noqa: BLE001 - whatever it raises is the answer
+    except Exception as error:  # noqa: BLE001 - any error is the answer
         if _OF_ENGINE in str(error):  # an error of its substitute
             return done, {}
         if not hasattr(error, "errors"):

@@ -33,7 +33,7 @@ def _torch() -> dict[str, Any]:
     try:
         import torch
         import torch.distributed as dist
-    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises is the answer
+    except Exception as error:  # noqa: BLE001 - any error of a broken installation is the answer
         return {"error": reason(error)}
     facts: dict[str, Any] = {
         "version": torch.__version__,

@@ -153,7 +153,7 @@ class Sizes:
 
     @property
     def kv_width(self) -> int:
-        """Total width of the keys, equal to that of the values."""
+        """Total width of the keys, equal to the total width of the values."""
         return self.kv_heads * self.head_dim
 
 
