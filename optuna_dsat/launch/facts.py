@@ -36,7 +36,7 @@ class EndFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchFacts:
+class LaunchFacts(EndFacts):
     """Observations of an ended launch."""
 
     slots: int
@@ -46,16 +46,8 @@ class LaunchFacts:
     """Configured ``train_micro_batch_size_per_gpu``; None if not configured."""
     events: Mapping[int, Sequence[Event]]
     """Rank -> events in the order written."""
-    exit_codes: Mapping[int, int] = field(default_factory=dict)
-    """Rank -> exit code (negative: signal) of ranks that torchrun saw fail, unless killed by the launcher."""
-    agent_exit_code: int | None = None
-    """Exit code of torchrun (negative: signal); None if the launcher ended it."""
     stop: StopReason | None = None
     """None if the launcher did not end the launch."""
-    oom_kills: int | None = None
-    """Processes that the kernel killed for lack of memory during the launch; None if unknown."""
-    shared_memory_free: int | None = None
-    """Free bytes in shared memory after its end; None if unknown."""
     config_path: str = "ds_config.json"
     """Path of the user's DeepSpeed config, for the remedy in messages."""
     dropped_lines: int = 0

@@ -66,37 +66,30 @@ class Processes(Protocol):
     @property
     def host(self) -> str:
         """Name of the machine, or of the nodes."""
-        ...
 
     @property
     def pid(self) -> int:
         """Process number of torchrun."""
-        ...
 
     @property
     def code(self) -> int | None:
         """Exit code (negative: signal) of torchrun if it ended and was not killed by the launcher; None before."""
-        ...
 
     @property
     def dead_ranks(self) -> Collection[int]:
         """Ranks whose process has ended."""
-        ...
 
     @property
     def ranks(self) -> Collection[ProcessKey]:
         """The ranks seen so far."""
-        ...
 
     @property
     def conditions(self) -> Conditions:
         """Load by other processes while the steps were measured, as far as it is known."""
-        ...
 
     @property
     def end(self) -> EndFacts | None:
         """Facts of the end; None while a process lives."""
-        ...
 
     def advance(self, now: float, read: Callable[[float], list[Event]]) -> list[Event]:
         """Look at the processes, then read the events: they include the last ones of the dead ranks.
@@ -105,27 +98,21 @@ class Processes(Protocol):
             now: Monotonic time.
             read: Reads new events from the run directory.
         """
-        ...
 
     def usage(self) -> Mapping[ProcessKey, ProcessUsage]:
         """Return the resources used by the ranks and all their descendants."""
-        ...
 
     def ranks_to_ask(self, starts: Sequence[RankStarted]) -> Mapping[int, ProcessKey]:
         """Return rank -> process; empty unless all ranks run on this machine."""
-        ...
 
     def kill_ranks(self) -> None:
         """Kill everything but torchrun."""
-        ...
 
     def kill_all(self) -> None:
         """Kill everything."""
-        ...
 
     def sweep(self) -> bool:
         """Kill the remaining processes and clean up after them; return whether none was left."""
-        ...
 
     def release(self, now: float) -> str | None:
         """Give the devices back once all processes are gone.
@@ -133,7 +120,6 @@ class Processes(Protocol):
         Returns:
             The report's note on devices that are not free; None while they may still become free.
         """
-        ...
 
 
 @dataclass(kw_only=True)
@@ -163,7 +149,7 @@ class Launch:
     """Its report once the outcome is final; None before."""
 
     def __post_init__(self) -> None:
-        self._log = EventLog(self.directory, slots=self.request.slots, started=self.started)
+        self.log = EventLog(self.directory, slots=self.request.slots, started=self.started)
         self._activity = ActivityMonitor(limit_s=self.request.stall_s, started=self.started)
         ranks = range(self.request.slots)
         self._log_limit = LogLimit(
@@ -178,27 +164,12 @@ class Launch:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process numbers of torchrun and the ranks."""
-        return (self.processes.pid, *(start.pid for start in self._log.starts))
-
-    @property
-    def last_event(self) -> float:
-        """Time at which events were last read; the start before the first."""
-        return self._log.last_event
-
-    @property
-    def first_step(self) -> float | None:
-        """Time at which the end of a step was first read; None before."""
-        return self._log.first_step
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether any rank has completed a step."""
-        return self._log.has_trained
+        return (self.processes.pid, *(start.pid for start in self.log.starts))
 
     @property
     def conditions(self) -> Conditions:
         """What went on beside it while its steps were measured, and how the user's files were protected."""
-        starts = self._log.starts
+        starts = self.log.starts
         notes = sorted({start.isolation_note for start in starts if start.isolation_note})
         found = self.processes.conditions
         return replace(found, isolation=starts[0].isolation if starts else "", isolation_note="; ".join(notes))
@@ -206,18 +177,18 @@ class Launch:
     @property
     def is_forked(self) -> bool:
         """Whether all ranks so far were forked."""
-        return all(start.forked for start in self._log.starts)
+        return all(start.forked for start in self.log.starts)
 
     @property
     def settled(self) -> bool:
         """Whether the outcome is final: all steps are done, it was stopped, or a rank is out of memory."""
-        if self.stop_reason is not None or self._log.is_out_of_memory:
+        if self.stop_reason is not None or self.log.is_out_of_memory:
             return True
-        return len(self._log.done) == self.request.slots
+        return len(self.log.done) == self.request.slots
 
     def advance(self, now: float) -> list[Event]:
         """Read new events and return them; check the limits and end what must end."""
-        events = self.processes.advance(now, self._log.read)
+        events = self.processes.advance(now, self.log.read)
         self._log_limit.check(now)
         if self.processes.code is not None:
             self._sweeping = True
@@ -227,7 +198,7 @@ class Launch:
             if self.gone_at is None:
                 self.gone_at = now
                 self.shorten_logs()
-            events += self._log.read(now)
+            events += self.log.read(now)
         return events
 
     def end(self, reason: StopReason) -> None:
@@ -249,22 +220,19 @@ class Launch:
             micro_batch = None  # the script makes its batches by itself, whatever the config says
         end = self.processes.end or EndFacts(agent_exit_code=self.processes.code)
         return LaunchFacts(
+            **vars(end),
             slots=self.request.slots,
             start_profile_step=self.request.start_profile_step,
             end_profile_step=self.request.end_profile_step,
             micro_batch=micro_batch if isinstance(micro_batch, int) else None,
-            events=self._log.events,
-            exit_codes=end.exit_codes,
-            agent_exit_code=end.agent_exit_code,
+            events=self.log.events,
             stop=self.stop_reason,
-            oom_kills=end.oom_kills,
-            shared_memory_free=end.shared_memory_free,
             config_path=self.request.command.config_path,
-            dropped_lines=self._log.dropped,
+            dropped_lines=self.log.dropped,
         )
 
     def _decide(self, now: float, dead: set[int]) -> None:
-        ends, done = set(self._log.ends), self._log.done
+        ends, done = set(self.log.ends), self.log.done
         if len(ends) == self.request.slots and dead >= ends:
             self._start_sweep()  # all have left a record and are gone: torchrun has nothing to add
             return
@@ -285,12 +253,12 @@ class Launch:
 
     def _grace_s(self, ends: set[int], dead: set[int]) -> float:
         """Return the time that the other ranks have to leave a record, after one has ended too early."""
-        if self._log.is_out_of_memory:
+        if self.log.is_out_of_memory:
             return 0.0  # takes precedence over all other records
         if dead - ends:
             return _FAILURE_GRACE_S
         own = (Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.HOST_OUT_OF_MEMORY)
-        return _EXPLAINED_GRACE_S if self._log.has_failed_with(*own) else _FAILURE_GRACE_S
+        return _EXPLAINED_GRACE_S if self.log.has_failed_with(*own) else _FAILURE_GRACE_S
 
     def _kill_by(self, deadline: float) -> None:
         if self._kill_ranks_at is None or deadline < self._kill_ranks_at:
@@ -307,30 +275,30 @@ class Launch:
             self.end(StopReason(outcome=Outcome.TIMEOUT, message=text))
             return
         stall_s = min(request.stall_s, _LAST_RANK_S) if some_done else request.stall_s
-        last_activity = self.last_event if some_done else self._last_activity(now)
+        last_activity = self.log.last_event if some_done else self._last_activity(now)
         limit_s = self._stand_still_limit_s()
         stands_still = not some_done and self._stacks.stand_still(
-            now, silent_since=last_activity, limit_s=limit_s, ranks=self.processes.ranks_to_ask(self._log.starts)
+            now, silent_since=last_activity, limit_s=limit_s, ranks=self.processes.ranks_to_ask(self.log.starts)
         )
         if stands_still or now - last_activity > stall_s:
             option = " (--stall-timeout)" if stall_s == request.stall_s else ""
             text = f"no sign of life from any rank for {stall_s:g} s{option}"
             if stands_still:
                 text = f"no rank has moved for {now - last_activity:.0f} s"
-            elif now - self.last_event > MAX_STALL_LIMITS * stall_s:
+            elif now - self.log.last_event > MAX_STALL_LIMITS * stall_s:
                 text = f"processes work, but no event came for {MAX_STALL_LIMITS} times --stall-timeout ({stall_s:g} s)"
             if places := describe_stacks(self._stacks.taken()):
                 text += f": {places}"
-            text += f"; {self._progress()}; {self._log.last_event_in_words(now)}"
+            text += f"; {self._progress()}; {self.log.last_event_in_words(now)}"
             worked = self._activity.last_work
-            if worked is not None and worked > self.last_event:
+            if worked is not None and worked > self.log.last_event:
                 text += f", processes at work {now - worked:.0f} s ago"
             self.end(StopReason(outcome=Outcome.STALLED, message=text))
 
     def _stand_still_limit_s(self) -> float:
         """Return the silence after which ranks that stand still are stalled; a compiler at work ends a silence."""
-        if self._log.longest_step_s is not None:
-            usual_s = _STALLED_STEPS * self._log.longest_step_s
+        if self.log.longest_step_s is not None:
+            usual_s = _STALLED_STEPS * self.log.longest_step_s
         elif self.longest_start_s is not None:
             usual_s = _STALLED_STARTS * self.longest_start_s
         else:
@@ -338,11 +306,11 @@ class Launch:
         return min(self.request.stall_s, max(_LEAST_STALL_S, usual_s))
 
     def _progress(self) -> str:
-        return self._log.progress_in_words(end_profile_step=self.request.end_profile_step)
+        return self.log.progress_in_words(end_profile_step=self.request.end_profile_step)
 
     def _last_activity(self, now: float) -> float:
         """Return the time of the last event or of the last activity of the launch's processes."""
-        if self._activity.is_due(now, last_event=self.last_event):
+        if self._activity.is_due(now, last_event=self.log.last_event):
             ranks, usage = self.processes.ranks, self.processes.usage()
-            self._activity.update(usage, now, last_event=self.last_event, ranks=ranks, trained=self.has_trained)
-        return self._activity.last_activity(self.last_event)
+            self._activity.update(usage, now, last_event=self.log.last_event, ranks=ranks, trained=self.log.has_trained)
+        return self._activity.last_activity(self.log.last_event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from optuna_dsat.launch.classify import classify
 from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.devices import Devices, Nvml
+from optuna_dsat.launch.machine.slots import SlotPool
 from optuna_dsat.launch.places.here import Here
 from optuna_dsat.launch.protocol import (
     Finished,
@@ -41,20 +43,16 @@ class Places(Protocol):
     @property
     def total_slots(self) -> int:
         """Slots, busy or free."""
-        ...
 
     @property
     def free_slots(self) -> int:
         """Slots that no launch occupies."""
-        ...
 
     def holders(self) -> Sequence[Holder]:
         """Return what occupies the slots that are not free, measured now."""
-        ...
 
     def prepare(self, operators: Sequence[str]) -> None:
         """Set the operators that launches need compiled."""
-        ...
 
     def admit(self, request: LaunchRequest) -> None:
         """Check that a launch fits, and prepare for the first one.
@@ -62,7 +60,6 @@ class Places(Protocol):
         Raises:
             ValueError: If it never fits.
         """
-        ...
 
     def write(self, request: LaunchRequest) -> RunDirectory:
         """Write the run directory of a launch.
@@ -70,7 +67,6 @@ class Places(Protocol):
         Raises:
             OutputError: If it cannot be written.
         """
-        ...
 
     def begin(self, waiting: WaitingLaunch) -> Launch:
         """Take slots and start a launch in them; its run directory is written if it is not yet.
@@ -79,7 +75,6 @@ class Places(Protocol):
             SlotsBusyError: If too few slots are free.
             OutputError: If the run directory cannot be written.
         """
-        ...
 
     def advance(self, pause_s: float) -> None:
         """Receive news about places and launches; wait up to ``pause_s`` seconds for some.
@@ -87,7 +82,6 @@ class Places(Protocol):
         Raises:
             DeviceError: If no slots will become free.
         """
-        ...
 
     def tend(self, waiting: int) -> None:
         """Adapt to the number of launches that still wait for slots.
@@ -95,7 +89,6 @@ class Places(Protocol):
         Raises:
             DeviceError: If slots are not available for too long.
         """
-        ...
 
     def ended(self, launch: Launch, *, note: str) -> None:
         """Forget a launch whose processes are gone.
@@ -107,11 +100,9 @@ class Places(Protocol):
         Raises:
             ScriptFailedError: If it changed the user's files.
         """
-        ...
 
     def close(self) -> None:
         """End everything, and give all slots back."""
-        ...
 
 
 class TorchrunLauncher:
@@ -255,9 +246,9 @@ class TorchrunLauncher:
         """Return the report of a launch that is over; None if it is repeated by plain torchrun."""
         name = launch.request.launch_id
         del self._running[name]
-        exit_s = time.monotonic() - launch.last_event
-        if launch.first_step is not None:
-            self._longest_start_s = max(self._longest_start_s or 0.0, launch.first_step - launch.started)
+        exit_s = time.monotonic() - launch.log.last_event
+        if launch.log.first_step is not None:
+            self._longest_start_s = max(self._longest_start_s or 0.0, launch.log.first_step - launch.started)
         self._places.ended(launch, note=note)
         if launch.settled_as is not None:
             return complete_report(launch.settled_as, launch.directory, note=note, exit_s=exit_s)
@@ -327,11 +318,9 @@ def local_launcher(
     forking = Forking(Path(output_dir) / "warm.log", enabled=warm, on_notice=notify, on_phase=on_phase)
     here = Here(
         Path(output_dir),
-        devices=devices,
+        pool=SlotPool(devices, max_slots=max_slots, nvml=nvml, on_notice=notify),
         forking=forking,
-        max_slots=max_slots,
-        nvml=nvml,
-        base_env=base_env,
+        base_env=dict(os.environ if base_env is None else base_env),
         on_notice=notify,
         on_phase=on_phase,
     )

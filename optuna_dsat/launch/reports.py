@@ -84,8 +84,8 @@ def _spent(launch: Launch, recorded: Sequence[Event]) -> tuple[float, float]:
     """
     now, ended = time.monotonic(), time.time()
     if abs((ended - launch.started_unix) - (now - launch.started)) > _CLOCK_SET_S:
-        first = launch.first_step
-        return (now - launch.started, 0.0) if first is None else (first - launch.started, launch.last_event - first)
+        first = launch.log.first_step
+        return (now - launch.started, 0.0) if first is None else (first - launch.started, launch.log.last_event - first)
     boundaries = [event.time for event in recorded if isinstance(event, StepMeasured)]
     startup_s = max(0.0, min(boundaries, default=ended) - launch.started_unix)
     return startup_s, max(event.time for event in recorded) - min(boundaries) if boundaries else 0.0

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch import launcher as torchrun
+from optuna_dsat.launch.agent.command import PreparedLaunch
+from optuna_dsat.launch.agent.run import MachineLaunch
+from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine import journal
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.host import own_folder
@@ -28,7 +30,6 @@ from optuna_dsat.launch.machine.journal import (
 )
 from optuna_dsat.launch.machine.processes import MARK_ENV
 from optuna_dsat.launch.protocol import LaunchRequest
-from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.adapt.journal import note
 from optuna_dsat.runtime.process_identity import process_space
 from tests.harness.launches import request
@@ -176,7 +177,7 @@ def test_a_search_that_ends_looks_once_more(monkeypatch: pytest.MonkeyPatch, tmp
     said: list[str] = []
     monkeypatch.setattr(journal, "any_gone", lambda: True)
     monkeypatch.setattr(journal, "remove_leftovers", lambda _: Removed(folders=1))
-    torchrun.local_launcher(tmp_path / "out", devices=cpu_devices(1), on_notice=said.append).close()
+    local_launcher(tmp_path / "out", devices=cpu_devices(1), on_notice=said.append).close()
     assert said == ["Removed what a killed run had left: 1 temporary folder."]
 
 
@@ -213,15 +214,15 @@ def test_a_launch_that_is_interrupted_as_it_starts_leaves_nothing(
     """Ctrl-C after its processes were started and before the launcher follows them."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def interrupted(_: LaunchRequest, directory: RunDirectory, *__: Any, mark: str, **___: Any) -> None:
-        assert directory.leavings is not None
+    def interrupted(_: LaunchRequest, prepared: PreparedLaunch, *, mark: str, **__: Any) -> None:
+        assert prepared.directory.leavings is not None
         (tmp_path / "temporary").mkdir()
-        note(directory.leavings, str(tmp_path / "temporary"))
+        note(prepared.directory.leavings, str(tmp_path / "temporary"))
         started.append(subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: mark}))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torchrun, "spawn", interrupted)
-    launcher = torchrun.local_launcher(tmp_path / "out", devices=cpu_devices(2))
+    monkeypatch.setattr(MachineLaunch, "start", interrupted)
+    launcher = local_launcher(tmp_path / "out", devices=cpu_devices(2))
     with pytest.raises(KeyboardInterrupt):
         launcher.start(request(tmp_path))
     assert started[0].wait(10) == -signal.SIGTERM

@@ -33,7 +33,7 @@ from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.launch.warm.server import WarmOrder
 from optuna_dsat.runtime.events import Event, RankStarted, decode_event
 
-__all__ = ["Machine", "MachineLaunch", "NodeLaunch", "Started", "start_processes"]
+__all__ = ["Machine", "MachineLaunch", "NodeLaunch", "Started"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,49 +50,6 @@ class Started:
     started_unix: float
     oom_kills_before: int | None
     """The kernel's count of processes killed for want of memory; None if unknown."""
-
-
-def start_processes(
-    request: LaunchRequest,
-    prepared: PreparedLaunch,
-    *,
-    base_env: Mapping[str, str],
-    forking: Forking | None,
-    mark: str,
-) -> Started:
-    """Start the processes of a launch on this machine.
-
-    Args:
-        request: The launch.
-        prepared: Its command and environment.
-        base_env: Environment that they are made from.
-        forking: Forks launches; None for plain torchrun.
-        mark: Mark of its processes.
-    """
-    remove_stale_locks(base_env)
-    oom_kills = kernel_oom_kills()
-    agent = None if forking is None else forking.start(_warm_order(request, prepared, mark))
-    # A fork may have waited for the imports; the launch begins here.
-    started, started_unix = time.monotonic(), time.time()
-    return Started(
-        agent=_start_torchrun(request, prepared) if agent is None else agent,
-        preloaded=None if agent is None else agent.preload,
-        command=prepared.shown,
-        started=started,
-        started_unix=started_unix,
-        oom_kills_before=oom_kills,
-    )
-
-
-def _warm_order(request: LaunchRequest, prepared: PreparedLaunch, mark: str) -> WarmOrder:
-    return WarmOrder(
-        launch_id=request.launch_id,
-        mark=mark,
-        arguments=prepared.arguments,
-        environ=prepared.environ,
-        cwd=request.command.cwd,
-        directory=prepared.directory,
-    )
 
 
 def _start_torchrun(request: LaunchRequest, prepared: PreparedLaunch) -> AgentHandle:
@@ -145,8 +102,7 @@ class MachineLaunch:
         self._directory = directory
         self._lease = lease
         self._pool = pool
-        self._agent = started.agent
-        self._oom_kills_before = started.oom_kills_before
+        self.started = started
         self._gone_at = 0.0
         self._tree = ProcessTree(started.agent, mark=mark, leavings=directory.leavings)
         self._beside = BesideWatch(
@@ -155,6 +111,42 @@ class MachineLaunch:
             find=self._tree.living,
             look=lambda own: pool.sight(lease, own),
         )
+
+    @classmethod
+    def start(
+        cls,
+        request: LaunchRequest,
+        prepared: PreparedLaunch,
+        *,
+        lease: SlotLease,
+        pool: SlotPool,
+        base_env: Mapping[str, str],
+        forking: Forking | None,
+        mark: str,
+    ) -> MachineLaunch:
+        """Start the processes of a launch: by ``forking`` if possible, else by plain torchrun."""
+        remove_stale_locks(base_env)
+        oom_kills = kernel_oom_kills()
+        order = WarmOrder(
+            launch_id=request.launch_id,
+            mark=mark,
+            arguments=prepared.arguments,
+            environ=prepared.environ,
+            cwd=request.command.cwd,
+            directory=prepared.directory,
+        )
+        agent = None if forking is None else forking.start(order)
+        # A fork may have waited for the imports; the launch begins here.
+        started, started_unix = time.monotonic(), time.time()
+        begun = Started(
+            agent=_start_torchrun(request, prepared) if agent is None else agent,
+            preloaded=None if agent is None else agent.preload,
+            command=prepared.shown,
+            started=started,
+            started_unix=started_unix,
+            oom_kills_before=oom_kills,
+        )
+        return cls(request, prepared.directory, lease=lease, pool=pool, mark=mark, started=begun)
 
     @property
     def known(self) -> frozenset[ProcessKey]:
@@ -180,7 +172,7 @@ class MachineLaunch:
         """Look at the processes, then read the events: they include the last ones of the dead ranks."""
         self.dead_ranks = self._tree.dead_ranks()
         self._tree.look(now)
-        code = self._agent.poll()
+        code = self.started.agent.poll()
         events = read(now)
         for event in events:
             if isinstance(event, RankStarted):
@@ -219,11 +211,11 @@ class MachineLaunch:
         return self.end is not None
 
     def _end_facts(self) -> EndFacts:
-        before, after = self._oom_kills_before, kernel_oom_kills()
+        before, after = self.started.oom_kills_before, kernel_oom_kills()
         killed = self.code is None and self._tree.has_killed(self.pid)
         return EndFacts(
             exit_codes=self._tree.exit_codes(self._directory.agent_record),
-            agent_exit_code=None if killed else self._agent.returncode,
+            agent_exit_code=None if killed else self.started.agent.returncode,
             oom_kills=None if before is None or after is None else after - before,
             shared_memory_free=free_shared_bytes(),
         )
@@ -361,23 +353,18 @@ class NodeLaunch:
         return news
 
     def _start(self) -> None:
-        started = start_processes(
+        self._processes = MachineLaunch.start(
             self._request,
             self._prepared,
+            lease=self._lease,
+            pool=self._machine.pool,
             base_env=self._base_env,
             forking=self._machine.forking if self._warm else None,
             mark=self._mark,
         )
-        self._processes = MachineLaunch(
-            self._request,
-            self._directory,
-            lease=self._lease,
-            pool=self._machine.pool,
-            mark=self._mark,
-            started=started,
-        )
-        shown, forked = list(started.command), started.preloaded is not None
-        self._say("started", pid=started.agent.pid, forked=forked, command=shown, time=started.started_unix)
+        begun = self._processes.started
+        shown, forked = list(begun.command), begun.preloaded is not None
+        self._say("started", pid=begun.agent.pid, forked=forked, command=shown, time=begun.started_unix)
 
     def _follow(self, processes: MachineLaunch, now: float) -> None:
         was_ending = processes.is_ending

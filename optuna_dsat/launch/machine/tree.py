@@ -61,10 +61,6 @@ class AgentHandle(Protocol):
         """Return the exit code, or None while it runs."""
         ...
 
-    def wait(self) -> int:
-        """Wait for its end and return the exit code."""
-        ...
-
 
 def _load_failures(record: Path) -> list[Mapping[str, float]]:
     try:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from optuna_dsat.launch.agent.command import device_environment, prepare_launch, write_run_directory
-from optuna_dsat.launch.agent.run import MachineLaunch, start_processes
+from optuna_dsat.launch.agent.run import MachineLaunch
 from optuna_dsat.launch.isolation import FolderWatch, why_no_overlay
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
-from optuna_dsat.launch.machine.devices import Devices, Nvml
 from optuna_dsat.launch.machine.journal import LeftoverWatch, TunerNotes, remove_noted
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.machine.operators import (
@@ -37,36 +35,28 @@ class Here:
 
     Args:
         output_dir: Folder of the run directories.
-        devices: The devices to use.
+        pool: The slots.
         forking: Forks launches, as long as that works.
-        max_slots: Most slots in use at a time; None for all.
-        nvml: NVML to ask about GPUs; None for the machine's.
-        base_env: Environment that launches inherit from; None for this process's own.
+        base_env: Environment that launches inherit from.
         on_notice: Called with notices for the user.
         on_phase: Called with the name of a long activity other than a launch, and with nothing once it is over.
-
-    Raises:
-        UsageError: If ``max_slots`` is less than 1.
-        DeviceError: If there are GPUs but NVML does not answer.
     """
 
     def __init__(
         self,
         output_dir: Path,
         *,
-        devices: Devices,
+        pool: SlotPool,
         forking: Forking,
-        max_slots: int | None = None,
-        nvml: Nvml | None = None,
-        base_env: Mapping[str, str] | None = None,
+        base_env: Mapping[str, str],
         on_notice: Callable[[str], None],
         on_phase: Callable[[str], None],
     ) -> None:
         self._output_dir = output_dir
         self._notify = on_notice
         self._on_phase = on_phase
-        self._pool = SlotPool(devices, max_slots=max_slots, nvml=nvml, on_notice=on_notice)
-        self._base_env = dict(os.environ if base_env is None else base_env)
+        self._pool = pool
+        self._base_env = base_env
         self._forking = forking
         self._launches: dict[str, MachineLaunch] = {}
         self._withheld: list[MachineLaunch] = []
@@ -131,19 +121,26 @@ class Here:
             if not mounts:
                 self._changes.begin(request)
         prepared = prepare_launch(request, directory, lease, pool=self._pool, base_env=self._base_env, mark=mark)
-        forking = self._forking if waiting.repeats is None else None
-        started = start_processes(request, prepared, base_env=self._base_env, forking=forking, mark=mark)
-        processes = MachineLaunch(request, directory, lease=lease, pool=self._pool, mark=mark, started=started)
+        processes = MachineLaunch.start(
+            request,
+            prepared,
+            lease=lease,
+            pool=self._pool,
+            base_env=self._base_env,
+            forking=self._forking if waiting.repeats is None else None,
+            mark=mark,
+        )
+        begun = processes.started
         self._launches[request.launch_id] = processes
         return Launch(
             request=request,
             directory=directory,
             processes=processes,
             devices=lease.indices,
-            command=started.command,
-            started=started.started,
-            started_unix=started.started_unix,
-            preloaded=started.preloaded,
+            command=begun.command,
+            started=begun.started,
+            started_unix=begun.started_unix,
+            preloaded=begun.preloaded,
             repeats=waiting.repeats,
         )
 

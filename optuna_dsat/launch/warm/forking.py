@@ -153,7 +153,7 @@ class Forking:
 
     def may_repeat(self, launch: Launch) -> bool:
         """Whether the launch may be repeated plainly, or is such a repetition: its outcome is known only at its end."""
-        return launch.repeats is not None or (self._is_unproven(launch) and not launch.has_trained)
+        return launch.repeats is not None or (self._is_unproven(launch) and not launch.log.has_trained)
 
     def _is_unproven(self, launch: Launch) -> bool:
         """Whether the launch was forked and none with the same modules imported has trained yet."""
@@ -168,7 +168,7 @@ class Forking:
                 "Something imported before a fork initialises CUDA in torchrun's agent, which no fork survives: all "
                 "launches run by plain torchrun, which takes seconds longer for each."
             )
-        elif launch.has_trained:
+        elif launch.log.has_trained:
             self.prove(launch.preloaded)
 
     def prove(self, preload: Preload) -> None:
@@ -178,9 +178,9 @@ class Forking:
     def suspect(self, launch: Launch, verdict: Verdict) -> FailedFork | None:
         """Return a failure that the fork may have caused: neither this launch nor one forked like it has trained."""
         self.learn_from(launch)
-        if launch.repeats is not None and launch.has_trained and self._enabled:
+        if launch.repeats is not None and launch.log.has_trained and self._enabled:
             self.retreat(launch.repeats)
-        if launch.preloaded is None or not self._is_unproven(launch) or launch.has_trained:
+        if launch.preloaded is None or not self._is_unproven(launch) or launch.log.has_trained:
             return None
         if verdict.outcome not in _POSSIBLY_BY_FORKING:
             return None
