@@ -175,7 +175,7 @@ def test_the_agent_of_a_node_starts_without_optuna_and_torch() -> None:
 MOST_PRODUCT_LINES = 69_400
 MOST_PRODUCT_FILES = 380
 MOST_TEST_LINES = 48_800
-MOST_BENCHMARK_LINES = 8_700
+MOST_BENCHMARK_LINES = 8_650
 """The budget. A change that needs more edits a number here; the aims are 56,000, 280, 40,000 and 6,000."""
 MOST_MODULES_OF_A_FOLDER = 15
 MOST_LINES_OF_A_FILE = 500

@@ -1,8 +1,8 @@
 """A real Ray cluster of three nodes on this machine, in a process of its own, all of it on 127.0.0.1.
 
 ``python -m tests.harness.ray_cluster`` starts a head without cores and two nodes of two cores and two GPUs, which are
-only counted, prints its address, and obeys lines: ``add`` and ``add NAME=VALUE``, with a variable for the new node,
-answer with its number, ``raylet NUMBER`` and ``control`` with a process. The end of its input ends it.
+only counted, prints its address, and obeys lines: ``add`` answers with a node's number, ``raylet NUMBER`` and
+``control`` with a process. The end of its input ends it.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ def main() -> None:
     common = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, **common})
 
-    def add(**variables: str) -> Any:
-        return cluster.add_node(num_cpus=2, num_gpus=2, env_vars=variables, **common)
+    def add() -> Any:
+        return cluster.add_node(num_cpus=2, num_gpus=2, **common)
 
     nodes = [add(), add()]
     answers.write(json.dumps(cluster.address) + "\n")
     for line in sys.stdin:
         what, _, number = line.strip().partition(" ")
         if what == "add":
-            nodes.append(add(**dict([number.split("=")] if number else [])))
+            nodes.append(add())
             answer = len(nodes) - 1
         elif what == "control":
             answer = cluster.head_node.all_processes["gcs_server"][0].process.pid
