@@ -91,15 +91,15 @@ def main() -> None:
     common = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, **common})
 
-    def add(**variables: str) -> Any:
-        return cluster.add_node(num_cpus=2, num_gpus=2, env_vars=variables, **common)
+    def add() -> Any:
+        return cluster.add_node(num_cpus=2, num_gpus=2, **common)
 
     nodes = [add(), add()]
     answers.write(json.dumps(cluster.address) + "\n")
     for line in sys.stdin:
         what, _, number = line.strip().partition(" ")
         if what == "add":
-            nodes.append(add(**dict([number.split("=")] if number else [])))
+            nodes.append(add())
             answer = len(nodes) - 1
         elif what == "control":
             answer = cluster.head_node.all_processes["gcs_server"][0].process.pid

@@ -22,7 +22,16 @@ from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.runtime.process_identity import process_space
-from tests.harness.launches import DS_CONFIG, STUB, events, processes_of, reports, request, updates_until_finished
+from tests.harness.launches import (
+    DS_CONFIG,
+    LIGHT,
+    STUB,
+    events,
+    processes_of,
+    reports,
+    request,
+    updates_until_finished,
+)
 from tests.harness.workers import ended, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +62,7 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchrunLaunch
     (folder / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
     made = local_launcher(folder / "out", devices=cpu_devices(1), base_env=BASE_ENV, warm=True)
     (folder / "out").mkdir()
+    made.prepare(LIGHT)
     made.start(request(folder, launch_id="first", script=STUB, slots=1))
     updates_until_finished(made)
     yield made

@@ -24,7 +24,7 @@ from optuna_dsat.launch.warm.server import WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
 from optuna_dsat.runtime.events import ModulesImported, RankFailed, RankStarted, StepMeasured
-from tests.harness.launches import DS_CONFIG, SCRIPTS, STUB, events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, LIGHT, SCRIPTS, STUB, events, reports, request, updates_until_finished
 
 from .test_torchrun import BASE_ENV, assert_gone
 
@@ -215,6 +215,7 @@ def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_fo
 ) -> None:
     notices: list[str] = []
     launcher = local_launcher(tmp_path, devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append)
+    launcher.prepare(LIGHT)
 
     def killed(victim: str) -> LaunchReport:
         launcher.start(request(folder, launch_id=victim, script=STUB, args=("--end", "sleep", "--at", "2")))
@@ -244,7 +245,8 @@ def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_fo
 
 def test_the_parent_ends_with_the_launcher(folder: Path, tmp_path: Path) -> None:
     launcher = local_launcher(tmp_path, devices=cpu_devices(2), base_env=BASE_ENV, warm=True)
-    launcher.start(request(folder, launch_id="open", args=("--end", "sleep")))
+    launcher.prepare(LIGHT)
+    launcher.start(request(folder, launch_id="open", script=STUB, args=("--end", "sleep")))
     updates: list[LaunchUpdate] = []
     while len(events(updates, RankStarted)) < 2:
         updates += launcher.poll(1.0)
@@ -349,13 +351,16 @@ def test_a_forked_launch_that_fails_is_repeated_plainly(folder: Path, tmp_path: 
     """A script that must be the first to import a module represents scripts that cannot be forked."""
     script = tmp_path / "refuses.py"
     script.write_text(
-        "import sys\nassert 'torch._dynamo' not in sys.modules, 'I want it fresh'\n"
-        + (SCRIPTS / "tiny_launch.py").read_text().replace("from __future__ import annotations", "")
+        "import sys\nassert 'imported_before' not in sys.modules, 'I want it fresh'\n"
+        + (SCRIPTS / STUB).read_text().replace("from __future__ import annotations", "")
     )
+    (tmp_path / "imported_before.py").write_text("")
     notices: list[str] = []
+    environment = {**BASE_ENV, "PYTHONPATH": str(tmp_path)}
     launcher = local_launcher(
-        tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append
+        tmp_path / "out", devices=cpu_devices(2), base_env=environment, warm=True, on_notice=notices.append
     )
+    launcher.prepare(Preload(modules=("imported_before",)))
     (tmp_path / "out").mkdir()
     try:
         config = str(folder / "user_config.json")

@@ -30,13 +30,6 @@ def open_study(store: Store) -> tuple[str, optuna.Study]:
     return record.uuid, optuna.load_study(study_name=STUDY, storage=store.storage)
 
 
-def opens(url: str) -> object:
-    """Open an empty database and create the study, concurrently with other workers."""
-    wait()
-    with Store.open(url) as store:
-        return open_study(store)[0]
-
-
 def claims(url: str, count: int, keys: int) -> object:
     """Claim configurations in competition with other workers, and complete a trial for each."""
     wait()
@@ -109,7 +102,6 @@ def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     role, url, *numbers = sys.argv[1:]
     roles: dict[str, Callable[..., object]] = {
-        "opens": opens,
         "claims": claims,
         "takes": takes,
         "holds": holds,
