@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from optuna_dsat.launch.protocol import Conditions, LaunchReport, LaunchRequest,
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.stacks import StackWatch, describe_stacks
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import Event, RankStarted
+from optuna_dsat.runtime.events import Event
 from optuna_dsat.runtime.process import EXIT_LIMIT_S
 
 __all__ = ["FailedFork", "Launch", "Processes", "WaitingLaunch"]
@@ -102,8 +102,8 @@ class Processes(Protocol):
     def usage(self) -> Mapping[ProcessKey, ProcessUsage]:
         """Return the resources used by the ranks and all their descendants."""
 
-    def ranks_to_ask(self, starts: Sequence[RankStarted]) -> Mapping[int, ProcessKey]:
-        """Return rank -> process; empty unless all ranks run on this machine."""
+    def ask_for_stacks(self) -> Collection[int]:
+        """Have all ranks write their stacks to their logs; return the ranks that were asked."""
 
     def kill_ranks(self) -> None:
         """Kill everything but torchrun."""
@@ -278,7 +278,7 @@ class Launch:
         last_activity = self.log.last_event if some_done else self._last_activity(now)
         limit_s = self._stand_still_limit_s()
         stands_still = not some_done and self._stacks.stand_still(
-            now, silent_since=last_activity, limit_s=limit_s, ranks=self.processes.ranks_to_ask(self.log.starts)
+            now, silent_since=last_activity, limit_s=limit_s, ask=self.processes.ask_for_stacks
         )
         if stands_still or now - last_activity > stall_s:
             option = " (--stall-timeout)" if stall_s == request.stall_s else ""
@@ -287,7 +287,7 @@ class Launch:
                 text = f"no rank has moved for {now - last_activity:.0f} s"
             elif now - self.log.last_event > MAX_STALL_LIMITS * stall_s:
                 text = f"processes work, but no event came for {MAX_STALL_LIMITS} times --stall-timeout ({stall_s:g} s)"
-            if places := describe_stacks(self._stacks.taken()):
+            if places := describe_stacks(self._stacks.latest()):
                 text += f": {places}"
             text += f"; {self._progress()}; {self.log.last_event_in_words(now)}"
             worked = self._activity.last_work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from optuna_dsat.runtime.files import open_regular
 from optuna_dsat.runtime.stacks import STACK_SIGNAL, stacks_path
 from optuna_dsat.runtime.user_code import is_installed
 
-__all__ = ["StackWatch", "describe_stacks"]
+__all__ = ["StackWatch", "describe_stacks", "request_stacks"]
 
-_ANSWER_S = 1.0
-"""Time for a rank to write its stacks."""
+_ANSWER_S = 3.0
+"""Time for a rank to write its stacks, and for a node to send them."""
 _MOST_BYTES = 2**20
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _COLLECTIVE = re.compile(r"/(torch/distributed/(?!run|launch|elastic)|deepspeed/comm/|deepspeed/runtime/zero/parti)")
@@ -36,34 +36,40 @@ class StackWatch:
         self._earlier: Mapping[int, str] = {}
         self._silent_since = 0.0
 
-    def stand_still(self, now: float, *, silent_since: float, limit_s: float, ranks: Mapping[int, ProcessKey]) -> bool:
+    def stand_still(
+        self, now: float, *, silent_since: float, limit_s: float, ask: Callable[[], Collection[int]]
+    ) -> bool:
         """Return whether the ranks have been silent for the limit, with equal stacks in the middle and at the end.
 
         Args:
             now: Monotonic time, as ``silent_since``.
             silent_since: Last event, or activity that counts.
             limit_s: Silence after which ranks that make no progress count as stalled.
-            ranks: Processes of all ranks; empty if they cannot be asked.
+            ask: Asks all ranks for their stacks; returns the ranks that it could ask.
         """
         if silent_since != self._silent_since:
             self._silent_since, self._asked_at, self._earlier = silent_since, None, {}
-        if not ranks or now - silent_since < limit_s / 2:
+        if now - silent_since < limit_s / 2:
             return False
         if self._asked_at is None:
-            self._ask(now, ranks)
+            self._ask(now, ask)
             return False
         if not self._earlier:
             if now - self._asked_at >= limit_s / 2:
                 self._earlier = self.taken()
-                self._ask(now, ranks)
+                self._ask(now, ask)
             return False
         if now - self._asked_at < _ANSWER_S:
             return False
         later = self.taken()
-        if len(later) == len(ranks) and later == self._earlier:
+        if len(later) == len(self._offsets) and later == self._earlier:
             return True
         self._earlier = {}  # a rank makes progress: check again after another half of the limit
         return False
+
+    def latest(self) -> dict[int, str]:
+        """Return rank -> its latest stacks, for the ranks that answered in this silence."""
+        return {**self._earlier, **self.taken()}
 
     def taken(self) -> dict[int, str]:
         """Return rank -> stacks written after the last request, for the ranks that answered."""
@@ -75,14 +81,27 @@ class StackWatch:
                     found[rank] = text
         return found
 
-    def _ask(self, now: float, ranks: Mapping[int, ProcessKey]) -> None:
-        self._asked_at, self._offsets = now, {}
-        for rank, key in ranks.items():
-            path = stacks_path(self._log_dir, rank)
-            with suppress(OSError):  # without its file, a rank has no handler and the signal would end it
-                self._offsets[rank] = path.stat().st_size
-                if STACK_SIGNAL is not None and key.alive:
-                    os.kill(key.pid, STACK_SIGNAL)
+    def _ask(self, now: float, ask: Callable[[], Collection[int]]) -> None:
+        sizes = {path: path.stat().st_size for path in self._log_dir.glob(stacks_path(self._log_dir, "*").name)}
+        self._asked_at = now
+        self._offsets = {rank: sizes.get(stacks_path(self._log_dir, rank), 0) for rank in ask()}
+
+
+def request_stacks(log_dir: Path, ranks: Mapping[int, ProcessKey]) -> set[int]:
+    """Have ranks of this machine write their stacks; return the ranks that can.
+
+    Args:
+        log_dir: Folder of the ranks' files.
+        ranks: Rank -> process.
+    """
+    asked = set()
+    for rank, key in ranks.items():
+        # Without its file, a rank has no handler and the signal would end it.
+        if STACK_SIGNAL is not None and key.alive and stacks_path(log_dir, rank).exists():
+            with suppress(OSError):
+                os.kill(key.pid, STACK_SIGNAL)
+                asked.add(rank)
+    return asked
 
 
 def describe_stacks(stacks: Mapping[int, str]) -> str:

@@ -14,8 +14,8 @@ STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 """Signal that makes a rank append the stacks of its threads to its file; None on systems without a free signal."""
 
 
-def stacks_path(log_dir: Path, rank: int) -> Path:
-    """Return the file for the stacks of a rank."""
+def stacks_path(log_dir: Path, rank: int | str) -> Path:
+    """Return the file for the stacks of a rank; a pattern of all files for ``*``."""
     return log_dir / f"rank{rank}.stacks.log"
 
 

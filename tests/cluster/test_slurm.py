@@ -65,6 +65,14 @@ def launcher(engine: SlurmEngine, tmp_path: Path) -> Iterator[TorchrunLauncher]:
     launcher.close()
 
 
+def test_ranks_on_nodes_that_stand_still_are_located(launcher: TorchrunLauncher, tmp_path: Path) -> None:
+    launcher.start(stub(tmp_path, "still", "--end", "sleep", "--at", "3", stall_s=12.0))
+    report = finish(launcher)
+    assert report.outcome is Outcome.STALLED
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} is in end at line \d+ of stub_engine.py", report.message)
+
+
 @pytest.mark.parametrize(("nodes", "gpus", "arguments"), [(5, 0, ()), (2, 3, ()), (1, 0, ("--partition=none",))])
 def test_what_can_never_be_granted_is_refused_at_once(
     slurm: SlurmCluster, nodes: int, gpus: int, arguments: tuple[str, ...]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.machine.processes import ProcessKey
-from optuna_dsat.launch.stacks import StackWatch, describe_stacks
+from optuna_dsat.launch.stacks import StackWatch, describe_stacks, request_stacks
 from optuna_dsat.runtime.stacks import stacks_path
 from tests.harness.commands import ROOT
 
@@ -43,7 +43,9 @@ def test_a_rank_stands_still_if_its_stacks_stay_the_same(tmp_path: Path, moves: 
 
         def look(now: float) -> bool:
             size = stacks_path(tmp_path, 0).stat().st_size
-            found = watch.stand_still(now, silent_since=0.0, limit_s=30.0, ranks={0: key})
+            found = watch.stand_still(
+                now, silent_since=0.0, limit_s=30.0, ask=lambda: request_stacks(tmp_path, {0: key})
+            )
             deadline = time.monotonic() + 10.0
             while now in (15.0, 30.0) and stacks_path(tmp_path, 0).stat().st_size == size:
                 assert time.monotonic() < deadline
@@ -56,13 +58,13 @@ def test_a_rank_stands_still_if_its_stacks_stay_the_same(tmp_path: Path, moves: 
             process.stdin.write("\n")
             process.stdin.flush()
             assert process.stdout.readline() == "moved\n"
-        assert [look(30.0), look(31.0)] == [False, not moves]
+        assert [look(30.0), look(33.0)] == [False, not moves]
         process.kill()
 
 
 def test_ranks_that_cannot_be_asked_do_not_stand_still(tmp_path: Path) -> None:
     watch = StackWatch(tmp_path)
-    assert not any(watch.stand_still(now, silent_since=0.0, limit_s=2.0, ranks={}) for now in (1.0, 2.0, 9.0))
+    assert not any(watch.stand_still(now, silent_since=0.0, limit_s=2.0, ask=set) for now in (1.0, 2.0, 9.0))
     assert watch.taken() == {}
 
 

@@ -130,6 +130,7 @@ class NodeAgent:
             "port": self._port,
             "prepare": self._prepare,
             "launch": self._launch,
+            "stacks": self._stacks,
             "end": self._end,
             "leave": self._leave,
         }
@@ -275,6 +276,10 @@ class NodeAgent:
             self._launches[name] = NodeLaunch(order, machine=self._machine)
         except (DsatError, SlotsBusyError, OSError) as error:
             self._say("failed", launch_id=name, why=str(error))
+
+    def _stacks(self, order: Mapping[str, Any]) -> None:
+        if (launch := self._launches.get(order["launch_id"])) is not None:
+            launch.ask_for_stacks()
 
     def _end(self, order: Mapping[str, Any]) -> None:
         launch = self._launches.get(order["launch_id"])

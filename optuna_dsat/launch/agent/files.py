@@ -16,6 +16,7 @@ from typing import Any
 
 from optuna_dsat.launch.event_log import START_BYTES, GrowingFile, LogLimit, dropped_in_words
 from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.runtime.stacks import stacks_path
 
 __all__ = ["TOKEN", "LaunchFiles", "TrackerFiles", "append_events", "append_log", "write_tracker"]
 
@@ -43,6 +44,7 @@ class LaunchFiles:
         self._events = {rank: GrowingFile(directory.events(rank), most_bytes=_MOST_AT_ONCE) for rank in ranks}
         logs = {path.name: path for rank in ranks for path in (directory.stdout(rank), directory.stderr(rank))}
         own = directory.agent_log
+        logs |= {path.name: path for path in (stacks_path(directory.log_dir, rank) for rank in ranks)}
         logs[own.name if node == 0 else f"{own.stem}.node{node}{own.suffix}"] = own
         self._logs = {name: GrowingFile(path, most_bytes=_MOST_AT_ONCE) for name, path in logs.items()}
         self._limit = LogLimit(logs.values())

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.machine.tree import AgentHandle, ProcessTree, end_launch
 from optuna_dsat.launch.protocol import Conditions, LaunchRequest, Preload, Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.stacks import request_stacks
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.launch.warm.server import WarmOrder
 from optuna_dsat.runtime.events import Event, RankStarted, decode_event
@@ -186,10 +187,9 @@ class MachineLaunch:
         """Return the resources used by the ranks and all their descendants."""
         return self._tree.usage()
 
-    def ranks_to_ask(self, starts: Sequence[RankStarted]) -> dict[int, ProcessKey]:
-        """Return rank -> process; empty if one of them is not known to be a rank of the launch."""
-        keys = {start.rank: key for start in starts if (key := ProcessKey.of(start.pid)) is not None}
-        return keys if set(keys.values()) <= self.ranks else {}
+    def ask_for_stacks(self) -> set[int]:
+        """Have the ranks write their stacks to their logs; return the ranks that were asked."""
+        return request_stacks(self._directory.log_dir, self._tree.rank_keys)
 
     def kill_ranks(self) -> None:
         """Kill everything but torchrun, which then records how the ranks ended."""
@@ -416,6 +416,11 @@ class NodeLaunch:
             yield from files.hand_over(Path(folder), token)
         except OSError as error:
             self._machine.on_notice(f"What trackers wrote in {self.name} could not be kept: {error}.")
+
+    def ask_for_stacks(self) -> None:
+        """Have the ranks write their stacks to their logs, which are sent to the head."""
+        if self._processes is not None:
+            self._processes.ask_for_stacks()
 
     def end_ranks(self) -> None:
         """Kill everything but torchrun."""

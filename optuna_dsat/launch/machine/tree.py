@@ -248,6 +248,11 @@ class ProcessTree:
         return frozenset(self._known)
 
     @property
+    def rank_keys(self) -> Mapping[int, ProcessKey]:
+        """Rank -> process, for the ranks seen so far."""
+        return self._ranks
+
+    @property
     def ranks(self) -> set[ProcessKey]:
         """The ranks seen so far."""
         return set(self._ranks.values())

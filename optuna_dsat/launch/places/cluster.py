@@ -139,7 +139,7 @@ class Cluster:
         request, place = waiting.request, self._idle_place()
         if place is None:
             raise SlotsBusyError(f"A launch asks for {things_in_words(request.slots, 'slot')}; 0 are free.")
-        remote = RemoteLaunch(request.launch_id, place=place, nodes=self._layout.nodes)
+        remote = RemoteLaunch(request.launch_id, place=place, nodes=self._layout.nodes, slots=request.slots)
         launch = Launch(
             request=request,
             directory=self.write(request) if waiting.directory is None else waiting.directory,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from optuna_dsat.launch.facts import EndFacts
@@ -11,7 +11,7 @@ from optuna_dsat.launch.machine.host import ProcessUsage
 from optuna_dsat.launch.machine.processes import ProcessKey
 from optuna_dsat.launch.places.place import HeldPlace
 from optuna_dsat.launch.protocol import Conditions
-from optuna_dsat.runtime.events import Event, RankStarted
+from optuna_dsat.runtime.events import Event
 
 __all__ = ["RemoteLaunch"]
 
@@ -28,9 +28,10 @@ class RemoteLaunch:
         launch_id: The launch.
         place: The allocation.
         nodes: Its nodes.
+        slots: Ranks on all of them.
     """
 
-    def __init__(self, launch_id: str, *, place: HeldPlace, nodes: int) -> None:
+    def __init__(self, launch_id: str, *, place: HeldPlace, nodes: int, slots: int) -> None:
         self.place = place
         self.pid = 0
         """Process number of torchrun on node 0; 0 before it has started."""
@@ -46,6 +47,7 @@ class RemoteLaunch:
         """Whether the place is gone: what ran there ends by itself."""
         self._launch_id = launch_id
         self._nodes = nodes
+        self._slots = slots
         self._code: int | None = None
         self._killed = False
         self._ends: dict[int, int] = {}
@@ -159,9 +161,10 @@ class RemoteLaunch:
         """Return the resources used by the processes of all nodes, as last reported."""
         return {key: use for usage in self._usage.values() for key, use in usage.items()}
 
-    def ranks_to_ask(self, starts: Sequence[RankStarted]) -> dict[int, ProcessKey]:  # noqa: ARG002 - none is local
-        """Return no rank: signals do not reach other machines."""
-        return {}
+    def ask_for_stacks(self) -> Collection[int]:
+        """Have the ranks of all nodes write their stacks to their logs; return all ranks."""
+        self.place.order({"do": "stacks", "launch_id": self._launch_id})
+        return range(self._slots)
 
     def kill_ranks(self) -> None:
         """Have everything but torchrun killed."""
