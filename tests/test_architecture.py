@@ -185,7 +185,7 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
     assert twice <= {"script", "ds_config", "method"}, "an option names what the spec's field of that name holds"
 
 
-MOST_PRODUCT_LINES = 69_400
+MOST_PRODUCT_LINES = 69_000
 MOST_PRODUCT_FILES = 380
 MOST_TEST_LINES = 50_100
 MOST_BENCHMARK_LINES = 9_000
