@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from optuna_dsat.config.autotuning_section import Autotuning
+from optuna_dsat.config.autotuning_section import IGNORED, Autotuning
 from optuna_dsat.config.knobs import KNOBS, Knob
 from optuna_dsat.study.options.declaration import options_in
-from optuna_dsat.tuning.options.autotuning import IGNORED
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions
 
 __all__ = ["PAGE", "main", "page"]

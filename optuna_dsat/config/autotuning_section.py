@@ -10,7 +10,7 @@ from typing import Any
 from optuna_dsat.config.documents import as_written
 from optuna_dsat.errors import ConfigError
 
-__all__ = ["Autotuning", "parse_autotuning", "positive_int"]
+__all__ = ["IGNORED", "Autotuning", "parse_autotuning", "positive_int"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +50,18 @@ class Autotuning:
 
 
 _RENAMED = {"start_step": "start_profile_step", "end_step": "end_profile_step", "num_trials": "tuner_num_trials"}
-_IGNORED = frozenset({
-    "results_dir", "exps_dir", "overwrite", "metric_path", "model_info", "model_info_path",
-    "num_tuning_micro_batch_sizes", "min_train_batch_size",
-})  # fmt: skip
-_COUNTS = frozenset({
-    "start_profile_step", "end_profile_step", "min_train_micro_batch_size_per_gpu",
-    "max_train_micro_batch_size_per_gpu", "max_train_batch_size", "tuner_num_trials", "tuner_early_stopping",
-    "num_gpus", "num_nodes", "mp_size",
-})  # fmt: skip
+IGNORED = {
+    "results_dir": "--output-dir is used",
+    "exps_dir": "--output-dir is used",
+    "overwrite": "a study of the same name is continued",
+    "metric_path": "steps are timed without a file of the script's",
+    "model_info": "the profile launch measures the model",
+    "model_info_path": "the profile launch measures the model",
+    "num_tuning_micro_batch_sizes": "the method decides how many micro-batches it tries",
+    "min_train_batch_size": "give min_train_micro_batch_size_per_gpu",
+}
+"""Ignored key -> what takes its place."""
+_COUNTS = frozenset(one.name for one in fields(Autotuning) if one.type == "int | None")
 _MAY_BE_LISTS = frozenset({"num_gpus", "num_nodes", "mp_size"})
 
 
@@ -82,8 +85,8 @@ def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Au
         **values,
         gpu_counts=_listed(section.get("num_gpus")),
         node_counts=_listed(section.get("num_nodes")),
-        ignored=tuple(sorted(_IGNORED & section.keys())),
-        unknown=tuple(sorted(section.keys() - known - _RENAMED.keys() - _IGNORED)),
+        ignored=tuple(sorted(IGNORED.keys() & section.keys())),
+        unknown=tuple(sorted(section.keys() - known - _RENAMED.keys() - IGNORED.keys())),
     )
 
 

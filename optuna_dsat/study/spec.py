@@ -53,7 +53,12 @@ def parse_bytes(text: str) -> int:
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, validate_default=True
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        populate_by_name=True,
+        validate_default=True,
+        arbitrary_types_allowed=True,  # os.PathLike[str], for versions of pydantic that do not know it
     )
 
 

@@ -1,7 +1,5 @@
 """Options of the search methods, under the names of the dsat guide, each declared once; each method reads its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated

@@ -5,8 +5,6 @@
 files and ``docs/reference/options.md`` are generated. Names and defaults follow the dsat guide where it has them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from optuna_dsat.config import ds_config, user_file
-from optuna_dsat.config.autotuning_section import Autotuning
+from optuna_dsat.config.autotuning_section import IGNORED, Autotuning
 from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE
 from optuna_dsat.launch.machine.devices import detect_devices
 from optuna_dsat.study.options.declaration import options_in
@@ -15,7 +15,7 @@ from optuna_dsat.tuning.options.given import Given, user_config
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions, TuneOptions
 from optuna_dsat.words import things_in_words
 
-__all__ = ["IGNORED", "Sweep", "options_of", "sweep_of", "with_autotuning"]
+__all__ = ["Sweep", "options_of", "sweep_of", "with_autotuning"]
 
 _METRICS = {
     "flops": "FLOPS_per_gpu",
@@ -28,18 +28,6 @@ _METRICS = {
 """DeepSpeed's metric, in lower case -> ours."""
 _METHODS = {"random": "random", "gridsearch": "binary", "model_based": "asha"}
 """DeepSpeed's tuner -> the method nearest to it."""
-
-IGNORED = {
-    "results_dir": "--output-dir is used",
-    "exps_dir": "--output-dir is used",
-    "overwrite": "a study of the same name is continued",
-    "metric_path": "steps are timed without a file of the script's",
-    "model_info": "the profile launch measures the model",
-    "model_info_path": "the profile launch measures the model",
-    "num_tuning_micro_batch_sizes": "the method decides how many micro-batches it tries",
-    "min_train_batch_size": "give min_train_micro_batch_size_per_gpu",
-}
-"""Ignored key -> what takes its place."""
 
 
 def options_of(section: Autotuning) -> tuple[dict[str, Any], list[str]]:
