@@ -147,7 +147,8 @@ def test_a_sitecustomize_that_runs_the_one_it_hides_is_run_once(folder: Path, mo
     site = folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(
-        "import importlib.machinery, importlib.util, sys\nfrom pathlib import Path\n"
+        "import importlib.machinery, importlib.util, os, sys\nfrom pathlib import Path\n"
+        "os.environ['SET_IN_THE_LAUNCHER'] = '1'\n"
         "open('runs', 'a').write(sys.orig_argv[1])\n"
         "others = [one for one in sys.path if Path(one) != Path(__file__).parent]\n"
         "found = importlib.machinery.PathFinder.find_spec('sitecustomize', others)\n"

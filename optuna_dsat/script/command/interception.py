@@ -31,7 +31,7 @@ from optuna_dsat.secrecy.command import without_secrets
 
 __all__ = ["REMEDY", "InterceptedRank", "intercept", "is_of_rank", "is_wrapper", "starts_launcher"]
 
-REMEDY = "Or name the script and its config: optuna-dsat METHOD SCRIPT CONFIG -- ARGUMENTS."
+REMEDY = "Name the script and its config instead: optuna-dsat METHOD SCRIPT CONFIG -- ARGUMENTS."
 """What to do where a command cannot be run here."""
 _POLL_S = 0.05
 _SHOWN_CHARS = 300
@@ -206,7 +206,7 @@ def intercept(
         how = "" if found == 0 else f" with exit code {found}"
         raise UsageError(
             f"{line} ended{how} and launched no training: neither by deepspeed, torchrun or accelerate, nor by a "
-            f"Python script that begins to train with DeepSpeed. Give the command that does. {REMEDY}"
+            f"Python script that begins to train with DeepSpeed. {REMEDY}"
         )
     if Path(found["prefix"]).resolve() != Path(sys.prefix).resolve():
         raise UsageError(

@@ -55,10 +55,14 @@ def program(words: Sequence[str]) -> list[str]:
     return rest
 
 
+def _is_launcher(own: Sequence[str]) -> bool:
+    return own[1] in MODULES if own[0] == "-m" and own[1:] else os.path.basename(own[0]) in LAUNCHERS  # noqa: PTH119
+
+
 def is_rank(words: Sequence[str]) -> bool:
     """Whether this process runs what a launcher starts, or the script at the end of the user's command."""
     own = program(words)
-    if not own or (own[0] == "-m" and own[1:2] and own[1] in MODULES) or os.path.basename(own[0]) in LAUNCHERS:  # noqa: PTH119
+    if not own or _is_launcher(own):
         return False
     return LAUNCHER in os.environ or own == json.loads(os.environ.get(TYPED, "[]"))[-len(own) :]
 
@@ -93,7 +97,7 @@ def _note(name: str, given: Any, **more: Any) -> None:
     note = {
         "name": name,
         "words": list(sys.orig_argv),
-        "environment": dict(os.environ),
+        "environment": _ENVIRONMENT if _is_launcher(program(sys.orig_argv) or [""]) else dict(os.environ),
         "options": {**vars(given), **more},
     }
     path = f"{os.environ[RECORD]}.{os.getpid()}"
@@ -228,6 +232,7 @@ def _run_the_hidden_one() -> None:
 
 if __name__ == "sitecustomize" and RECORD in os.environ:
     _WORDS = list(sys.orig_argv)
+    _ENVIRONMENT = dict(os.environ)  # what a launcher sets as it is imported is not the user's
     if is_rank(_WORDS):
         write_down(_WORDS)
     if program(_WORDS)[:1] == ["-m"] and program(_WORDS)[1] in MODULES:
