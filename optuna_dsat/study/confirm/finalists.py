@@ -286,7 +286,7 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
         spec: The study.
     """
     out = {one.number for one in rounds.launches if rounds.failure(one.number) is not None}
-    verdict = verdict_of(trials, rounds, maximize=spec.maximize, tie=spec.tie, slots=spec.slots_per_trial)
+    verdict = verdict_of(trials, rounds, spec)
     if verdict is None:
         return frozenset(out)
     for one in verdict.contenders:
@@ -333,7 +333,7 @@ def with_next_best(
         candidates: The measured trials, best first.
         spec: The study.
     """
-    verdict = verdict_of(trials, rounds, maximize=spec.maximize, tie=spec.tie, slots=spec.slots_per_trial)
+    verdict = verdict_of(trials, rounds, spec)
     spent = spec.confirm_time_s is not None and rounds.spent_s >= spec.confirm_time_s
     if verdict is None or verdict.kind is not VerdictKind.BASELINE_IS_BEST or spent:
         return rounds
