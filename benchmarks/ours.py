@@ -131,7 +131,7 @@ def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | No
         elif launch.launch_id in again:
             rounds = rounds.with_launch(again[launch.launch_id])
         candidates = method.ranked(seen, maximize=True)
-        verdict = verdict_of(seen, rounds, maximize=True, tie=study.spec.tie, slots=study.spec.slots_per_trial)
+        verdict = verdict_of(seen, rounds, study.spec)
         winner = candidates[0] if candidates else None
         if verdict is not None and verdict.is_by_rounds:
             winner = next(one for one in candidates if one.number == verdict.result.number)

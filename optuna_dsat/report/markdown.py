@@ -9,7 +9,7 @@ from typing import Any
 from optuna_dsat.escape.markdown import Markdown, fenced
 from optuna_dsat.secrecy.shapes import hidden_data
 
-__all__ = ["OWN_TEXT", "WHOLE_CHARS", "json_block", "keep_own_text", "redacted"]
+__all__ = ["OWN_TEXT", "WHOLE_CHARS", "json_block", "keep_own_text"]
 
 OWN_TEXT = "*Written by optuna-dsat, anew at every refresh. What you write below this line is kept.*"
 """Last line of every generated note."""
@@ -19,12 +19,7 @@ WHOLE_CHARS = 2**17
 
 def json_block(data: Mapping[str, Any]) -> Markdown:
     """Return a JSON object as a code block, without secrets."""
-    return fenced(json.dumps(redacted(data), indent=2), "json", limit_chars=WHOLE_CHARS)
-
-
-def redacted(data: Any) -> Any:
-    """Return JSON data with secrets replaced by ``***``."""
-    return hidden_data(data)
+    return fenced(json.dumps(hidden_data(data), indent=2), "json", limit_chars=WHOLE_CHARS)
 
 
 def keep_own_text(generated: str, present: str) -> str:

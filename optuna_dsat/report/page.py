@@ -32,12 +32,12 @@ from optuna_dsat.report.facts import (
     versions,
 )
 from optuna_dsat.report.launch_files import Links
-from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.template import page_text
 from optuna_dsat.report.training import Training
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.command import BEST_CONFIG
 from optuna_dsat.study.confirm.measured import configuration_of
 from optuna_dsat.study.confirm.words import how_known, verdict_in_words
@@ -188,7 +188,7 @@ def _sentence(text: str) -> str:
 def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str, Any]:
     """Return the template's variables except figures and styles."""
     result, verdict = view.result, view.verdict
-    text = "" if result is None else json.dumps(redacted(result.config), indent=2)
+    text = "" if result is None else json.dumps(hidden_data(result.config), indent=2)
     named = {"metric": view.metric, "device": view.spec.device}
     return {
         "view": view,

@@ -177,8 +177,7 @@ class StoredStudy:
     @cached_property
     def verdict(self) -> Verdict | None:
         """Verdict on the study so far; None if nothing was measured."""
-        spec = self.spec
-        return verdict_of(self.trials, self.rounds, maximize=self.maximize, tie=spec.tie, slots=spec.slots_per_trial)
+        return verdict_of(self.trials, self.rounds, self.spec)
 
     @property
     def best(self) -> Measured | None:

@@ -178,7 +178,7 @@ def test_a_rank_that_stands_still_before_its_first_step_is_measured_by_earlier_s
         rank.launch.longest_start_s = longest_start_s
         path = stacks_path(folder, 0)
         wait_until(path.exists)
-        for now in (1.0, 16.0, 31.0, 33.0):
+        for now in (1.0, 16.0, 31.0, 34.0):
             rank.launch.advance(now)
             time.sleep(0.3)
         stop = rank.launch.stop_reason

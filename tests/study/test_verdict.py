@@ -71,7 +71,7 @@ def searched(found: Mapping[int, tuple[float, float]]) -> JointEstimate:
 
 
 def judged(trials: Sequence[FrozenTrial], rounds: Rounds, *, tie: float = 0.01, maximize: bool = True) -> Verdict:
-    found = verdict_of(trials, rounds, maximize=maximize, tie=tie, slots=2)
+    found = verdict_of(trials, rounds, spec(tie=tie, metric="throughput" if maximize else "latency"))
     assert found is not None
     assert json.dumps(found.to_json())
     return found

@@ -27,9 +27,9 @@ from optuna.artifacts.exceptions import ArtifactNotFound
 
 from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.references import hidden_text
+from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.command import BEST_CONFIG
 from optuna_dsat.study.result import BEST_METRICS
 from optuna_dsat.trials import attributes
@@ -133,7 +133,7 @@ def artifacts_of(view: StudyView, on_refused: Callable[[str], None] = lambda _: 
 
 
 def _json(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(redacted(data), indent=2) + "\n").encode()
+    return (json.dumps(hidden_data(data), indent=2) + "\n").encode()
 
 
 def _logs(

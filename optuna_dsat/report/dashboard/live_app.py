@@ -20,9 +20,9 @@ from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.report.dashboard.artifacts import log_without_secrets, tail
 from optuna_dsat.report.dashboard.live import LiveStudy
 from optuna_dsat.report.launch_files import LIVE_FILES, file_of
-from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.template import asset, plotly_script
 from optuna_dsat.secrecy.references import hidden_text
+from optuna_dsat.secrecy.shapes import hidden_data
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -150,7 +150,7 @@ def _file(study: LiveStudy, launch_id: str, name: str) -> _Answer:
             return _refused(HTTPStatus.NOT_FOUND, "There is no such file.")
         content = tail(path)
         if path.suffix == ".json":
-            data: Mapping[str, Any] = redacted(json.loads(content))
+            data: Mapping[str, Any] = hidden_data(json.loads(content))
             content = (json.dumps(data, indent=2) + "\n").encode()
         else:
             content = log_without_secrets(content)

@@ -132,7 +132,7 @@ class Confirmation:
         rounds = Rounds.of(self._study.user_attrs)
         if (rounds.chosen and rounds.measured == len(candidates)) or not self._spec.confirm:
             return rounds
-        before = _verdict(rounds, trials, self._spec)
+        before = verdict_of(trials, rounds, self._spec)
         noise = None if before is None or before.noise is None else before.noise.relative_sd
         out = refuted(rounds, trials, spec=self._spec)
         searched = self._estimate(trials, [one.number for one in candidates])
@@ -165,7 +165,7 @@ class Confirmation:
 
     def _noise(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> float:
         """Return the relative standard deviation between launches, by the rounds; 0 before there are enough."""
-        verdict = _verdict(rounds, trials, self._spec)
+        verdict = verdict_of(trials, rounds, self._spec)
         noise = None if verdict is None else verdict.noise
         return 0.0 if noise is None or noise.degrees < _FEWEST_DEGREES else noise.relative_sd
 
@@ -298,7 +298,7 @@ def staying(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
         spec: The study.
     """
     present = [number for number in rounds.chosen if rounds.failure(number) is None]
-    verdict, values = _verdict(rounds, trials, spec), rounds.values()
+    verdict, values = verdict_of(trials, rounds, spec), rounds.values()
     if verdict is None or verdict.rounds < MIN_ROUNDS or verdict.best.number not in values:
         return present
     best, own = verdict.best.number, None if verdict.baseline is None else verdict.baseline.number
@@ -318,7 +318,7 @@ def _is_enough(
     if any(len(values.get(number, {})) < MIN_ROUNDS for number in numbers):
         return not numbers
     late = spec.confirm_time is None and rounds.spent_s >= allowed_s
-    if late and _is_nearly_sure(_verdict(rounds, trials, spec)):
+    if late and _is_nearly_sure(verdict_of(trials, rounds, spec)):
         late = rounds.last >= _ROUNDS_TO_TELL and rounds.spent_s >= allowed_s / SEARCH_SHARE
     return late or is_known(rounds, trials, spec=spec)
 
@@ -344,14 +344,10 @@ def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) 
         trials: All trials.
         spec: The study.
     """
-    verdict = _verdict(rounds, trials, spec)
+    verdict = verdict_of(trials, rounds, spec)
     if verdict is None or verdict.baseline is None:
         return True
     finalists = [one for one in verdict.contenders if one.number != verdict.baseline.number and not one.left]
     told = [one.speed_up for one in finalists[:1]]
     told += [one.speed_up for one in finalists if one.number == verdict.result.number]
     return all(one is None or one.surely_below(1) or is_precise(one, verdict.noise) for one in told)
-
-
-def _verdict(rounds: Rounds, trials: Sequence[FrozenTrial], spec: StudySpec) -> Verdict | None:
-    return verdict_of(trials, rounds, maximize=spec.maximize, tie=spec.tie, slots=spec.slots_per_trial)

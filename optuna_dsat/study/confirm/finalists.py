@@ -301,7 +301,7 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
         spec: The study.
     """
     out = {one.number for one in rounds.launches if rounds.failure(one.number) is not None}
-    verdict = verdict_of(trials, rounds, maximize=spec.maximize, tie=spec.tie, slots=spec.slots_per_trial)
+    verdict = verdict_of(trials, rounds, spec)
     if verdict is None:
         return frozenset(out)
     for one in verdict.contenders:
@@ -348,7 +348,7 @@ def with_next_best(
         candidates: The measured trials, best first.
         spec: The study.
     """
-    verdict = verdict_of(trials, rounds, maximize=spec.maximize, tie=spec.tie, slots=spec.slots_per_trial)
+    verdict = verdict_of(trials, rounds, spec)
     spent = spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time
     if verdict is None or verdict.kind is not VerdictKind.BASELINE_IS_BEST or spent:
         return rounds

@@ -31,6 +31,7 @@ from optuna_dsat.study.confirm.rounds import (
     pooled_noise,
 )
 from optuna_dsat.study.confirm.warnings import warnings_of
+from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words
 
@@ -151,22 +152,9 @@ def are_alike(batch: int, other: int) -> bool:
     return max(batch, other) <= _ALIKE_BATCHES * min(batch, other)
 
 
-def verdict_of(
-    trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, tie: float, slots: int
-) -> Verdict | None:
-    """Return the verdict on a study.
-
-    Args:
-        trials: All trials.
-        rounds: Rounds of the confirmation.
-        maximize: Whether a larger metric is better.
-        tie: Share of the best metric within which configurations count as equal.
-        slots: Ranks of a launch.
-
-    Returns:
-        The verdict; None if nothing was measured.
-    """
-    found = _Judge(trials, rounds, maximize=maximize, tie=tie, slots=slots)
+def verdict_of(trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -> Verdict | None:
+    """Return the verdict on a study by all trials and the rounds; None if nothing was measured."""
+    found = _Judge(trials, rounds, spec)
     if not found.measured:
         return None
     return found.by_rounds() if found.paired else found.by_search()
@@ -175,14 +163,12 @@ def verdict_of(
 class _Judge:
     """Computes the verdict on a study."""
 
-    def __init__(
-        self, trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, tie: float, slots: int
-    ) -> None:
+    def __init__(self, trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -> None:
         self._rounds = rounds
-        self._maximize = maximize
-        self._tie = tie
-        self._slots = slots
-        self.measured = attributes.best_trials(trials, maximize=maximize)
+        self._maximize = spec.maximize
+        self._tie = spec.tie
+        self._slots = spec.slots_per_trial
+        self.measured = attributes.best_trials(trials, maximize=spec.maximize)
         self._trials = {trial.number: trial for trial in self.measured}
         own = attributes.user_config_trial(trials)
         self._baseline = None if own is None or own.number not in self._trials else own.number

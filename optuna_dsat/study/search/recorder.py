@@ -84,8 +84,7 @@ class TrialRecorder:
 
     def _confirmed(self, trials: Sequence[FrozenTrial]) -> BestSoFar | None:
         """Return what earlier runs of the study confirmed; None if no rounds decided."""
-        spec, rounds = self._spec, Rounds.of(self._study.user_attrs)
-        verdict = verdict_of(trials, rounds, maximize=self._maximize, tie=spec.tie, slots=spec.slots_per_trial)
+        verdict = verdict_of(trials, Rounds.of(self._study.user_attrs), self._spec)
         if verdict is None or not verdict.is_by_rounds:
             return None
         return self._shown(verdict.result.trial, verdict.result.metrics, verdict.result.value)
