@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,6 +58,8 @@ def started(launcher: str, words: Sequence[str]) -> InterceptedRank:
         stack.enter_context(mock.patch.object(sys, "argv", [launcher, *words]))
         stack.enter_context(mock.patch.object(os, "execvp", _execute))
         stack.enter_context(mock.patch.object(subprocess, "Popen", _Popen))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # torchrun has a fault handler for a standard error that is a file
         for name, function in PATCHED.items():
             module = importlib.import_module(name)
             stack.enter_context(mock.patch.object(module, function, getattr(module, function)))
