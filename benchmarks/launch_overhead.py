@@ -94,7 +94,7 @@ class Launch:
         inside = begun.get("init_distributed", 0.0) >= begun["initialize"]
         first, steady = steps[0].latency_s, sum(step.latency_s for step in steps[1:])
         last = max(event.time for event in self.events)
-        found = {
+        result = {
             "launcher": rank.time - self.started,
             "imports": spans["imports"],
             "init_distributed": group,
@@ -103,8 +103,8 @@ class Launch:
             "steady steps": steady,
             "tear-down": self.ended - last,
         }
-        found["script"] = max(0.0, self.ended - self.started - sum(found.values()))
-        return {name: found[name] for name in PHASES}
+        result["script"] = max(0.0, self.ended - self.started - sum(result.values()))
+        return {name: result[name] for name in PHASES}
 
     def outside(self) -> float:
         """Return the wall time outside of training steps."""
@@ -154,7 +154,7 @@ def measure(example: Example, *, launches: int, devices: Devices, folder: Path) 
         "warm": local_launcher(folder / "warm", devices=devices, warm=True, on_notice=print),
     }
     kinds = {"torchrun": ("torchrun", "off"), "warm": ("warm", "off"), OVERLAYS: ("warm", "auto")}
-    found: dict[str, list[Launch]] = {name: [] for name in kinds}
+    result: dict[str, list[Launch]] = {name: [] for name in kinds}
     for name in launchers:
         (folder / name).mkdir()
     try:
@@ -169,11 +169,11 @@ def measure(example: Example, *, launches: int, devices: Devices, folder: Path) 
                 )
                 launch = run(launchers[starter], asked)
                 if number:
-                    found[name].append(launch)
+                    result[name].append(launch)
     finally:
         for launcher in launchers.values():
             launcher.close()
-    return found
+    return result
 
 
 def table(found: dict[str, list[Launch]]) -> list[str]:
@@ -215,10 +215,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = {}
     for name in args.examples:
         with tempfile.TemporaryDirectory(prefix="launch-overhead-") as temporary:
-            found = measure(EXAMPLES[name], launches=args.launches, devices=devices, folder=Path(temporary))
+            result = measure(EXAMPLES[name], launches=args.launches, devices=devices, folder=Path(temporary))
         print(f"#### examples/{name}\n")
-        print("\n".join(table(found)) + "\n", flush=True)
-        results[name] = {kind: [launch.phases() for launch in launches] for kind, launches in found.items()}
+        print("\n".join(table(result)) + "\n", flush=True)
+        results[name] = {kind: [launch.phases() for launch in launches] for kind, launches in result.items()}
     if args.json:
         args.json.write_text(json.dumps(results, indent=2))
 

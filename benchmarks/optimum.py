@@ -149,11 +149,11 @@ def _sizes(landscape: Computed) -> NDArray[np.float64]:
 
 def optimum(landscape: Computed) -> Optimum:
     """Return the true best of a landscape over all lineages and all micro-batches."""
-    found = list(reaches(landscape))
-    best = max(found, key=lambda reach: reach.throughput)
+    result = list(reaches(landscape))
+    best = max(result, key=lambda reach: reach.throughput)
     return Optimum(
         best=best,
-        lineages=len(found),
-        runnable=sum(reach.largest > 0 for reach in found),
-        near=sum(reach.throughput >= 0.99 * best.throughput for reach in found),
+        lineages=len(result),
+        runnable=sum(reach.largest > 0 for reach in result),
+        near=sum(reach.throughput >= 0.99 * best.throughput for reach in result),
     )

@@ -121,10 +121,10 @@ def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | No
     if method.posterior_means is None:
         raise ValueError(f"{study.spec.method} has no posterior")
     trials = {trial.user_attrs.get(attributes.LAUNCH_ID): trial for trial in study.trials}
-    again = {f"confirm-{one.number:04d}-round-{one.round}": one for one in study.rounds.launches}
+    again = {f"confirm-{item.number:04d}-round-{item.round}": item for item in study.rounds.launches}
     seen: list[optuna.trial.FrozenTrial] = []
     rounds = Rounds(chosen=study.rounds.chosen, estimate=study.rounds.estimate)
-    found: list[Mapping[str, Any] | None] = []
+    result: list[Mapping[str, Any] | None] = []
     for launch in rig.launches:
         if launch.launch_id in trials:
             seen = sorted([*seen, trials[launch.launch_id]], key=lambda trial: trial.number)
@@ -134,6 +134,6 @@ def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | No
         verdict = verdict_of(seen, rounds, study.spec)
         winner = candidates[0] if candidates else None
         if verdict is not None and verdict.is_by_rounds:
-            winner = next(one for one in candidates if one.number == verdict.result.number)
-        found.append(None if winner is None else winner.user_attrs[attributes.CONFIG])
-    return found
+            winner = next(candidate for candidate in candidates if candidate.number == verdict.result.number)
+        result.append(None if winner is None else winner.user_attrs[attributes.CONFIG])
+    return result

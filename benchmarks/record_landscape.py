@@ -78,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def configurations(stages: Sequence[int], *, offload: bool) -> list[dict[str, Any]]:
     """Return ZeRO sections: every stage, with every offload that it knows."""
-    known = [one for one in STRUCTURES if one.stage in stages and (offload or not one.offloads)]
-    return [one.zero_section() for one in known]
+    known = [structure for structure in STRUCTURES if structure.stage in stages and (offload or not structure.offloads)]
+    return [item.zero_section() for item in known]
 
 
 def edge_walk(known: Mapping[int, bool]) -> int | None:

@@ -67,7 +67,7 @@ def relative_noise(runs: Iterable[Mapping[str, Any]]) -> float:
     for sizes in _grouped(runs).values():
         for launches in sizes.values():
             logs = [math.log(run["latency_s"]) for run in launches]
-            squares += sum((one - statistics.fmean(logs)) ** 2 for one in logs)
+            squares += sum((log - statistics.fmean(logs)) ** 2 for log in logs)
             degrees += len(logs) - 1
     return math.sqrt(squares / degrees) if degrees else 0.0
 
@@ -261,8 +261,8 @@ class Recorded:
 
     def _nearest(self, key: Key) -> Key:
         """Return the recorded lineage of the same structure whose bucket is nearest, the key itself without one."""
-        same = [one for one in (*self.lineages, *self.refused) if one[:3] == key[:3]]
-        return min(same, key=lambda one: abs(math.log((one[3] or 1) / (key[3] or 1))), default=key)
+        same = [item for item in (*self.lineages, *self.refused) if item[:3] == key[:3]]
+        return min(same, key=lambda item: abs(math.log((item[3] or 1) / (key[3] or 1))), default=key)
 
     @property
     def _startup_s(self) -> float:
@@ -270,11 +270,11 @@ class Recorded:
 
     def best(self) -> tuple[float, Key, int]:
         """Return the best throughput, its lineage and its micro-batch, over all sizes within the recorded ones."""
-        found = (-math.inf, next(iter(self.lineages)), 0)
+        result = (-math.inf, next(iter(self.lineages)), 0)
         for key, lineage in self.lineages.items():
             for size in range(lineage.sizes[0], lineage.sizes[-1] + 1):
-                found = max(found, (size * self.slots / lineage.step_s(size), key, size))
-        return found
+                result = max(result, (size * self.slots / lineage.step_s(size), key, size))
+        return result
 
 
 def recorded_landscapes(folder: Path = LANDSCAPES_FOLDER) -> dict[str, Recorded]:

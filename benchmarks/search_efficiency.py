@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(heading, flush=True)
         for method in methods:
             began = time.monotonic()
-            found = [
+            matches = [
                 run_one(
                     landscape,
                     method,
@@ -149,8 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
                 for seed in range(args.seeds)
             ]
-            results += found
-            rows.append(summarise(found))
+            results += matches
+            rows.append(summarise(matches))
             print(f"{name} {method}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
         print(table([row for row in rows if row.landscape == name]), flush=True)
     print(_verdicts(rows))
@@ -306,12 +306,12 @@ def known(landscape: Computed | Recorded) -> tuple[float, str]:
 
 
 def _heading(landscape: Computed, best: Optimum) -> str:
-    found = best.best
+    result = best.best
     lines = [
         f"### {landscape.name}",
         f"{landscape.about}. {landscape.slots} GPUs, {landscape.device_bytes / 2**30:.0f} GiB each.",
-        f"True best: {found.throughput:.4g} samples/s at ZeRO {found.params['zero_stage']}, micro-batch "
-        f"{found.micro_batch} of {found.largest} that fit; {best.runnable} of {best.lineages} lineages run, "
+        f"True best: {result.throughput:.4g} samples/s at ZeRO {result.params['zero_stage']}, micro-batch "
+        f"{result.micro_batch} of {result.largest} that fit; {best.runnable} of {best.lineages} lineages run, "
         f"{best.near} hold a configuration within 1 %.",
         "",
     ]
@@ -345,10 +345,10 @@ def _count(launches: float) -> str:
 
 def _verdicts(rows: Sequence[Row]) -> str:
     """Return one line per method of ours and landscape where a peer's method of the same name does better."""
-    found = {(row.landscape, row.method): row for row in rows}
+    result = {(row.landscape, row.method): row for row in rows}
     lines = []
-    for (landscape, method), own in found.items():
-        for other in (found.get((landscape, peer)) for peer in NAMESAKES.get(method, ())):
+    for (landscape, method), own in result.items():
+        for other in (result.get((landscape, peer)) for peer in NAMESAKES.get(method, ())):
             if other is not None and own.launches_to_near > other.launches_to_near:
                 lines.append(
                     f"- {landscape}: {method} gets to 1 % in {_count(own.launches_to_near)} launches, "

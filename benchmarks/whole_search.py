@@ -207,15 +207,15 @@ def deepspeeds(folder: Path, slots: int, *, bounded: bool, limit_s: float | None
     wall_s = time.monotonic() - started
     launches = sum(1 for _ in (folder / "autotuning_results").glob("*/cmd.txt"))
     measured = [json.loads(file.read_text()) for file in (folder / "autotuning_results").glob("*/metrics.json")]
-    steps_s = sum(one["latency"] * DEEPSPEED_STEPS / 1e6 for one in measured)
+    steps_s = sum(item["latency"] * DEEPSPEED_STEPS / 1e6 for item in measured)
     if not ended:
         return Search(wall_s=wall_s, launches=launches, steps_s=steps_s, config=None)
     best = folder / "autotuning_results/ds_config_optimal.json"
     if not best.exists():  # it exits with 0 then, too
         raise SystemExit(f"DeepSpeed's autotuner found nothing:\n{(folder / 'log.txt').read_text()[-2000:]}")
-    found = json.loads(best.read_text())
-    found.pop("autotuning", None)
-    return Search(wall_s=wall_s, launches=launches, steps_s=steps_s, config=found)
+    result = json.loads(best.read_text())
+    result.pop("autotuning", None)
+    return Search(wall_s=wall_s, launches=launches, steps_s=steps_s, config=result)
 
 
 def _ends_within(process: subprocess.Popen[bytes], limit_s: float | None) -> bool:
@@ -223,9 +223,9 @@ def _ends_within(process: subprocess.Popen[bytes], limit_s: float | None) -> boo
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        for item in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                item.kill()
         process.wait()
         return False
     return True
@@ -245,15 +245,15 @@ def compare(
 ) -> dict[str, dict[int, float]]:
     """Return the throughput of each config in each round, by plain torchrun, in an order drawn anew for each round."""
     launcher = local_launcher(folder, devices=devices)
-    found: dict[str, dict[int, float]] = {name: {} for name in configs}
+    result: dict[str, dict[int, float]] = {name: {} for name in configs}
     try:
         for number in range(rounds):
             for index, name in enumerate(random.sample(list(configs), len(configs))):
                 asked = _request(configs[name], f"round-{number}-{index}", slots=len(devices.devices), cwd=folder)
-                found[name][number] = throughput(run(launcher, asked))
+                result[name][number] = throughput(run(launcher, asked))
     finally:
         launcher.close()
-    return found
+    return result
 
 
 def _request(config: Mapping[str, Any], launch_id: str, *, slots: int, cwd: Path) -> LaunchRequest:
@@ -294,18 +294,18 @@ def table(searches: Mapping[str, Search], rates: Mapping[str, Mapping[int, float
 
 def verdicts(searches: Mapping[str, Search], rates: Mapping[str, Mapping[int, float]]) -> list[tuple[bool, str]]:
     """Return whether each aim of ``guided`` is met, and the figures in words."""
-    own, found = searches["guided"], []
+    own, result = searches["guided"], []
     for name in THEIRS:
         if name not in searches:
             continue
         share = own.wall_s / searches[name].wall_s
         ended = searches[name].config is None
         words = f"guided takes {'at most ' if ended else ''}{share:.2f} of the wall time of {name}"
-        found.append((share <= WALL_AIM, f"{words}; the aim is {WALL_AIM:g}"))
+        result.append((share <= WALL_AIM, f"{words}; the aim is {WALL_AIM:g}"))
         ratio = paired_ratio(rates["guided"], rates.get(name, {}), maximize=True)
         if ratio is not None:
             words = f"its config reaches {_in_words(ratio)} of the throughput of that of {name}"
-            found.append((ratio.value >= THROUGHPUT_AIM, f"{words}; the aim is {THROUGHPUT_AIM:g}"))
+            result.append((ratio.value >= THROUGHPUT_AIM, f"{words}; the aim is {THROUGHPUT_AIM:g}"))
     if own.early is not None:
         best = max(set(rates) - {EARLY}, key=lambda name: statistics.median(rates[name].values()))
         again = paired_ratio(rates.get(EARLY, rates["guided"]), rates[best], maximize=True)
@@ -313,8 +313,8 @@ def verdicts(searches: Mapping[str, Search], rates: Mapping[str, Mapping[int, fl
         words = f"the first config near the best came after {own.early.after_s:.0f} s; the aim is {NEAR_AIM_S:g} s. "
         measured = "nothing" if again is None else _in_words(again)
         words += f"Measured again, it reaches {measured} of the throughput of the fastest ({best})"
-        found.append((own.early.after_s <= NEAR_AIM_S and near, words))
-    return found
+        result.append((own.early.after_s <= NEAR_AIM_S and near, words))
+    return result
 
 
 def _in_words(ratio: Interval) -> str:

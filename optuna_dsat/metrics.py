@@ -86,8 +86,8 @@ def shares_of_linear(rates: Sequence[float | None]) -> list[float | None]:
     Args:
         rates: Samples/s per device, by ascending number of devices; None where nothing was measured.
     """
-    least = next((one for one in rates if one), None)
-    return [one / least if one and least else None for one in rates]
+    least = next((rate for rate in rates if rate), None)
+    return [rate / least if rate and least else None for rate in rates]
 
 
 _T_975 = (

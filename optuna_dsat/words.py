@@ -135,8 +135,8 @@ _RULES = (
 
 def rule_in_words(message: str) -> str:
     """Return a message of pydantic (possibly wrapped by typer) as a rule: ``it must be at least 1``."""
-    before, found, rule = message.replace("Value error, ", "").rpartition("Input should be ")
-    if not found:
+    before, result, rule = message.replace("Value error, ", "").rpartition("Input should be ")
+    if not result:
         return rule
     for pattern, words in _RULES:
         if re.match(pattern, rule):
@@ -220,15 +220,15 @@ def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str)
         differences: ``EngineReady.config_differences``: dotted key -> (the script's value, the file's).
         file: Name of the file.
     """
-    told = {key: values for key, values in differences.items() if key not in _LIBRARYS_OWN}
-    if not told:
+    words = {key: values for key, values in differences.items() if key not in _LIBRARYS_OWN}
+    if not words:
         return ""
     parts = [
         f"{key} is {_setting_or_none(mine)} ({_setting_or_none(theirs)} in the file)"
-        for key, (mine, theirs) in list(told.items())[:_SHOWN_DIFFERENCES]
+        for key, (mine, theirs) in list(words.items())[:_SHOWN_DIFFERENCES]
     ]
-    if len(told) > _SHOWN_DIFFERENCES:
-        parts.append(f"and {len(told) - _SHOWN_DIFFERENCES} more")
+    if len(words) > _SHOWN_DIFFERENCES:
+        parts.append(f"and {len(words) - _SHOWN_DIFFERENCES} more")
     return (
         f"The script passes a DeepSpeed config of its own, which differs from {file}: {', '.join(parts)}. "
         "The script's values are the baseline, and the best config has them where the search sets no others."

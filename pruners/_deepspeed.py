@@ -222,13 +222,13 @@ def hopeless_structures(lineages: Lineages, *, direction: StudyDirection, budget
         best = best_score(lineages, direction)
         if best is None:
             return []
-        found = ((_structure_bound(group, direction, budget), group) for group in lineages.structures.values())
+        result = ((_structure_bound(group, direction, budget), group) for group in lineages.structures.values())
         bad = [
             (bound.first_number, group.params)
-            for bound, group in found
+            for bound, group in result
             if bound.lineages >= _MIN_JUDGED and _worse(bound.bound, best, direction, _SPREAD)
         ]
-        return [params for _, params in sorted(bad, key=lambda one: one[0])]
+        return [params for _, params in sorted(bad, key=lambda item: item[0])]
 
     return lineages.derived(("hopeless", direction, budget), find)
 
@@ -303,7 +303,7 @@ def _best_of_larger_fits(lineage: Lineage, lineages: Lineages, high: int, direct
         return None
     sizes, best_two = group.derived(("larger", direction), lambda: _best_by_size(group, direction))
     above = bisect_right(sizes, -high)  # the first ``above`` lineages ran high or more
-    return next((found for found, key in best_two[above] if key != lineage.key), None)
+    return next((result for result, key in best_two[above] if key != lineage.key), None)
 
 
 def _best_by_size(group: StructureGroup, direction: StudyDirection) -> tuple[list[int], list[list[tuple[float, str]]]]:

@@ -64,7 +64,7 @@ def build_rungs(
         ended: Keys of lineages whose search is over.
     """
     remaining = list(lineages)
-    found = []
+    result = []
     for index in range(rungs.max_rungs):
         size = rungs.size(index)
         completed = [key for key in remaining if len(lineages[key].conclusive) >= size or key in ended]
@@ -74,9 +74,9 @@ def build_rungs(
         already_promoted = [key for key in completed if len(lineages[key].conclusive) > size]
         promoted = frozenset([*top, *already_promoted]) if index < rungs.max_rungs - 1 else frozenset[str]()
         unranked = [key for key in completed if scores[key] is None]
-        found.append(Rung(completed=(*ranked, *unranked), promoted=promoted))
+        result.append(Rung(completed=(*ranked, *unranked), promoted=promoted))
         remaining = [key for key in remaining if key in promoted]
-    return found
+    return result
 
 
 def survivors(scores: Mapping[str, float | None], *, keep: int, direction: StudyDirection) -> list[str]:

@@ -270,10 +270,10 @@ class LineageSampler(BaseSampler):
         keys = pruner.continuable(study, lineages) if isinstance(pruner, LineageGate) else list(lineages)
         unreachable = history.unreachable
         for key in keys:
-            found = lineages[key]
-            free = found.complete and not found.running and not found.broken and key not in unreachable
-            if free and agrees(found.params, fixed):
-                yield found
+            lineage = lineages[key]
+            free = lineage.complete and not lineage.running and not lineage.broken and key not in unreachable
+            if free and agrees(lineage.params, fixed):
+                yield lineage
 
     def _taken(self, planned: Mapping[str, Any], trial: FrozenTrial, others: StudyHistory) -> bool:
         """Return whether an earlier running trial plans the same lineage."""
@@ -363,8 +363,10 @@ class LineageSampler(BaseSampler):
         if group is None or self._max_micro_batch is None or lineage.smallest_too_large is not None:
             return edge
         own = self._ceiling(lineage.params, history, distribution)
-        too_large = sorted((one.smallest_too_large or 0, one.first_number, one.key) for one in _failed(group))
-        fitted = sorted((-(one.largest_fit or 0), one.first_number, one.key) for one in group.members.values())
+        too_large = sorted((item.smallest_too_large or 0, item.first_number, item.key) for item in _failed(group))
+        fitted = sorted(
+            (-(member.largest_fit or 0), member.first_number, member.key) for member in group.members.values()
+        )
         limits = (
             size - 1
             for size, _, key in too_large[:_COMPARED]
@@ -431,7 +433,7 @@ class LineageSampler(BaseSampler):
 
 def _failed(group: StructureGroup) -> Sequence[Lineage]:
     """Return the lineages of a structure that ran out of memory at some micro-batch."""
-    return [one for one in group.members.values() if one.smallest_too_large is not None]
+    return [member for member in group.members.values() if member.smallest_too_large is not None]
 
 
 def _without(params: Mapping[str, Any], name: str) -> dict[str, Any]:

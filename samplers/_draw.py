@@ -167,7 +167,7 @@ def _structural_weight(
     if not any(largest_fit(group) is not None for group in matching):
         weight *= DEAD_FACTOR ** sum(dead(group) for group in matching)
     known = [group.params for group in matching] or [{**context, name: choice}]
-    if all(any(agrees(params, one, strict=True) for one in hopeless) for params in known):
+    if all(any(agrees(params, record, strict=True) for record in hopeless) for params in known):
         weight *= HOPELESS_FACTOR
     return weight
 

@@ -171,9 +171,9 @@ def _first_proposal(
     hard = distribution.high if edge is None else edge - 1
     high = min(max(largest, ceiling), hard)
     if largest > size:
-        others = {found for found, _ in best_other.points()} - {size}
-        below = max((found for found in others if found < size), default=distribution.low - 1)
-        above = min((found for found in others if found > size), default=high + 1)
+        others = {result for result, _ in best_other.points()} - {size}
+        below = max((result for result in others if result < size), default=distribution.low - 1)
+        above = min((result for result in others if result > size), default=high + 1)
         if rng.random() < 0.5:
             return _draw_between(below + 1, max(above - 1, size), distribution, lineage, rng)
     elif size < high and rng.random() < 0.5:

@@ -67,7 +67,7 @@ def draw_structure(
         lambda: _candidates(random.Random(seed), lineages, effects, hopeless, direction),
     )
     only_new, at = rng.random() < _NEW_PROBABILITY, rng.random()
-    left = [one for one in candidates if agrees(one.params, context, strict=True)]
+    left = [candidate for candidate in candidates if agrees(candidate.params, context, strict=True)]
     for pool in (candidates, left):
         drawn = _pick(pool, only_new=only_new, at=at)
         if drawn is not None and drawn in left:
@@ -77,11 +77,11 @@ def draw_structure(
 
 def _pick(pool: Sequence[_Candidate], *, only_new: bool, at: float) -> _Candidate | None:
     """Return the candidate at the share ``at`` of the cumulative gains, None without candidates."""
-    pool = [one for one in pool if one.is_new] if only_new and any(one.is_new for one in pool) else pool
-    target = at * sum(one.gain for one in pool)
-    for one, reached in zip(pool, itertools.accumulate(one.gain for one in pool), strict=True):
+    pool = [item for item in pool if item.is_new] if only_new and any(item.is_new for item in pool) else pool
+    target = at * sum(item.gain for item in pool)
+    for candidate, reached in zip(pool, itertools.accumulate(item.gain for item in pool), strict=True):
         if reached >= target:
-            return one
+            return candidate
     return pool[-1] if pool else None
 
 
@@ -93,7 +93,7 @@ def _candidates(
     direction: StudyDirection,
 ) -> Sequence[_Candidate]:
     """Return the structures with unopened lineages, and their expected gains."""
-    found = []
+    candidates = []
     for params in _structures(lineages):
         if lineages.tree.closed(params):
             continue
@@ -103,18 +103,18 @@ def _candidates(
         sizes = {effects.best_size} if group is None else _sizes(group, lineages, effects.best_size, direction)
         gain = max(effects.expected_gain(rng, params, size, knobs) for size in sorted(sizes))
         odds = 1.0 if group is None or largest_fit(group) is not None else DEAD_FACTOR ** dead(group)
-        is_hopeless = any(agrees(params, one, strict=True) for one in hopeless)
+        is_hopeless = any(agrees(params, record, strict=True) for record in hopeless)
         odds *= HOPELESS_FACTOR if is_hopeless else 1.0
         is_new = group is None and not is_hopeless
-        found.append(_Candidate(params=params, is_new=is_new, gain=odds * (gain + _LEAST)))
-    return found
+        candidates.append(_Candidate(params=params, is_new=is_new, gain=odds * (gain + _LEAST)))
+    return candidates
 
 
 def _sizes(group: StructureGroup, lineages: Lineages, best_size: int, direction: StudyDirection) -> set[int]:
     """Return the micro-batches at which to judge a structure: its best, and the study's best as far as it fits."""
     members = group.members.values()
     fits = largest_fit(group) or 1
-    top = max([fits, *(one.ceiling for one in members if one.ceiling is not None)])
+    top = max([fits, *(member.ceiling for member in members if member.ceiling is not None)])
     edge = structure_edge(next(iter(members)), lineages)
     limit = top if edge is None else min(top, edge - 1)
     sizes = {max(1, min(best_size, limit))}
@@ -163,8 +163,8 @@ def _knobs(group: StructureGroup | None) -> Choices:
 
 
 def _complete(group: StructureGroup) -> Lineage | None:
-    found = (one for one in group.members.values() if one.complete)
-    return group.derived("first complete", lambda: next(found, None))
+    result = (member for member in group.members.values() if member.complete)
+    return group.derived("first complete", lambda: next(result, None))
 
 
 def _choices(lineage: Lineage) -> Choices:

@@ -173,6 +173,6 @@ def nothing_is_left_behind() -> Iterator[None]:
         "child processes": sorted(str(child) for child in _settle(child_processes, children)),
         "files": sorted(files() - entries),
     }
-    found = {kind: what for kind, what in left.items() if what}
-    if found:
-        pytest.fail(f"The test left behind: {found}", pytrace=False)
+    result = {kind: what for kind, what in left.items() if what}
+    if result:
+        pytest.fail(f"The test left behind: {result}", pytrace=False)

@@ -71,28 +71,28 @@ MOST_FLAT = 8
 @cache
 def modules() -> dict[str, Path]:
     """Return the modules by their names below ``optuna_dsat``; the package itself, lazy as it is, is left out."""
-    found = {}
+    result = {}
     for folder, prefix in ((PACKAGE, ()), (ROOT / "samplers", ("samplers",)), (ROOT / "pruners", ("pruners",))):
         for path in folder.rglob("*.py"):
             inside = path.relative_to(folder).with_suffix("").parts
             name = ".".join((*prefix, *(inside[:-1] if inside[-1] == "__init__" else inside)))
             if name and not any(parent.is_symlink() for parent in path.parents):
-                found[name] = path
-    return found
+                result[name] = path
+    return result
 
 
 @cache
 def imports_of(name: str) -> frozenset[str]:
     """Return the modules that one imports, at its top, inside functions or for the type checker alone."""
-    found: set[str] = set()
+    result: set[str] = set()
     for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "optuna_dsat":
             base = node.module.removeprefix("optuna_dsat").lstrip(".")
             inner = (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
-            found |= {one if one in modules() else base for one in inner}
+            result |= {item if item in modules() else base for item in inner}
         elif isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("optuna_dsat.")}
-    return frozenset(found & modules().keys() - {name})
+            result |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("optuna_dsat.")}
+    return frozenset(result & modules().keys() - {name})
 
 
 def part(name: str) -> str:
@@ -105,7 +105,7 @@ def test_a_folder_imports_what_its_row_allows(folder: str) -> None:
     allowed = MAY_IMPORT[folder] | {folder}
     for name in modules():
         if part(name) == folder:
-            outside = {one for one in imports_of(name) if part(one) not in allowed}
+            outside = {item for item in imports_of(name) if part(item) not in allowed}
             assert not outside, f"{name} imports {sorted(outside)}; {folder} may import {sorted(MAY_IMPORT[folder])}"
 
 
@@ -123,11 +123,11 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_the_house_has_few_floors() -> None:
-    graph = {folder: {part(one) for name in modules() if part(name) == folder for one in imports_of(name)} - {folder}
+    graph = {folder: {part(item) for name in modules() if part(name) == folder for item in imports_of(name)} - {folder}
              for folder in MAY_IMPORT}  # fmt: skip
     floors: dict[str, int] = {}
     for folder in TopologicalSorter(graph).static_order():
-        floors[folder] = 1 + max((floors[one] for one in graph[folder]), default=0)
+        floors[folder] = 1 + max((floors[item] for item in graph[folder]), default=0)
     assert max(floors.values()) <= MOST_FLOORS
 
 
@@ -144,7 +144,7 @@ def test_the_tests_mirror_the_package() -> None:
 def test_of_the_scripts_integrations_use_the_model_definition_alone() -> None:
     for name in modules():
         if part(name) == "integrations":
-            used = {one for one in imports_of(name) if part(one) == "script"}
+            used = {item for item in imports_of(name) if part(item) == "script"}
             assert used <= {"script.trial_class", "script.determined_names"}, name
 
 
@@ -178,7 +178,7 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
                                     "tuning.options.tune_options", "cli.search"}:  # fmt: skip
         for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and node.name.endswith(("Options", "Settings", "StudySpec")):
-                fields = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+                fields = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
                 declared.update(target.id for target in fields if isinstance(target, ast.Name))
     twice = {name for name, times in declared.items() if times > 1}
     assert declared["zero_stages"] == 1
@@ -260,9 +260,9 @@ def test_search_and_confirmation_meet_at_the_recorder() -> None:
 
 def test_the_way_of_one_trial_is_told_in_fifteen_modules() -> None:
     page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
-    told = page[page.index("## The way of one trial") : page.index("## What a study consists of")]
-    assert len(re.findall(r"^\d+\. ", told, flags=re.MULTILINE)) <= 15
-    for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)`", told):
+    words = page[page.index("## The way of one trial") : page.index("## What a study consists of")]
+    assert len(re.findall(r"^\d+\. ", words, flags=re.MULTILINE)) <= 15
+    for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)`", words):
         assert name.replace("/", ".") in modules(), name
 
 

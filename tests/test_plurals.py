@@ -43,8 +43,8 @@ def counted_without_care(path: Path) -> Iterator[str]:
             for number, text in zip(node.values, node.values[1:], strict=False):
                 if not isinstance(number, ast.FormattedValue) or not isinstance(text, ast.Constant):
                     continue
-                if found := THINGS.match(str(text.value)):
-                    yield f"{path.relative_to(ROOT)}: {{{ast.unparse(number.value)}}}{found[0]}"
+                if result := THINGS.match(str(text.value)):
+                    yield f"{path.relative_to(ROOT)}: {{{ast.unparse(number.value)}}}{result[0]}"
         for child in ast.iter_child_nodes(node):
             yield from visit(child, asked=asked or isinstance(node, ast.IfExp))
 
@@ -52,14 +52,14 @@ def counted_without_care(path: Path) -> Iterator[str]:
 
 
 def test_one_of_a_thing_is_no_plural() -> None:
-    found = {
-        one
+    result = {
+        item
         for folder in ("optuna_dsat", "pruners", "samplers")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not path.is_symlink()
-        for one in counted_without_care(path)
+        for item in counted_without_care(path)
     }
-    assert found == MORE_THAN_ONE
+    assert result == MORE_THAN_ONE
 
 
 @pytest.mark.parametrize(("code", "found"), [("f'{n} ranks'", 1), ("'a rank' if n == 1 else f'{n} ranks'", 0)])

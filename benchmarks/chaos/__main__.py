@@ -51,15 +51,15 @@ def _run(asked: argparse.Namespace, rng: random.Random, server: Server | None) -
             database=None if server is None else server.new_database(),
             restart=None if server is None else server.restart,
         )
-        found = study.run(min(_BLOWS_PER_STUDY, asked.kills - blows.total()))
+        result = study.run(min(_BLOWS_PER_STUDY, asked.kills - blows.total()))
         blows += study.blows
         studies += 1
-        wrong += bool(found)
+        wrong += bool(result)
         given_up += study.given_up
         took_s = round(time.monotonic() - start)
-        told = {"study": studies, "two": study.two, "blows": study.blows, "took_s": took_s, "violations": found}
-        print(json.dumps(told), flush=True)
-        if found and asked.keep:
+        words = {"study": studies, "two": study.two, "blows": study.blows, "took_s": took_s, "violations": result}
+        print(json.dumps(words), flush=True)
+        if result and asked.keep:
             print(f"kept: {folder}", flush=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)

@@ -49,7 +49,7 @@ def finished_of(url: str, name: str) -> Finished:
         trials = _load(url, name)
     except Exception:  # noqa: BLE001 - not made yet, or just being made
         return {}
-    return {one.number: (one.state.name, _values(one)) for one in trials if one.state.is_finished()}
+    return {trial.number: (trial.state.name, _values(trial)) for trial in trials if trial.state.is_finished()}
 
 
 def _values(trial: optuna.trial.FrozenTrial) -> tuple[float, ...] | None:
@@ -84,17 +84,19 @@ def _is_given_up(trial: optuna.trial.FrozenTrial) -> bool:
 
 def _study(ended: Ended, *, url: str, name: str, budget: int) -> Iterator[str]:
     trials = _load(url, name)
-    now = {one.number: (one.state.name, _values(one)) for one in trials}
+    now = {trial.number: (trial.state.name, _values(trial)) for trial in trials}
     for number, was in ended.seen.items():
         if now.get(number) != was:
             yield f"finished trial {number} was {was}, is {now.get(number)}"
-    yield from (f"trial {one.number} is {one.state.name}" for one in trials if not one.state.is_finished())
-    outcomes = [one for one in trials if one.user_attrs.get(attributes.OUTCOME, Outcome.LOST) != Outcome.LOST]
+    yield from (f"trial {trial.number} is {trial.state.name}" for trial in trials if not trial.state.is_finished())
+    outcomes = [trial for trial in trials if trial.user_attrs.get(attributes.OUTCOME, Outcome.LOST) != Outcome.LOST]
     if len(outcomes) != budget:
         yield f"{len(outcomes)} launches of a budget of {budget}"
-    measured = Counter(one.user_attrs[attributes.CONFIG_KEY] for one in outcomes)
+    measured = Counter(trial.user_attrs[attributes.CONFIG_KEY] for trial in outcomes)
     yield from (f"measured {count} times: {key[:60]}" for key, count in measured.items() if count > 1)
-    for one in outcomes:
-        if one.user_attrs[attributes.OUTCOME] not in (Outcome.MEASURED, Outcome.PRUNED) and not _is_given_up(one):
-            message = one.user_attrs.get(attributes.MESSAGE, "")
-            yield f"trial {one.number} is {one.user_attrs[attributes.OUTCOME]} by a kill: {message[:160]}"
+    for outcome in outcomes:
+        if outcome.user_attrs[attributes.OUTCOME] not in (Outcome.MEASURED, Outcome.PRUNED) and not _is_given_up(
+            outcome
+        ):
+            message = outcome.user_attrs.get(attributes.MESSAGE, "")
+            yield f"trial {outcome.number} is {outcome.user_attrs[attributes.OUTCOME]} by a kill: {message[:160]}"

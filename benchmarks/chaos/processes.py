@@ -16,15 +16,15 @@ _WARM_PARENT = "optuna_dsat.launch.warm.process"
 
 def roles_of(tuners: Iterable[int]) -> dict[str, list[int]]:
     """Return the living processes of tuners, by their roles."""
-    found: dict[str, list[int]] = {role: [] for role in ROLES}
+    result: dict[str, list[int]] = {role: [] for role in ROLES}
     for tuner in tuners:
         try:
-            found["tuner"].append(psutil.Process(tuner).pid)
+            result["tuner"].append(psutil.Process(tuner).pid)
             for role, pid in _below(psutil.Process(tuner)):
-                found[role].append(pid)
+                result[role].append(pid)
         except psutil.Error:
             continue
-    return {role: pids for role, pids in found.items() if pids}
+    return {role: pids for role, pids in result.items() if pids}
 
 
 def _below(tuner: psutil.Process) -> Iterator[tuple[str, int]]:
@@ -47,4 +47,4 @@ def _is_agent(process: psutil.Process) -> bool:
 def marked_of(tuners: Iterable[int]) -> list[int]:
     """Return the living processes that carry the mark of one of these tuners."""
     numbers = {str(tuner) for tuner in tuners}
-    return [one.key.pid for one in find_marked() if one.mark.split(":")[1] in numbers]
+    return [item.key.pid for item in find_marked() if item.mark.split(":")[1] in numbers]

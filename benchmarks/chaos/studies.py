@@ -190,9 +190,9 @@ class StudyUnderFire:
                 return
             self._wait(0.5)
         self._wait(self.rng.uniform(*self.fire.pause_s))
-        if not (found := self._of(role)):
+        if not (result := self._of(role)):
             return
-        victim = self.rng.choice(found)
+        victim = self.rng.choice(result)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGSTOP if stop else signal.SIGKILL)
             self.blows["stopped tuner" if stop else role] += 1

@@ -31,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     ways = args.ways.split(",")
     try:
-        entries = [one for one in read_entries(args.scripts) if args.aside or not one.kept_aside]
+        entries = [item for item in read_entries(args.scripts) if args.aside or not item.kept_aside]
     except EntryError as error:
         sys.stderr.write(f"{error}\n")
         return EX_USAGE
-    names = [one.name for one in entries]
+    names = [item.name for item in entries]
     if unknown := [*(set(args.only or ()) - set(names)), *(set(ways) - WAYS.keys())]:
         sys.stderr.write(f"Unknown: {', '.join(unknown)}. Scripts: {', '.join(names)}. Ways: {', '.join(WAYS)}.\n")
         return EX_USAGE
@@ -73,8 +73,8 @@ def _run(entry: Entry, ways: Sequence[str], args: argparse.Namespace, limits: Li
         message = str(error)
     if message:
         return {"plain": {"verdict": "not judged", "message": message}}
-    found = {}
-    for way in ways if entry.alone else [one for one in ways if one != "plain"]:
+    result = {}
+    for way in ways if entry.alone else [item for item in ways if item != "plain"]:
         with tempfile.TemporaryDirectory(prefix="first-try-", ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch) / way if args.keep is None else args.keep / entry.name / way
             folder.mkdir(parents=True)
@@ -84,9 +84,9 @@ def _run(entry: Entry, ways: Sequence[str], args: argparse.Namespace, limits: Li
                 traceback.print_exc()
                 record = {"verdict": "not judged", "message": str(error)} if way == "plain" else {}
         if record:
-            found[way] = record
+            result[way] = record
             print(f"{entry.name}: {way}: {record['verdict']}: {record['message']}", flush=True)
-    return found
+    return result
 
 
 def _write(output: Path, entry: Entry, ways: dict[str, Any]) -> None:

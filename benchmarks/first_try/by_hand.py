@@ -38,8 +38,8 @@ def main() -> None:
 
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=7))
     study.optimize(objective, n_trials=trials, catch=(subprocess.SubprocessError,))
-    tried = [{"params": one.params, "seconds": one.value, "number": one.number} for one in study.trials]
-    done = any(one["seconds"] is not None for one in tried)
+    tried = [{"params": trial.params, "seconds": trial.value, "number": trial.number} for trial in study.trials]
+    done = any(item["seconds"] is not None for item in tried)
     if done:
         write(study.best_params)
     print(json.dumps({"trial": study.best_trial.number if done else None, "tried": tried}))

@@ -103,7 +103,7 @@ def read_entry(path: Path) -> Entry:
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict):
         raise EntryError(f"{path.name}: a mapping is needed.")
-    known = {one.name for one in fields(Entry)} - {"name"}
+    known = {field_.name for field_ in fields(Entry)} - {"name"}
     if strange := sorted(data.keys() - known):
         raise EntryError(f"{path.name}: unknown: {', '.join(strange)}; known: {', '.join(sorted(known))}.")
     lists = {name: tuple(data.get(name) or ()) for name in ("altered", "needs", "modules", "second")}

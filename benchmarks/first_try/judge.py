@@ -70,35 +70,35 @@ def launches(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Launch]]:
         elif of_process and row["event"] == "fed":
             of_process[row["engine"]]["fed"].append(row["size"])
         elif of_process:
-            one = of_process[row["engine"]]
-            one["steps"] = max(one["steps"], row["steps"])
-    found: dict[str, list[Launch]] = defaultdict(list)
+            item = of_process[row["engine"]]
+            item["steps"] = max(item["steps"], row["steps"])
+    result: dict[str, list[Launch]] = defaultdict(list)
     for (name, _), of_process in engines.items():
-        for one in of_process:
-            sizes = Counter(size for size in one["fed"] if size is not None)
+        for item in of_process:
+            sizes = Counter(size for size in item["fed"] if size is not None)
             most = sizes.most_common(1)
             fed = most[0][0] if most else None
-            found[name].append(
-                Launch(name=name, micro_batch=one["micro_batch"], stage=one["stage"], fed=fed, steps=one["steps"])
+            result[name].append(
+                Launch(name=name, micro_batch=item["micro_batch"], stage=item["stage"], fed=fed, steps=item["steps"])
             )
-    return found
+    return result
 
 
 def wrong_batch(of_launch: Iterable[Launch]) -> str:
     """Return what is wrong with the batch that a launch was fed; empty if it is that of its config."""
-    fed = [one for one in of_launch if one.fed is not None]
+    fed = [item for item in of_launch if item.fed is not None]
     if not fed:
         return "nothing was fed to an engine"
-    if any(one.fed == one.micro_batch for one in fed):
+    if any(item.fed == item.micro_batch for item in fed):
         return ""
     return f"the engine was fed {fed[0].fed}, its config says {fed[0].micro_batch}"
 
 
 def plain(ran: Ran) -> Verdict:
     """Return whether the script trains here at all."""
-    found = [one for several in launches(ran.witnessed).values() for one in several]
-    if ran.exit_code in (0, None) and any(one.steps for one in found):
-        return Verdict(verdict="worked", message=_batches(found), **_varied(found))
+    result = [item for several in launches(ran.witnessed).values() for item in several]
+    if ran.exit_code in (0, None) and any(item.steps for item in result):
+        return Verdict(verdict="worked", message=_batches(result), **_varied(result))
     return Verdict(verdict="not judged", message=f"does not train by its own command: {last_line(ran)}")
 
 
@@ -111,7 +111,7 @@ def judged(ran: Ran, result: Mapping[str, Any] | None, winner: str) -> Verdict:
         winner: Name of the winning launch among those witnessed.
     """
     of_search = launches(ran.witnessed)
-    tried = [one for name, several in of_search.items() if not name.startswith("profile") for one in several]
+    tried = [item for name, several in of_search.items() if not name.startswith("profile") for item in several]
     varied = _varied(tried)
     if ran.exit_code is None:
         return Verdict(verdict="lost", message=f"no end within {ran.seconds:.0f} s: {last_line(ran)}", **varied)
@@ -123,7 +123,7 @@ def judged(ran: Ran, result: Mapping[str, Any] | None, winner: str) -> Verdict:
         return Verdict(verdict="wrong", message=f"exit code 0 and no config: {last_line(ran)}", **varied)
     if problem := wrong_batch(of_search.get(winner, ())):
         return Verdict(verdict="wrong", message=f"{winner}: {problem}", **varied)
-    if (most := max(one.steps for one in tried)) > _MOST_STEPS:
+    if (most := max(item.steps for item in tried)) > _MOST_STEPS:
         return Verdict(verdict="wrong", message=f"a launch trained on for {most} steps", **varied)
     return Verdict(verdict="worked", message=_handed_over(result), **varied)
 
@@ -153,10 +153,10 @@ def last_json(text: str) -> dict[str, Any] | None:
     starts = [match.start() for match in re.finditer(r"^\{", text, re.MULTILINE)]
     for at in reversed(starts):
         try:
-            found = json.loads(text[at:])
+            result = json.loads(text[at:])
         except json.JSONDecodeError:
             continue
-        return found if isinstance(found, dict) else None
+        return result if isinstance(result, dict) else None
     return None
 
 
@@ -168,8 +168,8 @@ def last_line(ran: Ran) -> str:
 
 def last_of(text: str) -> str:
     """Return the last line of a text that says something, shortened; empty if none does."""
-    said = [line.strip() for line in text.splitlines() if line.strip()]
-    lines = [line for line in said if not line.startswith("Full log: ")]
+    words = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in words if not line.startswith("Full log: ")]
     line = lines[-1] if lines else ""
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 
@@ -178,26 +178,26 @@ def tuned_by_deepspeed(ran: Ran, experiments: Path) -> Verdict:
     """Return what became of DeepSpeed's autotuner where it left no config, with what its first experiment said."""
     verdict = judged(ran, None, "")
     log = experiments / "profile_model_info" / "stderr.log"
-    said = last_of(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
-    if ran.exit_code or not said:
+    text = last_of(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
+    if ran.exit_code or not text:
         return verdict
-    return replace(verdict, message=f"exit code {ran.exit_code} and no config; its profile launch said: {said}")
+    return replace(verdict, message=f"exit code {ran.exit_code} and no config; its profile launch said: {text}")
 
 
 def _varied(tried: Iterable[Launch]) -> dict[str, Any]:
-    tried = [one for one in tried if one.steps]
+    tried = [item for item in tried if item.steps]
     return {
-        "micro_batches": tuple(sorted({one.micro_batch for one in tried})),
-        "stages": tuple(sorted({one.stage for one in tried})),
+        "micro_batches": tuple(sorted({item.micro_batch for item in tried})),
+        "stages": tuple(sorted({item.stage for item in tried})),
     }
 
 
 def _batches(found: Iterable[Launch]) -> str:
-    return "; ".join(f"config {one.micro_batch}, fed {one.fed}, stage {one.stage}" for one in list(found)[:3])
+    return "; ".join(f"config {item.micro_batch}, fed {item.fed}, stage {item.stage}" for item in list(found)[:3])
 
 
 def _handed_over(result: Mapping[str, Any]) -> str:
     config = result["config"]
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
-    said = f"micro-batch {config.get('train_micro_batch_size_per_gpu')}, stage {stage}"
-    return f"{said}; {result['speed_up']:.2f} times the user's own" if result.get("speed_up") else said
+    text = f"micro-batch {config.get('train_micro_batch_size_per_gpu')}, stage {stage}"
+    return f"{text}; {result['speed_up']:.2f} times the user's own" if result.get("speed_up") else text

@@ -21,11 +21,11 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the table, how often each way worked, and what each said."""
     ways = [way for way in _COLUMNS if any(way in record["ways"] for record in records)]
     head = ["script", "style", *(_COLUMNS[way] for way in ways)]
-    rows = [[f"`{one['name']}`", one["style"], *(_cell(one, way) for way in ways)] for one in records]
+    rows = [[f"`{record['name']}`", record["style"], *(_cell(record, way) for way in ways)] for record in records]
     lines = [_row(head), _row(["---"] * len(head)), *map(_row, rows), ""]
     lines += [f"- {_COLUMNS[way]}: {_counted(records, way)}" for way in ways]
     lines += ["", "What the tool said, or what was witnessed:", ""]
-    lines += [f"- `{one['name']}`: {_told(one)}" for one in records]
+    lines += [f"- `{record['name']}`: {_told(record)}" for record in records]
     return "\n".join(lines) + "\n"
 
 
@@ -42,28 +42,30 @@ def not_judged(record: Mapping[str, Any]) -> str:
 def _cell(record: Mapping[str, Any], way: str) -> str:
     if not_judged(record):
         return "not judged"
-    found = record["ways"].get(way)
-    if not found:
+    result = record["ways"].get(way)
+    if not result:
         return ""
-    batches, stages = found["micro_batches"], found["stages"]
-    if found["verdict"] != "worked" or way == "second":
-        return str(found["verdict"])
+    batches, stages = result["micro_batches"], result["stages"]
+    if result["verdict"] != "worked" or way == "second":
+        return str(result["verdict"])
     return f"worked ({len(batches)} micro-batches, {len(stages)} stages)"
 
 
 def _counted(records: Sequence[Mapping[str, Any]], way: str) -> str:
-    of_way = [one["ways"][way]["verdict"] for one in records if one["ways"].get(way) and not not_judged(one)]
+    of_way = [
+        record["ways"][way]["verdict"] for record in records if record["ways"].get(way) and not not_judged(record)
+    ]
     return ", ".join(f"{count} {verdict}" for verdict, count in Counter(of_way).most_common()) or "none run"
 
 
 def _told(record: Mapping[str, Any]) -> str:
     if why := not_judged(record):
         return _text(f"not judged: {why}")
-    found = record["ways"].get("prefix")
-    if not found:
+    result = record["ways"].get("prefix")
+    if not result:
         return "not run"
-    advice = (found.get("result") or {}).get("advice")
-    return _text(f"{found['message']}{'; by hand: ' + advice if advice else ''}")
+    advice = (result.get("result") or {}).get("advice")
+    return _text(f"{result['message']}{'; by hand: ' + advice if advice else ''}")
 
 
 def _text(said: str) -> str:

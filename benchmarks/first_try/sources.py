@@ -47,9 +47,9 @@ def check_out(entry: Entry, target: Path, sources: Path | None = None) -> None:
 def _stored(repository: str, sources: Path) -> Path:
     owner, _, name = repository.partition("/")
     for base in (sources / f"{owner}+{name}", sources / owner / name):
-        for found in (base / "repo" / ".git", base / "repo", base / ".git", base, base.with_name(base.name + ".git")):
-            if (found / "HEAD").is_file():
-                return found
+        for result in (base / "repo" / ".git", base / "repo", base / ".git", base, base.with_name(base.name + ".git")):
+            if (result / "HEAD").is_file():
+                return result
     raise SourceError(f"{repository} is not among {sources}")
 
 
@@ -58,7 +58,7 @@ def _absent(git_dir: Path, commit: str) -> list[str]:
     tree = _git("--git-dir", str(git_dir), "ls-tree", "-r", "-z", commit).split("\0")
     blobs = [(line.split()[2], line.partition("\t")[2]) for line in tree if line.split()[1:2] == ["blob"]]
     checked = _git("--git-dir", str(git_dir), "cat-file", "--batch-check", given="\n".join(blob for blob, _ in blobs))
-    return [path for (_, path), found in zip(blobs, checked.splitlines(), strict=True) if found.endswith(" missing")]
+    return [path for (_, path), result in zip(blobs, checked.splitlines(), strict=True) if result.endswith(" missing")]
 
 
 def _git(*arguments: str, given: str = "") -> str:

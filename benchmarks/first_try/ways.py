@@ -80,11 +80,11 @@ def _printed(sandbox: Sandbox, limits: Limits, name: str, result: Mapping[str, A
     """Return what comes of the command that a search prints, run as it stands."""
     command = ("bash", "-c", str(result["command"]))
     ran = sandbox.run(f"{name}-printed", command, limit_s=limits.train_s, FIRST_TRY_STEPS=_TRAIN_STEPS)
-    seen = [one for several in launches(ran.witnessed).values() for one in several if one.steps]
+    seen = [item for several in launches(ran.witnessed).values() for item in several if item.steps]
     if not seen:
         return f"does not train: {plain(ran).message}"
     best = result["config"].get("train_micro_batch_size_per_gpu")
-    if not any(one.micro_batch == best for one in seen):
+    if not any(item.micro_batch == best for item in seen):
         return f"its engine has micro-batch {seen[0].micro_batch}, the best config {best}"
     return wrong_batch(seen) or "trains with it"
 
@@ -109,7 +109,9 @@ def _autotuning(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
     config = json.loads(optimal.read_text(encoding="utf-8"))
     best = config.get("train_micro_batch_size_per_gpu")
     one_launch = [{**row, "launch": str(row["pid"])} for row in ran.witnessed]
-    names = [name for name, several in launches(one_launch).items() if any(one.micro_batch == best for one in several)]
+    names = [
+        name for name, several in launches(one_launch).items() if any(item.micro_batch == best for item in several)
+    ]
     return _record(
         ran, judged(replace(ran, witnessed=tuple(one_launch)), {"config": config}, names[-1] if names else "")
     )
@@ -170,5 +172,5 @@ def run_way(way: str, entry: Entry, folder: Path, *, limits: Limits, sources: Pa
     record = json.dumps(WAYS[way](Sandbox(entry, folder, sources=sources), limits))
     for place, name in ((folder.resolve(), "SANDBOX"), (Path(sys.prefix), "PREFIX")):
         record = record.replace(str(place), name)
-    found: dict[str, Any] = json.loads(record)
-    return found
+    result: dict[str, Any] = json.loads(record)
+    return result

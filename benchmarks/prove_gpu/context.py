@@ -59,9 +59,9 @@ class Command:
     @property
     def last_line(self) -> str:
         """The last thing it said on stderr, for people: where ``optuna-dsat`` says why it ended, that."""
-        said = [line.strip() for line in self.stderr.splitlines() if line.strip()]
-        reasons = [line.removeprefix("optuna-dsat: ") for line in said if line.startswith("optuna-dsat: ")]
-        return (reasons or said or ["it said nothing"])[-1]
+        text = [line.strip() for line in self.stderr.splitlines() if line.strip()]
+        reasons = [line.removeprefix("optuna-dsat: ") for line in text if line.startswith("optuna-dsat: ")]
+        return (reasons or text or ["it said nothing"])[-1]
 
     def result(self) -> dict[str, Any]:
         """Return the JSON object on stdout.
@@ -72,8 +72,8 @@ class Command:
         start = self.stdout.find("{")
         if start < 0:
             raise ValueError(f"{self.shown} exited with {self.exit_code} and no result: {self.last_line}")
-        found: dict[str, Any] = json.loads(self.stdout[start:])
-        return found
+        result: dict[str, Any] = json.loads(self.stdout[start:])
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,7 +163,7 @@ def _used(context: Context, nvml: Nvml) -> int:
     used = [nvml.use(device.nvml_id).used_bytes for device in context.devices.devices]
     if None in used:
         raise NotRunError("NVML does not tell how much memory of a GPU is in use")
-    return sum(one or 0 for one in used)
+    return sum(item or 0 for item in used)
 
 
 def _wrong(ended: _Ended, expected: set[Outcome], follower: LaunchReport) -> list[str]:

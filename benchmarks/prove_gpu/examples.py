@@ -195,20 +195,22 @@ def doctor(context: Context) -> Verdict:
     words, _ = dsat("doctor", "--json", "--output-dir", str(context.folder("doctor")))
     shown = "optuna-dsat doctor --json"
     done = context.run(words, cwd=ROOT, shown=shown, log="doctor")
-    found = done.result()
-    findings = found["findings"]
+    result = done.result()
+    findings = result["findings"]
     wrong = [finding for finding in findings if finding["status"] in ("problem", "fatal")]
     figures = {
-        "findings": {f"{one['area']}: {one['name']}": f"{one['status']}: {one['text']}" for one in findings},
+        "findings": {
+            f"{finding['area']}: {finding['name']}": f"{finding['status']}: {finding['text']}" for finding in findings
+        },
         "problems": len(wrong),
     }
-    gpus = [one for one in findings if one["area"] == "devices" and one["name"].startswith("gpu ")]
-    if done.exit_code or not found["can_run"] or len(gpus) != len(context.devices.devices):
-        why = "; ".join(one["text"] for one in wrong) or f"{len(gpus)} GPUs were found, exit code {done.exit_code}"
+    gpus = [finding for finding in findings if finding["area"] == "devices" and finding["name"].startswith("gpu ")]
+    if done.exit_code or not result["can_run"] or len(gpus) != len(context.devices.devices):
+        why = "; ".join(item["text"] for item in wrong) or f"{len(gpus)} GPUs were found, exit code {done.exit_code}"
         return Verdict(status=Status.FAILED, why=why, figures=figures, command=shown)
-    if any(one["area"] in ("devices", "launches") for one in wrong):
-        why = "; ".join(one["text"] for one in wrong)
+    if any(item["area"] in ("devices", "launches") for item in wrong):
+        why = "; ".join(item["text"] for item in wrong)
         return Verdict(status=Status.FELL_SHORT, why=why, figures=figures, command=shown)
-    words_of_wrong = "; ".join(one["text"] for one in wrong)
+    words_of_wrong = "; ".join(item["text"] for item in wrong)
     why = f"{len(gpus)} GPU(s) free, launches can run." + (f" To mend: {words_of_wrong}" if wrong else "")
     return Verdict(status=Status.PROVEN, why=why, figures=figures, command=shown)

@@ -105,21 +105,21 @@ def filling(context: Context) -> Verdict:
     )
     spec = build_spec("guided", options, context.devices)
     with context.launcher(spec.study_dir, warm=False) as launcher:
-        found = measure_profile(spec, launcher, on_attempt=lambda _: None, on_report=lambda _report, _record: None)
+        result = measure_profile(spec, launcher, on_attempt=lambda _: None, on_report=lambda _report, _record: None)
     slots = len(context.devices.devices)
     model = Filling(
         script=script,
-        profile=found.profile,
+        profile=result.profile,
         hardware=Hardware(
             world_size=slots,
             ranks_per_node=slots,
-            device_memory_bytes=found.profile.device_memory_bytes,
-            host_memory_bytes=found.profile.host_memory_bytes,
+            device_memory_bytes=result.profile.device_memory_bytes,
+            host_memory_bytes=result.profile.host_memory_bytes,
         ),
     )
-    kept = {"profile": found.profile.to_json(), "args": list(script.args[2:]), "slots": slots}
+    kept = {"profile": result.profile.to_json(), "args": list(script.args[2:]), "slots": slots}
     replace(folder / "filling.json", json.dumps(kept, indent=1))
-    return _fill(context, model, folder, measured_with=found.measured_with)
+    return _fill(context, model, folder, measured_with=result.measured_with)
 
 
 def _fill(context: Context, model: Filling, folder: Path, *, measured_with: str) -> Verdict:

@@ -31,10 +31,10 @@ def install(wheels: Path, site: Path) -> list[str]:
     Raises:
         InstallError: If the folder holds no wheel, or pip fails.
     """
-    found = sorted(wheels.glob("*.whl"))
-    if not found:
+    result = sorted(wheels.glob("*.whl"))
+    if not result:
         raise InstallError(f"There is no wheel in {wheels}: collect them with `make pack-gpu`.")
-    wanted = missing(found)
+    wanted = missing(result)
     if site.is_dir() or not wanted:
         return []
     part = site.with_name(f"{site.name}.part")
@@ -81,8 +81,8 @@ def _requirements(wheel: Path) -> list[tuple[str, str]]:
         path = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_string(archive.read(path).decode("utf-8"))
     lines = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
-    found = [match for line in lines if (match := _REQUIREMENT.match(line))]
-    return [(_normal(match["name"]), match["versions"]) for match in found]
+    result = [match for line in lines if (match := _REQUIREMENT.match(line))]
+    return [(_normal(match["name"]), match["versions"]) for match in result]
 
 
 def _suffices(version: str, specifiers: str) -> bool:

@@ -95,9 +95,9 @@ def look(devices: Devices) -> Machine:
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         raise NoGpuError(f"torch cannot be asked: {last[0]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    if found["error"]:
-        raise NoGpuError(f"torch cannot use the GPU: {found['error']}")
+    result = json.loads(done.stdout.splitlines()[-1])
+    if result["error"]:
+        raise NoGpuError(f"torch cannot use the GPU: {result['error']}")
     try:
         driver = Nvml().driver_version()
     except NvmlError as error:
@@ -105,24 +105,24 @@ def look(devices: Devices) -> Machine:
     return Machine(
         gpus=tuple(device.name for device in devices.devices),
         driver=driver,
-        cuda=found["cuda"],
-        capability=found["capability"],
-        memory_bytes=found["memory_bytes"],
+        cuda=result["cuda"],
+        capability=result["capability"],
+        memory_bytes=result["memory_bytes"],
         host_memory_bytes=host_memory_bytes(),
         cores=len(os.sched_getaffinity(0)),
-        stand_in=not found["computes"] or any(name in os.environ for name in _STAND_IN_SIGNS),
+        stand_in=not result["computes"] or any(name in os.environ for name in _STAND_IN_SIGNS),
         versions=_versions(),
     )
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
+    result = {"Python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            result[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def first_devices(gpus: int | None) -> Devices:
@@ -131,10 +131,10 @@ def first_devices(gpus: int | None) -> Devices:
     Args:
         gpus: How many; None for all that are visible, at most two.
     """
-    found = detect_devices()
-    if found.kind != "cuda":
-        return found
-    used = found.devices[: min(gpus or 2, found.per_launch)]
+    result = detect_devices()
+    if result.kind != "cuda":
+        return result
+    used = result.devices[: min(gpus or 2, result.per_launch)]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible_id for device in used)
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    return replace(found, devices=used)
+    return replace(result, devices=used)

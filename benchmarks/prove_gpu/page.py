@@ -48,10 +48,10 @@ def page(machine: Mapping[str, Any], records: Sequence[Record], *, written: str,
     if left:
         lines.append(f"**Not at its end: {len(left)} checks are still to do ({', '.join(left)}).**")
     for status, heading in HEADINGS.items():
-        found = [record for record in records if record.status is status]
-        if found:
+        result = [record for record in records if record.status is status]
+        if result:
             lines += ["", f"## {heading}", "", "| check | what was asked | what came out | s |", "|---|---|---|--:|"]
-        for record in found:
+        for record in result:
             cells = (record.name, record.asked, record.why, f"{record.seconds:.0f}")
             lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, "", "Figures, commands and versions of each check are in proof.json."]) + "\n"

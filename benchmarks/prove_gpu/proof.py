@@ -113,12 +113,12 @@ class Proof:
             self._read()
 
     def _read(self) -> None:
-        found = json.loads(self.path.read_text(encoding="utf-8"))
-        if found.get("format") != FORMAT:
-            raise ValueError(f"{self.path.name} has format {found.get('format')}; this version reads {FORMAT}.")
-        self.machine, self.begun, self.spent_s = found["machine"], found["begun"], found["spent_s"]
-        for one in found["records"]:
-            self.records[one["name"]] = Record(**{**one, "status": Status(one["status"])})
+        result = json.loads(self.path.read_text(encoding="utf-8"))
+        if result.get("format") != FORMAT:
+            raise ValueError(f"{self.path.name} has format {result.get('format')}; this version reads {FORMAT}.")
+        self.machine, self.begun, self.spent_s = result["machine"], result["begun"], result["spent_s"]
+        for item in result["records"]:
+            self.records[item["name"]] = Record(**{**item, "status": Status(item["status"])})
 
     def begin(self, name: str) -> int:
         """Note that a check begins; return how often it has begun so far, this time included."""
@@ -151,7 +151,7 @@ class Proof:
             "format": FORMAT,
             "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             "machine": self.machine,
-            "records": [asdict(one) for one in self.records.values()],
+            "records": [asdict(item) for item in self.records.values()],
             "begun": self.begun,
             "spent_s": self.spent_s,
         }
@@ -175,9 +175,9 @@ def scrubbed(value: Any, *, state: Path) -> Any:
     if isinstance(value, str):
         return _scrub(value, state)
     if isinstance(value, Mapping):
-        return {_scrub(str(key), state): scrubbed(one, state=state) for key, one in value.items()}
+        return {_scrub(str(key), state): scrubbed(item, state=state) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [scrubbed(one, state=state) for one in value]
+        return [scrubbed(item, state=state) for item in value]
     return value
 
 

@@ -24,12 +24,12 @@ def turns(context: Context) -> Verdict:
     folder = context.folder("turns")
     for old in folder.iterdir():
         shutil.rmtree(old)
-    with contextlib.redirect_stdout(io.StringIO()) as told:
-        found = measure(EXAMPLES["gpt"], launches=PAIRS, devices=context.devices, folder=folder)
-    outside = {kind: [launch.outside() for launch in launches] for kind, launches in found.items()}
+    with contextlib.redirect_stdout(io.StringIO()) as words:
+        result = measure(EXAMPLES["gpt"], launches=PAIRS, devices=context.devices, folder=folder)
+    outside = {kind: [launch.outside() for launch in launches] for kind, launches in result.items()}
     medians = {kind: statistics.median(values) for kind, values in outside.items()}
-    losses = {kind: [_losses(launch) for launch in launches] for kind, launches in found.items()}
-    forked = sum(_is_forked(launch) for launch in found["warm"])
+    losses = {kind: [_losses(launch) for launch in launches] for kind, launches in result.items()}
+    forked = sum(_is_forked(launch) for launch in result["warm"])
     apart = max(losses_apart(*pair) for pair in zip(losses["torchrun"], losses["warm"], strict=True))
     own = max(losses_apart(losses["torchrun"][0], other) for other in losses["torchrun"])
     figures: dict[str, Any] = {
@@ -41,9 +41,9 @@ def turns(context: Context) -> Verdict:
         "losses_apart": apart if math.isfinite(apart) else "not comparable",
         "torchrun_runs_apart": own if math.isfinite(own) else "not comparable",
         "outside_steps_s": outside,
-        "phases_s": {kind: _median_phases(launches) for kind, launches in found.items()},
+        "phases_s": {kind: _median_phases(launches) for kind, launches in result.items()},
         "losses": {kind: rows[0] for kind, rows in losses.items()},
-        "notices": told.getvalue().splitlines()[-4:],
+        "notices": words.getvalue().splitlines()[-4:],
     }
     shown = "python -m benchmarks.launch_overhead --examples gpt"
     ratio = f"Warm takes {figures['warm_over_torchrun']:.1%} of torchrun's {medians['torchrun']:.1f} s outside of steps"
@@ -72,11 +72,11 @@ def losses_apart(first: list[float | None], second: list[float | None]) -> float
     if len(first) != len(second):
         return math.inf
     apart = [0.0]
-    for one, other in zip(first, second, strict=True):
-        if one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
-            apart.append(0.0 if repr(one) == repr(other) else math.inf)
-        elif one != other:
-            apart.append(abs(one - other) / max(abs(one), abs(other)))
+    for item, other in zip(first, second, strict=True):
+        if item is None or other is None or not (math.isfinite(item) and math.isfinite(other)):
+            apart.append(0.0 if repr(item) == repr(other) else math.inf)
+        elif item != other:
+            apart.append(abs(item - other) / max(abs(item), abs(other)))
     return max(apart)
 
 

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = read(args.results)
     for seed in args.seeds:
         _run(seed, [method for method in methods if (seed, method) not in known], args, known)
-    found = {key: result for key, result in known.items() if key[0] in set(args.seeds)}
-    print(table(found, methods))
+    matches = {key: result for key, result in known.items() if key[0] in set(args.seeds)}
+    print(table(matches, methods))
 
 
 def _run(seed: int, methods: Sequence[str], args: argparse.Namespace, known: dict[tuple[int, str], Result]) -> None:

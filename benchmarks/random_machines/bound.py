@@ -63,27 +63,27 @@ def distances(told: Told, dice: np.random.Generator, *, launches: int) -> list[f
     count = len(told.throughputs)
     order = dice.permutation(count)
     sums, times = np.zeros(count), np.zeros(count, dtype=int)
-    top, found = float(told.throughputs.max()), [1.0] * _BEFORE
-    while len(found) < launches:
-        if len(found) - _BEFORE < count:
-            one = int(order[len(found) - _BEFORE])
+    top, result = float(told.throughputs.max()), [1.0] * _BEFORE
+    while len(result) < launches:
+        if len(result) - _BEFORE < count:
+            item = int(order[len(result) - _BEFORE])
         else:
             first, second = np.argsort(-sums / np.maximum(times, 1))[: min(2, count)][[0, -1]]
-            one = int(first if times[first] <= times[second] else second)
-        times[one] += 1
-        sums[one] += told.throughputs[one] * (1 + told.noise * dice.standard_normal())
+            item = int(first if times[first] <= times[second] else second)
+        times[item] += 1
+        sums[item] += told.throughputs[item] * (1 + told.noise * dice.standard_normal())
         held = int(np.argmax(sums / np.maximum(times, 1)))
-        found.append(1 - float(told.throughputs[held]) / top)
-    return found
+        result.append(1 - float(told.throughputs[held]) / top)
+    return result
 
 
 def row(searches: Sequence[Sequence[float]]) -> str:
     """Return a line of the table: shares within 1 and 3 %, launches to 1 %."""
 
     def share(within: float, after: int) -> str:
-        return f"{statistics.fmean(one[after - 1] <= within for one in searches):.0%}"
+        return f"{statistics.fmean(search[after - 1] <= within for search in searches):.0%}"
 
-    reached = [next((n for n, far in enumerate(one, start=1) if far <= 0.01), math.inf) for one in searches]
+    reached = [next((n for n, far in enumerate(search, start=1) if far <= 0.01), math.inf) for search in searches]
     cells = (share(0.01, 6), share(0.01, 15), share(0.01, 20), share(0.03, 20), f"{statistics.median(reached):g}")
     return " | ".join(cells)
 
@@ -95,9 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = []
     for seed in parser.parse_args(arguments).seeds:
         machine = machine_of(seed)
-        told, dice = told_of(machine), np.random.default_rng(seed)
-        sizes.append(len(told.throughputs))
-        searches = [distances(told, dice, launches=20) for _ in range(_DRAWS)]
+        words, dice = told_of(machine), np.random.default_rng(seed)
+        sizes.append(len(words.throughputs))
+        searches = [distances(words, dice, launches=20) for _ in range(_DRAWS)]
         groups["all"] += searches
         groups["by communication theory" if machine.drawn.ordered else "by no law"] += searches
     print(f"{len(sizes)} machines, {statistics.median(sizes):g} structures in the median\n")

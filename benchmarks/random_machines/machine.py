@@ -263,8 +263,8 @@ def machine_of(seed: int) -> RandomMachine:
     for attempt in range(_ATTEMPTS):
         drawn = draw(seed, attempt)
         for structure in drawn.habits:
-            found = RandomMachine(drawn=drawn, user_structure=structure)
-            settings = Settings.of(found.user_config)
-            if found.fits(settings, np.array([float(drawn.user_micro_batch)]))[0]:
-                return found
+            result = RandomMachine(drawn=drawn, user_structure=structure)
+            settings = Settings.of(result.user_config)
+            if result.fits(settings, np.array([float(drawn.user_micro_batch)]))[0]:
+                return result
     raise RuntimeError(f"no machine of seed {seed} runs its model")

@@ -78,19 +78,19 @@ def _use_of(words: Sequence[str], *, config: Path) -> _Use:
     from optuna_dsat.script.config_location import find_config
 
     cwd = Path.cwd()
-    found = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
-    if found is None:
-        found = LaunchCommand(script=words[0], args=tuple(words[1:]))
-    folder = Path(found.folder or cwd)
-    named = found.config or find_config(found.args, cwd=folder)
+    command = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
+    if command is None:
+        command = LaunchCommand(script=words[0], args=tuple(words[1:]))
+    folder = Path(command.folder or cwd)
+    named = command.config or find_config(command.args, cwd=folder)
     if named is not None and (folder / named).resolve() != config.resolve():
         say_prose(f"The command trains with {named}, and {config} is checked.", file=sys.stderr)
-    packages = imported_packages(found.script, is_module=found.is_module, cwd=folder)
-    alone = found.without_launcher and not starts_own_ranks(found.script, is_module=found.is_module, cwd=folder)
-    arguments = _arguments(found.args)
+    packages = imported_packages(command.script, is_module=command.is_module, cwd=folder)
+    alone = command.without_launcher and not starts_own_ranks(command.script, is_module=command.is_module, cwd=folder)
+    arguments = _arguments(command.args)
     by_trainer = isinstance(arguments.get("deepspeed"), str)  # DeepSpeed's option of this name has no value
     return _Use(
-        ranks=1 if alone else None if found.ranks is None else found.ranks * found.nodes,
+        ranks=1 if alone else None if command.ranks is None else command.ranks * command.nodes,
         fills_auto=True if by_trainer else None if packages & _FILLING or "deepspeed" not in packages else False,
         trainer_arguments=arguments if by_trainer else None,
     )

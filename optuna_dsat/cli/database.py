@@ -60,9 +60,9 @@ def _check(storage: Storage = DEFAULT_STORAGE) -> None:
     finally:
         opened.close()
     with Store.open(storage, create=False) as store:
-        unreadable = [one for one in readable_studies(store) if isinstance(one, UnreadableStudy)]
-    for one in unreadable:
-        say_prose(f"{one.record.name} cannot be read: {one.reason}.")
+        unreadable = [item for item in readable_studies(store) if isinstance(item, UnreadableStudy)]
+    for study in unreadable:
+        say_prose(f"{study.record.name} cannot be read: {study.reason}.")
     if unreadable:
         raise typer.Exit(UnreadableStudyError.exit_code)
 

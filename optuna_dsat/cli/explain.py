@@ -82,7 +82,7 @@ def _against_own(explanation: Explanation) -> str:
     if not explanation.contradicted or explained is None or explanation.remainder is None:
         return f"Your own config reaches {own}; the winner is {times_in_words(ratio)} times as good."
     factors = (explained.factor, explained.low, explained.high, explanation.remainder.factor)
-    ends = ["?" if one is None else times_in_words(one) for one in factors]
+    ends = ["?" if factor is None else times_in_words(factor) for factor in factors]
     return (
         f"Your own config was measured at {own}, a ratio of {times_in_words(ratio)}, but what differs between the two "
         f"accounts for {ends[0]} ({ends[1]} to {ends[2]}): {ends[3]} remains that nothing explains, such as a machine "
@@ -93,6 +93,6 @@ def _against_own(explanation: Explanation) -> str:
 def _print_factors(explanation: Explanation) -> None:
     from optuna_dsat.report.explain.why import factor_rows
 
-    rows = [(one.setting, one.own, one.best, one.factor, one.between, one.by) for one in factor_rows(explanation)]
+    rows = [(row.setting, row.own, row.best, row.factor, row.between, row.by) for row in factor_rows(explanation)]
     if rows:
         print_table(("setting", "yours", "winner's", "factor", "95% interval", "by"), rows)

@@ -176,11 +176,11 @@ def _run(options: PlanOptions) -> None:
     if not 0 <= _memory_margin(options) < 1:
         raise UsageError(f"--memory-margin is {options.memory_margin}; it must be at least 0 and below 1 (100%).")
     shaped = options.params is not None or options.hf_config is not None
-    found = _without_launch(options) if shaped else _with_launch(options)
+    result = _without_launch(options) if shaped else _with_launch(options)
     if options.json_output:
-        _print_json(found)
+        _print_json(result)
     else:
-        _print_text(found)
+        _print_text(result)
 
 
 plan = with_options(
@@ -303,8 +303,8 @@ def _with_launch(options: PlanOptions) -> Plan:
             store=store,
             device_names=tuple(device.name for device in devices.devices),
             launcher=lambda: closing(local_launcher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
-            on_attempt=lambda one: say_prose(
-                f"Profile launch at micro-batch {one.micro_batch}, {one.words} ...", file=sys.stderr
+            on_attempt=lambda attempt: say_prose(
+                f"Profile launch at micro-batch {attempt.micro_batch}, {attempt.words} ...", file=sys.stderr
             ),
             memory_margin=_memory_margin(options),
             seq_length=options.seq_length,
@@ -350,26 +350,26 @@ def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
     """Print the expected throughput at each number of devices."""
     headings = (f"{whose}s", "samples/s", f"samples/s per {whose}", "scaling", "with")
     rows: list[tuple[str, ...]] = []
-    for one in found:
-        if one.row is None:
-            rows.append((str(one.devices), "does not fit", "", "", ""))
+    for row in found:
+        if row.row is None:
+            rows.append((str(row.devices), "does not fit", "", "", ""))
         else:
-            rates = [count_in_words(one.row.samples_per_s / each, digits=3) for each in (1, one.devices)]
+            rates = [count_in_words(row.row.samples_per_s / each, digits=3) for each in (1, row.devices)]
             rows.append(
                 (
-                    str(one.devices),
+                    str(row.devices),
                     *rates,
-                    f"{one.share_of_linear:.0%}",
-                    f"{one.row.name}, micro-batch {one.row.micro_batch}",
+                    f"{row.share_of_linear:.0%}",
+                    f"{row.row.name}, micro-batch {row.row.micro_batch}",
                 )
             )
     say_prose(f"\nHow many {whose}s are worth it, each number with what to begin with on it:")
     print_table(headings, rows, right=headings[:-1])
-    if all(one.row is None for one in found):
+    if all(item.row is None for item in found):
         print()
         return
     option = "--gpus-per-trial" if whose == "GPU" else "--cpu-ranks"
-    counts = " ".join(str(one.devices) for one in found)
+    counts = " ".join(str(item.devices) for item in found)
     say_prose(
         f"Scaling is samples/s per {whose} over those of the smallest number without offload; the "
         f"global batch grows with the {whose}s. Measure it: `{option} {counts}` with any search.\n"
@@ -392,7 +392,7 @@ def _print_json(plan: Plan) -> None:
         "assumed": list(plan.assumed),
         "recommended": None if plan.recommended is None else plan.recommended.name,
         "rows": [row.to_json() for row in plan.rows],
-        "scaling": [one.to_json() for one in _scaling(plan)],
+        "scaling": [row.to_json() for row in _scaling(plan)],
         "advice": advise(plan),
     }
     print(json.dumps(record, indent=2))
@@ -423,8 +423,8 @@ def _print_text(plan: Plan) -> None:
         say_prose(
             "MFU is the share of the GPUs' peak FLOPS that the model's own operations reach, without recomputed ones."
         )
-    if found := _scaling(plan):
-        _print_scaling(found, whose=whose)
+    if rows := _scaling(plan):
+        _print_scaling(rows, whose=whose)
     for text in advise(plan):
         say_prose(f"- {text}")
 
@@ -437,7 +437,7 @@ def _mfu(row: PlannedRow) -> str:
 def _step(step: StepPrediction) -> str:
     """Format the duration of a step with its range."""
     factor, unit = (1.0, "s") if step.step_s >= 1 else (1000.0, "ms")
-    middle, low, high = (count_in_words(one * factor, digits=3) for one in (step.step_s, step.low_s, step.high_s))
+    middle, low, high = (count_in_words(value * factor, digits=3) for value in (step.step_s, step.low_s, step.high_s))
     return f"{middle} {unit} ({low} to {high})"
 
 
@@ -464,7 +464,7 @@ def _cells(row: PlannedRow, extra: tuple[str, ...]) -> tuple[str, ...]:
             f"memory of the {row.too_small.replace(' and ', ' and the ')}",
         )
     tokens = [
-        count_in_words(one, digits=3) for one in (step.tokens_per_s, step.tokens_per_s_per_gpu) if one is not None
+        count_in_words(value, digits=3) for value in (step.tokens_per_s, step.tokens_per_s_per_gpu) if value is not None
     ]
     more = [*tokens, *((_mfu(row),) if "MFU" in extra else ())]
     return (

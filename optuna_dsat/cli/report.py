@@ -98,12 +98,12 @@ def _parts(name: str, storage: str) -> tuple[str, str]:
     """
     from optuna_dsat.store import parse_url
 
-    found = _ELSEWHERE.fullmatch(name)
-    if found is None:
+    match = _ELSEWHERE.fullmatch(name)
+    if match is None:
         return name, storage
-    if parse_url(found["url"]).password:
+    if parse_url(match["url"]).password:
         raise UsageError(
-            f"The address of the database of {found['name']!r} holds a password, which every user of this machine "
+            f"The address of the database of {match['name']!r} holds a password, which every user of this machine "
             "could read: leave it out and use PGPASSFILE."
         )
-    return found["name"], found["url"]
+    return match["name"], match["url"]

@@ -66,7 +66,7 @@ class OutputOptions:
 
 
 def _search(method: str | None, context: typer.Context, options: TuneOptions, output: OutputOptions) -> None:
-    origins = origins_of(context, (one.name for one in fields(options)))
+    origins = origins_of(context, (field_.name for field_ in fields(options)))
     run(method, Given(options=options, origins=origins), output)
 
 
@@ -125,7 +125,9 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
                 show_options(prepared.given)
     if output.dry_run:
         if output.json_output:
-            searches = [{**preview_to_json(one.request.spec), "options": options_given(one.given)} for one in studies]
+            searches = [
+                {**preview_to_json(study.request.spec), "options": options_given(study.given)} for study in studies
+            ]
             print(json.dumps({"searches": searches}, indent=2))
         return
     _say_each(_files_of(given.origins))
@@ -161,20 +163,20 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
     options, as_json = studies[0].given.options, output.json_output
     searches = search_each(
         studies,
-        lambda one: run_request(one.request, quiet=options.quiet, as_json=as_json, show=not as_json),
+        lambda prepared: run_request(prepared.request, quiet=options.quiet, as_json=as_json, show=not as_json),
         on_notice=lambda text: say_prose(text, file=sys.stderr),
     )
-    found = []
+    rows = []
     try:
-        for one in searches:
-            found.append(one)
+        for search in searches:
+            rows.append(search)
     except KeyboardInterrupt:
-        left = [one.request.spec.name for one in studies[len(found) :]]
+        left = [study.request.spec.name for study in studies[len(rows) :]]
         say_prose(f"Of this sweep {', '.join(left)} are left: type the same command again.", file=sys.stderr)
         raise
-    best, result = best_of(found)
-    show_by_gpus(found, best=result, as_json=as_json)
-    measured = [one.study for one in found if one.result is not None]
+    best, result = best_of(rows)
+    show_by_gpus(rows, best=result, as_json=as_json)
+    measured = [row.study for row in rows if row.result is not None]
     if len(measured) > 1 and not as_json:
         request = studies[0].request
         say(f"Side by side: {_command('report', *measured, request=request, shown_url=display_url(request.storage))}")

@@ -71,34 +71,34 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
 
 def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = False) -> None:
     """Print the results of searches at several numbers of GPUs and the best result's command, or everything as JSON."""
-    shares = shares_of_linear([one.samples_per_s_per_gpu for one in found])
+    shares = shares_of_linear([item.samples_per_s_per_gpu for item in found])
     if as_json:
         scaling = [
             {
-                "gpus": one.gpus,
-                "study": one.study,
-                "samples_per_s": one.samples_per_s,
-                "samples_per_s_per_gpu": one.samples_per_s_per_gpu,
+                "gpus": item.gpus,
+                "study": item.study,
+                "samples_per_s": item.samples_per_s,
+                "samples_per_s_per_gpu": item.samples_per_s_per_gpu,
                 "share_of_linear": share,
             }
-            for one, share in zip(found, shares, strict=True)
+            for item, share in zip(found, shares, strict=True)
         ]
         print(json.dumps({**best.to_json(), "scaling": scaling}, indent=2))
         return
-    unit = slot_name(next((one.run.request.spec.device for one in found if one.run is not None), "cuda"))
+    unit = slot_name(next((item.run.request.spec.device for item in found if item.run is not None), "cuda"))
     headings = (f"{unit}s", "samples/s in all", f"samples/s per {unit}", "scaling", "speed-up", "study")
     rows = []
-    for one, share in zip(found, shares, strict=True):
-        speed_up = None if one.result is None else one.result.speed_up
+    for row, share in zip(found, shares, strict=True):
+        speed_up = None if row.result is None else row.result.speed_up
         all_, each, times = (
             "-" if number is None else words(number)
             for words, number in (
-                (count_in_words, one.samples_per_s),
-                (count_in_words, one.samples_per_s_per_gpu),
+                (count_in_words, row.samples_per_s),
+                (count_in_words, row.samples_per_s_per_gpu),
                 (times_in_words, speed_up),
             )
         )
-        rows.append((one.gpus, all_, each, "-" if share is None else f"{share:.0%}", times, one.study))
+        rows.append((row.gpus, all_, each, "-" if share is None else f"{share:.0%}", times, row.study))
     print(f"By number of {unit}s:")
     print_table(headings, rows, right=headings[:-1])
     _print_bars(found, shares, unit=unit)
@@ -107,34 +107,34 @@ def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = 
 
 def _print_bars(found: Sequence[AtGpus], shares: Sequence[float | None], *, unit: str) -> None:
     """Print the throughput at each number of GPUs as a bar; a dot marks linear scaling."""
-    measured = [(one, share) for one, share in zip(found, shares, strict=True) if one.samples_per_s and share]
+    measured = [(item, share) for item, share in zip(found, shares, strict=True) if item.samples_per_s and share]
     if len(measured) < 2:
         return
-    ideals = [(one.samples_per_s or 0.0) / share for one, share in measured]
-    scale = _BAR_CELLS / max(max(ideals), max(one.samples_per_s or 0.0 for one, _ in measured))
+    ideals = [(item.samples_per_s or 0.0) / share for item, share in measured]
+    scale = _BAR_CELLS / max(max(ideals), max(item.samples_per_s or 0.0 for item, _ in measured))
     say_prose(f"Scaling: samples/s with the number of {unit}s; the dot is where they would be if they grew with it.")
-    for (one, share), ideal in zip(measured, ideals, strict=True):
-        filled, dot = max(1, round(scale * (one.samples_per_s or 0.0))), max(1, round(scale * ideal))
+    for (row, share), ideal in zip(measured, ideals, strict=True):
+        filled, dot = max(1, round(scale * (row.samples_per_s or 0.0))), max(1, round(scale * ideal))
         bar = ("#" * filled).ljust(max(filled, dot))
         if dot > filled:
             bar = bar[: dot - 1] + "."
-        say(f"{one.gpus:>6} {bar} {count_in_words(one.samples_per_s or 0.0)}, {share:.0%}")
+        say(f"{row.gpus:>6} {bar} {count_in_words(row.samples_per_s or 0.0)}, {share:.0%}")
 
 
 def preview_to_json(spec: StudySpec) -> dict[str, Any]:
     """Return the content of ``show_preview`` as plain values."""
     from optuna_dsat.tuning.preview import preview
 
-    found = preview(spec)
+    result = preview(spec)
     return {
         "study": spec.name,
         "space": [
             {"knob": row.knob, "role": row.role, "applies": row.where, "choices": list(row.choices)}
-            for row in found.space.describe()
+            for row in result.space.describe()
         ],
-        "profile_launch": {"micro_batch": found.profile_micro_batch, "attempts": list(found.profile_attempts)},
-        "baseline": found.user_config,
-        "samples": list(found.samples),
+        "profile_launch": {"micro_batch": result.profile_micro_batch, "attempts": list(result.profile_attempts)},
+        "baseline": result.user_config,
+        "samples": list(result.samples),
     }
 
 
@@ -143,22 +143,22 @@ def show_preview(spec: StudySpec) -> None:
     from optuna_dsat.tuning.preview import preview
     from optuna_dsat.words import choices_in_words, combinations_in_words
 
-    found = preview(spec)
+    result = preview(spec)
     console = console_of()
     say_prose("Search space (bucket sizes are capped by the model's size after the profile launch):")
     rows = [
         (row.knob, row.role, row.where, choices_in_words(row.choices, as_range=row.is_range))
-        for row in found.space.describe()
+        for row in result.space.describe()
     ]
     print_table(("knob", "", "where it applies", "choices"), rows)
-    say_prose(combinations_in_words(found.space.classes()))
-    first, *rest = found.profile_attempts
+    say_prose(combinations_in_words(result.space.classes()))
+    first, *rest = result.profile_attempts
     say_prose(
         f"Profile launch: {things_in_words(spec.slots_per_trial, slot_name(spec.device))}, "
-        f"micro-batch {found.profile_micro_batch}, "
+        f"micro-batch {result.profile_micro_batch}, "
         f"{first}; while memory is short: {', then '.join(rest) or 'nothing else'}."
     )
-    say_prose(f"Your own config: {found.user_config}.")
+    say_prose(f"Your own config: {result.user_config}.")
     say_prose("Configurations such as these follow, their micro-batch bounded by memory:")
-    for sample in found.samples:
+    for sample in result.samples:
         console.print_json(json.dumps(sample["zero_optimization"]))

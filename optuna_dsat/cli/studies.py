@@ -57,9 +57,9 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     from optuna_dsat.words import date_in_words
 
     with _open(storage) as store:
-        found = list(readable_studies(store))
-    unreadable = [one for one in found if isinstance(one, UnreadableStudy)]
-    readable = [one for one in found if isinstance(one, StoredStudy)]
+        result = list(readable_studies(store))
+    unreadable = [study for study in result if isinstance(study, UnreadableStudy)]
+    readable = [study for study in result if isinstance(study, StoredStudy)]
     rows = [
         {
             "study": study.spec.name,
@@ -74,7 +74,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
         for study in readable
     ]
     if as_json:
-        rows += [{"study": one.record.name, "unreadable": one.reason} for one in unreadable]
+        rows += [{"study": study.record.name, "unreadable": study.reason} for study in unreadable]
         print(json.dumps(rows, indent=2))
     else:
         headings = (
@@ -94,8 +94,8 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
         elif not unreadable:
             say_prose("There is no study in this database.")
-        for one in unreadable:
-            say_prose(f"{one.record.name} cannot be read: {one.reason}.")
+        for item in unreadable:
+            say_prose(f"{item.record.name} cannot be read: {item.reason}.")
 
 
 def _result_row(study: StoredStudy) -> dict[str, Any]:
@@ -288,8 +288,8 @@ def export(
     rows = [study.row(trial) for trial in study.trials]
     if fmt is ExportFormat.JSON:
         verdict = None if study.verdict is None else study.verdict.to_json()
-        found = {"spec": hidden_data(study.stored_spec.stored()), "verdict": verdict, "trials": rows}
-        print(json.dumps(found, indent=2))
+        record = {"spec": hidden_data(study.stored_spec.stored()), "verdict": verdict, "trials": rows}
+        print(json.dumps(record, indent=2))
         return
     table = flat_rows(rows)
     writer = csv.writer(sys.stdout)

@@ -61,7 +61,7 @@ IGNORED = {
     "min_train_batch_size": "give min_train_micro_batch_size_per_gpu",
 }
 """Ignored key -> what takes its place."""
-_COUNTS = frozenset(one.name for one in fields(Autotuning) if one.type == "int | None")
+_COUNTS = frozenset(field_.name for field_ in fields(Autotuning) if field_.type == "int | None")
 _MAY_BE_LISTS = frozenset({"num_gpus", "num_nodes", "mp_size"})
 
 
@@ -98,12 +98,12 @@ def _listed(counts: Any) -> tuple[int, ...]:
 def _autotuning_value(name: str, value: Any, *, where: str) -> Any:
     if name in _COUNTS:
         if name in _MAY_BE_LISTS and isinstance(value, list) and value:
-            return max(positive_int(one, name, where=where) for one in value)
+            return max(positive_int(item, name, where=where) for item in value)
         return positive_int(value, name, where=where)
     if name in ("enabled", "fast") and not isinstance(value, bool):
         raise ConfigError(f"{where}{name} is {as_written(value)}; it must be true or false.")
     if name == "arg_mappings":
-        if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+        if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
             raise ConfigError(
                 f"{where}{name} is {as_written(value)}; it must map DeepSpeed keys to names of script arguments."
             )

@@ -32,24 +32,24 @@ def knob_differences(
     given, mine = effective(config), effective(own)
     stage = Structure.of(given).stage
     there = merge(mine, {ZERO: Structure.of(given).zero_section()})
-    here, there_zero = (_flat(canonical_zero(one.get(ZERO) or {}, params_count)) for one in (given, there))
+    here, there_zero = (_flat(canonical_zero(item.get(ZERO) or {}, params_count)) for item in (given, there))
     written = _flat(given.get(ZERO) or {})
-    found = {}
+    record = {}
     for key in sorted(here.keys() | there_zero.keys()):
         if key.rpartition(".")[2] not in _IN_THE_STRUCTURE and here.get(key) != there_zero.get(key):
-            found[key] = written.get(key, zero_default(key, stage=stage))
+            record[key] = written.get(key, zero_default(key, stage=stage))
     steps = given.get(GRADIENT_ACCUMULATION, 1)
     if steps != mine.get(GRADIENT_ACCUMULATION, 1):
-        found[GRADIENT_ACCUMULATION] = steps
-    return found
+        record[GRADIENT_ACCUMULATION] = steps
+    return record
 
 
 def _flat(zero: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ZeRO section with dotted keys for its subsections."""
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for key, value in zero.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}.{name}": one for name, one in value.items()}
+            record |= {f"{key}.{name}": item for name, item in value.items()}
         else:
-            found[key] = value
-    return found
+            record[key] = value
+    return record

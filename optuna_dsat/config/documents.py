@@ -65,15 +65,15 @@ def read_document(path: str | os.PathLike[str], error: Callable[[str], UsageErro
         raise error("A path has no NUL character.")
     descriptor = os.open(text, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, "Is a directory", text)
-        if stat.S_ISFIFO(found.st_mode):
-            return _pipe_content((os.path.realpath(text), found.st_ino), descriptor, text, error)
-        if not stat.S_ISREG(found.st_mode) and text != os.devnull:
+        if stat.S_ISFIFO(status.st_mode):
+            return _pipe_content((os.path.realpath(text), status.st_ino), descriptor, text, error)
+        if not stat.S_ISREG(status.st_mode) and text != os.devnull:
             raise error(f"{path} is no file: it is a device or a socket.")
-        if found.st_size > _MOST_BYTES:
-            raise error(f"{path} has {found.st_size} bytes, more than the {_MOST_BYTES} that are read.")
+        if status.st_size > _MOST_BYTES:
+            raise error(f"{path} has {status.st_size} bytes, more than the {_MOST_BYTES} that are read.")
         with os.fdopen(os.dup(descriptor), "rb") as file:
             content: bytes | None = file.read(_MOST_BYTES)
         if content is None:
@@ -148,9 +148,9 @@ def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageErr
         if left < 0:
             raise error(f"{where} holds more than {_MOST_VALUES} values.")
         if isinstance(value, dict):
-            pending += [(one, depth + 1) for pair in value.items() for one in pair]
+            pending += [(item, depth + 1) for pair in value.items() for item in pair]
         elif isinstance(value, list | tuple | set):
-            pending += [(one, depth + 1) for one in value]
+            pending += [(item, depth + 1) for item in value]
         elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
             raise error(f"{where} holds a whole number of more than 64 bits.")
         elif isinstance(value, float) and not math.isfinite(value):

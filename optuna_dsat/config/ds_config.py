@@ -155,10 +155,10 @@ def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
             _remove(result, [*sections, name])
             continue
         section: Any = result
-        for one in sections:
-            if not isinstance(section.get(one), dict):
-                section[one] = {}
-            section = section[one]
+        for item in sections:
+            if not isinstance(section.get(item), dict):
+                section[item] = {}
+            section = section[item]
         section[name] = value
     return result
 
@@ -234,7 +234,7 @@ def _copied_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return _copied(value)
     if isinstance(value, list | tuple):
-        return [_copied_value(one) for one in value]
+        return [_copied_value(item) for item in value]
     return value
 
 
@@ -315,9 +315,9 @@ def canonical_key(config: Mapping[str, Any], *, params_count: int | None = None)
 
 def _canonical(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _canonical(one) for key, one in value.items() if one is not None}
+        return {key: _canonical(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_canonical(one) for one in value]
+        return [_canonical(item) for item in value]
     return canonical_number(value)
 
 
@@ -338,7 +338,7 @@ def canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[st
         default = zero_default(key, stage=stage)
         if key in ("offload_optimizer", "offload_param"):
             if isinstance(value, Mapping) and value.get("device", "none") != "none":
-                result[key] = {name: one for name, one in value.items() if (name, one) != ("pin_memory", True)}
+                result[key] = {name: item for name, item in value.items() if (name, item) != ("pin_memory", True)}
         elif key in _SIZES and params_count is not None and isinstance(value, int):
             limit = size_limit(key, params_count)
             capped = min(value, limit)

@@ -25,12 +25,12 @@ def misspelt_keys(keys: Iterable[str]) -> dict[str, str]:
     Args:
         keys: Keys of a config; of dotted keys the first part counts.
     """
-    found = {}
+    result = {}
     for key in dict.fromkeys(key.partition(".")[0] for key in keys):
         near = near_key(key, _KEYS, alike=_ALIKE)
         if near and key not in _KEYS:
-            found[key] = near
-    return found
+            result[key] = near
+    return result
 
 
 def near_key(key: str, known: Iterable[str], *, alike: float = _ALIKE_IF_WRONG) -> str:
@@ -40,8 +40,8 @@ def near_key(key: str, known: Iterable[str], *, alike: float = _ALIKE_IF_WRONG) 
 
 def misspelt_in_words(keys: Iterable[str]) -> list[str]:
     """Return a sentence for each of ``misspelt_keys``."""
-    found = misspelt_keys(keys).items()
-    return [f"DeepSpeed ignores the key {key!r} of the config; {meant!r} is probably meant." for key, meant in found]
+    result = misspelt_keys(keys).items()
+    return [f"DeepSpeed ignores the key {key!r} of the config; {meant!r} is probably meant." for key, meant in result]
 
 
 def correction(key: str, known: Iterable[str]) -> str:

@@ -46,12 +46,12 @@ def operators_at_start(ds_config: Mapping[str, Any], *, device: str) -> tuple[st
     config = effective(ds_config)
     structure, name = Structure.of(config), _own_optimizer(config)
     target = structure.offload_optimizer if structure.stage != 0 else "none"  # accelerate fills in "auto"
-    found = {(_ON_DEVICE if target == "none" else _ON_HOST).get(name, "")} - {""}
+    names = {(_ON_DEVICE if target == "none" else _ON_HOST).get(name, "")} - {""}
     if "nvme" in (target, structure.offload_param):
-        found.add("AsyncIOBuilder")
+        names.add("AsyncIOBuilder")
     if device == "cpu":
-        found.add(COMMUNICATION)
-    return tuple(sorted(found))
+        names.add(COMMUNICATION)
+    return tuple(sorted(names))
 
 
 def _own_optimizer(ds_config: Mapping[str, Any]) -> str:
@@ -82,7 +82,7 @@ def operators_of(
     name = _own_optimizer(ds_config)
     choices = {tuned.name: tuned.choices for tuned in space.knobs}
     offloads = choices.get(OFFLOAD_OPTIMIZER, ("none",)) if max(space.stages) > 0 else ("none",)
-    found = set()
+    names = set()
     if not name or (name in _ON_DEVICE and measured_with and not measured_with.startswith(_DEEPSPEEDS_OWN)):
         # Without an optimizer in the config, or if the script builds its own.
         if not replaced_on_host or ds_config.get("zero_force_ds_cpu_optimizer") is False:
@@ -90,9 +90,9 @@ def operators_of(
         offloads = tuple(value for value in offloads if value != "none")
         name = measured_with.lower() if measured_with.lower() in _ON_HOST else "adam"
     if any(value != "none" for value in offloads) and name in _ON_HOST:
-        found.add(_ON_HOST[name])
+        names.add(_ON_HOST[name])
     if "none" in offloads and name in _ON_DEVICE:
-        found.add(_ON_DEVICE[name])
+        names.add(_ON_DEVICE[name])
     if "nvme" in offloads or (max(space.stages) == 3 and True in choices.get(NVME, ())):
-        found.add("AsyncIOBuilder")
-    return tuple(sorted(found))
+        names.add("AsyncIOBuilder")
+    return tuple(sorted(names))

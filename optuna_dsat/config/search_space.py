@@ -208,14 +208,14 @@ class SearchSpace:
         """
         zero = configs.effective({ZERO: {}, **ds_config})[ZERO]
         try:
-            found = list(self._settings(lambda tuned: self._read(tuned, zero)))
+            result = list(self._settings(lambda tuned: self._read(tuned, zero)))
             micro_batch = normalise(MICRO_BATCH, "count", ds_config.get(MICRO_BATCH))
         except ConfigError:
             return None
         low, high = self.micro_batches
         inside = all(
             (value if tuned.role is Role.PARAMETER else self._read(tuned, zero)) in tuned.choices
-            for tuned, value in found
+            for tuned, value in result
         )
         if not inside or not low <= micro_batch <= high:
             return None
@@ -224,7 +224,7 @@ class SearchSpace:
         given = ds_config.get(configs.GRADIENT_ACCUMULATION, self.accumulation(micro_batch))
         if given not in (configs.AUTO, self.accumulation(micro_batch)):
             return None
-        params = {tuned.name: value for tuned, value in found if tuned.role is Role.PARAMETER}
+        params = {tuned.name: value for tuned, value in result if tuned.role is Role.PARAMETER}
         return {**params, MICRO_BATCH: micro_batch}
 
     def _read(self, tuned: TunedKnob, zero: Mapping[str, Any]) -> Any:

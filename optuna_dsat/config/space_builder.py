@@ -145,7 +145,7 @@ class _Builder:
     def build(self) -> SearchSpace:
         self._check_names()
         request = self._request
-        for knob in (one for one in KNOBS if one.name != NVME):
+        for knob in (item for item in KNOBS if item.name != NVME):
             read_present(knob, self._zero)  # rejects invalid values, also of knobs that are not searched
         stage = TunedKnob(knob=_BY_NAME[ZERO_STAGE], choices=self._stages())
         offloads = self._offload_knobs()
@@ -221,7 +221,7 @@ class _Builder:
             return self._default_choices(knob)
         if not isinstance(value, list):
             return None
-        return _unique(normalise(knob.name, knob.kind, one) for one in value)
+        return _unique(normalise(knob.name, knob.kind, item) for item in value)
 
     def _stages(self) -> tuple[int, ...]:
         knob = _BY_NAME[ZERO_STAGE]
@@ -383,10 +383,10 @@ _MULTIPLES = 64
 
 def _multiples(unit: int, high: int) -> list[int]:
     """Return the multiples of a number that are searched, in ascending order."""
-    found, factor = [unit], 1
+    numbers, factor = [unit], 1
     while (factor := factor + 1 if factor < _MULTIPLES else factor + -(-factor * 3 // 100)) * unit <= high:
-        found.append(factor * unit)
-    return found
+        numbers.append(factor * unit)
+    return numbers
 
 
 _DTYPES = MappingProxyType({"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"})

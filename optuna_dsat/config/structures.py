@@ -86,5 +86,5 @@ STRUCTURES = (
 )
 """All structures without NVMe, by ascending saving of device memory."""
 
-GUIDE_ORDER = tuple(one for one in STRUCTURES if one != Structure(stage=3, offload_optimizer=_CPU))
+GUIDE_ORDER = tuple(structure for structure in STRUCTURES if structure != Structure(stage=3, offload_optimizer=_CPU))
 """Order of the DeepSpeed configuration guide, fastest first: at ZeRO 3 it offloads parameters before the optimizer."""

@@ -172,10 +172,10 @@ def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if key != MICRO_BATCH and isinstance(value, list):
             yield key, f"{key} is a list, but is not searched; give one number."
             continue
-        for one in value if isinstance(value, list) else [value]:
-            if one not in (None, AUTO, ALL):
+        for item in value if isinstance(value, list) else [value]:
+            if item not in (None, AUTO, ALL):
                 try:
-                    positive_int(one, key)
+                    positive_int(item, key)
                 except ConfigError as error:
                     yield key, str(error)
     for key, values in knob_lists(raw).items():
@@ -185,13 +185,13 @@ def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def knob_lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return dotted key -> list (or ``"all"``) given in place of a knob's value."""
-    found: dict[str, tuple[Any, ...]] = {}
+    result: dict[str, tuple[Any, ...]] = {}
 
     def note(key: str, value: Any) -> None:
         if isinstance(value, list):
-            found[key] = tuple(value)
+            result[key] = tuple(value)
         elif value == ALL:
-            found[key] = (ALL,)
+            result[key] = (ALL,)
 
     note(MICRO_BATCH, raw.get(MICRO_BATCH))
     zero = raw.get(ZERO)
@@ -199,4 +199,4 @@ def knob_lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         note(f"{ZERO}.{key}", value)
         if key in ("offload_optimizer", "offload_param") and isinstance(value, dict):
             note(f"{ZERO}.{key}.device", value.get("device"))
-    return found
+    return result

@@ -140,5 +140,5 @@ def _medians(groups: Numbers, values: Numbers) -> list[int]:
     starts = np.cumsum(counts) - counts
     ordered = values[order]
     low, high = ordered[starts + (counts - 1) // 2], ordered[starts + counts // 2]
-    found: list[int] = np.rint((low + high) / 2).astype(np.int64).tolist()
-    return found
+    numbers: list[int] = np.rint((low + high) / 2).astype(np.int64).tolist()
+    return numbers

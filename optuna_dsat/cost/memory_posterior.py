@@ -100,23 +100,23 @@ class MemoryInputs:
 
     def take(self, index: Any) -> MemoryInputs:
         """Return the configurations at an index array."""
-        return MemoryInputs(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
+        return MemoryInputs(**{field_.name: getattr(self, field_.name)[index] for field_ in fields(self)})
 
 
 def knob_similarity(a: Numbers, b: Numbers) -> Numbers:
     """Return the share of equal knobs between rows of ``a`` and ``b``, shape (len(a), len(b))."""
     total = np.zeros((len(a), len(b)))
-    for one, other in zip(a.T, b.T, strict=True):
-        total += one[:, None] == other[None, :]
-    found: Numbers = total / max(1, a.shape[1])
-    return found
+    for first, other in zip(a.T, b.T, strict=True):
+        total += first[:, None] == other[None, :]
+    result: Numbers = total / max(1, a.shape[1])
+    return result
 
 
 def sum_by_structure(observed: Numbers, weights: Numbers, queried: Numbers) -> Numbers:
     """Return for each queried structure the sum of the weights of equal observed structures."""
     count = 1 + int(max(observed.max(initial=0), queried.max(initial=0)))
-    found: Numbers = np.bincount(observed, weights, minlength=count)[queried]
-    return found
+    result: Numbers = np.bincount(observed, weights, minlength=count)[queried]
+    return result
 
 
 def sum_by_knob(
@@ -130,15 +130,15 @@ def sum_by_knob(
     for own, other in zip(knobs.T, queried_knobs.T, strict=True):
         values = 1 + int(max(own.max(initial=0), other.max(initial=0)))
         total += sum_by_structure(structure * values + own, weights, queried_structure * values + other)
-    found: Numbers = total / max(1, knobs.shape[1])
-    return found
+    result: Numbers = total / max(1, knobs.shape[1])
+    return result
 
 
 def normal_cdf(z: Numbers) -> Numbers:
     """Return the standard normal distribution function (logistic approximation by Bowling et al. 2009, error 1e-4)."""
     clipped = np.clip(z, -8.0, 8.0)
-    found: Numbers = 1 / (1 + np.exp(-(0.07056 * clipped**3 + 1.5976 * clipped)))
-    return found
+    result: Numbers = 1 / (1 + np.exp(-(0.07056 * clipped**3 + 1.5976 * clipped)))
+    return result
 
 
 class MemoryPosterior:
@@ -227,11 +227,11 @@ class MemoryPosterior:
 
     def _structures_covariance(self, a: MemoryInputs, b: MemoryInputs) -> Numbers:
         """Return the covariance of the errors shared by structures, at a factor of 1."""
-        found = np.full((len(a.lineage), len(b.lineage)), _SHARED_SD**2)
-        found += _STRUCTURE_SD**2 * (a.structure[:, None] == b.structure[None, :])
+        result = np.full((len(a.lineage), len(b.lineage)), _SHARED_SD**2)
+        result += _STRUCTURE_SD**2 * (a.structure[:, None] == b.structure[None, :])
         for place, spread in enumerate(_RELATIVE_SDS):
-            found += spread**2 * (a.relatives[:, place, None] == b.relatives[None, :, place])
-        return self._device**2 * found
+            result += spread**2 * (a.relatives[:, place, None] == b.relatives[None, :, place])
+        return self._device**2 * result
 
     def _count_surprises(self, out_of_memory: MemoryInputs, measured: MemoryInputs, errors: Numbers) -> None:
         """Widen the uncertainty after launches ran out of memory although confidently predicted to fit.
@@ -259,8 +259,8 @@ class MemoryPosterior:
     def _doubt(self, structure: Numbers) -> Numbers:
         """Return the additional variances of structures' errors due to surprises, relative to the device's memory."""
         factors = np.append(self._doubts, 1.0)[np.minimum(structure, len(self._doubts))]
-        found: Numbers = _STRUCTURE_SD**2 * np.maximum(0.0, factors - self.error_factor)
-        return found
+        result: Numbers = _STRUCTURE_SD**2 * np.maximum(0.0, factors - self.error_factor)
+        return result
 
     def peaks(self, inputs: MemoryInputs) -> Numbers:
         """Return the posterior mean peaks in bytes, without the lineages' part: fast for many configurations."""
@@ -269,13 +269,13 @@ class MemoryPosterior:
     def _correction(self, inputs: MemoryInputs) -> Numbers:
         """Return the posterior mean error of the formulas, without the lineages' part."""
         constant, slope, hidden = self._correction_line(inputs)
-        found: Numbers = constant + slope * inputs.micro_batch + hidden * self._hidden(inputs)
-        return found
+        result: Numbers = constant + slope * inputs.micro_batch + hidden * self._hidden(inputs)
+        return result
 
     def _hidden(self, inputs: MemoryInputs) -> Numbers:
         """Return the bytes of activations omitted from the formulas, because another moment of the step needs more."""
-        found: Numbers = np.clip(inputs.others - inputs.forward, 0, self._slope * inputs.micro_batch)
-        return found
+        result: Numbers = np.clip(inputs.others - inputs.forward, 0, self._slope * inputs.micro_batch)
+        return result
 
     def _correction_line(self, inputs: MemoryInputs) -> tuple[Numbers, Numbers, float]:
         """Return the correction as a constant, bytes per sample, and the share of the hidden activations."""
@@ -312,9 +312,9 @@ class MemoryPosterior:
         crossing = above / max(1.0, self._slope)
         room = (limit - inputs.forward - constant - hidden * above) / np.maximum(1.0, self._slope + slope)
         below = (limit - inputs.others - constant) / np.maximum(1.0, hidden * self._slope + slope)
-        found = np.where(room >= crossing, room, np.minimum(below, crossing))
-        found = np.where(inputs.others + constant > limit, 0, np.floor(np.clip(found, 0, 2**31)))
-        return found.astype(np.int64)
+        result = np.where(room >= crossing, room, np.minimum(below, crossing))
+        result = np.where(inputs.others + constant > limit, 0, np.floor(np.clip(result, 0, 2**31)))
+        return result.astype(np.int64)
 
     def predict(self, inputs: MemoryInputs) -> tuple[Numbers, Numbers, Numbers]:
         """Return for each configuration the posterior mean peak, and mean and standard deviation of the free memory.
@@ -338,8 +338,8 @@ class MemoryPosterior:
         return predicted + shared @ self._weights, free, np.sqrt(np.maximum(variance, 1.0))
 
     def _predicted(self, inputs: MemoryInputs) -> Numbers:
-        found: Numbers = np.maximum(inputs.forward + self._slope * inputs.micro_batch, inputs.others)
-        return found
+        result: Numbers = np.maximum(inputs.forward + self._slope * inputs.micro_batch, inputs.others)
+        return result
 
     def _covariance(self, a: MemoryInputs, b: MemoryInputs, *, error_factor: float | None = None) -> Numbers:
         """Return the covariance of the formulas' errors; ``error_factor`` defaults to the learnt factor."""
@@ -347,29 +347,29 @@ class MemoryPosterior:
         same = a.structure[:, None] == b.structure[None, :]
         samples = np.outer(self._slope * a.micro_batch, self._slope * b.micro_batch)
         scale = self._device**2
-        found: Numbers = samples * (_SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 * same)
-        found += factor * self._structures_covariance(a, b) + scale * self._doubt(a.structure)[:, None] * same
-        found += scale * _KNOBS_SD**2 * knob_similarity(a.knobs, b.knobs) * same
+        result: Numbers = samples * (_SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 * same)
+        result += factor * self._structures_covariance(a, b) + scale * self._doubt(a.structure)[:, None] * same
+        result += scale * _KNOBS_SD**2 * knob_similarity(a.knobs, b.knobs) * same
         octaves = np.log2(np.maximum(a.micro_batch, 1))[:, None] - np.log2(np.maximum(b.micro_batch, 1))
-        found += samples * _CURVE_SD**2 * np.exp(-0.5 * (octaves / _CURVE_WIDTH) ** 2)
-        found += _BUFFER_SD**2 * a.buffers @ b.buffers.T + _HIDDEN_SD**2 * np.outer(self._hidden(a), self._hidden(b))
-        found += scale * _LINEAGE_SD**2 * (a.lineage[:, None] == b.lineage[None, :])
-        return found
+        result += samples * _CURVE_SD**2 * np.exp(-0.5 * (octaves / _CURVE_WIDTH) ** 2)
+        result += _BUFFER_SD**2 * a.buffers @ b.buffers.T + _HIDDEN_SD**2 * np.outer(self._hidden(a), self._hidden(b))
+        result += scale * _LINEAGE_SD**2 * (a.lineage[:, None] == b.lineage[None, :])
+        return result
 
     def _loss_covariance(self, a: MemoryInputs, b: MemoryInputs) -> Numbers:
         """Return the covariance of the memory lost to context and fragmentation."""
         non_contiguous = np.outer(a.non_contiguous, b.non_contiguous)
-        found: Numbers = self._limit_variance + (_NON_CONTIGUOUS_LOSS_SD * self._device) ** 2 * non_contiguous
-        return found
+        result: Numbers = self._limit_variance + (_NON_CONTIGUOUS_LOSS_SD * self._device) ** 2 * non_contiguous
+        return result
 
     def _variance(self, inputs: MemoryInputs) -> Numbers:
         structures = _SHARED_SD**2 + _STRUCTURE_SD**2 + sum(spread**2 for spread in _RELATIVE_SDS)
         errors = self.error_factor * structures + self._doubt(inputs.structure) + _KNOBS_SD**2 + _LINEAGE_SD**2
-        found: Numbers = (self._slope * inputs.micro_batch) ** 2 * (
+        result: Numbers = (self._slope * inputs.micro_batch) ** 2 * (
             _SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 + _CURVE_SD**2
         ) + errors * self._device**2
-        found += _BUFFER_SD**2 * (inputs.buffers**2).sum(axis=1) + _HIDDEN_SD**2 * self._hidden(inputs) ** 2
-        return found
+        result += _BUFFER_SD**2 * (inputs.buffers**2).sum(axis=1) + _HIDDEN_SD**2 * self._hidden(inputs) ** 2
+        return result
 
 
 def _propagated(mean: Numbers, covariance: Numbers, limit: float, above: Numbers) -> tuple[Numbers, Numbers]:
@@ -387,8 +387,8 @@ def _propagated(mean: Numbers, covariance: Numbers, limit: float, above: Numbers
             variance = float(covariance[row, row])
             precision = max(1 / variance - 1 / noises[row], _LEAST_SHARE / variance)
             without = (mean[row] / variance - values[row] / noises[row]) / precision
-            found = _equivalent_measurement(float(without), 1 / precision, limit, above=bool(side))
-            value, noise = (values[row], math.inf) if found is None else found
+            result = _equivalent_measurement(float(without), 1 / precision, limit, above=bool(side))
+            value, noise = (values[row], math.inf) if result is None else result
             more = 1 / noise - 1 / noises[row]
             moved = value / noise - values[row] / noises[row] - more * mean[row]
             gain = covariance[:, row] / (1 + more * variance)

@@ -153,7 +153,7 @@ class Columns:
 
     def take(self, index: Any) -> Columns:
         """Return the configurations at an index array."""
-        return Columns(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
+        return Columns(**{field_.name: getattr(self, field_.name)[index] for field_ in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,12 +307,12 @@ class StepTimeModel:
         on_host = copies + owned * self.ranks_per_node * x["adam"] + c.nvme * 2 * _STATES_BYTES * owned * x["nvme"]
         groups = (c.stage == 3) * np.ceil(owned / c.sub_group) * x["group"]
         collected = ((c.stage == 1) | (c.stage == 2)) * (self.ranks > 1)
-        found: Numbers = (
+        result: Numbers = (
             np.where(c.offload > 0, on_host, on_device)
             + groups
             + collected * (self._volume(self.trainable) * self._across(x) + x["latency"])
         )
-        return found
+        return result
 
     def _across(self, x: dict[str, Numbers]) -> Numbers:
         """Return the seconds per byte of a collective over all ranks."""
@@ -357,13 +357,13 @@ class StepTimeModel:
         """Return the residuals in standard deviations, and their Jacobian in the logarithms of the coefficients."""
         step = 1e-4
         variants = np.concatenate([logs[:, None], logs[:, None] + step * np.eye(len(logs))], axis=1)[:, :, None]
-        found = self.phases(variants, timings.columns, timings.micro_batch, timings.accumulation, timings.fill)
+        result = self.phases(variants, timings.columns, timings.micro_batch, timings.accumulation, timings.fill)
         known = ~np.isnan(timings.phases)
         phases = np.where(known, timings.phases, 0.0)[:, None, :]
-        residuals = (found - phases) / (error * phases + _FLOOR * timings.latency)
+        residuals = (result - phases) / (error * phases + _FLOOR * timings.latency)
         by_phase = np.moveaxis(residuals, 0, 1)[:, known]
         whole = ~known.all(axis=0)
-        total = ((found.sum(axis=0) - timings.latency) / (error * timings.latency))[:, whole]
+        total = ((result.sum(axis=0) - timings.latency) / (error * timings.latency))[:, whole]
         values = np.concatenate([by_phase, total], axis=1)
         values = np.clip(values, -1e6, 1e6)
         return values[0], ((values[1:] - values[0]) / step).T
@@ -375,8 +375,8 @@ class StepTimeModel:
         step = 1e-3
         logs = fitted.mean[:, None]
         variants = np.concatenate([logs, logs + step * np.eye(len(fitted.mean))], axis=1)[:, :, None]
-        found = self.phases(variants, c, micro_batch, accumulation, fill)
-        return found[:, 0], (found[:, 1:] - found[:, :1]) / step
+        result = self.phases(variants, c, micro_batch, accumulation, fill)
+        return result[:, 0], (result[:, 1:] - result[:, :1]) / step
 
     def bounds(
         self, logs: Numbers, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers
@@ -390,5 +390,5 @@ class StepTimeModel:
         for column, names in enumerate(BOUNDS.values(), start=1):
             zero[[COEFFICIENTS.index(name) for name in names], column] = -np.inf
         totals = self.phases(zero, c, micro_batch, accumulation, fill).sum(axis=0)
-        found = {name: np.maximum(0.0, totals[0] - totals[row]) for row, name in enumerate(BOUNDS, start=1)}
-        return {"compute": np.maximum(0.0, totals[0] - sum(found.values())), **found}
+        record = {name: np.maximum(0.0, totals[0] - totals[row]) for row, name in enumerate(BOUNDS, start=1)}
+        return {"compute": np.maximum(0.0, totals[0] - sum(record.values())), **record}

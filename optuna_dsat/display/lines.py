@@ -73,9 +73,9 @@ def _search_lines(event: progress.SearchStarted) -> list[str]:
     before = f", {event.launched} made before" if event.launched else ""
     most = things_in_words(event.max_trials, "launch")
     lines = [f"Study {event.study}: at most {most}{before}, optimising {event.metric}."]
-    for name, one in (("Best in the search so far", event.best), ("Confirmed so far", event.confirmed)):
-        if one is not None:
-            lines.append(f"{name}: trial {one.number}, {one.speed.text}, {one.words}.")
+    for name, best in (("Best in the search so far", event.best), ("Confirmed so far", event.confirmed)):
+        if best is not None:
+            lines.append(f"{name}: trial {best.number}, {best.speed.text}, {best.words}.")
     return lines
 
 

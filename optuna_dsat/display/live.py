@@ -90,7 +90,7 @@ def render(
         since = duration_in_words(now - state.phase_since)
         below += _folded(f"{what[:1].upper()}{what[1:]}, {since}{bracket}{remark}", width)
     if state.search is not None:
-        below += [line for told in _summary(state, state.search, now) for line in _folded(told, width)]
+        below += [line for words in _summary(state, state.search, now) for line in _folded(words, width)]
     if stopping:
         below += _folded(STOP_MESSAGE, width, style="bold")
     in_flight = state.in_flight
@@ -199,8 +199,8 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
     """Return the lines on the best configuration, the user's config, the budget and the remaining time."""
     lines = []
     if search.confirmed is not None:
-        one = search.confirmed
-        lines.append(f"Confirmed before: {one.speed.text} (trial {one.number}: {one.words})")
+        best = search.confirmed
+        lines.append(f"Confirmed before: {best.speed.text} (trial {best.number}: {best.words})")
     if state.best is not None:
         text = f"Best in the search: {state.best.speed.text}"
         if state.speed_up is not None and state.best.speed.value != state.user_value:

@@ -63,9 +63,9 @@ def check(
         trainer_arguments: Arguments of the Hugging Face Trainer in the command, by name.
     """
     findings = list(_of_shape(config))
-    sound = ds_config.with_values(config, dict.fromkeys(["autotuning", *(one.name for one in findings)]))
+    sound = ds_config.with_values(config, dict.fromkeys(["autotuning", *(item.name for item in findings)]))
     lists = knob_lists(sound).items()
-    sound = ds_config.with_values(sound, {key: None if one == (ds_config.ALL,) else one[0] for key, one in lists})
+    sound = ds_config.with_values(sound, {key: None if item == (ds_config.ALL,) else item[0] for key, item in lists})
     batches = list(_of_batches(sound, ranks))
     given = {"config": _filled(sound, bool(batches)), "ranks": ranks or _implied_ranks(sound)}
     probed = run_probe("optuna_dsat.doctor.config_probe", environ={**os.environ, "DS_ACCELERATOR": "cpu"}, given=given)
@@ -89,7 +89,7 @@ def _finding(keys: Sequence[str], status: Status, text: str, remedy: str = "") -
     """Return a finding whose text contains its keys."""
     named = ", ".join(f"{key!r}" if key != key.strip() else key for key in keys)
     text = text if not keys or text.startswith(tuple(keys)) else f"{named}: {text}"
-    text, remedy = (one.strip().rstrip(".") for one in (hidden_text(text), remedy))
+    text, remedy = (name.strip().rstrip(".") for name in (hidden_text(text), remedy))
     data = {"keys": list(keys)}
     return Finding(area="config", name=", ".join(keys) or text, status=status, text=f"{text}.",
                    remedy=f"{remedy}." if remedy else "", data=data)  # fmt: skip
@@ -200,7 +200,7 @@ def _of_refusals(config: Mapping[str, Any], probed: Mapping[str, Any], autos: li
         elif unexpected := _UNEXPECTED.search(text):
             yield _finding(keys, Status.FATAL, f"{unexpected[1]} takes no such parameter", f"Remove {', '.join(keys)}")
         elif key in probed["choices"]:
-            names = {one.lower(): one for one in probed["choices"][key]}
+            names = {item.lower(): item for item in probed["choices"][key]}
             near = near_key(str(value), names)
             remedy = f"Write {names[near]}" if near else f"Write one of {', '.join(names.values())}"
             yield _finding([key], Status.FATAL, f"DeepSpeed {probed['version']} has no {as_written(value)}", remedy)
@@ -218,10 +218,10 @@ def _of_ignored(config: Mapping[str, Any], probed: Mapping[str, Any]) -> Iterato
     """Yield keys that DeepSpeed reads under another name, in another section, or not at all."""
     for section, names in probed["asked"].items():
         prefix = f"{section}." if section else ""
-        found: Any = config
+        result: Any = config
         for part in filter(None, section.split(".")):
-            found = found.get(part, {}) if isinstance(found, Mapping) else {}
-        for key in found if isinstance(found, Mapping) and f"{section}." not in _BUILT else ():
+            result = result.get(part, {}) if isinstance(result, Mapping) else {}
+        for key in result if isinstance(result, Mapping) and f"{section}." not in _BUILT else ():
             text = f"DeepSpeed {probed['version']} does not read it"
             if key in names:
                 continue

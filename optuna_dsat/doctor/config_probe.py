@@ -65,7 +65,7 @@ def probe(config: dict[str, Any], ranks: int) -> dict[str, Any]:
     source = "".join(path.read_text(errors="replace") for path in Path(deepspeed.__path__[0]).rglob("*.py") if unread)
     optimizers = [
         *runtime_config.DEEPSPEED_OPTIMIZERS,
-        *(name for name, one in vars(torch.optim).items() if isinstance(one, type)),
+        *(name for name, item in vars(torch.optim).items() if isinstance(item, type)),
     ]
     return {
         "version": deepspeed.__version__,
@@ -99,7 +99,10 @@ class _Noted(dict[str, Any]):
     def __init__(self, section: Mapping[str, Any], path: str, asked: Asked) -> None:
         prefix = f"{path}." if path else ""
         super().__init__(
-            {key: _Noted(one, prefix + key, asked) if isinstance(one, dict) else one for key, one in section.items()}
+            {
+                key: _Noted(item, prefix + key, asked) if isinstance(item, dict) else item
+                for key, item in section.items()
+            }
         )
         self._names = asked.setdefault(path, {})
 
@@ -136,7 +139,7 @@ def _load(config: Mapping[str, Any], asked: Asked) -> tuple[int, dict[Any, str]]
         if not hasattr(error, "errors"):
             return done, {(type(error).__name__, str(error)): str(error).partition("\n")[0] or type(error).__name__}
         title = getattr(error, "title", "") or getattr(error, "model", Exception).__name__  # pydantic 2, 1
-        return done, {(title, one["loc"], one["type"]): _text(one) for one in error.errors()}
+        return done, {(title, item["loc"], item["type"]): _text(item) for item in error.errors()}
     return done, {}
 
 
@@ -149,7 +152,7 @@ def _refusals(config: dict[str, Any], asked: Asked) -> list[dict[str, Any]]:
 
     The causes are the innermost keys whose removal, each alone, avoids the error.
     """
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for _ in range(_ROUNDS):
         done, problems = _load(config, asked)
         causes: dict[Any, list[tuple[str, ...]]] = {problem: [] for problem in problems}
@@ -158,16 +161,16 @@ def _refusals(config: dict[str, Any], asked: Asked) -> list[dict[str, Any]]:
             for problem in problems.keys() - left.keys() if reached >= done else ():
                 if not any(other[: len(path)] == path for other in causes[problem]):
                     causes[problem].append(path)
-        found += [
-            {"keys": [".".join(path) for path in causes[one]], "text": problems[one], "model": one[0]}
-            for one in problems
+        result += [
+            {"keys": [".".join(path) for path in causes[item]], "text": problems[item], "model": item[0]}
+            for item in problems
         ]
         removed = {max(paths, key=len) for paths in causes.values() if paths}
         if not removed:
             break
         for path in removed:
             config = _without(config, path)
-    return found
+    return result
 
 
 def _paths(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -189,15 +192,15 @@ def _without(config: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]
 
 
 def _models(model: Any) -> Iterator[Any]:
-    for one in model.__subclasses__():
-        yield one
-        yield from _models(one)
+    for item in model.__subclasses__():
+        yield item
+        yield from _models(item)
 
 
 def _names(model: Any) -> set[str]:
     """Return the valid names of a section of a pydantic class."""
     fields = getattr(model, "model_fields", None) or model.__fields__
-    return {*fields, *(one.alias for one in fields.values() if one.alias)}
+    return {*fields, *(field_.alias for field_ in fields.values() if field_.alias)}
 
 
 def _steps(loaded: Any) -> list[Callable[[], Any]]:
@@ -226,7 +229,7 @@ def _no_operators() -> None:
         importlib.import_module(f"deepspeed.ops.{name}")
     for name, module in list(sys.modules.items()):
         if name.startswith("deepspeed.ops."):
-            for builder in [one for one in vars(module) if one.endswith("Builder")]:
+            for builder in [var for var in vars(module) if var.endswith("Builder")]:
                 setattr(module, builder, MagicMock())
 
 

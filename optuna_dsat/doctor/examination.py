@@ -36,14 +36,14 @@ def examine(
     """
     environ = os.environ if environ is None else environ
     gpus = find_gpus(environ=environ, nvml=nvml)
-    found = ask(cpu=gpus.count == 0, environ=environ)
+    result = ask(cpu=gpus.count == 0, environ=environ)
     findings = [
         *device_findings(gpus),
-        *libraries.findings(found, gpus=gpus.count),
+        *libraries.findings(result, gpus=gpus.count),
         *host_findings(output_dir=output_dir, environ=environ),
-        launchers.finding(found),
-        *operators.findings(found, gpus=gpus.count, environ=environ),
-        *offloads.findings(found, nvme=nvme_path, environ=environ),
+        launchers.finding(result),
+        *operators.findings(result, gpus=gpus.count, environ=environ),
+        *offloads.findings(result, nvme=nvme_path, environ=environ),
     ]
     if nvme_path is not None:
         findings.append(nvme.examine(nvme_path))

@@ -34,8 +34,8 @@ class Libraries:
 
     def operator(self, name: str) -> tuple[bool, str]:
         """Return whether an operator of DeepSpeed can be built, and if not, the reason."""
-        found = self.deepspeed.get("operators", {}).get(name, {"compatible": False, "why_not": "not known"})
-        return bool(found["compatible"]), str(found["why_not"])
+        result = self.deepspeed.get("operators", {}).get(name, {"compatible": False, "why_not": "not known"})
+        return bool(result["compatible"]), str(result["why_not"])
 
     def is_installed(self, name: str) -> bool:
         """Return whether an operator was installed prebuilt with DeepSpeed."""
@@ -159,11 +159,11 @@ def _deepspeed(deepspeed: Mapping[str, Any]) -> Finding:
 def _nvcc(torch: Mapping[str, Any]) -> Finding:
     """Return whether the CUDA toolkit can compile DeepSpeed's operators: its major version must equal torch's."""
     toolkit, wanted = torch["toolkit"], str(torch["cuda"])
-    found = toolkit["version"]
-    if found is not None and found.split(".")[0] == wanted.split(".")[0]:
-        text = f"nvcc {found} ({toolkit['home']}) compiles DeepSpeed's operators"
+    result = toolkit["version"]
+    if result is not None and result.split(".")[0] == wanted.split(".")[0]:
+        text = f"nvcc {result} ({toolkit['home']}) compiles DeepSpeed's operators"
         return Finding(area=_AREA, name="nvcc", status=Status.FINE, text=text, data=toolkit)
-    why = toolkit["why_not"] if found is None else f"nvcc ({toolkit['home']}) is of CUDA {found}, torch of {wanted}"
+    why = toolkit["why_not"] if result is None else f"nvcc ({toolkit['home']}) is of CUDA {result}, torch of {wanted}"
     return Finding(
         area=_AREA,
         name="nvcc",

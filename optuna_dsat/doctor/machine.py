@@ -130,15 +130,15 @@ def _driver(nvml: Nvml) -> Finding:
 
 
 def _cpu(devices: Devices, *, hidden: bool) -> Finding:
-    one = devices.devices[0]
+    device = devices.devices[0]
     return Finding(
         area="devices",
         name="cpu",
         status=Status.NOTE,
-        text=f"No GPU: launches run on the CPU ({one.name}, {things_in_words(os.cpu_count() or 1, 'core')}), which "
+        text=f"No GPU: launches run on the CPU ({device.name}, {things_in_words(os.cpu_count() or 1, 'core')}), which "
         "shows how configurations compare there, not on a GPU.",
         remedy="" if hidden else "With an NVIDIA GPU in this machine: install its driver, then try nvidia-smi.",
-        data={"name": one.name, "cores": os.cpu_count()},
+        data={"name": device.name, "cores": os.cpu_count()},
     )
 
 
@@ -269,17 +269,17 @@ def compiler(environ: Mapping[str, str]) -> tuple[str | None, bool]:
     """Return the C++ compiler that DeepSpeed would build operators with (None if none), and whether ninja works."""
     path = environ.get("PATH")
     wanted = environ.get("CXX", "c++")
-    found = next((one for name in (wanted, "g++", "clang++") if (one := shutil.which(name, path=path))), None)
+    result = next((item for name in (wanted, "g++", "clang++") if (item := shutil.which(name, path=path))), None)
     ninja = shutil.which("ninja", path=path)
     works = ninja is not None and subprocess.run([ninja, "--version"], capture_output=True, check=False).returncode == 0
-    return found, works
+    return result, works
 
 
 def _compiler(environ: Mapping[str, str]) -> Finding:
-    found, ninja = compiler(environ)
+    result, ninja = compiler(environ)
     folder = extensions_dir(environ)
-    data = {"compiler": found, "ninja": ninja, "folder": str(folder)}
-    missing = [name for name, there in (("a C++ compiler", found), ("ninja", ninja)) if not there]
+    data = {"compiler": result, "ninja": ninja, "folder": str(folder)}
+    missing = [name for name, there in (("a C++ compiler", result), ("ninja", ninja)) if not there]
     if missing:
         return Finding(
             area="host",
@@ -305,6 +305,6 @@ def _compiler(environ: Mapping[str, str]) -> Finding:
         area="host",
         name="compiler",
         status=Status.FINE,
-        text=f"DeepSpeed's operators can be built: {found}, ninja; into {folder}",
+        text=f"DeepSpeed's operators can be built: {result}, ninja; into {folder}",
         data=data,
     )

@@ -44,12 +44,12 @@ class Speed:
 def _file_system(folder: Path) -> str:
     """Return the type of the file system that contains a folder; empty if unknown."""
     resolved = folder.resolve()
-    best, found = -1, ""
+    best, result = -1, ""
     for partition in psutil.disk_partitions(all=True):
         mount = Path(partition.mountpoint)
         if resolved.is_relative_to(mount) and len(mount.parts) > best:
-            best, found = len(mount.parts), partition.fstype
-    return found
+            best, result = len(mount.parts), partition.fstype
+    return result
 
 
 def measure(folder: Path, *, size_bytes: int = _SIZE_BYTES, threads: int = _THREADS) -> Speed:

@@ -43,8 +43,8 @@ def state_of(libraries: Libraries, builder: str, *, environ: Mapping[str, str]) 
     compatible, why = libraries.operator(builder)
     if not compatible:
         return BuildState.CANNOT, why.strip().rstrip(".") or "DeepSpeed does not say why"
-    found, ninja = compiler(environ)
-    missing = [name for name, there in (("a C++ compiler", found), ("ninja", ninja)) if not there]
+    result, ninja = compiler(environ)
+    missing = [name for name, there in (("a C++ compiler", result), ("ninja", ninja)) if not there]
     if missing:
         return BuildState.CANNOT, f"there is no {' and no '.join(name.removeprefix('a ') for name in missing)}"
     return BuildState.CAN_BE, ""

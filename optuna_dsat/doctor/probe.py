@@ -106,10 +106,10 @@ def _deepspeed() -> dict[str, Any]:
 
 def _why_not(builder: Any) -> str:
     """Return DeepSpeed's reason why an operator cannot be built; DeepSpeed keeps the last message if asked."""
-    said: list[str] = []
-    builder.warning = said.append
+    messages: list[str] = []
+    builder.warning = messages.append
     builder.is_compatible(verbose=True)
-    return said[0] if said else str(getattr(builder, "error_log", None) or "")
+    return messages[0] if messages else str(getattr(builder, "error_log", None) or "")
 
 
 def reason(error: Exception) -> str:

@@ -52,7 +52,7 @@ def fenced(value: object, language: str = "", *, limit_chars: int = TEXT_CHARS) 
 
 def table(headings: Sequence[object], rows: Sequence[Sequence[object]]) -> Markdown:
     """Return a table; values other than ``Markdown`` are escaped, None becomes an empty cell."""
-    lines = [[_cell(one) for one in line] for line in (headings, *rows)]
+    lines = [[_cell(item) for item in line] for line in (headings, *rows)]
     lines.insert(1, ["---"] * len(headings))
     return Markdown("\n".join("| " + " | ".join(line) + " |" for line in lines))
 

@@ -34,8 +34,8 @@ def in_folder(folder: str) -> list[str]:
 
 def program(name: str) -> str:
     """Return the name of a program of this Python's environment, or its path if ``PATH`` finds another program."""
-    own, found = Path(sys.executable).with_name(name), shutil.which(name)
-    is_found = found is not None and Path(found).parent.resolve() == own.parent.resolve()
+    own, result = Path(sys.executable).with_name(name), shutil.which(name)
+    is_found = result is not None and Path(result).parent.resolve() == own.parent.resolve()
     return name if is_found or not own.exists() else str(own)
 
 

@@ -43,7 +43,7 @@ _CONTROL = re.compile(
 
 def plain(text: object) -> str:
     """Return text with control characters replaced by escapes; tabs and line ends stay."""
-    return _CONTROL.sub(lambda found: _written_out(found[0]), str(text))
+    return _CONTROL.sub(lambda match: _written_out(match[0]), str(text))
 
 
 def _written_out(character: str) -> str:
@@ -119,7 +119,7 @@ def say_prose(text: str, *, file: TextIO | None = None) -> None:
     """
     stream = sys.stdout if file is None else file
     if stream.isatty():
-        kept = _COMMAND.sub(lambda found: found[0].replace(" ", _NO_BREAK), plain(text))
+        kept = _COMMAND.sub(lambda match: match[0].replace(" ", _NO_BREAK), plain(text))
         width = max(20, _columns(stream) - 1)
         folded = [
             part

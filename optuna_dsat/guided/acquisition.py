@@ -36,12 +36,12 @@ class Acquisition:
 
     def take(self, index: Numbers) -> Acquisition:
         """Return the values selected by an index array or a mask."""
-        names = (one.name for one in fields(self) if one.name != "over")
+        names = (field_.name for field_ in fields(self) if field_.name != "over")
         return Acquisition(over=self.over, **{name: getattr(self, name)[index] for name in names})
 
     def joined(self, other: Acquisition) -> Acquisition:
         """Return these values followed by other values with the same reference."""
-        names = (one.name for one in fields(self) if one.name != "over")
+        names = (field_.name for field_ in fields(self) if field_.name != "over")
         both = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
         return Acquisition(over=self.over, **both)
 
@@ -55,8 +55,8 @@ def heavy_tailed_improvement(mean: Numbers, sd: Numbers) -> Numbers:
     u = mean / sd
     density = 6 * math.sqrt(3) / (math.pi * (3 + u**2) ** 2)
     below = 0.5 + (u / math.sqrt(3) / (1 + u**2 / 3) + np.arctan(u / math.sqrt(3))) / math.pi
-    found: Numbers = mean * below + sd * (3 + u**2) / 2 * density
-    return np.maximum(found, 0.0)
+    result: Numbers = mean * below + sd * (3 + u**2) / 2 * density
+    return np.maximum(result, 0.0)
 
 
 def learnt_spread(variance: Numbers, noise_variance: float) -> Numbers:
@@ -68,13 +68,13 @@ def learnt_spread(variance: Numbers, noise_variance: float) -> Numbers:
         variance: Posterior variances of the measured quantities.
         noise_variance: Variance of a measurement around it.
     """
-    found: Numbers = variance / np.sqrt(variance + noise_variance)
-    return found
+    result: Numbers = variance / np.sqrt(variance + noise_variance)
+    return result
 
 
 def expected_improvement(gain: Numbers, spread: Numbers) -> Numbers:
     """Return ``E[max(0, X)]`` for X normal with these means and standard deviations."""
     z = gain / spread
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
-    found: Numbers = np.maximum(0.0, gain * normal_cdf(z) + spread * density)
-    return found
+    result: Numbers = np.maximum(0.0, gain * normal_cdf(z) + spread * density)
+    return result

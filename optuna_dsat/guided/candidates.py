@@ -91,12 +91,14 @@ class Observations:
 
     def take(self, index: Numbers) -> Observations:
         """Return the trials at an index array; ``used`` still covers all trials."""
-        taken = {one.name: getattr(self, one.name)[..., index] for one in fields(self) if one.name != "used"}
+        taken = {
+            field_.name: getattr(self, field_.name)[..., index] for field_ in fields(self) if field_.name != "used"
+        }
         return Observations(**taken, used=self.used)
 
     def digest(self) -> Hashable:
         """Return a key that is equal for equal observations."""
-        arrays = (getattr(self, one.name) for one in fields(self) if one.name != "used")
+        arrays = (getattr(self, field_.name) for field_ in fields(self) if field_.name != "used")
         return (*(array.tobytes() for array in arrays), frozenset(self.used.items()))
 
 
@@ -128,14 +130,14 @@ class CandidateTable:
         """Index of each row's ZeRO stage, offload of the optimizer and offload of the parameters, shape (rows, 3)."""
         self.knobs, values = self._codes()
         """Index of the value of each other knob, shape (rows, knobs)."""
-        self.knob_kernels = [knob_kernel(one) for one in values]
+        self.knob_kernels = [knob_kernel(value) for value in values]
         """For each other knob, the covariance of its values' effects."""
         self.components = Components.of(
             np.array([params[ZERO_STAGE] for params in self.lineages], dtype=np.int64),
             self.relatives,
             self.structure,
             self.knobs,
-            has_value=[np.diag(one) > 0 for one in self.knob_kernels],
+            has_value=[np.diag(kernel) > 0 for kernel in self.knob_kernels],
         )
         """Components of each row that may make launches fail."""
         self.non_default_knobs = self._count_non_default_knobs()
@@ -143,7 +145,7 @@ class CandidateTable:
         settings = self._settings()
         self.columns = Columns.of(settings)
         """Inputs of the step-time model."""
-        needs = np.array([self._bytes(one) for one in settings], dtype=np.float64).reshape(-1, 3)
+        needs = np.array([self._bytes(setting) for setting in settings], dtype=np.float64).reshape(-1, 3)
         self.forward, self.others, self.host = needs.T
         """Predicted bytes: on the device at the end of the forward pass without activations, on the device at other
         moments, and on a host.
@@ -155,30 +157,30 @@ class CandidateTable:
 
     def marginal_means(self, values: Numbers) -> Numbers:
         """Return the means of values over the rows with equal structure and knob value, shape (rows, knobs)."""
-        found = np.zeros(self.knobs.shape)
-        for one in np.unique(self.structure):
-            own = np.flatnonzero(self.structure == one)
+        result = np.zeros(self.knobs.shape)
+        for group in np.unique(self.structure):
+            own = np.flatnonzero(self.structure == group)
             for place in range(self.knobs.shape[1]):
                 index = self.knobs[own, place]
-                found[own, place] = (np.bincount(index, values[own]) / np.maximum(1, np.bincount(index)))[index]
-        return found
+                result[own, place] = (np.bincount(index, values[own]) / np.maximum(1, np.bincount(index)))[index]
+        return result
 
     def _buffers(self) -> Numbers:
         """Return the bytes on the device of each knob's value beyond its cheapest in the structure, (rows, 2 knobs).
 
         The second half is the size of a buffer with as many elements, as far as the formulas contain less.
         """
-        found = self.marginal_means(self.forward)
-        possible = np.zeros(found.shape)
+        result = self.marginal_means(self.forward)
+        possible = np.zeros(result.shape)
         for place, name in enumerate(self._knob_names()):
             if name in _BUFFERS:
                 elements = np.array([float(params.get(name) or 0) for params in self.lineages])
                 possible[:, place] = np.minimum(elements, self._profile.params) * self._profile.param_bytes
-        for one in np.unique(self.structure):
-            own = np.flatnonzero(self.structure == one)
-            found[own] -= found[own].min(axis=0)
+        for group in np.unique(self.structure):
+            own = np.flatnonzero(self.structure == group)
+            result[own] -= result[own].min(axis=0)
             possible[own] -= possible[own].min(axis=0)
-        return np.concatenate([found, np.maximum(0.0, possible - found)], axis=1)
+        return np.concatenate([result, np.maximum(0.0, possible - result)], axis=1)
 
     def row_index(self, params: Mapping[str, Any]) -> int | None:
         """Return the row of a lineage, None if it is not in this space."""
@@ -253,10 +255,10 @@ class CandidateTable:
         """Return the bytes on the device at the end of the forward pass and at other moments, and on the host."""
         host = sum(rank_host_parts(settings).values())
         beside = host if self._hardware.device == "cpu" else 0
-        found = {moment.name: moment.bytes_at(0) + beside for moment in moments(settings)}
-        others = max(size for name, size in found.items() if name != "forward")
+        result = {moment.name: moment.bytes_at(0) + beside for moment in moments(settings)}
+        others = max(size for name, size in result.items() if name != "forward")
         return (
-            found["forward"],
+            result["forward"],
             others,
             0 if beside else host * min(self._hardware.ranks_per_node, self._hardware.world_size),
         )
@@ -264,7 +266,7 @@ class CandidateTable:
     def observations_of_trials(self, trials: Sequence[FrozenTrial]) -> Observations:
         """Return the observations of a study's trials; trials of other spaces are skipped."""
         used: dict[int, set[int]] = {}
-        found: list[tuple[int, int, FrozenTrial, Feasibility, bool]] = []
+        result: list[tuple[int, int, FrozenTrial, Feasibility, bool]] = []
         for trial in trials:
             knobs = visible_params(trial)
             size = knobs.pop(MICRO_BATCH, None)
@@ -274,33 +276,33 @@ class CandidateTable:
             used.setdefault(row, set()).add(size)
             shown, pending = feasibility(trial), not trial.state.is_finished()
             if pending or shown is not Feasibility.UNKNOWN:
-                found.append((row, size, trial, shown, pending))
+                result.append((row, size, trial, shown, pending))
         nothing = dict.fromkeys((*PHASES, "latency"), math.nan)
-        rows = [{**nothing, **(trial.user_attrs.get(attributes.METRICS) or {})} for _, _, trial, _, _ in found]
-        phases = np.array([[one[name] for name in (*PHASES[:3], "latency")] for one in rows]).reshape(-1, 4).T
+        rows = [{**nothing, **(trial.user_attrs.get(attributes.METRICS) or {})} for _, _, trial, _, _ in result]
+        phases = np.array([[launch[name] for name in (*PHASES[:3], "latency")] for launch in rows]).reshape(-1, 4).T
         phases[3] -= phases[:3].sum(axis=0)
         phases[:, ~(phases > 0).all(axis=0)] = math.nan
-        outcomes = [trial.user_attrs.get(attributes.OUTCOME) for _, _, trial, _, _ in found]
-        scores = [score(trial) if shown is Feasibility.FITS else None for _, _, trial, shown, _ in found]
+        outcomes = [trial.user_attrs.get(attributes.OUTCOME) for _, _, trial, _, _ in result]
+        scores = [score(trial) if shown is Feasibility.FITS else None for _, _, trial, shown, _ in result]
         host = np.array([outcome == Outcome.HOST_OUT_OF_MEMORY for outcome in outcomes], dtype=bool)
         data = np.array([outcome == Outcome.OUT_OF_DATA for outcome in outcomes], dtype=bool)
-        overheads = [trial.user_attrs.get(attributes.OVERHEAD_S, math.nan) for _, _, trial, _, _ in found]
-        says_all = [shown for _, _, _, shown, _ in found]
+        overheads = [trial.user_attrs.get(attributes.OVERHEAD_S, math.nan) for _, _, trial, _, _ in result]
+        says_all = [shown for _, _, _, shown, _ in result]
         return Observations(
-            number=np.array([trial.number for _, _, trial, _, _ in found], dtype=np.int64),
-            row=np.array([row for row, *_ in found], dtype=np.int64),
-            micro_batch=np.array([size for _, size, *_ in found], dtype=np.float64),
+            number=np.array([trial.number for _, _, trial, _, _ in result], dtype=np.int64),
+            row=np.array([row for row, *_ in result], dtype=np.int64),
+            micro_batch=np.array([size for _, size, *_ in result], dtype=np.float64),
             value=np.array([value if value is not None and value > 0 else math.nan for value in scores]),
-            peak=np.array([trial.user_attrs.get(attributes.PEAK_BYTES) or math.nan for _, _, trial, _, _ in found]),
+            peak=np.array([trial.user_attrs.get(attributes.PEAK_BYTES) or math.nan for _, _, trial, _, _ in result]),
             phases=phases,
             overhead=np.array(overheads, dtype=np.float64),
-            device_out_of_memory=np.array([one is Feasibility.TOO_LARGE for one in says_all], dtype=bool)
+            device_out_of_memory=np.array([item is Feasibility.TOO_LARGE for item in says_all], dtype=bool)
             & ~host
             & ~data,
             host_out_of_memory=host,
-            broken=np.array([one is Feasibility.BROKEN for one in says_all], dtype=bool),
-            fits=np.array([one is Feasibility.FITS for one in says_all], dtype=bool),
-            pending=np.array([pending for *_, pending in found], dtype=bool),
+            broken=np.array([item is Feasibility.BROKEN for item in says_all], dtype=bool),
+            fits=np.array([item is Feasibility.FITS for item in says_all], dtype=bool),
+            pending=np.array([pending for *_, pending in result], dtype=bool),
             used={row: frozenset(sizes) for row, sizes in used.items()},
         )
 
@@ -311,17 +313,17 @@ class CandidateTable:
             launches: The launches.
             metric: Name of the metric to optimise.
         """
-        found = [(self._index.get(lineage_key(one.params)), one) for one in launches]
-        rows = [(row, one) for row, one in found if row is not None]
+        result = [(self._index.get(lineage_key(launch.params)), launch) for launch in launches]
+        rows = [(row, launch) for row, launch in result if row is not None]
         count = len(rows)
-        values = [one.metrics.get(metric, math.nan) if one.fits else math.nan for _, one in rows]
-        fits = np.array([one.fits for _, one in rows], dtype=bool)
+        values = [launch.metrics.get(metric, math.nan) if launch.fits else math.nan for _, launch in rows]
+        fits = np.array([launch.fits for _, launch in rows], dtype=bool)
         return Observations(
             number=np.full(count, -1, dtype=np.int64),
             row=np.array([row for row, _ in rows], dtype=np.int64),
-            micro_batch=np.array([one.micro_batch for _, one in rows], dtype=np.float64),
+            micro_batch=np.array([launch.micro_batch for _, launch in rows], dtype=np.float64),
             value=np.array([value if value > 0 else math.nan for value in values], dtype=np.float64),
-            peak=np.array([one.peak_bytes or math.nan for _, one in rows], dtype=np.float64),
+            peak=np.array([launch.peak_bytes or math.nan for _, launch in rows], dtype=np.float64),
             phases=np.full((4, count), math.nan),
             overhead=np.full(count, math.nan),
             device_out_of_memory=~fits,

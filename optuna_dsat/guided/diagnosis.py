@@ -58,7 +58,7 @@ class Components:
         priors: list[Numbers] = []
 
         def add(index: Numbers, count: int, prior: float) -> None:
-            columns.append(np.where(index < 0, -1, index + sum(len(one) for one in priors)))
+            columns.append(np.where(index < 0, -1, index + sum(len(item) for item in priors)))
             priors.append(np.full(count, prior))
 
         structures = int(structure.max(initial=-1)) + 1
@@ -93,9 +93,9 @@ class Diagnosis:
 
     def _suspects_of(self, components: Numbers) -> Numbers:
         """Return a mask of the suspects among the components of n launches, shape (n, suspects)."""
-        found = np.zeros((len(components), int(self._place.max()) + 1), dtype=bool)
-        np.put_along_axis(found, self._place[components], values=True, axis=1)
-        return found[:, :-1]
+        result = np.zeros((len(components), int(self._place.max()) + 1), dtype=bool)
+        np.put_along_axis(result, self._place[components], values=True, axis=1)
+        return result[:, :-1]
 
     def probability_of(self, component: int) -> float:
         """Return the probability that a component is faulty; 0 if no failure suggests it."""
@@ -109,8 +109,8 @@ class Diagnosis:
             components: Component numbers of each launch, shape (n, k), padded with -1.
         """
         shared = self._suspects_of(components).astype(np.float64) @ self._sets.T
-        found: Numbers = (shared == 0) @ self._weights
-        return found
+        result: Numbers = (shared == 0) @ self._weights
+        return result
 
 
 def _heaviest(failed: Numbers, log_odds: Numbers) -> tuple[Numbers, Numbers]:
@@ -130,7 +130,7 @@ def _heaviest(failed: Numbers, log_odds: Numbers) -> tuple[Numbers, Numbers]:
         np.ones((1, len(failed)), dtype=bool),
         np.zeros(1, np.int64),
     )
-    found, weights = [sets], [np.full(1, len(failed) * log_chance)]
+    result, weights = [sets], [np.full(1, len(failed) * log_chance)]
     for _ in range(min(count, _MOST_FAULTY)):
         left = unexplained @ unlike
         weight = np.where(sets, -np.inf, (sets @ log_odds)[:, None] + log_odds + left * log_chance).ravel()
@@ -142,6 +142,6 @@ def _heaviest(failed: Numbers, log_odds: Numbers) -> tuple[Numbers, Numbers]:
         sets = sets[grown]
         sets[np.arange(len(kept)), added] = True
         unexplained = unexplained[grown] & ~failed.T[added]
-        found.append(sets)
+        result.append(sets)
         weights.append(weight[order[kept]])
-    return np.concatenate(found), np.concatenate(weights)
+    return np.concatenate(result), np.concatenate(weights)

@@ -35,7 +35,7 @@ class JointEstimate(Record):
         count = len(self.numbers)
         if len(self.means) != count or [len(row) for row in self.covariance] != [count] * count:
             raise ValueError(f"an estimate of {count} trials has {count} means and {count} x {count} covariances")
-        if not all(map(math.isfinite, [*self.means, *(one for row in self.covariance for one in row)])):
+        if not all(map(math.isfinite, [*self.means, *(item for row in self.covariance for item in row)])):
             raise ValueError("means and covariances are finite numbers")
 
     def given(self, values: Mapping[int, Mapping[int, float]], *, noise: float, maximize: bool) -> JointEstimate:
@@ -50,9 +50,9 @@ class JointEstimate(Record):
         """
         count, variance = len(self.numbers), max(noise, _LEAST_NOISE) ** 2
         precision, weighted = np.zeros((count, count)), np.zeros(count)
-        for one in {one for number in self.numbers for one in values.get(number, {})}:
-            ran = np.array([one in values.get(number, {}) for number in self.numbers])
-            logs = np.array([math.log(values[number][one]) for number in np.array(self.numbers)[ran]])
+        for item in {value for number in self.numbers for value in values.get(number, {})}:
+            ran = np.array([item in values.get(number, {}) for number in self.numbers])
+            logs = np.array([math.log(values[number][item]) for number in np.array(self.numbers)[ran]])
             precision[np.ix_(ran, ran)] += (np.eye(len(logs)) - 1 / len(logs)) / variance
             weighted[ran] += (logs - logs.mean()) * (1 if maximize else -1) / variance
         prior = np.array(self.covariance)
@@ -81,7 +81,7 @@ class JointEstimate(Record):
             number: Number of the first trial.
             other: Number of the second trial.
         """
-        one, two = self.numbers.index(number), self.numbers.index(other)
+        first, two = self.numbers.index(number), self.numbers.index(other)
         of = self.covariance
-        variance = of[one][one] + of[two][two] - of[one][two] - of[two][one]
-        return self.means[one] - self.means[two], math.sqrt(max(0.0, variance))
+        variance = of[first][first] + of[two][two] - of[first][two] - of[two][first]
+        return self.means[first] - self.means[two], math.sqrt(max(0.0, variance))

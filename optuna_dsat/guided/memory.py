@@ -21,7 +21,7 @@ _MAX_OBSERVATIONS = 120
 
 def memory_posterior(problem: Problem, observations: Observations) -> MemoryPosterior:
     """Return the posterior of memory use given a snapshot of a study's trials, and launches of earlier studies."""
-    found = MemoryPosterior(
+    posterior = MemoryPosterior(
         device_bytes=problem.device_bytes,
         bytes_per_sample=problem.profile.activation_bytes_per_sample,
         on_cpu=problem.hardware.device == "cpu",
@@ -31,11 +31,11 @@ def memory_posterior(problem: Problem, observations: Observations) -> MemoryPost
     sided = np.concatenate([np.flatnonzero(observations.device_out_of_memory), np.flatnonzero(unmeasured)])
     all_observed = (measured, observations.take(sided), problem.prior_observations)
     rows, sizes, peaks, out_of_memory = (
-        np.concatenate([getattr(one, name) for one in all_observed])
+        np.concatenate([getattr(item, name) for item in all_observed])
         for name in ("row", "micro_batch", "peak", "device_out_of_memory")
     )
-    found.observe(problem.table.memory_inputs(rows, sizes), peaks, out_of_memory)
-    return found
+    posterior.observe(problem.table.memory_inputs(rows, sizes), peaks, out_of_memory)
+    return posterior
 
 
 def most_informative(observations: Observations) -> Numbers:

@@ -151,9 +151,9 @@ class GuidedPlanner:
         """
         posterior = self._posterior(trials)
         known = [int(number) for number in posterior.measured.number]
-        told = [number for number in numbers if number in known]
-        index = np.array([known.index(number) for number in told], dtype=np.int64)
-        return told, *posterior.residuals.joint(posterior.residuals.points.take(index))
+        parts = [number for number in numbers if number in known]
+        index = np.array([known.index(number) for number in parts], dtype=np.int64)
+        return parts, *posterior.residuals.joint(posterior.residuals.points.take(index))
 
     def predict(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
@@ -172,8 +172,8 @@ class GuidedPlanner:
         if not inside:
             return [None] * len(queried)
         rows, sizes = (np.array(column, dtype=np.int64) for column in zip(*inside, strict=True))
-        found = iter(self._posterior(trials, formula_error=ERROR).predict(rows, sizes))
-        return [None if row is None else next(found) for row, _ in queried]
+        predictions = iter(self._posterior(trials, formula_error=ERROR).predict(rows, sizes))
+        return [None if row is None else next(predictions) for row, _ in queried]
 
     def log_ratio(
         self,
@@ -220,8 +220,8 @@ class GuidedPlanner:
             return [None] * len(queried)
         rows, sizes = (np.array(column, dtype=np.int64) for column in zip(*inside, strict=True))
         memory = memory_posterior(self.problem, self.problem.table.observations_of_trials(trials))
-        found = iter(memory.predict(self.problem.table.memory_inputs(rows, sizes))[0])
-        return [None if row is None else round(float(next(found))) for row, _ in queried]
+        result = iter(memory.predict(self.problem.table.memory_inputs(rows, sizes))[0])
+        return [None if row is None else round(float(next(result))) for row, _ in queried]
 
     def formula(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
@@ -240,8 +240,8 @@ class GuidedPlanner:
             return None
         sizes = np.array([size for _, size in configurations], dtype=np.float64)
         posterior = self._posterior(trials, formula_error=ERROR)
-        found = posterior.formula_log_objective(np.array(rows, dtype=np.int64), sizes)
-        return [self.problem.metric_of(float(one)) for one in found]
+        result = posterior.formula_log_objective(np.array(rows, dtype=np.int64), sizes)
+        return [self.problem.metric_of(float(item)) for item in result]
 
     def rate_ratio(
         self,
@@ -338,8 +338,8 @@ class GuidedPlanner:
         rows, sizes = posterior.shortlist(rows)
         acquisition = posterior.acquisition(rows, sizes)
         more = posterior.refined(rows, sizes, acquisition.value)
-        found = acquisition.joined(posterior.acquisition(*more, over=acquisition.over))
-        return np.concatenate([rows, more[0]]), np.concatenate([sizes, more[1]]), found
+        result = acquisition.joined(posterior.acquisition(*more, over=acquisition.over))
+        return np.concatenate([rows, more[0]]), np.concatenate([sizes, more[1]]), result
 
     def _open_rows(
         self, observations: Observations, fixed: Mapping[str, Any], avoided: Sequence[Mapping[str, Any]]
@@ -348,8 +348,8 @@ class GuidedPlanner:
         free = np.ones(len(self.problem.table.lineages), dtype=bool)
         closed = observations.pending | observations.broken | observations.host_out_of_memory
         free[observations.row[closed]] = False
-        for one in avoided:
-            free &= [not agrees(params, one, strict=True) for params in self.problem.table.lineages]
+        for record in avoided:
+            free &= [not agrees(params, record, strict=True) for params in self.problem.table.lineages]
         names = {tuned.name for tuned in self.problem.space.knobs}
         held = {name: value for name, value in fixed.items() if name in names}
         rows = np.flatnonzero(free)

@@ -137,8 +137,8 @@ class Posterior:
         size = measured.micro_batch.astype(np.float64)
         half = self._points(measured.row, size / 2, self._fill(measured.row, size / 2))
         gain = self.residuals.posterior_means[: len(size)] - self.residuals.predict(half)[0]
-        found = paying_sizes(self._table.structure[measured.row], size, gain, count=count)
-        return found[self._table.structure[rows]]
+        result = paying_sizes(self._table.structure[measured.row], size, gain, count=count)
+        return result[self._table.structure[rows]]
 
     def _fit(self, measured: Observations, formula_error: float) -> None:
         """Fit the coefficients, then the residuals; running launches count with their predicted metric."""
@@ -169,7 +169,15 @@ class Posterior:
         points = self._points(
             np.concatenate([measured.row, earlier.row, pending.row]),
             np.concatenate([size, earlier.micro_batch, pending.micro_batch]),
-            np.concatenate([fill, *(self._fill(one.row, one.micro_batch, one.peak) for one in (earlier, pending))]),
+            np.concatenate(
+                [
+                    fill,
+                    *(
+                        self._fill(observations.row, observations.micro_batch, observations.peak)
+                        for observations in (earlier, pending)
+                    ),
+                ]
+            ),
             earlier=np.repeat([0.0, 1.0, 0.0], [len(measured.row), len(earlier.row), len(pending.row)]),
         )
         values = np.concatenate([measured.value, earlier.value])
@@ -189,12 +197,12 @@ class Posterior:
         larger = self._problem.metric in LARGER_IS_BETTER
         best = int(np.argmax(measured.value if larger else -measured.value)) if len(measured.row) else None
         size = self._problem.sizes[0] if best is None else measured.micro_batch[best]
-        found = self._formula(rows, np.full(len(rows), float(size)), np.full(len(rows), _USUAL_FILL))
-        means = np.bincount(table.structure, found) / np.bincount(table.structure)
+        result = self._formula(rows, np.full(len(rows), float(size)), np.full(len(rows), _USUAL_FILL))
+        means = np.bincount(table.structure, result) / np.bincount(table.structure)
         structure = means[table.structure] - (
             means.max() if best is None else means[table.structure[measured.row[best]]]
         )
-        knobs = table.marginal_means(found) - means[table.structure][:, None]
+        knobs = table.marginal_means(result) - means[table.structure][:, None]
         return structure, knobs
 
     @property
@@ -204,13 +212,13 @@ class Posterior:
 
     def _fill(self, row: Numbers, size: Numbers, peak: Numbers | None = None) -> Numbers:
         expected = self._memory.peaks(self._table.memory_inputs(row, size))
-        found = expected if peak is None else np.where(np.isnan(peak), expected, peak)
-        return self._share(found)
+        result = expected if peak is None else np.where(np.isnan(peak), expected, peak)
+        return self._share(result)
 
     def _share(self, peak: Numbers) -> Numbers:
         """Return peaks as a share of the largest possible peak."""
-        found: Numbers = np.clip(peak / self._limit_bytes, 0.01, 1.0)
-        return found
+        result: Numbers = np.clip(peak / self._limit_bytes, 0.01, 1.0)
+        return result
 
     def _points(self, row: Numbers, size: Numbers, fill: Numbers, *, earlier: Numbers | None = None) -> Points:
         problem = self._problem
@@ -247,16 +255,16 @@ class Posterior:
 
         The shares have the best scores among sampled rows of the structure; knobs hardly change the best micro-batch.
         """
-        found = np.ones((2, len(rows)))
+        result = np.ones((2, len(rows)))
         shares = np.array(_COARSE_SHARES)
-        for one in np.unique(structure):
-            own = np.flatnonzero(structure == one)
+        for group in np.unique(structure):
+            own = np.flatnonzero(structure == group)
             some = own[:: max(1, len(own) // _SAMPLED_ROWS)]
             sizes = np.outer(shares, edge[some])
             scores = self._coarse_scores(np.broadcast_to(rows[some], sizes.shape).ravel(), sizes.ravel())
             best = scores.reshape(sizes.shape).max(axis=1)
-            found[:, own] = shares[np.argsort(-best, kind="stable")[:2], None]
-        return found
+            result[:, own] = shares[np.argsort(-best, kind="stable")[:2], None]
+        return result
 
     def _coarse_scores(self, rows: Numbers, sizes: Numbers) -> Numbers:
         """Return posterior mean log objectives without the knobs' part, plus the log of the probability to fit."""
@@ -275,22 +283,22 @@ class Posterior:
 
     def _knob_bounds(self, rows: Numbers, structure: Numbers) -> Numbers:
         """Return an upper confidence bound of the knobs' parts of the residual for rows, given their structures."""
-        found = np.zeros(len(rows))
-        for one in np.unique(structure):
-            own = np.flatnonzero(structure == one)
+        result = np.zeros(len(rows))
+        for group in np.unique(structure):
+            own = np.flatnonzero(structure == group)
             mean, variance = self.residuals.knob_moments(
-                int(one), self._table.knobs[rows[own]], self._knob_effects[rows[own]]
+                int(group), self._table.knobs[rows[own]], self._knob_effects[rows[own]]
             )
-            found[own] = mean + _BOUND_SIGMAS * np.sqrt(variance)
-        return found
+            result[own] = mean + _BOUND_SIGMAS * np.sqrt(variance)
+        return result
 
     def edges(self, rows: Numbers) -> Numbers:
         """Return the largest micro-batch of each row expected to fit, bounded by observed successes and failures."""
         limit = min(self._memory.limit, self._problem.allowed_bytes)
         edge = self._memory.largest(self._table.memory_inputs(rows, np.zeros(len(rows))), limit)
         highest = np.minimum(self._runs.smallest_too_large[rows] - 1, self._largest)
-        found: Numbers = np.minimum(np.maximum(edge, self._runs.largest_fit[rows]), highest)
-        return found
+        result: Numbers = np.minimum(np.maximum(edge, self._runs.largest_fit[rows]), highest)
+        return result
 
     def formula_log_objective(self, row: Numbers, size: Numbers) -> Numbers:
         """Return the log objective predicted by the fitted step-time formula alone."""
@@ -417,18 +425,18 @@ class Posterior:
     def _never_measured(self, rows: Numbers) -> Numbers:
         """Return a mask of rows whose structure, or a flag's value, was never measured."""
         table, measured = self._table, self.measured.row
-        found: Numbers = ~np.isin(table.structure[rows], table.structure[measured])
+        result: Numbers = ~np.isin(table.structure[rows], table.structure[measured])
         for place, kernel in enumerate(table.knob_kernels):
             values = table.knobs[rows, place]
             is_flag = not np.any(kernel - np.diag(np.diag(kernel)))
             if is_flag and len(measured):
-                found |= (np.diag(kernel)[values] > 0) & ~np.isin(values, table.knobs[measured, place])
-        return found
+                result |= (np.diag(kernel)[values] > 0) & ~np.isin(values, table.knobs[measured, place])
+        return result
 
     def _launch_s(self, latency: Numbers) -> Numbers:
         """Return the cost of launches with these step seconds: weighted start-up seconds plus the steps."""
-        found: Numbers = self._start_up_s + self._problem.profile_steps * latency
-        return found
+        result: Numbers = self._start_up_s + self._problem.profile_steps * latency
+        return result
 
     def relative_costs(self, acquisition: Acquisition) -> Numbers:
         """Return the cost of launches relative to the cost of the best; 0 before a metric was measured.
@@ -440,8 +448,8 @@ class Posterior:
         means = self.residuals.posterior_means
         near = np.flatnonzero(means >= means.max() - math.log1p(LEAST_GAIN))
         usual_s = float(self._launch_s(self.residuals.points.latency[near]).min())
-        found: Numbers = acquisition.cost_s / usual_s
-        return found
+        result: Numbers = acquisition.cost_s / usual_s
+        return result
 
     def is_dear(self, acquisition: Acquisition) -> Numbers:
         """Return a mask of launches that take over ``DEAR`` times as long as the baseline without a matching gain.
@@ -454,8 +462,8 @@ class Posterior:
         if self._problem.reach is None or not len(own):
             return np.zeros(len(acquisition.cost_s), dtype=bool)
         own_s = float(self._launch_s(self.residuals.points.latency[own]).min())
-        found: Numbers = acquisition.cost_s > DEAR * own_s * np.maximum(1.0, acquisition.gain / math.log1p(LEAST_GAIN))
-        return found
+        result: Numbers = acquisition.cost_s > DEAR * own_s * np.maximum(1.0, acquisition.gain / math.log1p(LEAST_GAIN))
+        return result
 
     def prospects(self, rows: Numbers, sizes: Numbers) -> Prospects | None:
         """Return the possible gain over the incumbent, None before a metric was measured.

@@ -84,13 +84,13 @@ class PriorKnowledge(Record):
             same_model: Whether they trained the same model on the same machine.
             untold: Coefficients that launches cannot determine.
         """
-        told = [index for index, name in enumerate(COEFFICIENTS) if name not in untold]
+        parts = [index for index, name in enumerate(COEFFICIENTS) if name not in untold]
         return cls(
             studies=tuple(studies),
             same_model=same_model,
-            coefficients=tuple(COEFFICIENTS[index] for index in told),
-            mean=tuple(float(fitted.mean[index]) for index in told),
-            covariance=tuple(tuple(float(fitted.covariance[row, index]) for index in told) for row in told),
+            coefficients=tuple(COEFFICIENTS[index] for index in parts),
+            mean=tuple(float(fitted.mean[index]) for index in parts),
+            covariance=tuple(tuple(float(fitted.covariance[row, index]) for index in parts) for row in parts),
         )
 
     def prior(self, step_time: StepTimeModel) -> LogCoefficients:
@@ -131,7 +131,7 @@ class PriorKnowledge(Record):
 
 def launches_of(trials: Sequence[FrozenTrial]) -> list[EarlierLaunch]:
     """Return the launches of a study that show memory use or speed, at most ``_MAX_LAUNCHES``."""
-    found = []
+    launches = []
     for trial in trials:
         shown = feasibility(trial)
         params = visible_params(trial)
@@ -143,14 +143,14 @@ def launches_of(trials: Sequence[FrozenTrial]) -> list[EarlierLaunch]:
         metrics = dict(trial.user_attrs.get(attributes.METRICS) or {})
         metrics = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         peak = trial.user_attrs.get(attributes.PEAK_BYTES)
-        found.append(
+        launches.append(
             EarlierLaunch(
                 params=params, micro_batch=size, fits=shown is Feasibility.FITS, metrics=metrics, peak_bytes=peak
             )
         )
-    if len(found) <= _MAX_LAUNCHES:
-        return found
+    if len(launches) <= _MAX_LAUNCHES:
+        return launches
     half = _MAX_LAUNCHES // 2
-    fastest = sorted(found, key=lambda one: -one.metrics.get("throughput", -math.inf))[:half]
-    edge = sorted((one for one in found if one not in fastest), key=lambda one: one.fits)[:half]
-    return [one for one in found if one in fastest or one in edge]
+    fastest = sorted(launches, key=lambda launch: -launch.metrics.get("throughput", -math.inf))[:half]
+    edge = sorted((launch for launch in launches if launch not in fastest), key=lambda launch: launch.fits)[:half]
+    return [launch for launch in launches if launch in fastest or launch in edge]

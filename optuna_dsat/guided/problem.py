@@ -104,8 +104,8 @@ class Problem:
 
     def accumulation(self, micro_batch: Numbers) -> Numbers:
         """Return the accumulation steps of micro-batches."""
-        found: Numbers = self._accumulation[self.size_index(micro_batch)]
-        return found
+        result: Numbers = self._accumulation[self.size_index(micro_batch)]
+        return result
 
     def size_index(self, micro_batch: Numbers) -> Numbers:
         """Return the index in ``sizes`` of the largest size not above each micro-batch; 0 if all are above."""
@@ -115,8 +115,8 @@ class Problem:
         """Return the log objective of phases (4, ..., n): log of the metric, or of its inverse if it is minimized."""
         total = phases.sum(axis=0)
         if self.metric in LARGER_IS_BETTER:
-            found: Numbers = np.log(self.work_per_sample * micro_batch * self.accumulation(micro_batch) / total)
-            return found
+            result: Numbers = np.log(self.work_per_sample * micro_batch * self.accumulation(micro_batch) / total)
+            return result
         inverse: Numbers = np.log(total if self.metric == "latency" else phases[PHASES.index(self.metric)])
         return -inverse
 
@@ -128,5 +128,5 @@ class Problem:
 
 
 def _user_micro_batch(config: Mapping[str, Any], least: int) -> int:
-    found = config.get("train_micro_batch_size_per_gpu")
-    return found if isinstance(found, int) and found >= least else least
+    result = config.get("train_micro_batch_size_per_gpu")
+    return result if isinstance(result, int) and result >= least else least

@@ -62,5 +62,5 @@ class Prospects:
         means = self._means + (self._draws[:, chosen] + errors - self._means[chosen]) @ learnt
         known = np.arange(len(means[0])) >= self._unmeasured
         known[chosen] = True
-        found = np.where(self._runs & known, means, -np.inf).max(axis=1)
-        return float(found.mean() - self._means[self._held])
+        result = np.where(self._runs & known, means, -np.inf).max(axis=1)
+        return float(result.mean() - self._means[self._held])

@@ -90,8 +90,8 @@ def knob_kernel(values: Sequence[Any]) -> Numbers:
     if numbers:
         place = np.log10([max(float(value or 0), 1.0) for value in values])
         same = _SMOOTH_SHARE * _bell(place, place, _DECADE_WIDTH) + (1 - _SMOOTH_SHARE) * same
-    found: Numbers = same * np.outer(known, known)
-    return found
+    result: Numbers = same * np.outer(known, known)
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +124,15 @@ class Points:
 
     def take(self, index: Numbers) -> Points:
         """Return the configurations at an index array."""
-        return Points(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
+        return Points(**{field_.name: getattr(self, field_.name)[index] for field_ in fields(self)})
 
     def joined(self, other: Points) -> Points:
         """Return these configurations followed by others."""
         return Points(
-            **{one.name: np.concatenate([getattr(self, one.name), getattr(other, one.name)]) for one in fields(self)}
+            **{
+                field_.name: np.concatenate([getattr(self, field_.name), getattr(other, field_.name)])
+                for field_ in fields(self)
+            }
         )
 
 
@@ -194,8 +197,8 @@ class ResidualGP:
             return np.zeros(len(structure))
         own = self.factors["structure"] * _STRUCTURE_SD**2
         doubt = self.factors["doubt"] * _DOUBTED_STRUCTURE**2
-        found: Numbers = own * sum_by_structure(points.structure, self.weights, structure)
-        return found + doubt * effect * sum_by_structure(
+        result: Numbers = own * sum_by_structure(points.structure, self.weights, structure)
+        return result + doubt * effect * sum_by_structure(
             points.structure, self.weights * points.structure_effect, structure
         )
 
@@ -226,18 +229,18 @@ class ResidualGP:
             micro_batch: Micro-batches of each lineage.
         """
         points, factor = self.points, self.factors["size"]
-        found = np.zeros(micro_batch.shape)
+        result = np.zeros(micro_batch.shape)
         if not len(points.row):
-            return found
+            return result
         grid = np.linspace(0.0, max(1.0, float(np.log2(micro_batch.max()))), _GRID_POINTS)
         slow = _bell(grid, np.log2(points.micro_batch), _SIZE_WIDTH)
         shared = _SIZE_SD**2 * slow + _SHORT_SIZE_SD**2 * _bell(grid, np.log2(points.micro_batch), _SHORT_SIZE_WIDTH)
         place = np.log2(micro_batch)
-        found += np.interp(place, grid, factor * shared @ self.weights)
-        for one in np.unique(points.structure):
-            own = factor * _STRUCTURE_SIZE_SD**2 * slow @ np.where(points.structure == one, self.weights, 0.0)
-            found += np.where(structure == one, np.interp(place, grid, own), 0.0)
-        return found
+        result += np.interp(place, grid, factor * shared @ self.weights)
+        for group in np.unique(points.structure):
+            own = factor * _STRUCTURE_SIZE_SD**2 * slow @ np.where(points.structure == group, self.weights, 0.0)
+            result += np.where(structure == group, np.interp(place, grid, own), 0.0)
+        return result
 
     def _parts(self, a: Points, b: Points) -> dict[str, Numbers]:
         """Return the covariances of each group of parts at a factor of 1."""
@@ -248,7 +251,7 @@ class ResidualGP:
         octaves = np.log2(a.micro_batch), np.log2(b.micro_batch)
         size = _bell(*octaves, _SIZE_WIDTH) * (_SIZE_SD**2 + _STRUCTURE_SIZE_SD**2 * same)
         size += _SHORT_SIZE_SD**2 * _bell(*octaves, _SHORT_SIZE_WIDTH)
-        found = {
+        record = {
             "given": a.coefficient_factors @ b.coefficient_factors.T,
             "structure": _STRUCTURE_SD**2 * same,
             "configuration": configuration,
@@ -256,10 +259,10 @@ class ResidualGP:
             "tile": _TILE_SD**2 * _tile_waste(a.micro_batch) @ _tile_waste(b.micro_batch).T,
         }
         effects = np.outer(a.structure_effect, b.structure_effect)
-        found["doubt"] = _DOUBTED_STRUCTURE**2 * effects * same + _DOUBTED_KNOB**2 * a.knob_effects @ b.knob_effects.T
+        record["doubt"] = _DOUBTED_STRUCTURE**2 * effects * same + _DOUBTED_KNOB**2 * a.knob_effects @ b.knob_effects.T
         for place, kernel in enumerate(self._kernels):
-            found[_knob(place)] = _KNOB_SD**2 * near * kernel[np.ix_(a.knobs[:, place], b.knobs[:, place])]
-        return found
+            record[_knob(place)] = _KNOB_SD**2 * near * kernel[np.ix_(a.knobs[:, place], b.knobs[:, place])]
+        return record
 
     def _weighted(self, parts: Mapping[str, Numbers]) -> Numbers:
         """Return the sum of parts with their factors."""
@@ -272,7 +275,7 @@ class ResidualGP:
     def _own_variance(self, new: Points) -> Numbers:
         """Return the prior variance of each configuration: the diagonal of ``covariance(new, new)``."""
         of = self.factors
-        found: Numbers = (
+        result: Numbers = (
             of["structure"] * _STRUCTURE_SD**2
             + of["configuration"] * (_LINEAGE_SD**2 + _FILL_SD**2)
             + of["size"] * (_SIZE_SD**2 + _STRUCTURE_SIZE_SD**2 + _SHORT_SIZE_SD**2)
@@ -282,8 +285,8 @@ class ResidualGP:
             + (new.coefficient_factors**2).sum(axis=1)
         )
         for place, kernel in enumerate(self._kernels):
-            found += of[_knob(place)] * _KNOB_SD**2 * np.diag(kernel)[new.knobs[:, place]]
-        return found
+            result += of[_knob(place)] * _KNOB_SD**2 * np.diag(kernel)[new.knobs[:, place]]
+        return result
 
     def _learnt_factors(self, parts: Mapping[str, Numbers], points: Points, residuals: Numbers) -> dict[str, float]:
         """Return factors of large posterior density; knobs' factors are posterior means, each given the others."""
@@ -311,18 +314,18 @@ class ResidualGP:
                 for way in (-1, 1):
                     while limits[name][0] <= powers[name] + way <= limits[name][1]:
                         step = (_STEP ** (powers[name] + way) - _STEP ** powers[name]) * part
-                        found = density(total + step, {**powers, name: powers[name] + way})
-                        if found <= best:
+                        result = density(total + step, {**powers, name: powers[name] + way})
+                        if result <= best:
                             break
                         powers[name] += way
-                        best, total, moved = found, total + step, True
+                        best, total, moved = result, total + step, True
             if not moved:
                 break
         factors = {name: _STEP**power for name, power in powers.items()}
         for name in (name for name in knobs if name in moving):
             tried = range(limits[name][0], limits[name][1] + 1)
             steps = [total + (_STEP**power - factors[name]) * moving[name] for power in tried]
-            logs = np.array([density(one, {**powers, name: power}) for one, power in zip(steps, tried, strict=True)])
+            logs = np.array([density(item, {**powers, name: power}) for item, power in zip(steps, tried, strict=True)])
             factors[name] = _STEP ** float(np.average(tried, weights=np.exp(logs - logs.max())))
         return factors
 
@@ -333,19 +336,19 @@ def _knob(place: int) -> str:
 
 def _bell(a: Numbers, b: Numbers, width: float) -> Numbers:
     """Return the squared exponential kernel, shape (len(a), len(b))."""
-    found: Numbers = np.exp(-0.5 * ((a[:, None] - b[None, :]) / width) ** 2)
-    return found
+    result: Numbers = np.exp(-0.5 * ((a[:, None] - b[None, :]) / width) ** 2)
+    return result
 
 
 def _tile_waste(micro_batch: Numbers) -> Numbers:
     """Return the log ratio of computed to requested samples for each tile size, shape (n, tiles)."""
     tiles = np.array(_TILES, dtype=np.float64)
     done = np.ceil(micro_batch[:, None] / tiles) * tiles
-    found: Numbers = np.minimum(np.log(done / micro_batch[:, None]), math.log(2))
-    return found
+    result: Numbers = np.minimum(np.log(done / micro_batch[:, None]), math.log(2))
+    return result
 
 
 def _noise_covariance(points: Points, factor: float) -> Numbers:
     """Return the noise covariance of measured log objectives."""
-    found: Numbers = np.diag(factor * NOISE_SD**2 + _EARLIER_LAUNCH_SD**2 * points.earlier)
-    return found + _EARLIER_STUDY_SD**2 * np.outer(points.earlier, points.earlier)
+    result: Numbers = np.diag(factor * NOISE_SD**2 + _EARLIER_LAUNCH_SD**2 * points.earlier)
+    return result + _EARLIER_STUDY_SD**2 * np.outer(points.earlier, points.earlier)

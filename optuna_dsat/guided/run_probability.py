@@ -59,9 +59,9 @@ class RunProbability:
         self._diagnosis = self._diagnosed()
 
     def _extreme_sizes(self, chosen: Numbers, extreme: np.ufunc, default: int) -> Numbers:
-        found = np.full(len(self._table.lineages), default, dtype=np.int64)
-        extreme.at(found, self._observations.row[chosen], self._observations.micro_batch[chosen].astype(np.int64))
-        return found
+        result = np.full(len(self._table.lineages), default, dtype=np.int64)
+        extreme.at(result, self._observations.row[chosen], self._observations.micro_batch[chosen].astype(np.int64))
+        return result
 
     def fits(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
         """Return the posterior mean peaks, and the probabilities that configurations fit on device and host."""
@@ -87,16 +87,16 @@ class RunProbability:
         below the failures. Until the edge is known to half a doubling, all failures count against the upper half of
         its possible range, in the logarithm.
         """
-        observations, found = self._observations, np.ones(len(rows))
+        observations, result = self._observations, np.ones(len(rows))
         buffers = self._table.buffers.sum(axis=1)
         structure, own = self._table.structure[rows], self._table.structure[observations.row]
         failed, unproven = observations.device_out_of_memory, sizes > self.largest_fit[rows]
-        for one in np.unique(own[failed]):
-            here = np.flatnonzero((structure == one) & unproven)
+        for group in np.unique(own[failed]):
+            here = np.flatnonzero((structure == group) & unproven)
             size, needed = sizes[here, None], buffers[rows[here], None]
             lost, ran = (
                 (observations.micro_batch[known], buffers[observations.row[known]])
-                for known in (failed & (own == one), observations.fits & (own == one))
+                for known in (failed & (own == group), observations.fits & (own == group))
             )
             samples = _SURE_SHARE * self._problem.profile.activation_bytes_per_sample * (size - lost[0])
             surely = _SURE_WEIGHT * ((lost[0] <= size) & (lost[1] <= needed + samples)).sum(axis=1)
@@ -107,8 +107,8 @@ class RunProbability:
                 upper = size[:, 0] > math.sqrt(least * most)
                 failures = np.where(upper, np.maximum(failures, len(lost[0]) - _USUAL_FAILURES), failures)
             successes = ((ran[0] >= size) & (ran[1] >= needed)).sum(axis=1)
-            found[here] = (1 + successes) / (1 + successes + failures)
-        return found
+            result[here] = (1 + successes) / (1 + successes + failures)
+        return result
 
     def is_sound(self, rows: Numbers, sizes: Numbers) -> Numbers:
         """Return the probabilities that launches do not fail for reasons other than memory."""

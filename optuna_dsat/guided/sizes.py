@@ -30,8 +30,8 @@ def spread_sizes(edge: Numbers) -> Numbers:
     below = np.minimum(octaves[None, :], edge[:, None])
     near = edge[:, None] + np.arange(-_NEAR_EDGE, _NEAR_EDGE + 1)
     wanted = np.concatenate([below, near, np.outer(edge, _AROUND_EDGE)], axis=1)
-    found: Numbers = np.maximum(1, np.concatenate([wanted, wanted // 8 * 8], axis=1))
-    return found
+    result: Numbers = np.maximum(1, np.concatenate([wanted, wanted // 8 * 8], axis=1))
+    return result
 
 
 def largest_size(problem: Problem, observations: Observations, *, samples_limit: int | None) -> int:
@@ -78,9 +78,9 @@ def paying_sizes(structure: Numbers, size: Numbers, gain: Numbers, *, count: int
     np.minimum.at(smallest, structure, size)
     np.maximum.at(largest, structure, size)
     flat = (2 * smallest[structure] <= size) & (gain < math.log1p(LEAST_GAIN))
-    found = np.full(count, np.inf)
-    np.minimum.at(found, structure[flat], size[flat])
-    ends = found[np.isfinite(found)]
+    result = np.full(count, np.inf)
+    np.minimum.at(result, structure[flat], size[flat])
+    ends = result[np.isfinite(result)]
     if not len(ends):
-        return found
-    return np.where(np.isfinite(found), found, 2 * np.maximum(ends.max(), largest))
+        return result
+    return np.where(np.isfinite(result), result, 2 * np.maximum(ends.max(), largest))

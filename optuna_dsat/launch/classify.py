@@ -127,13 +127,13 @@ def observed_micro_batch(facts: LaunchFacts) -> int | None:
 
 def _failures(facts: LaunchFacts, *outcomes: Outcome) -> list[RankFailed]:
     """Return the failure records with one of ``outcomes``, earliest first."""
-    found = [
+    failures = [
         event
         for events in facts.events.values()
         for event in events
         if isinstance(event, RankFailed) and _outcome_of(event) in outcomes
     ]
-    return sorted(found, key=lambda event: (event.time, event.rank))
+    return sorted(failures, key=lambda event: (event.time, event.rank))
 
 
 def _outcome_of(failed: RankFailed) -> Outcome:
@@ -248,7 +248,7 @@ def _killed_from_outside(facts: LaunchFacts) -> Verdict | None:
     lost_others = bool(_failures(facts, Outcome.COMMUNICATION_ERROR))
     killed = [rank for rank, code in deaths.items() if not (lost_others and -code in _QUIET_SIGNALS)]
     if killed:
-        rank = min(killed, key=lambda one: -deaths[one] in _QUIET_SIGNALS)  # skip siblings of the killed rank
+        rank = min(killed, key=lambda number: -deaths[number] in _QUIET_SIGNALS)  # skip siblings of the killed rank
         text = f"rank {rank}: killed by {signal.Signals(-deaths[rank]).name}{_FROM_OUTSIDE}"
         return Verdict(outcome=Outcome.KILLED, message=text, rank=rank)
     number = _signal_of(facts.agent_exit_code)
@@ -341,7 +341,7 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
             text = f"rank {rank}: the script never called deepspeed.initialize"
             return Verdict(outcome=Outcome.SCRIPT_ERROR, message=text, rank=rank)
         if counts := _allocation_failures(facts):
-            rank, failures = max(counts.items(), key=lambda one: one[1])
+            rank, failures = max(counts.items(), key=lambda item: item[1])
             return Verdict(
                 outcome=Outcome.OUT_OF_MEMORY,
                 message=f"rank {rank}: out of memory {things_in_words(failures, 'time')}: "
@@ -400,8 +400,8 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
 
 def _training_samples(facts: LaunchFacts) -> int | None:
     """Return the samples per rank and epoch of the engine's data loader; None if unknown."""
-    found = [event for events in facts.events.values() for event in events if isinstance(event, BatchSourcesFound)]
-    sizes = [size for event in found if (size := samples_per_rank(event)) is not None]
+    result = [event for events in facts.events.values() for event in events if isinstance(event, BatchSourcesFound)]
+    sizes = [size for event in result if (size := samples_per_rank(event)) is not None]
     return min(sizes, default=None)
 
 
@@ -475,6 +475,6 @@ def _remarks(facts: LaunchFacts) -> str:
         remarks.append(f"{sum(evaluation_s):.3g} s of evaluation between its steps are left out")
     variation = record.input_variation
     metrics = record.metrics(flops_per_sample=0.0) if variation else {}
-    if told := steps_in_words(skipped=record.skipped_steps, variation=variation, metrics=metrics):
-        remarks.append(told)
+    if words := steps_in_words(skipped=record.skipped_steps, variation=variation, metrics=metrics):
+        remarks.append(words)
     return "".join(f"; {remark}" for remark in remarks)

@@ -96,15 +96,15 @@ class EventTail:
 
     def read(self) -> list[Event]:
         """Return the events appended since the last call."""
-        found: list[Event] = []
+        result: list[Event] = []
         before = -1
         while before < self._file.offset:
             before = self._file.offset
             written = [line for line in self._file.read_lines() if line.strip()]
             decoded = [decode_event(line.decode("utf-8", errors="replace")) for line in written]
-            found += [event for event in decoded if event is not None]
+            result += [event for event in decoded if event is not None]
             self.dropped += decoded.count(None)
-        return found
+        return result
 
 
 class EventLog:
@@ -136,7 +136,7 @@ class EventLog:
             if read:
                 self.events.setdefault(rank, []).extend(read)
                 dated += zip(accumulate((event.time for event in read), max), read, strict=True)  # a clock is set back
-        fresh = [event for _, event in sorted(dated, key=lambda one: one[0])]
+        fresh = [event for _, event in sorted(dated, key=lambda item: item[0])]
         if fresh:
             self.last_event = now
             if self.first_step is None and any(isinstance(event, StepMeasured) for event in fresh):

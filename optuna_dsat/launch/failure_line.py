@@ -63,8 +63,8 @@ def refused_values(message: str) -> Iterator[tuple[str, str, str]]:
     for line in lines:
         if line and not line[0].isspace():
             key = ".".join(filter(None, (section, line.strip())))
-        elif key is not None and (found := _REASON.match(line)):
-            unknown = found["type"] == "extra_forbidden"
-            has_value = found["value"] and found["of"] != "dict" and not unknown
-            yield key, found["value"] if has_value else "", "DeepSpeed has no such key" if unknown else found["text"]
+        elif key is not None and (match := _REASON.match(line)):
+            unknown = match["type"] == "extra_forbidden"
+            has_value = match["value"] and match["of"] != "dict" and not unknown
+            yield key, match["value"] if has_value else "", "DeepSpeed has no such key" if unknown else match["text"]
             key = None  # the next line contains further information

@@ -135,10 +135,10 @@ def snapshot(folders: Collection[str], *, without: Collection[str]) -> Mapping[s
         folders: Absolute paths.
         without: Absolute paths that are left out, with all below them.
     """
-    found: dict[str, State] = {}
+    result: dict[str, State] = {}
     ahead, ends = [*dict.fromkeys(folders)], time.monotonic() + _LIMIT_S
     left_out = {os.path.realpath(path) for path in without}
-    while ahead and len(found) < _MOST_ENTRIES and time.monotonic() < ends:
+    while ahead and len(result) < _MOST_ENTRIES and time.monotonic() < ends:
         try:
             with os.scandir(ahead.pop(0)) as entries:
                 for entry in entries:
@@ -148,10 +148,10 @@ def snapshot(folders: Collection[str], *, without: Collection[str]) -> Mapping[s
                         ahead.append(entry.path)
                         continue
                     status = entry.stat(follow_symlinks=False)
-                    found[entry.path] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
+                    result[entry.path] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
         except OSError:  # removed meanwhile, or another user's
             continue
-    return found
+    return result
 
 
 def changed_paths(before: Mapping[str, State], after: Mapping[str, State]) -> Sequence[str]:

@@ -171,8 +171,8 @@ class Launch:
         """What went on beside it while its steps were measured, and how the user's files were protected."""
         starts = self.log.starts
         notes = sorted({start.isolation_note for start in starts if start.isolation_note})
-        found = self.processes.conditions
-        return replace(found, isolation=starts[0].isolation if starts else "", isolation_note="; ".join(notes))
+        conditions = self.processes.conditions
+        return replace(conditions, isolation=starts[0].isolation if starts else "", isolation_note="; ".join(notes))
 
     @property
     def is_forked(self) -> bool:

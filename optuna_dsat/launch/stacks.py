@@ -73,13 +73,13 @@ class StackWatch:
 
     def taken(self) -> dict[int, str]:
         """Return rank -> stacks written after the last request, for the ranks that answered."""
-        found = {}
+        result = {}
         for rank, offset in self._offsets.items():
             with suppress(OSError), open_regular(stacks_path(self._log_dir, rank)) as file:
                 file.seek(offset)
                 if text := file.read(_MOST_BYTES).decode("utf-8", errors="replace"):
-                    found[rank] = text
-        return found
+                    result[rank] = text
+        return result
 
     def _ask(self, now: float, ask: Callable[[], Collection[int]]) -> None:
         sizes = {path: path.stat().st_size for path in self._log_dir.glob(stacks_path(self._log_dir, "*").name)}

@@ -35,8 +35,8 @@ def advise(plan: Plan) -> list[str]:
 
 def advise_by_rule(plan: Plan) -> dict[str, str]:
     """Return the pieces of advice that apply: name of the rule -> text, most important first."""
-    found = {rule.name: rule.text(plan) for rule in _RULES if rule.on(plan)}
-    return {name: text for name, text in found.items() if text is not None}
+    result = {rule.name: rule.text(plan) for rule in _RULES if rule.on(plan)}
+    return {name: text for name, text in result.items() if text is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def _buckets(plan: Plan) -> str | None:
     rows = [row for row in plan.rows if row.parts.get("reduce_buckets")]
     if not rows:
         return None
-    row = max(rows, key=lambda one: one.parts["reduce_buckets"])
+    row = max(rows, key=lambda row: row.parts["reduce_buckets"])
     taken, device = row.parts["reduce_buckets"], plan.subject.hardware.device_memory_bytes
     if taken / device < _MUCH_OF_DEVICE:
         return None

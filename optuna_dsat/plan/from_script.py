@@ -90,14 +90,14 @@ def _subject(
     spec: StudySpec, profiled: Profiled, hosts: _Hosts, *, store: Store, mark: str, memory_margin: float
 ) -> tuple[Subject, str]:
     """Return model and machine, and a sentence on the basis of the predicted times."""
-    profile, one = profiled.profile, hardware_of(spec, profiled)
-    ranks = one.world_size * hosts.count
+    profile, hardware = profiled.profile, hardware_of(spec, profiled)
+    ranks = hardware.world_size * hosts.count
     machine = priors_of_device(profile.device_name, device=spec.device, ranks=ranks)
     if hosts.network_gbit_per_s is not None:
         machine = {**machine, **network_priors(hosts.network_gbit_per_s)}
     subject = Subject(
         profile=profile,
-        hardware=replace(one, world_size=ranks),
+        hardware=replace(hardware, world_size=ranks),
         config=spec.ds_config,
         machine=machine,
         memory_margin=memory_margin,

@@ -37,9 +37,9 @@ class _Reader:
         Raises:
             UsageError: If the value is not a whole number above 0.
         """
-        found = self.maybe(*names)
-        if found is not None:
-            return found
+        result = self.maybe(*names)
+        if result is not None:
+            return result
         if default is None:
             self.missing.append(names[0])
             return 1
@@ -90,13 +90,13 @@ def find_config(given: Path) -> Path:
         raise UsageError(f"--hf-config is {given}, which is not there. Give a {_CONFIG} or the folder of a model.")
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    found = sorted((cache / f"models--{str(given).replace('/', '--')}" / "snapshots").glob(f"*/{_CONFIG}"))
-    if not found:
+    paths = sorted((cache / f"models--{str(given).replace('/', '--')}" / "snapshots").glob(f"*/{_CONFIG}"))
+    if not paths:
         raise UsageError(
             f"--hf-config is {given}, which is neither a file or folder nor a model in {cache}. Nothing is downloaded: "
             f"give a {_CONFIG} or the folder of a model."
         )
-    return max(found, key=lambda path: path.stat().st_mtime)
+    return max(paths, key=lambda path: path.stat().st_mtime)
 
 
 def shape_of_config(
@@ -291,7 +291,7 @@ def _sides(reader: _Reader, name: str) -> tuple[int, int]:
     if not isinstance(value, list):
         side = reader.size(name)
         return side, side
-    if len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
+    if len(value) != 2 or not all(type(item) is int and item > 0 for item in value):
         raise UsageError(f"--hf-config: {name} is {as_written(value)}; it must be a whole number or two of them.")
     return value[0], value[1]
 

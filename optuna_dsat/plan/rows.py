@@ -161,7 +161,7 @@ def _structures(subject: Subject) -> Iterator[Structure]:
     ]
     yield from accepted
     if subject.nvme_path is not None:
-        yield from (one.on_nvme() for one in accepted if one.stage == 3 and one.offloads)
+        yield from (structure.on_nvme() for structure in accepted if structure.stage == 3 and structure.offloads)
 
 
 def _config(subject: Subject, structure: Structure, *, copy_ranks: int) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _best(subject: Subject, config: Mapping[str, Any], largest: int) -> tuple[in
             list(range(low, high + 1)) if every else sorted({round(size) for size in np.geomspace(low, high, _SIZES)})
         )
         steps = predict_steps(subject, [config] * len(sizes), sizes)
-        index = max(range(len(sizes)), key=lambda one: steps[one].samples_per_s)
+        index = max(range(len(sizes)), key=lambda number: steps[number].samples_per_s)
         best, predicted = sizes[index], steps[index]
         if every:
             break

@@ -61,17 +61,17 @@ def scaling(subject: Subject, counts: Sequence[int]) -> tuple[AtCount, ...]:
         subject: Model and machine.
         counts: Numbers of devices, in ascending order; a host is filled before the next is used.
     """
-    found: list[AtCount] = []
+    result: list[AtCount] = []
     for count in counts:
         smaller = _with_devices(subject, count)
         row = Plan(subject=smaller, rows=plan_rows(smaller)).recommended
-        found.append(AtCount(devices=count, row=row, share_of_linear=None))
-    rows = [one for one in found if one.row is not None]
-    whole = [one for one in rows if one.row is not None and not one.row.structure.offloads]
-    least = next((one.samples_per_s_each for one in whole or rows), None)
+        result.append(AtCount(devices=count, row=row, share_of_linear=None))
+    rows = [item for item in result if item.row is not None]
+    whole = [item for item in rows if item.row is not None and not item.row.structure.offloads]
+    least = next((item.samples_per_s_each for item in whole or rows), None)
     return tuple(
-        replace(one, share_of_linear=one.samples_per_s_each / least if one.samples_per_s_each and least else None)
-        for one in found
+        replace(item, share_of_linear=item.samples_per_s_each / least if item.samples_per_s_each and least else None)
+        for item in result
     )
 
 

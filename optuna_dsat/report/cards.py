@@ -142,14 +142,14 @@ def _training(times: TrainingTime, device: str, *, is_own: bool) -> Card:
         remark = f"on {things_in_words(times.samples, 'sample')}{costs}"
         return Card(heading=epochs, value=duration_in_words(times.best_s), remark=remark)
     saved = times.saved_slot_hours
-    told = f"{'saves' if saved >= 0 else 'costs'} {slot_time_in_words(abs(saved) * 3600, device)}"
+    words = f"{'saves' if saved >= 0 else 'costs'} {slot_time_in_words(abs(saved) * 3600, device)}"
     if times.saved_price is not None:
-        told += f", {abs(times.saved_price):,.2f} at {times.price_per_gpu_hour:g} an hour"
+        words += f", {abs(times.saved_price):,.2f} at {times.price_per_gpu_hour:g} an hour"
     instead = f"instead of {duration_in_words(times.own_s)}"
     return Card(
         heading=epochs,
         value=duration_in_words(times.best_s),
-        remark=f"{instead}: {told} on {things_in_words(times.samples, 'sample')}",
+        remark=f"{instead}: {words} on {things_in_words(times.samples, 'sample')}",
     )
 
 

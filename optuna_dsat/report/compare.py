@@ -98,7 +98,7 @@ def render_comparison(views: Sequence[StudyView], *, training: Training | None =
             figure=figures.course_figure(shown),
         ),
     ]
-    sections = [one for one in sections if one.figure is not None]
+    sections = [section for section in sections if section.figure is not None]
     return page_text(
         "compare.html",
         title=f"{' and '.join(names[:3])}{' and more' if len(names) > 3 else ''}: side by side",
@@ -142,7 +142,7 @@ def _scaling(views: Sequence[StudyView]) -> Iterator[Section]:
         heading=f"How many {unit}s are worth it",
         lead=f"What one {unit} does at each number of them. 100% is what it does at the least number; more than that "
         "is no mistake where a larger number allows a faster configuration.",
-        figure=figures.scaling_figure(sorted(map(_at_count, views), key=lambda one: one.devices), device=device),
+        figure=figures.scaling_figure(sorted(map(_at_count, views), key=lambda row: row.devices), device=device),
     )
 
 
@@ -173,7 +173,7 @@ def _course(view: StudyView) -> Iterator[tuple[float, float]]:
         for row in view.launches
         if row.purpose == "trial" and row.trial_number is not None
     ]
-    ends.sort(key=lambda one: one[0])
+    ends.sort(key=lambda item: item[0])
     for place, (end, rate) in enumerate(ends, start=1):
         if (rate or 0.0) > best or (best > 0 and place == len(ends)):
             best = max(best, rate or 0.0)
@@ -188,22 +188,22 @@ def _rate(found: Measured | None) -> str:
     return "" if found is None or not found.samples_per_s else metric_in_words("throughput", found.samples_per_s)
 
 
-def _training_words(one: _Compared) -> str:
-    times = training_times(one.view, one.training)
+def _training_words(study: _Compared) -> str:
+    times = training_times(study.view, study.training)
     if times is None:
         return ""
     takes, hours = duration_in_words(times.best_s), times.saved_slot_hours
     if not hours:  # the result is the user's own config
         return takes if times.price is None else f"{takes} ({times.price:,.2f})"
-    saved = f"{slot_time_in_words(abs(hours) * 3600, one.view.spec.device)} {'saved' if hours > 0 else 'more'}"
+    saved = f"{slot_time_in_words(abs(hours) * 3600, study.view.spec.device)} {'saved' if hours > 0 else 'more'}"
     price = "" if times.saved_price is None else f", {abs(times.saved_price):,.2f}"
     return f"{takes} ({saved}{price})"
 
 
-def _speed_up_words(one: _Compared) -> str:
-    if one.best is None or one.best.is_user_config or one.best.speed_up is None:
-        return "none" if one.best is not None and one.best.is_user_config else ""
-    ratio = one.best.speed_up
+def _speed_up_words(study: _Compared) -> str:
+    if study.best is None or study.best.is_user_config or study.best.speed_up is None:
+        return "none" if study.best is not None and study.best.is_user_config else ""
+    ratio = study.best.speed_up
     if ratio.low is None or ratio.high is None:
         return f"{times_in_words(ratio.value)}\u00d7 (by the search)"
     return f"{times_in_words(ratio.value)}\u00d7 ({times_in_words(ratio.low)} to {times_in_words(ratio.high)})"
@@ -215,62 +215,67 @@ def _end_words(view: StudyView) -> str:
     return "no" if view.end_reason is None else view.end_reason or "yes"
 
 
-def _per_slot(one: _Compared) -> str:
-    if one.best is None or not one.best.samples_per_s:
+def _per_slot(study: _Compared) -> str:
+    if study.best is None or not study.best.samples_per_s:
         return ""
-    return metric_in_words("throughput", one.best.samples_per_s / one.view.spec.slots_per_trial)
+    return metric_in_words("throughput", study.best.samples_per_s / study.view.spec.slots_per_trial)
 
 
 _EACH = "speed per device"
 """The row whose name includes the kind of device."""
 _RESULT: tuple[_Fact, ...] = (
-    ("configuration", lambda one: "" if one.best is None else one.best.words),
-    ("speed", lambda one: _rate(one.best)),
+    ("configuration", lambda study: "" if study.best is None else study.best.words),
+    ("speed", lambda study: _rate(study.best)),
     (_EACH, _per_slot),
     (
         "tokens",
-        lambda one: (
+        lambda study: (
             ""
-            if one.best is None or not one.best.metrics.get("tokens_per_s")
-            else metric_in_words("tokens_per_s", one.best.metrics["tokens_per_s"])
+            if study.best is None or not study.best.metrics.get("tokens_per_s")
+            else metric_in_words("tokens_per_s", study.best.metrics["tokens_per_s"])
         ),
     ),
     (
         "one step",
-        lambda one: "" if one.best is None or not one.best.step_s else metric_in_words("latency", one.best.step_s),
+        lambda study: (
+            "" if study.best is None or not study.best.step_s else metric_in_words("latency", study.best.step_s)
+        ),
     ),
-    ("global batch", lambda one: "" if one.best is None else str(one.best.train_batch_size)),
-    ("peak memory", lambda one: bytes_in_words(one.best.peak_bytes) if one.best and one.best.peak_bytes else ""),
-    ("MFU", lambda one: f"{share:.1%}" if one.best and (share := one.view.utilisation(one.best)) is not None else ""),
-    ("your own config", lambda one: _rate(one.view.baseline)),
+    ("global batch", lambda study: "" if study.best is None else str(study.best.train_batch_size)),
+    (
+        "peak memory",
+        lambda study: bytes_in_words(study.best.peak_bytes) if study.best and study.best.peak_bytes else "",
+    ),
+    ("MFU", lambda row: f"{share:.1%}" if row.best and (share := row.view.utilisation(row.best)) is not None else ""),
+    ("your own config", lambda row: _rate(row.view.baseline)),
     ("speed-up over it", _speed_up_words),
-    ("how it is known", lambda one: "" if one.view.verdict is None else how_known(one.view.verdict)),
+    ("how it is known", lambda row: "" if row.view.verdict is None else how_known(row.view.verdict)),
 )
 _TUNED: tuple[_Fact, ...] = (
-    ("script", lambda one: script_command_line(one.view)),
+    ("script", lambda study: script_command_line(study.view)),
     (
         "model",
-        lambda one: (
-            "" if one.view.profiled is None else f"{params_in_words(one.view.profiled.profile.params)} parameters"
+        lambda study: (
+            "" if study.view.profiled is None else f"{params_in_words(study.view.profiled.profile.params)} parameters"
         ),
     ),
     (
         "device",
-        lambda one: (
+        lambda study: (
             ""
-            if one.view.profiled is None
-            else f"{one.view.profiled.profile.device_name or one.view.profiled.device}, "
-            f"{bytes_in_words(one.view.profiled.profile.device_memory_bytes)}"
+            if study.view.profiled is None
+            else f"{study.view.profiled.profile.device_name or study.view.profiled.device}, "
+            f"{bytes_in_words(study.view.profiled.profile.device_memory_bytes)}"
         ),
     ),
-    ("one launch", lambda one: ranks_of_a_launch(one.view)),
-    ("method", lambda one: one.view.spec.method),
-    ("metric", lambda one: one.view.metric),
-    ("launches", lambda one: f"{one.view.launches_used} of {one.view.spec.max_trials}"),
-    ("time of the search", lambda one: duration_in_words(account(one.view.launches).wall_s)),
-    ("ended", lambda one: _end_words(one.view)),
-    ("begun", lambda one: created(one.view)),
-    ("database", lambda one: one.view.storage_url),
+    ("one launch", lambda study: ranks_of_a_launch(study.view)),
+    ("method", lambda study: study.view.spec.method),
+    ("metric", lambda study: study.view.metric),
+    ("launches", lambda study: f"{study.view.launches_used} of {study.view.spec.max_trials}"),
+    ("time of the search", lambda study: duration_in_words(account(study.view.launches).wall_s)),
+    ("ended", lambda study: _end_words(study.view)),
+    ("begun", lambda study: created(study.view)),
+    ("database", lambda study: study.view.storage_url),
 )
 
 
@@ -285,7 +290,7 @@ def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> 
     compared = _compared(views, wanted)
     epochs = "an epoch" if wanted.epochs == 1 else f"{wanted.epochs:g} epochs"
     rows = _rows((*_RESULT, (epochs, _training_words)), compared)
-    rates = [None if one.best is None else one.best.samples_per_s for one in compared]
+    rates = [None if study.best is None else study.best.samples_per_s for study in compared]
     ratios = [speed_up(rate, rates[0], maximize=True) for rate in rates]
     cells = tuple("" if ratio is None else f"{times_in_words(ratio)}\u00d7" for ratio in ratios)
     if any(cells[1:]):
@@ -302,10 +307,10 @@ def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> 
 
 def _efficiencies(views: Sequence[StudyView]) -> tuple[str, ...]:
     """Return the share of linear scaling at each study's number of devices; empty if nothing was measured."""
-    ordered = sorted(map(_at_count, views), key=lambda one: one.devices)
-    shares = dict(zip((one.devices for one in ordered), shares_of_linear([one.each for one in ordered]), strict=True))
-    found = (shares[view.spec.slots_per_trial] for view in views)
-    return tuple("" if share is None else f"{share:.0%}" for share in found)
+    ordered = sorted(map(_at_count, views), key=lambda row: row.devices)
+    shares = dict(zip((row.devices for row in ordered), shares_of_linear([row.each for row in ordered]), strict=True))
+    result = (shares[view.spec.slots_per_trial] for view in views)
+    return tuple("" if share is None else f"{share:.0%}" for share in result)
 
 
 def _tuned_rows(views: Sequence[StudyView]) -> list[Row]:
@@ -316,7 +321,7 @@ def _tuned_rows(views: Sequence[StudyView]) -> list[Row]:
 
 
 def _version_of(library: str) -> Callable[[_Compared], str]:
-    return lambda one: str(one.view.record.versions.get(library, ""))
+    return lambda study: str(study.view.record.versions.get(library, ""))
 
 
 def _compared(views: Sequence[StudyView], training: Training) -> list[_Compared]:
@@ -331,7 +336,7 @@ def _compared(views: Sequence[StudyView], training: Training) -> list[_Compared]
 
 
 def _rows(facts: Sequence[_Fact], compared: Sequence[_Compared]) -> list[Row]:
-    rows = [Row(name=name, cells=tuple(read(one) for one in compared)) for name, read in facts]
+    rows = [Row(name=name, cells=tuple(read(study) for study in compared)) for name, read in facts]
     return [row for row in rows if any(row.cells)]
 
 
@@ -340,11 +345,11 @@ def setting_rows(views: Sequence[StudyView]) -> list[Row]:
 
     Studies without a best config are not compared.
     """
-    found = [_settings(view) for view in views]
-    known = [settings for settings in found if settings]
+    result = [_settings(view) for view in views]
+    known = [settings for settings in result if settings]
     keys = sorted({key for settings in known for key in settings})
     differing = [key for key in keys if len({settings.get(key, "") for settings in known}) > 1]
-    return [Row(name=key, cells=tuple(one.get(key, "") for one in found)) for key in differing]
+    return [Row(name=key, cells=tuple(item.get(key, "") for item in result)) for key in differing]
 
 
 def _settings(view: StudyView) -> Mapping[str, str]:

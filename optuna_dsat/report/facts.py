@@ -63,8 +63,8 @@ def versions(view: StudyView) -> str:
 
 def outcome_counts(view: StudyView) -> list[tuple[Outcome, int]]:
     """Return (outcome, number of trials), most frequent first."""
-    found = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
-    return [(Outcome(name), count) for name, count in found.most_common()]
+    result = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
+    return [(Outcome(name), count) for name, count in result.most_common()]
 
 
 def fruitless_in_words(view: StudyView) -> str:

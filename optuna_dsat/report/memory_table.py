@@ -64,23 +64,23 @@ def _structures(spec: StudySpec) -> Iterator[Structure]:
     DeepSpeed supports NVMe offload at ZeRO 3 only.
     """
     for stage in sorted(set(spec.stages)):
-        of_stage = [one for one in STRUCTURES if one.stage == stage]
+        of_stage = [structure for structure in STRUCTURES if structure.stage == stage]
         yield from of_stage
         if stage == 3 and spec.nvme_path is not None:
-            yield from (one.on_nvme() for one in of_stage if one.offloads)
+            yield from (structure.on_nvme() for structure in of_stage if structure.offloads)
 
 
 def _tried(trials: Sequence[FrozenTrial]) -> Mapping[Structure, tuple[list[int], list[int]]]:
     """Return structure -> (micro-batches that fitted, micro-batches that ran out of memory)."""
-    found: dict[Structure, tuple[list[int], list[int]]] = {}
+    result: dict[Structure, tuple[list[int], list[int]]] = {}
     for trial in trials:
         config = trial.user_attrs.get(attributes.CONFIG)
         if config is None:
             continue
-        fits, too_large = found.setdefault(Structure.of(config), ([], []))
+        fits, too_large = result.setdefault(Structure.of(config), ([], []))
         shown = feasibility(trial)
         if shown is Feasibility.FITS:
             fits.append(int(config[MICRO_BATCH]))
         elif shown is Feasibility.TOO_LARGE:
             too_large.append(int(config[MICRO_BATCH]))
-    return found
+    return result

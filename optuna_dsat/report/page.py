@@ -140,16 +140,16 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
     values = _facts(view, links, training)
     tables = {"finalists": values["contenders"] or values["unconfirmed"], "memory": values["memory_rows"]}
     sections = sections_of(view)
-    shown = [one for one in sections if one.missing is None or tables.get(one.id)]
+    shown = [section for section in sections if section.missing is None or tables.get(section.id)]
     return {
         **values,
         "why": why_of(view) if with_why else None,
         "sections": shown,
-        "left_out": [one for one in sections if one not in shown],
+        "left_out": [section for section in sections if section not in shown],
         "has_rates": any(row["rate"] for row in values["launches"]),
         "has_round_rates": any(row["rate"] for row in values["contenders"]),
         "has_files": any(row["files"] for row in values["launches"]),
-        "has_figures": any(one.figure is not None for one in shown),
+        "has_figures": any(section.figure is not None for section in shown),
     }
 
 
@@ -262,23 +262,23 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
     if verdict is None or not verdict.is_by_rounds:
         return
     undecided = {one.number for one in verdict.undecided}
-    for one in (verdict.measured[contender.number] for contender in verdict.contenders):
+    for item in (verdict.measured[contender.number] for contender in verdict.contenders):
         remarks = {
-            "your own config": one.is_user_config,
-            "the result": one.number == verdict.result.number,
-            "equal to the result": one.number in verdict.ties,
-            "not distinguished from the result": one.number in undecided,
-            one.left: bool(one.left),
+            "your own config": item.is_user_config,
+            "the result": item.number == verdict.result.number,
+            "equal to the result": item.number in verdict.ties,
+            "not distinguished from the result": item.number in undecided,
+            item.left: bool(item.left),
         }
         yield {
-            "number": str(one.number),
-            "words": one.words,
-            "batch": str(one.train_batch_size),
-            "rounds": str(one.rounds),
-            "value": metric_in_words(view.metric, one.value, device=view.spec.device),
-            "rate": _rate(view, one.metrics),
-            "between": _between(one.interval, lambda end: metric_in_words(view.metric, end, device=view.spec.device)),
-            "ratio": "" if one.speed_up is None or one.is_user_config else _ratio(one.speed_up),
+            "number": str(item.number),
+            "words": item.words,
+            "batch": str(item.train_batch_size),
+            "rounds": str(item.rounds),
+            "value": metric_in_words(view.metric, item.value, device=view.spec.device),
+            "rate": _rate(view, item.metrics),
+            "between": _between(item.interval, lambda end: metric_in_words(view.metric, end, device=view.spec.device)),
+            "ratio": "" if item.speed_up is None or item.is_user_config else _ratio(item.speed_up),
             "remark": "; ".join(text for text, applies in remarks.items() if applies),
         }
 

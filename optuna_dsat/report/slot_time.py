@@ -112,13 +112,13 @@ def _periods(launches: Sequence[StoredLaunch]) -> tuple[Period, ...]:
     if not times:
         return ()
     pause_s = max(_PAUSE_S, _PAUSE_LAUNCHES * statistics.median(end - start for start, end in times))
-    found = [list(times[0])]
+    result = [list(times[0])]
     for start, end in times[1:]:
-        if start - found[-1][1] > pause_s:
-            found.append([start, end])
+        if start - result[-1][1] > pause_s:
+            result.append([start, end])
         else:
-            found[-1][1] = max(found[-1][1], end)
-    return tuple(Period(start=start, end=end) for start, end in found)
+            result[-1][1] = max(result[-1][1], end)
+    return tuple(Period(start=start, end=end) for start, end in result)
 
 
 def _gaps(busy: Iterable[tuple[float, float]], periods: Sequence[Period]) -> list[tuple[float, float]]:

@@ -75,11 +75,11 @@ class StudyView(StoredStudy):
     @cached_property
     def reports(self) -> Mapping[int, tuple[StoredLaunch, ...]]:
         """Trial number -> launches, including confirmations."""
-        found: dict[int, list[StoredLaunch]] = {}
+        result: dict[int, list[StoredLaunch]] = {}
         for row in self.launches:
             if row.trial_number is not None:
-                found.setdefault(row.trial_number, []).append(row)
-        return {number: tuple(rows) for number, rows in found.items()}
+                result.setdefault(row.trial_number, []).append(row)
+        return {number: tuple(rows) for number, rows in result.items()}
 
     def launch_ids(self, trial: FrozenTrial) -> tuple[str, ...]:
         """Return the ids of a trial's launches; a launch whose worker died has files but no report."""
@@ -114,7 +114,7 @@ def read_view(store: Store, name: str) -> StudyView:
     with reading(name, "its steps", record.versions):
         step_times = store.step_times(record.uuid, from_step=stored.spec.start_profile_step)
     return StudyView(
-        **{one.name: getattr(stored, one.name) for one in fields(StoredStudy)},
+        **{field_.name: getattr(stored, field_.name) for field_ in fields(StoredStudy)},
         launches=launches,
         step_times=step_times,
         storage_url=store.absolute_url,

@@ -337,7 +337,7 @@ def decode_event(line: str) -> Event | None:
     try:
         record: dict[str, Any] = json.loads(line)
         cls = _KINDS[record.pop("kind")]
-        known = {one.name for one in fields(cls)}
+        known = {field_.name for field_ in fields(cls)}
         return cls(**{key: _clean(value) for key, value in record.items() if key in known})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

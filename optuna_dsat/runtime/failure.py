@@ -144,11 +144,11 @@ def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) ->
 
 def missing_bytes(message: str) -> int | None:
     """Return the size of the failed allocation in an allocator's message, in bytes; None if not stated."""
-    found = _ALLOCATION.search(message)
-    if found is None:
+    match = _ALLOCATION.search(message)
+    if match is None:
         return None
-    unit = next(size for name, size in _UNITS.items() if name.lower() == found[2].lower())
-    return round(float(found[1].rstrip(".")) * unit)
+    unit = next(size for name, size in _UNITS.items() if name.lower() == match[2].lower())
+    return round(float(match[1].rstrip(".")) * unit)
 
 
 def without_runtime_frames(trace: TracebackType | None, runtime_dir: str) -> TracebackType | None:
@@ -176,7 +176,7 @@ def message_with_cause(error: BaseException) -> str:
     for link in _exception_chain(error):
         text = message_of(link)
         if built := _BUILD_FAILED.match(text):
-            reason = next((found[1] for cause in _BUILD_CAUSES if (found := cause.search(text))), "see the log")
+            reason = next((match[1] for cause in _BUILD_CAUSES if (match := cause.search(text))), "see the log")
             whole = f"{built[0]}: {reason.strip()}"
             return whole if link is error else f"{message.rstrip('.')}: {whole}"
     cause = error.__cause__
@@ -296,11 +296,11 @@ def _is_config_rejection(error: BaseException, phase: str) -> bool:
 def _torch_types(*names: str) -> tuple[type[BaseException], ...]:
     """Return torch's exception types of these names; empty if the script has not imported torch."""
     torch = sys.modules.get("torch")
-    found = []
+    result = []
     for name in names:
         value: object = torch
         for part in name.split("."):
             value = getattr(value, part, None)
         if isinstance(value, type) and issubclass(value, BaseException):
-            found.append(value)
-    return tuple(found)
+            result.append(value)
+    return tuple(result)

@@ -126,7 +126,9 @@ def _remove_abandoned(path: Path) -> None:
     """Remove temporary files of killed processes that were writing a file."""
     prefix = f".{path.name}."
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
-        left = [one.path for one in entries if one.name.startswith(prefix) and one.name[len(prefix) :].isdigit()]
+        left = [
+            entry.path for entry in entries if entry.name.startswith(prefix) and entry.name[len(prefix) :].isdigit()
+        ]
         for name in left:
             with contextlib.suppress(OSError):
                 _remove_unlocked(Path(name))

@@ -214,8 +214,8 @@ class DeepSpeedHook:
     def _is_mismatch(self, error: Exception) -> bool:
         """Return whether a checkpoint mismatch can explain an error: neither memory nor communication failed."""
         limited = self._state.limited
-        found = diagnose(error, phase="initialize", device=self._state.device, limited=limited)
-        return found.outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR)
+        diagnosis = diagnose(error, phase="initialize", device=self._state.device, limited=limited)
+        return diagnosis.outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR)
 
     def _prepare_cpu(self) -> None:
         if not self._rank.can_compile:

@@ -32,13 +32,13 @@ def imported_modules() -> list[str]:
     launch imports again.
     """
     folders = installed_folders()
-    found = []
+    names = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         origin = getattr(spec, "origin", None)
         if spec is not None and spec.name == name and isinstance(origin, str) and origin.startswith(folders):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def installed_folders() -> tuple[str, ...]:
@@ -86,8 +86,8 @@ class ImportWatch(MetaPathFinder):
             return None
         self._searching.add(search)
         try:
-            found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((spec for spec in found if spec is not None), None)
+            result = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((spec for spec in result if spec is not None), None)
         finally:
             self._searching.discard(search)
         if spec is None or spec.loader is None:

@@ -25,7 +25,7 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            result |= {f"{key}.{below}": one for below, one in flatten(value).items()}
+            result |= {f"{key}.{below}": item for below, item in flatten(value).items()}
         else:
             result[key] = value
     return result
@@ -42,9 +42,9 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _joined(record: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return both mappings merged key by key; None is kept, since it removes a key of the config."""
-    result = dict(one)
+    result = dict(record)
     for key, value in other.items():
         below = result.get(key)
         both = isinstance(below, Mapping) and isinstance(value, Mapping)

@@ -215,5 +215,5 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
 def _can_compile(env: Mapping[str, str]) -> bool:
     path = env.get("PATH")
     compilers = [env["CXX"]] if env.get("CXX") else ["c++", "g++"]
-    found = any(shutil.which(name.split()[0], path=path) for name in compilers)
-    return found and shutil.which("ninja", path=path) is not None
+    result = any(shutil.which(name.split()[0], path=path) for name in compilers)
+    return result and shutil.which("ninja", path=path) is not None

@@ -163,8 +163,8 @@ class TrialConfig:
             launch = {key: value for key, value in launch.items() if not isinstance(value, Mapping)}
         script = read_config(scripts_own(config) if isinstance(config, Mapping) else config)
         own = config.noted if isinstance(config, LaidConfig) else frozenset()
-        found = config_differences(script, user=self._user, launch=launch, world_size=self._world_size, own=own)
-        return {key: values for key, values in found.items() if hidden_data(values, key) == values}
+        result = config_differences(script, user=self._user, launch=launch, world_size=self._world_size, own=own)
+        return {key: values for key, values in result.items() if hidden_data(values, key) == values}
 
     @property
     def micro_batch(self) -> int | None:

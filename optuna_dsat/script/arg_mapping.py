@@ -77,12 +77,12 @@ def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
         kept = [arg for arg in args if not arg.startswith((option, f"+{option}", f"++{option}"))]
         return [*kept, f"{option}{value}"]
     result = list(args)
-    found = False
+    matches = False
     for index, arg in enumerate(args):
         if arg == option and index + 1 < len(args):
             result[index + 1] = value
-            found = True
+            matches = True
         elif arg.startswith(f"{option}="):
             result[index] = f"{option}={value}"
-            found = True
-    return result if found else [*result, option, value]
+            matches = True
+    return result if matches else [*result, option, value]

@@ -163,7 +163,9 @@ def held(own: int, *, found: BatchSourcesFound | None = None, present: int | Non
     if present in (None, 1, own):
         return rule
     is_confirmed = any(map(_names_it, _of_size(found, present, fed=own, ranks=ranks)))
-    if not is_confirmed and (own % present or any(one.is_likely for one in _of_size(found, own, fed=own, ranks=ranks))):
+    if not is_confirmed and (
+        own % present or any(item.is_likely for item in _of_size(found, own, fed=own, ranks=ranks))
+    ):
         return rule
     return replace(rule, own=present, rows=Fraction(own, present).as_integer_ratio())
 
@@ -225,8 +227,8 @@ def _names_it(rule: BatchRule) -> bool:
 
 def _batch_sizes(found: BatchSourcesFound) -> set[int]:
     """Return the numbers named as training batch sizes, and the batch sizes of loaders that feed the engine."""
-    named = [*found.options.items(), *((str(one["key"]), int(one["value"])) for one in found.settings)]
-    loaded = {one["batch_size"] for one in found.loaders if one["trains"] and one["batch_size"] is not None}
+    named = [*found.options.items(), *((str(setting["key"]), int(setting["value"])) for setting in found.settings)]
+    loaded = {loader["batch_size"] for loader in found.loaders if loader["trains"] and loader["batch_size"] is not None}
     return {value for name, value in named if names_training_batch(name)} | loaded
 
 
@@ -244,30 +246,32 @@ def _of_size(found: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> li
         BatchRule(kind="option", own=size, option=name, counts=counts, rows=rows)
         for name, counts in _matching(found.options.items(), own=size, ranks=ranks)
     ]
-    in_files = {(str(one["file"]), str(one["key"])): int(one["value"]) for one in found.settings}
+    in_files = {(str(setting["file"]), str(setting["key"])): int(setting["value"]) for setting in found.settings}
     settings = [
         BatchRule(kind="setting", own=size, file=file, key=key, counts=counts, rows=rows)
         for (file, key), counts in _matching(
             [((file, key), value) for (file, key), value in in_files.items()], own=size, ranks=ranks
         )
     ]
-    feeding = sorted((one for one in found.loaders if one["batch_size"] == size), key=lambda one: not one["trains"])
+    feeding = sorted(
+        (loader for loader in found.loaders if loader["batch_size"] == size), key=lambda record: not record["trains"]
+    )
     loaders = [
-        BatchRule(kind="loader", own=size, file=str(one["file"]), line=int(one["line"]), rows=rows)
-        for one in feeding
-        if not one.get("attribute") and (one["trains"] or size == fed)
+        BatchRule(kind="loader", own=size, file=str(record["file"]), line=int(record["line"]), rows=rows)
+        for record in feeding
+        if not record.get("attribute") and (record["trains"] or size == fed)
     ]
     attributes = {
-        one["attribute"]: BatchRule(
+        item["attribute"]: BatchRule(
             kind="attribute",
             own=size,
-            file=str(one["file"]),
-            line=int(one["line"]),
-            key=str(one["attribute"]),
+            file=str(item["file"]),
+            line=int(item["line"]),
+            key=str(item["attribute"]),
             rows=rows,
         )
-        for one in reversed(feeding)
-        if one.get("attribute")
+        for item in reversed(feeding)
+        if item.get("attribute")
     }
     named = (*options, *settings, *reversed(attributes.values()))
     likely = [rule for rule in named if means_batch(rule.option or rule.key)]
@@ -280,15 +284,15 @@ def _matching(numbers: Any, *, own: int, ranks: int) -> list[tuple[Any, str]]:
     Values whose name suggests a sequence length are skipped: the first dimension of time-first inputs would follow such
     a value like a batch size.
     """
-    found = []
+    result = []
     for name, value in numbers:
         if means_length(_last(name)):
             continue
         if value == own:
-            found.append((name, MICRO_BATCH))
+            result.append((name, MICRO_BATCH))
         elif ranks > 1 and value == own * ranks:
-            found.append((name, TRAIN_BATCH))
-    return sorted(found, key=lambda one: (means_elsewhere(_last(one[0])), one[1] != MICRO_BATCH))
+            result.append((name, TRAIN_BATCH))
+    return sorted(result, key=lambda item: (means_elsewhere(_last(item[0])), item[1] != MICRO_BATCH))
 
 
 def _last(name: str | Sequence[str]) -> str:

@@ -44,9 +44,9 @@ def config_copy(
     for file in (Path(source["file"]),) if source else paths_among(args, cwd=cwd):
         if file.suffix not in (".yaml", ".yml") or not any(names_file(arg, file, cwd=cwd) for arg in args):
             continue
-        found = read_settings(file)
-        if holds_config(found) and passes(found, own=own):
-            text = _yaml(best_of_file(found, config, own=own))
+        result = read_settings(file)
+        if holds_config(result) and passes(result, own=own):
+            text = _yaml(best_of_file(result, config, own=own))
             return SettingsCopy(original=file, path=folder / f"best_{file.name}", text=text, names_config=True)
     return None
 
@@ -97,6 +97,6 @@ def _told(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _untold(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the other settings of a file, which the best config may lack and the script may read."""
-    told = settings_told(found)
-    beside = {key: value for key, value in flatten(found).items() if key not in told}
+    parts = settings_told(found)
+    beside = {key: value for key, value in flatten(found).items() if key not in parts}
     return {key: value for key, value in nest(beside).items() if key not in (*_BATCH_KEYS, "autotuning")}

@@ -64,9 +64,9 @@ def check_imports(tree: ast.Module, file: Path) -> None:
     Raises:
         UsageError: Lists each line with its replacement.
     """
-    found = [*_imports(tree), *_context_attributes(tree)]
-    if found:
-        lines = "".join(f"\n  line {line}: {text}" for line, text in found)
+    result = [*_imports(tree), *_context_attributes(tree)]
+    if result:
+        lines = "".join(f"\n  line {line}: {text}" for line, text in result)
         raise UsageError(f"{file.name} is written for Determined; change it for {_PACKAGE}:{lines}")
 
 

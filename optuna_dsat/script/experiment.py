@@ -120,10 +120,10 @@ def training_options(experiment: Mapping[str, Any]) -> dict[str, str]:
 
 def _at(record: Mapping[str, Any], key: Sequence[str]) -> Any:
     """Return the value at a path of keys; None if absent."""
-    found: Any = record
+    result: Any = record
     for part in key:
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        result = result.get(part) if isinstance(result, Mapping) else None
+    return result
 
 
 def _length(value: Any, name: str) -> str | None:
@@ -178,7 +178,7 @@ def _texts(value: Any, name: str, path: Path) -> list[str]:
         return []
     if not isinstance(value, list):
         raise UsageError(f"{path}: {name} is {as_written(value)}; it is a list of texts.")
-    return [str(one) for one in value]
+    return [str(item) for item in value]
 
 
 def _without_launch_options(words: Sequence[str]) -> list[str]:
@@ -216,13 +216,13 @@ def _environment(variables: Any, path: Path) -> dict[str, str]:
     """
     where = "environment.environment_variables"
     parts = variables.values() if isinstance(variables, Mapping) else [variables]
-    found = {}
-    for one in [text for part in parts for text in _texts(part, where, path)]:
-        name, equals, value = one.partition("=")
+    result = {}
+    for item in [text for part in parts for text in _texts(part, where, path)]:
+        name, equals, value = item.partition("=")
         if not equals or not name:
-            raise UsageError(f"{path}: {where} has {as_written(one)}; write NAME=VALUE.")
-        found[name] = value
-    return found
+            raise UsageError(f"{path}: {where} has {as_written(item)}; write NAME=VALUE.")
+        result[name] = value
+    return result
 
 
 def _without_meaning(record: Mapping[str, Any]) -> Iterator[str]:

@@ -43,14 +43,14 @@ def section_copy(
     if source and source.get("kind") != "setting":
         return None
     for file in paths_among(args, cwd=cwd):
-        found = read_settings(file)
-        sections = [one for one in _sections(found) if passes(one[1], own=own)]
+        result = read_settings(file)
+        sections = [item for item in _sections(result) if passes(item[1], own=own)]
         if len(sections) != 1 or (source and not names_file(source["file"], file, cwd=cwd)):
             continue
         key, section = sections[0]
         number = _number(source, config, section=key) if source else None
         text = _text(
-            file, section=(key, best_of_file(section, config, own=own)), number=number, settings=found, cwd=cwd
+            file, section=(key, best_of_file(section, config, own=own)), number=number, settings=result, cwd=cwd
         )
         if text is not None:
             return SettingsCopy(original=file, path=folder / f"best_{file.name}", text=text, names_config=True)

@@ -135,7 +135,7 @@ class Document:
             if user_config
             and isinstance(node, yaml.ScalarNode)
             and node.value
-            and any(names_file(f"={node.value}", user_config, cwd=one) for one in (cwd, str(file.parent)))
+            and any(names_file(f"={node.value}", user_config, cwd=name) for name in (cwd, str(file.parent)))
         ]
         return cls(text=text, root=root, named=named, beside=file.parent, is_json=file.suffix == ".json")
 
@@ -166,7 +166,7 @@ class Document:
         if section is not None:
             node = self._node_at(section[0])
             edits.append((node, self._written(section[1], node)))
-        if any(sum(one is node for _, one in nodes) != 1 for node, _ in edits):  # because of aliases
+        if any(sum(item is node for _, item in nodes) != 1 for node, _ in edits):  # because of aliases
             return None
         text = self.text
         for node, words in sorted(edits, key=lambda edit: edit[0].start_mark.index, reverse=True):

@@ -154,6 +154,6 @@ def trainer_guesses(trainer: ScriptTrainer, found: BatchSourcesFound, *, ranks: 
     ]  # fmt: skip
     options = [{ds_config.MICRO_BATCH: size, **more} for size in sizes for more in (*companions[:1], {})]
     return [
-        *(replace(trainer, options=one) for one in options),
+        *(replace(trainer, options=option) for option in options),
         *(replace(trainer, source=rule.source(ranks=1)) for rule in settings),
     ]

@@ -84,7 +84,7 @@ def is_secret(name: str, value: str) -> bool:
         return True
     if _NUMBER.fullmatch(text):
         return False
-    return strength == 2 or looks_random(text) or any(one.isdigit() for one in text) or len(text) >= 20
+    return strength == 2 or looks_random(text) or any(item.isdigit() for item in text) or len(text) >= 20
 
 
 def is_secret_name(name: str) -> bool:
@@ -94,7 +94,7 @@ def is_secret_name(name: str) -> bool:
 
 def looks_random(text: str) -> bool:
     """Return whether a text looks random: a long single word of letters and digits."""
-    letters, digits = sum(one.isalpha() for one in text), sum(one.isdigit() for one in text)
+    letters, digits = sum(name.isalpha() for name in text), sum(name.isdigit() for name in text)
     return len(text) >= 16 and letters >= 4 and digits >= 3 and not re.search(r"[\s/,:]", text)
 
 
@@ -109,14 +109,14 @@ def _unglued(word: str) -> tuple[str, ...]:
     """Split a compound word of a name into its last kind of secret and its weak word."""
     if word in _STRONG or (glued := _GLUED.fullmatch(word)) is None:
         return (word,)
-    kind = max((one for one in _KINDS if glued["kinds"].endswith(one)), key=len)
+    kind = max((name for name in _KINDS if glued["kinds"].endswith(name)), key=len)
     return kind, glued["weak"]
 
 
 def _strength(name: str) -> int:
     """Return 3 for a secret, 2 for a secret unless the value is a number, 1 if the value decides, 0 for other names."""
-    words = [one.lower() for part in re.split(r"[^A-Za-z0-9]+", name) for one in _CAMEL.split(part) if one]
-    words = [part for one in words for part in _unglued(_DIGITS_AT_END.sub("", one) or one)]
+    words = [word.lower() for part in re.split(r"[^A-Za-z0-9]+", name) for word in _CAMEL.split(part) if word]
+    words = [part for word in words for part in _unglued(_DIGITS_AT_END.sub("", word) or word)]
     if not words:
         return 0
     last = words[-1]

@@ -164,9 +164,9 @@ class References:
         if name and is_secret(name, text):
             return self.refer(name, text)
         end, parts = 0, []
-        for one in find_secrets(text):
-            parts += [text[end : one.start], self.refer(one.name or name, text[one.start : one.end])]
-            end = one.end
+        for secret in find_secrets(text):
+            parts += [text[end : secret.start], self.refer(secret.name or name, text[secret.start : secret.end])]
+            end = secret.end
         return "".join([*parts, text[end:]])
 
     def data(self, data: Any, name: str = "") -> Any:

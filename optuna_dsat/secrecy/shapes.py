@@ -88,12 +88,12 @@ def find_secrets(text: str, *, prose: bool = False) -> list[Found]:
         prose: Whether it is a message of a program, where ``token: x`` may be a parser's remark and only values that
             look like secrets count.
     """
-    found = sorted(_candidates(text, prose=prose), key=lambda one: (one.start, -one.end))
+    matches = sorted(_candidates(text, prose=prose), key=lambda match: (match.start, -match.end))
     kept: list[Found] = []
-    for one in found:
-        taken = text.startswith("${", one.start) or set(text[one.start : one.end]) == {"*"}
-        if one.end > one.start and not taken and not (kept and one.start < kept[-1].end):
-            kept.append(one)
+    for match in matches:
+        taken = text.startswith("${", match.start) or set(text[match.start : match.end]) == {"*"}
+        if match.end > match.start and not taken and not (kept and match.start < kept[-1].end):
+            kept.append(match)
     return kept
 
 
@@ -101,16 +101,16 @@ def _candidates(text: str, *, prose: bool) -> Iterator[Found]:
     if not 4 <= len(text) <= _MOST_CHARS:
         return
     for match in _NAMED.finditer(text):
-        group = next(one for one in ("double", "single", "escaped", "bare") if match[one] is not None)
+        group = next(item for item in ("double", "single", "escaped", "bare") if match[item] is not None)
         name, value = match["name"], match[group]
         if name.lower() in _QUERY_NAMES or _is_named_secret(name, value, prose=prose and match["mark"] == ":"):
             yield Found(*match.span(group), name)
     for match in _AFTER_OPTION.finditer(text):
-        group = next(one for one in ("double", "single", "bare") if match[one] is not None)
+        group = next(item for item in ("double", "single", "bare") if match[item] is not None)
         if _is_named_secret(match["name"], match[group], prose=prose):
             yield Found(*match.span(group), match["name"])
     for match in _HEADER.finditer(text):
-        if not prose or match["cookie"] or any(one.isdigit() for one in match["value"]):
+        if not prose or match["cookie"] or any(item.isdigit() for item in match["value"]):
             yield Found(*match.span("cookie" if match["cookie"] else "value"), "authorization")
     for pattern in (_DATABASE_URL, _URL):
         for match in pattern.finditer(text):
@@ -132,13 +132,13 @@ def _candidates(text: str, *, prose: bool) -> Iterator[Found]:
 def _is_named_secret(name: str, value: str, *, prose: bool) -> bool:
     if not is_secret(name, value):
         return False
-    return not prose or looks_random(value) or (is_secret_name(name) and any(one.isdigit() for one in value))
+    return not prose or looks_random(value) or (is_secret_name(name) and any(item.isdigit() for item in value))
 
 
 def replaced(text: str, by: Callable[[Found], str], *, prose: bool = False) -> str:
     """Return a text with each secret replaced by the result of ``by``."""
-    for one in reversed(find_secrets(text, prose=prose)):
-        text = f"{text[: one.start]}{by(one)}{text[one.end :]}"
+    for secret in reversed(find_secrets(text, prose=prose)):
+        text = f"{text[: secret.start]}{by(secret)}{text[secret.end :]}"
     return text
 
 

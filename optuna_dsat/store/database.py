@@ -252,10 +252,10 @@ class Database:
         if self.engine.dialect.name != "sqlite":
             return 0, 0
         try:
-            found = Path(str(self.url.database)).stat()
+            status = Path(str(self.url.database)).stat()
         except OSError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def require_present(self) -> None:
         """Raise if the SQLite file was removed or replaced since it was opened.

@@ -16,7 +16,7 @@ from optuna_dsat.store.tables import LaunchRow, StepRow, insert_or_update
 
 __all__ = ["StoredLaunch", "read_launches", "read_step_times", "read_steps", "record_launch", "record_steps"]
 
-_MEASURED = [one.name for one in fields(StepMeasured) if one.name in StepRow.__table__.columns]
+_MEASURED = [field_.name for field_ in fields(StepMeasured) if field_.name in StepRow.__table__.columns]
 """Fields of a step's event that are stored."""
 
 
@@ -99,10 +99,10 @@ def read_step_times(session: Session, study_uuid: str, *, from_step: int) -> Map
         .group_by(StepRow.launch_id, StepRow.step)
         .order_by(StepRow.launch_id, StepRow.step)
     )
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     for launch_id, latency_s in rows:
-        found.setdefault(launch_id, []).append(float(latency_s))
-    return {launch_id: tuple(times) for launch_id, times in found.items()}
+        result.setdefault(launch_id, []).append(float(latency_s))
+    return {launch_id: tuple(times) for launch_id, times in result.items()}
 
 
 def _launch(row: LaunchRow) -> StoredLaunch:
@@ -113,7 +113,7 @@ def _launch(row: LaunchRow) -> StoredLaunch:
     """
     if not is_launch_id(row.launch_id):  # it is used as a folder name
         raise ValueError(f"launch_id is {row.launch_id[:60]!r}")
-    stored = {one.name: getattr(row, one.name) for one in fields(LaunchReport)}
+    stored = {field_.name: getattr(row, field_.name) for field_ in fields(LaunchReport)}
     report = LaunchReport.from_json({**stored, "conditions": row.conditions or {}})
     return StoredLaunch(report=report, trial_number=row.trial_number, purpose=row.purpose, attempt=row.attempt)
 

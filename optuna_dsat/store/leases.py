@@ -221,8 +221,8 @@ class Heartbeat:
         Raises:
             StorageError: If the database failed.
         """
-        one = self._own(study_uuid, number)
-        return self._database.run(lambda session: session.scalar(one), read_only=True) is not None
+        item = self._own(study_uuid, number)
+        return self._database.run(lambda session: session.scalar(item), read_only=True) is not None
 
     def stays_own(self, connection: Connection, study_uuid: str, number: int) -> bool:
         """Do the same as ``is_own`` in a transaction; no other worker can take it over before the transaction ends."""

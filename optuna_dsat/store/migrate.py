@@ -58,18 +58,18 @@ def all_revisions(folder: Path) -> frozenset[str]:
 
 def _revisions_below(folder: Path) -> dict[str, set[Any]]:
     """Return revision -> the revisions that it builds on; empty if a file cannot be read."""
-    found: dict[str, set[Any]] = {}
+    result: dict[str, set[Any]] = {}
     for path in folder.glob("*.py"):
         try:
-            told = [line for line in path.read_text("utf-8").splitlines() if line.startswith(_NAMES)]
-            tree = ast.parse("\n".join(told))
+            parts = [line for line in path.read_text("utf-8").splitlines() if line.startswith(_NAMES)]
+            tree = ast.parse("\n".join(parts))
         except (OSError, SyntaxError, ValueError):
             return {}
         names = {name: value for node in tree.body for name, value in _assigned(node)}
         if isinstance(names.get("revision"), str):
             before = names.get("down_revision")
-            found[names["revision"]] = set(before) if isinstance(before, tuple | list) else {before}
-    return found
+            result[names["revision"]] = set(before) if isinstance(before, tuple | list) else {before}
+    return result
 
 
 def _assigned(node: ast.stmt) -> list[tuple[str, Any]]:

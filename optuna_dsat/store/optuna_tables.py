@@ -99,7 +99,7 @@ def refuse_unusable_tables(connection: Connection, *, shown: str) -> None:
 def _foreign_table(inspector: Inspector, present: Container[str]) -> str | None:
     """Return a table that has the name but not all columns of an Optuna table, or None."""
     for table in models.BaseModel.metadata.sorted_tables:
-        there = {one["name"] for one in inspector.get_columns(table.name)} if table.name in present else None
+        there = {column["name"] for column in inspector.get_columns(table.name)} if table.name in present else None
         if there is not None and not {column.name for column in table.columns} <= there:
             return str(table.name)
     return None
@@ -107,8 +107,8 @@ def _foreign_table(inspector: Inspector, present: Container[str]) -> str | None:
 
 def _stamped(connection: Connection) -> str | None:
     """Return the schema's revision from Alembic's table; None if it is empty."""
-    found = connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar()
-    return None if found is None else str(found)
+    result = connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar()
+    return None if result is None else str(result)
 
 
 def _other_schema(current: str, head: str, *, shown: str, known: bool) -> StorageUrlError:
@@ -193,10 +193,10 @@ def refuse_others_database(url: str, name: str) -> None:
             refuse_unusable_tables(connection, shown=display_url(url))
             if not inspect(connection).has_table("studies"):
                 return
-            found = connection.execute(text("SELECT 1 FROM studies WHERE study_name = :name"), {"name": name}).first()
+            result = connection.execute(text("SELECT 1 FROM studies WHERE study_name = :name"), {"name": name}).first()
     except (DBAPIError, OSError) as error:
         raise StorageUrlError(f"The storage '{display_url(url)}' cannot be opened: {one_line_reason(error)}.") from None
-    if found is not None:
+    if result is not None:
         raise StudyConflictError(
             f"The database has a study '{name}' that optuna-dsat did not make: choose another name with --study."
         )

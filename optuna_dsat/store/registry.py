@@ -224,10 +224,10 @@ def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result

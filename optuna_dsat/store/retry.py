@@ -117,21 +117,21 @@ def _database_error(error: BaseException) -> DBAPIError | None:
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the work that raised ``error`` may succeed when retried."""
-    found = _database_error(error)
-    if found is None:
+    result = _database_error(error)
+    if result is None:
         return False
-    if found.connection_invalidated:
+    if result.connection_invalidated:
         return True
-    sqlite_code = getattr(found.orig, "sqlite_errorcode", None)
+    sqlite_code = getattr(result.orig, "sqlite_errorcode", None)
     if sqlite_code is not None:
         return sqlite_code != _SQLITE_MOVED and (sqlite_code & 0xFF) in _SQLITE_TRANSIENT
-    sqlstate = getattr(found.orig, "sqlstate", None)
+    sqlstate = getattr(result.orig, "sqlstate", None)
     if sqlstate is not None:
         return str(sqlstate).startswith(_POSTGRES_TRANSIENT)
-    if type(found.orig).__module__.startswith("sqlite3"):
+    if type(result.orig).__module__.startswith("sqlite3"):
         return False
     # psycopg reports a refused or broken connection without an SQLSTATE.
-    return isinstance(found, OperationalError | InterfaceError)
+    return isinstance(result, OperationalError | InterfaceError)
 
 
 def _is_orphan(error: BaseException) -> bool:
@@ -143,8 +143,8 @@ def _is_orphan(error: BaseException) -> bool:
 
 def one_line_reason(error: BaseException) -> str:
     """Return the first line of the driver's message, without SQL, parameters or passwords."""
-    found = _database_error(error)
-    cause: BaseException | None = found.orig if found is not None else error
+    result = _database_error(error)
+    cause: BaseException | None = result.orig if result is not None else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(cause).__name__
 
@@ -283,8 +283,8 @@ class RetryingStorage(BaseStorage):
         def attempt() -> R:
             nonlocal again
             self._require_present()
-            told, again = again, True
-            return work(told)
+            parts, again = again, True
+            return work(parts)
 
         return retrying(attempt, database=self._database, limit_s=self._retry_limit_s)
 

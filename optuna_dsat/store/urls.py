@@ -148,11 +148,11 @@ def _check_libpq_files(url: URL, shown: str) -> None:
 def _is_waited_for(path: str | Path) -> bool:
     """Return whether reading a file blocks until another process writes to it; False if it cannot be read."""
     try:
-        found = Path(path).expanduser()
-        mode = found.stat().st_mode
+        result = Path(path).expanduser()
+        mode = result.stat().st_mode
         if not stat.S_ISREG(mode):
             return stat.S_ISFIFO(mode)
-        with open_regular(found) as file:
+        with open_regular(result) as file:
             while part := file.raw.read(2**20):  # None if more may follow, empty at the end of the file
                 pass
             return part is None

@@ -124,11 +124,11 @@ def set_others_aside(paths: Sequence[Path], written: Mapping[str, str]) -> list[
 
 def digests(paths: Iterable[Path]) -> dict[str, str]:
     """Return the SHA-256 digest of each regular file, by name; files that cannot be read are left out."""
-    found = {}
+    result = {}
     for path in paths:
         with suppress(OSError):
-            found[path.name] = hashlib.sha256(read_regular(path)).hexdigest()
-    return found
+            result[path.name] = hashlib.sha256(read_regular(path)).hexdigest()
+    return result
 
 
 def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]) -> bool:
@@ -143,13 +143,13 @@ def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]
     if "study_uuid" in marked:
         return bool(marked["study_uuid"] == study_uuid)
     reports = ((row.report, _read(folder, row.report.launch_id, RunDirectory(folder).report.name)) for row in launches)
-    return any(found.get("started_at") == report.started_at for report, found in reports)
+    return any(result.get("started_at") == report.started_at for report, result in reports)
 
 
 def _read(folder: Path, *names: str) -> dict[str, object]:
     """Return the JSON object in a file of a folder; empty if missing."""
     try:
-        found = json.loads(read_regular(held_inside(folder, *names)))
+        result = json.loads(read_regular(held_inside(folder, *names)))
     except (OSError, ValueError, RecursionError, OutsideError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}

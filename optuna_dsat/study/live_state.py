@@ -313,13 +313,13 @@ def read_states(store: Store, study: str, *, now: float) -> list[LiveState]:
         study: Name of the study.
         now: Unix time in seconds.
     """
-    found = []
+    result = []
     attrs = store.storage.get_study_system_attrs(store.storage.get_study_id_from_name(study))
     for key, record in attrs.items():
         if key.startswith(_PREFIX):
             with suppress(ValueError):
-                found.append(_STORED.validate_python(record))
-    return sorted((one for one in found if one.counts(now)), key=lambda one: one.noted_at)
+                result.append(_STORED.validate_python(record))
+    return sorted((note for note in result if note.counts(now)), key=lambda note: note.noted_at)
 
 
 _STORED = TypeAdapter(LiveState)

@@ -297,7 +297,7 @@ def uninterrupted() -> Iterator[None]:
         with handling([number for number, handler in handlers.items() if callable(handler)], note):
             yield
     finally:
-        for one in came[:1]:
-            handler = handlers[signal.Signals(one)]
+        for item in came[:1]:
+            handler = handlers[signal.Signals(item)]
             if callable(handler):
-                handler(one, None)
+                handler(item, None)

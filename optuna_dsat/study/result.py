@@ -146,9 +146,9 @@ class StudyResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self)}
-        by_gpus = {count: one.to_json() for count, one in self.by_gpus.items()}
-        changes = [asdict(one) for one in self.changes]
+        plain = {field_.name: getattr(self, field_.name) for field_ in fields(self)}
+        by_gpus = {count: item.to_json() for count, item in self.by_gpus.items()}
+        changes = [asdict(change) for change in self.changes]
         return {**plain, "verdict": self.verdict.to_json(), "changes": changes, "by_gpus": by_gpus}
 
     def optuna_study(self, storage: str | None = None) -> optuna.Study:
@@ -277,10 +277,10 @@ def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) ->
         metrics: Its metrics, from the confirmation if available.
     """
     facts = {**attributes.step_facts(trial), "metrics": metrics}
-    told = steps_in_words(**facts)
+    words = steps_in_words(**facts)
     if facts["variation"]:
-        told += "; only configurations of one batch size were measured on the same data"
-    return f"Steps: {told}." if told else ""
+        words += "; only configurations of one batch size were measured on the same data"
+    return f"Steps: {words}." if words else ""
 
 
 def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:
@@ -352,14 +352,14 @@ def learning_rate_advice(
     kind = str(optimizer.get("type") or "").lower()
     factor = root if kind in _ADAPTIVE else linear if kind == "sgd" else f"{root}, or by {linear}"
     rate = (optimizer.get("params") or {}).get("lr")
-    told = f" of {rate:g}" if isinstance(rate, int | float) else ""
+    words = f" of {rate:g}" if isinstance(rate, int | float) else ""
     steps = ""
     if samples is not None:
-        before, after = (math.ceil(samples / one) for one in (user_batch, batch))
+        before, after = (math.ceil(samples / number) for number in (user_batch, batch))
         steps = f", an epoch from {count_in_words(before)} to {things_in_words(after, 'step')}"
     return (
         f"The global batch goes from {count_in_words(user_batch)} to {things_in_words(batch, 'sample')}{steps}: "
-        f"consider multiplying your learning rate{told} by {factor}. That is a rule of thumb, to be checked by the "
+        f"consider multiplying your learning rate{words} by {factor}. That is a rule of thumb, to be checked by the "
         f"loss of a longer run.{_scaled_steps(config, ratio)}"
         f"{'' if is_chosen else f' Keep the batch with --train-batch-size {user_batch}.'}"
     )

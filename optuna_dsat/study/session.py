@@ -160,7 +160,7 @@ class Session:
         """Return what earlier studies measured, if anything is used; it is announced when it is found first."""
         store = self._context.store
         study = optuna.load_study(study_name=self.spec.name, storage=store.storage)
-        found, new = prior_knowledge_of(study, store=store, spec=self.spec, profiled=profiled, fingerprint=mark)
-        if found is not None and new:
-            self._context.say(found.in_words())
-        return found
+        knowledge, new = prior_knowledge_of(study, store=store, spec=self.spec, profiled=profiled, fingerprint=mark)
+        if knowledge is not None and new:
+            self._context.say(knowledge.in_words())
+        return knowledge

@@ -149,7 +149,7 @@ def _max_samples_per_rank(spec: StudySpec, profiled: Profiled | None, ranks: int
     known = {name: limit for name, limit in limits.items() if limit is not None}
     if not known:
         return None
-    name = min(known, key=lambda one: known[one])
+    name = min(known, key=lambda name: known[name])
     if known[name] < ranks:
         raise ConfigError(f"{name} is {known[name]}, less than one sample for each of {ranks} data-parallel ranks.")
     return known[name] // ranks

@@ -211,8 +211,8 @@ class StoredStudy:
         Raises:
             ValueError: If a stored value is invalid. ``TypeError`` and similar errors are possible as well.
         """
-        for one in self.rounds.launches:
-            Outcome(one.outcome)
+        for launch in self.rounds.launches:
+            Outcome(launch.outcome)
         for trial in self.trials:
             Outcome(trial.user_attrs.get(attributes.OUTCOME, Outcome.LOST))
             self.row(trial)
@@ -246,18 +246,18 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
         StudyConflictError: If a study of this name has other settings; lists the differences.
         UnreadableStudyError: If the study of this name cannot be read.
     """
-    found = store.find_study(spec.name)
-    if found is None:
+    result = store.find_study(spec.name)
+    if result is None:
         record = store.create_study(spec.name, spec.stored(), direction=spec.direction)
         return record, spec
     read_stored(store, spec.name)  # both refuse what later steps could not read
-    read_launches(store, found)
+    read_launches(store, result)
     if relocated:
-        return found, spec
+        return result, spec
     check_study(store, spec)
-    if spec != spec_of(found):
-        store.update_spec(found.uuid, spec.stored())
-    return found, spec
+    if spec != spec_of(result):
+        store.update_spec(result.uuid, spec.stored())
+    return result, spec
 
 
 def check_study(store: Store, spec: StudySpec) -> None:
@@ -266,10 +266,10 @@ def check_study(store: Store, spec: StudySpec) -> None:
     Raises:
         StudyConflictError: Lists the differences.
     """
-    found = store.find_study(spec.name)
-    if found is None:
+    record = store.find_study(spec.name)
+    if record is None:
         return
-    stored = spec_of(found)
+    stored = spec_of(record)
     begun = has_trials(store, spec.name)
     differing = _differences(stored.identity(), spec.identity())
     if differing and (begun or stored.direction != spec.direction):
@@ -341,7 +341,7 @@ def has_trials(store: Store, name: str) -> bool:
 def is_spent(store: Store, spec: StudySpec) -> bool:
     """Whether a study has used all of its launches and has no running or waiting trials."""
     trials = store.storage.get_all_trials(store.storage.get_study_id_from_name(spec.name), deepcopy=False)
-    return all(one.state.is_finished() for one in trials) and attributes.launches_used(trials) >= spec.max_trials
+    return all(trial.state.is_finished() for trial in trials) and attributes.launches_used(trials) >= spec.max_trials
 
 
 def read_stored(store: Store, name: str) -> StoredStudy:

@@ -127,12 +127,12 @@ def _note_of(spec: StudySpec) -> Path:
 
 def missing_secrets(spec: StudySpec) -> dict[str, str]:
     """Return the variables that the study's launches need and this process lacks: variable -> setting that uses it."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for what, text in _places(spec):
         for name in names_in(text):
             if value_of(name) is None:
-                found.setdefault(name, what)
-    return found
+                result.setdefault(name, what)
+    return result
 
 
 def _places(spec: StudySpec) -> Iterator[tuple[str, str]]:
@@ -145,9 +145,9 @@ def _places(spec: StudySpec) -> Iterator[tuple[str, str]]:
     for name, value in script.environment.items():
         yield f"the variable {name}", value
     for key, value in ds_config.flatten(spec.ds_config).items():
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, str):
-                yield f"{key} of the DeepSpeed config", one
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, str):
+                yield f"{key} of the DeepSpeed config", item
 
 
 def require_secrets(spec: StudySpec) -> None:

@@ -149,10 +149,12 @@ def best_trials(trials: Sequence[FrozenTrial], *, maximize: bool) -> list[Frozen
 
 def commonest_message(trials: Sequence[FrozenTrial]) -> str:
     """Return the most frequent outcome of launches without a measurement; empty without such a launch."""
-    ended = [one for one in trials if one.state.is_finished() and LAUNCH_ID in one.user_attrs]
-    failed = [one.user_attrs for one in ended if one.user_attrs.get(OUTCOME) not in (Outcome.MEASURED, Outcome.LOST)]
-    found = Counter(str(attrs[MESSAGE]) for attrs in failed if attrs.get(MESSAGE))
-    return found.most_common(1)[0][0] if found else ""
+    ended = [trial for trial in trials if trial.state.is_finished() and LAUNCH_ID in trial.user_attrs]
+    failed = [
+        trial.user_attrs for trial in ended if trial.user_attrs.get(OUTCOME) not in (Outcome.MEASURED, Outcome.LOST)
+    ]
+    result = Counter(str(attrs[MESSAGE]) for attrs in failed if attrs.get(MESSAGE))
+    return result.most_common(1)[0][0] if result else ""
 
 
 def launches_since_best(trials: Sequence[FrozenTrial], *, maximize: bool) -> int:

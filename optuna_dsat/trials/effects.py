@@ -85,11 +85,11 @@ class Effects:
     """
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
-        self._params = [one.params for one in measurements]
-        self.best_size = max(measurements, key=lambda one: one.goodness).micro_batch
+        self._params = [measurement.params for measurement in measurements]
+        self.best_size = max(measurements, key=lambda measurement: measurement.goodness).micro_batch
         """Micro-batch of the best measurement."""
-        self._octaves = np.log2([one.micro_batch for one in measurements])
-        goodness = np.array([one.goodness for one in measurements])
+        self._octaves = np.log2([measurement.micro_batch for measurement in measurements])
+        goodness = np.array([measurement.goodness for measurement in measurements])
         targets = goodness - goodness.max()
         structures = self._structural(self._params, self._octaves)
         knobs = np.zeros_like(structures)
@@ -173,14 +173,18 @@ class Effects:
 
     def _structural(self, others: Sequence[Mapping[str, Any]], octaves: Array) -> Array:
         """Return the correlation of other structures with the measured structures: shape (others, measurements)."""
-        same = _table(_same_structure, [_structure(one) for one in others], [_structure(one) for one in self._params])
+        same = _table(
+            _same_structure, [_structure(record) for record in others], [_structure(param) for param in self._params]
+        )
         own = _OWN_CURVE**2 * _smooth(octaves, self._octaves, _OWN_OCTAVES)
         return np.asarray(same + (same == 1.0) * own, dtype=np.float64)
 
     def _alike(self, name: str, others: Sequence[Mapping[str, Any]]) -> Array:
         """Return the correlation of a knob's effects on others and on measured lineages, (others, measurements)."""
-        stage = _table(_equal, [one.get(ZERO_STAGE) for one in others], [one.get(ZERO_STAGE) for one in self._params])
-        values = [(one.get(name),) if name in one else () for one in (*others, *self._params)]
+        stage = _table(
+            _equal, [record.get(ZERO_STAGE) for record in others], [param.get(ZERO_STAGE) for param in self._params]
+        )
+        values = [(param.get(name),) if name in param else () for param in (*others, *self._params)]
         return _table(_both_similar, values[: len(others)], values[len(others) :]) * (0.5 + 0.5 * stage)
 
 
@@ -188,28 +192,36 @@ def effects_of(lineages: Lineages, direction: StudyDirection) -> Effects | None:
     """Return the effects in the measured lineages, None with too few measurements or if a metric is not positive."""
 
     def find() -> Effects | None:
-        found = [one for group in lineages.structures.values() for one in _chosen_of(group, direction)]
-        if len(found) < _LEAST_MEASUREMENTS or not all(math.isfinite(one.goodness) for one in found):
+        measurements = [
+            measurement for group in lineages.structures.values() for measurement in _chosen_of(group, direction)
+        ]
+        if len(measurements) < _LEAST_MEASUREMENTS or not all(
+            math.isfinite(measurement.goodness) for measurement in measurements
+        ):
             return None
-        return Effects(_chosen(found))
+        return Effects(_chosen(measurements))
 
     return lineages.derived(("effects", direction), find)
 
 
 def _chosen_of(group: StructureGroup, direction: StudyDirection) -> Sequence[Measurement]:
     def find() -> Sequence[Measurement]:
-        return _chosen([one for lineage in group.members.values() for one in _measurements(lineage, direction)])
+        return _chosen(
+            [measurement for lineage in group.members.values() for measurement in _measurements(lineage, direction)]
+        )
 
     return group.derived(("measurements", direction), find)
 
 
 def _chosen(found: Sequence[Measurement]) -> Sequence[Measurement]:
     """Return the best and the latest measurements, by number, and all measurements without a goodness."""
-    by_number = sorted(found, key=lambda one: one.number)
+    by_number = sorted(found, key=lambda measurement: measurement.number)
     if len(found) <= _BEST + _LATEST:
         return by_number
-    best = sorted(found, key=lambda one: -math.inf if math.isnan(one.goodness) else -one.goodness)[:_BEST]
-    chosen = {one.number: one for one in (*best, *by_number[-_LATEST:])}
+    best = sorted(
+        found, key=lambda measurement: -math.inf if math.isnan(measurement.goodness) else -measurement.goodness
+    )[:_BEST]
+    chosen = {measurement.number: measurement for measurement in (*best, *by_number[-_LATEST:])}
     return [chosen[number] for number in sorted(chosen)]
 
 
@@ -267,7 +279,7 @@ def _table(alike: Callable[[Any, Any], float], rows: Sequence[Any], columns: Seq
         if code == len(distinct):
             distinct.append(value)
         codes.append(code)
-    table = np.array([[alike(one, other) for other in distinct] for one in distinct], dtype=np.float64)
+    table = np.array([[alike(first, other) for other in distinct] for first in distinct], dtype=np.float64)
     return np.asarray(table[np.ix_(codes[: len(rows)], codes[len(rows) :])], dtype=np.float64)
 
 
@@ -276,23 +288,23 @@ def _structure(params: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     return params.get(ZERO_STAGE), tuple(params.get(name, "none") for name in STRUCTURE if name != ZERO_STAGE)
 
 
-def _same_structure(one: tuple[Any, Any], other: tuple[Any, Any]) -> float:
-    stage, offload = one[0] == other[0], one[1] == other[1]
+def _same_structure(first: tuple[Any, Any], other: tuple[Any, Any]) -> float:
+    stage, offload = first[0] == other[0], first[1] == other[1]
     return 1.0 if stage and offload else _STAGE * stage + _OFFLOAD * offload
 
 
-def _equal(one: Any, other: Any) -> float:
-    return float(one == other)
+def _equal(first: Any, other: Any) -> float:
+    return float(first == other)
 
 
-def _both_similar(one: tuple[Any, ...], other: tuple[Any, ...]) -> float:
+def _both_similar(first: tuple[Any, ...], other: tuple[Any, ...]) -> float:
     """Return the similarity of two values of a knob, given as tuples that are empty if the knob does not apply."""
-    return _similar(one[0], other[0]) if one and other else 0.0
+    return _similar(first[0], other[0]) if first and other else 0.0
 
 
-def _similar(one: Any, other: Any) -> float:
+def _similar(first: Any, other: Any) -> float:
     """Return the similarity of two values of a knob: by ratio for sizes, by equality for others."""
-    numbers = [value for value in (one, other) if isinstance(value, int | float) and not isinstance(value, bool)]
+    numbers = [value for value in (first, other) if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) == 2 and min(numbers) > 0:
         return math.exp(-abs(math.log10(numbers[0] / numbers[1])))
-    return float(one == other and isinstance(one, bool) == isinstance(other, bool))
+    return float(first == other and isinstance(first, bool) == isinstance(other, bool))

@@ -119,28 +119,28 @@ def _suspects(
 ) -> set[frozenset[_Component]]:
     """Return sets of components; a structure that contains a whole set fails."""
     by_error: dict[str, dict[frozenset[_Component], list[int]]] = {}
-    found = set()
+    result = set()
     for trial, components, size in failed:
         if trial.user_attrs.get(attributes.OUTCOME) == Outcome.STALLED:
-            found.add(components - innocent)
+            result.add(components - innocent)
         else:
             by_error.setdefault(_VARYING.sub("", error_of(trial)), {}).setdefault(components, []).append(size)
     for error, sizes in by_error.items():
         if not error:
             continue
         repeated = [(components, at) for components, at in sizes.items() if len(at) > 1]
-        shared = [(one & other, sizes[one] + sizes[other]) for one, other in combinations(sizes, 2)]
-        found |= {components - innocent for components, at in (*repeated, *shared) if min(at) <= largest}
-    return found - {frozenset()}
+        shared = [(first & other, sizes[first] + sizes[other]) for first, other in combinations(sizes, 2)]
+        result |= {components - innocent for components, at in (*repeated, *shared) if min(at) <= largest}
+    return result - {frozenset()}
 
 
 def _matching(suspects: Iterable[frozenset[_Component]], stages: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the partial knobs that have all components of one of the sets."""
-    found = set()
+    result = set()
     for components in suspects:
         offloads = {name: value for name, value in components if name in _OFFLOADS}
         for stage in stages:
             if components <= _components({ZERO_STAGE: stage, **offloads}):
                 named = ((n, value) for n, value in offloads.items() if value != _NONE or stage >= _OFFLOADS[n])
-                found.add(((ZERO_STAGE, stage), *sorted(named)))
-    return [dict(knobs) for knobs in sorted(found)]
+                result.add(((ZERO_STAGE, stage), *sorted(named)))
+    return [dict(knobs) for knobs in sorted(result)]

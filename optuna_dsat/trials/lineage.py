@@ -112,12 +112,12 @@ def feasibility(trial: FrozenTrial) -> Feasibility:
 
 def score(trial: FrozenTrial) -> float | None:
     """Return a trial's metric: its value, or the last report of a stopped trial; None without a number."""
-    found: float | None = None
+    result: float | None = None
     if trial.state == TrialState.COMPLETE and trial.values is not None and len(trial.values) == 1:
-        found = trial.values[0]
+        result = trial.values[0]
     elif trial.state == TrialState.PRUNED and feasibility(trial) is Feasibility.FITS:
-        found = trial.intermediate_values[max(trial.intermediate_values)]
-    return None if found is None or math.isnan(found) else found
+        result = trial.intermediate_values[max(trial.intermediate_values)]
+    return None if result is None or math.isnan(result) else result
 
 
 class MicroBatchSet(IntDistribution):
@@ -169,7 +169,7 @@ class Lineage:
     def conclusive(self) -> tuple[FrozenTrial, ...]:
         """Launches that show the configuration's feasibility, by number, without unrelated failures."""
         shown = zip(self.trials, self.feasibilities, strict=True)
-        return tuple(t for t, found in shown if found is not Feasibility.UNKNOWN)
+        return tuple(t for t, result in shown if result is not Feasibility.UNKNOWN)
 
     @cached_property
     def running(self) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ class Lineage:
         return min(self._sizes(Feasibility.TOO_LARGE), default=None)
 
     def _sizes(self, wanted: Feasibility) -> list[int]:
-        return [self.size(t) for t, found in zip(self.trials, self.feasibilities, strict=True) if found is wanted]
+        return [self.size(t) for t, result in zip(self.trials, self.feasibilities, strict=True) if result is wanted]
 
     @cached_property
     def broken(self) -> bool:
@@ -229,9 +229,9 @@ class Lineage:
     def distribution(self) -> IntDistribution | None:
         """Distribution of the micro-batch in the latest trial that has it, or None."""
         for trial in reversed(self.trials):
-            found = micro_batches_of(trial.distributions.get(self.micro_batch))
-            if found is not None:
-                return found
+            distribution = micro_batches_of(trial.distributions.get(self.micro_batch))
+            if distribution is not None:
+                return distribution
         return None
 
     @cached_property
@@ -290,8 +290,8 @@ class Lineage:
         known = self._derived
         if key not in known:
             known[key] = compute()
-        found: T = known[key]
-        return found
+        result: T = known[key]
+        return result
 
     @cached_property
     def _derived(self) -> dict[Hashable, Any]:
@@ -328,8 +328,8 @@ def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> d
         members.setdefault(key, []).append(trial)
         params.setdefault(key, knobs)
     return {
-        key: Lineage(key=key, params=params[key], trials=tuple(found), micro_batch=micro_batch)
-        for key, found in members.items()
+        key: Lineage(key=key, params=params[key], trials=tuple(result), micro_batch=micro_batch)
+        for key, result in members.items()
     }
 
 
@@ -352,11 +352,11 @@ def agrees(params: Mapping[str, Any], other: Mapping[str, Any], *, strict: bool 
     """Return whether shared knobs equal the values in ``other``; if strict, all knobs of ``other`` are required."""
     missing = object()
     for name, value in other.items():
-        found = params.get(name, missing)
-        if found is missing:
+        result = params.get(name, missing)
+        if result is missing:
             if strict:
                 return False
-        elif canonical_number(found) != canonical_number(value) or isinstance(found, bool) != isinstance(value, bool):
+        elif canonical_number(result) != canonical_number(value) or isinstance(result, bool) != isinstance(value, bool):
             return False
     return True
 

@@ -128,8 +128,8 @@ def trial_notes(study: Study, trial: FrozenTrial, make: Callable[[], T], *, micr
         notes[trial._trial_id] = make()
         if len(notes) > _MAX_NOTES:
             del notes[next(iter(notes))]
-    found: T = notes[trial._trial_id]
-    return found
+    result: T = notes[trial._trial_id]
+    return result
 
 
 class _StudyCache:
@@ -158,8 +158,8 @@ class _StudyCache:
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._cached:
             self._cached[key] = make()
-        found: T = self._cached[key]
-        return found
+        result: T = self._cached[key]
+        return result
 
     def read(self, trials: Sequence[FrozenTrial], without: int | None, *, dense: bool = True) -> StudyHistory | None:
         """Process new and newly finished trials; return None if they do not continue the cached history.

@@ -39,8 +39,8 @@ class _Memoised:
         """Return ``compute()``, which depends on this object only; cached by ``key`` until the object changes."""
         if key not in self._cache:
             self._cache[key] = compute()
-        found: T = self._cache[key]
-        return found
+        result: T = self._cache[key]
+        return result
 
     def _invalidate(self) -> None:
         self._cache.clear()
@@ -202,9 +202,9 @@ def best_of_all(lineages: Lineages, direction: StudyDirection) -> Lineage | None
 
     def find() -> Lineage | None:
         best = best_score(lineages, direction)
-        found = (best_lineage(group, direction) for group in lineages.structures.values())
-        holders = [one for one in found if one is not None and one.best_score(direction) == best]
-        return min(holders, key=lambda one: one.first_number, default=None)
+        result = (best_lineage(group, direction) for group in lineages.structures.values())
+        holders = [lineage for lineage in result if lineage is not None and lineage.best_score(direction) == best]
+        return min(holders, key=lambda lineage: lineage.first_number, default=None)
 
     return lineages.derived(("best of all", direction), find)
 

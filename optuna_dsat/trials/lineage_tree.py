@@ -108,13 +108,13 @@ class Tree:
         node: _Node | None = self._root
         for depth, (name, value) in enumerate(params.items(), start=1):
             node = None if node is None else self._branches(node, name, depth).get(choice_of(name, value))
-        cache_key = frozenset(frozenset(choice_of(*knob) for knob in one.items()) for one in hopeless)
+        cache_key = frozenset(frozenset(choice_of(*knob) for knob in record.items()) for record in hopeless)
         return self._closed(dict(params), node, hopeless, cache_key)
 
     def _closed(
         self, params: dict[str, Any], node: _Node | None, hopeless: Sequence[Mapping[str, Any]], cache_key: Any
     ) -> bool:
-        if any(agrees(params, one, strict=True) for one in hopeless):
+        if any(agrees(params, record, strict=True) for record in hopeless):
             return True
         if node is None or node.first is None:
             return False

@@ -82,14 +82,14 @@ def worth_its_seconds(
     if direction == StudyDirection.MINIMIZE:
         return math.inf
     known = lineages.derived(("timed", profile_steps), lambda: _timed(lineages.values()))
-    usual = min((one.seconds(profile_steps) for one in known if one.micro_batch >= own), default=None)
+    usual = min((row.seconds(profile_steps) for row in known if row.micro_batch >= own), default=None)
     group = lineages.structure_group(lineage.params)
     if usual is None or group is None:
         return math.inf
     measured = group.derived("timed", lambda: _timed(group.members.values()))
     if not measured:
         return math.inf
-    largest = max(measured, key=lambda one: (one.micro_batch, -one.step_s))
+    largest = max(measured, key=lambda row: (row.micro_batch, -row.step_s))
     allowed_s = DEAR * usual * max(1.0, _last_gain(group) / LEAST_GAIN)
     steps_s = profile_steps * largest.step_s / largest.micro_batch
     return max(float(own), (allowed_s - largest.overhead_s) / steps_s)
@@ -109,21 +109,21 @@ class _Timed:
 
 def _timed(lineages: Iterable[Lineage]) -> tuple[_Timed, ...]:
     """Return the launches of lineages that measured the seconds of a step."""
-    found = []
+    rows = []
     for lineage in lineages:
         for trial in lineage.trials:
             seconds = attributes.step_and_overhead_s(trial)
             if seconds is not None:
                 step_s, overhead_s = seconds
-                found.append(_Timed(micro_batch=lineage.size(trial), step_s=step_s, overhead_s=overhead_s))
-    return tuple(found)
+                rows.append(_Timed(micro_batch=lineage.size(trial), step_s=step_s, overhead_s=overhead_s))
+    return tuple(rows)
 
 
 def _last_gain(group: StructureGroup) -> float:
     """Return the relative gain of the largest doubling measured in a structure, 0 without any."""
 
     def find() -> float:
-        doublings = (gain for one in group.members.values() for gain in _gains(one))
+        doublings = (gain for member in group.members.values() for gain in _gains(member))
         return max(doublings, default=(0, 0.0))[1]
 
     return group.derived("last gain", find)
@@ -144,8 +144,10 @@ def _known(lineages: Lineages, direction: StudyDirection) -> tuple[int, int | No
         if direction == StudyDirection.MINIMIZE:
             paid = max((_largest_fit(group) for group in lineages.structures.values()), default=0)
         else:
-            paid = max((_doublings(one)[0] for one in lineages.values()), default=0)
-        too_large = (one.smallest_too_large for one in lineages.values() if one.smallest_too_large is not None)
+            paid = max((_doublings(lineage)[0] for lineage in lineages.values()), default=0)
+        too_large = (
+            lineage.smallest_too_large for lineage in lineages.values() if lineage.smallest_too_large is not None
+        )
         return paid, min(too_large, default=None)
 
     return lineages.derived(("paid and too large", direction), find)
@@ -155,7 +157,9 @@ def _largest_fit(group: StructureGroup) -> int:
     """Return the largest micro-batch that fitted a structure, else 0."""
 
     def find() -> int:
-        return max((one.largest_fit for one in group.members.values() if one.largest_fit is not None), default=0)
+        return max(
+            (member.largest_fit for member in group.members.values() if member.largest_fit is not None), default=0
+        )
 
     return group.derived("fitted", find)
 
@@ -171,8 +175,8 @@ def _plateau(group: StructureGroup, direction: StudyDirection) -> int | None:
         return None
 
     def find() -> int | None:
-        gains = [gain for one in group.members.values() for gain in _gains(one)]
-        flat = (size for one in group.members.values() if (size := _doublings(one)[1]) is not None)
+        gains = [gain for member in group.members.values() for gain in _gains(member)]
+        flat = (size for member in group.members.values() if (size := _doublings(member)[1]) is not None)
         return min((size for size in flat if fmean(_about(size, gains)) < LEAST_GAIN), default=None)
 
     return group.derived("plateau", find)

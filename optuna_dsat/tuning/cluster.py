@@ -99,8 +99,8 @@ def _needed_files(spec: StudySpec) -> dict[str, str]:
     """Return a mapping from each file that every node must have to the digest of its content."""
     script = spec.script
     paths = [script.cwd, *([] if script.is_module else [script.script]), *filter(None, [script.config_path])]
-    found = {path: digest_of(Path(path)) for path in paths}
-    return {path: digest for path, digest in found.items() if digest}
+    result = {path: digest_of(Path(path)) for path in paths}
+    return {path: digest for path, digest in result.items() if digest}
 
 
 def _engine(spec: StudySpec, on_notice: Callable[[str], None] = lambda _: None) -> Engine:

@@ -74,9 +74,9 @@ def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, StudyResult]:
     Raises:
         NothingRunnableError: If no search measured anything.
     """
-    results = {one.gpus: one.result for one in found if one.result is not None}
+    results = {row.gpus: row.result for row in found if row.result is not None}
     if not results:
         raise NothingRunnableError("No configuration could be measured at any of these numbers of ranks.")
-    best = max(found, key=lambda one: (one.samples_per_s or 0.0, -one.gpus))
+    best = max(found, key=lambda row: (row.samples_per_s or 0.0, -row.gpus))
     assert best.run is not None
     return best.run, replace(results[best.gpus], by_gpus=results)

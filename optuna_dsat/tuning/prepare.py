@@ -69,7 +69,7 @@ def _prepare_each(method: str | None, given: Given) -> list[Prepared]:
         return [replace(only, notes=[*notes, *only.notes])]
     studies = [_at_count(method, given, sweep, count=count) for count in sweep.counts]
     first = replace(studies[0], notes=[*notes, *studies[0].notes])
-    return [first, *(replace(one, notes=[]) for one in studies[1:])]
+    return [first, *(replace(study, notes=[]) for study in studies[1:])]
 
 
 def _at_count(method: str | None, given: Given, sweep: Sweep, *, count: int) -> Prepared:
@@ -145,9 +145,9 @@ def _check_texts(given: Given) -> None:
     Raises:
         UsageError: Names the option only; the string may be secret.
     """
-    for one in fields(given.options):
-        value = getattr(given.options, one.name)
-        if one.name == "ds_config" and isinstance(value, Mapping):
+    for field_ in fields(given.options):
+        value = getattr(given.options, field_.name)
+        if field_.name == "ds_config" and isinstance(value, Mapping):
             continue  # data, checked like the content of a file
         for text in _texts(value):
             try:
@@ -155,7 +155,7 @@ def _check_texts(given: Given) -> None:
             except UnicodeEncodeError:
                 wrong = "half a surrogate pair"
             if wrong:
-                raise UsageError(f"--{one.name.replace('_', '-')} holds {wrong}: no system takes such a text.")
+                raise UsageError(f"--{field_.name.replace('_', '-')} holds {wrong}: no system takes such a text.")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -163,12 +163,12 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str | os.PathLike):
         yield str(os.fspath(value))
     elif isinstance(value, Mapping):
-        for key, one in value.items():
+        for key, item in value.items():
             yield from _texts(key)
-            yield from _texts(one)
+            yield from _texts(item)
     elif isinstance(value, Sequence):
-        for one in value:
-            yield from _texts(one)
+        for item in value:
+            yield from _texts(item)
 
 
 def check_storage(request: StudyRequest) -> None:

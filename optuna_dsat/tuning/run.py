@@ -238,7 +238,7 @@ def train_with_best(run: StudyRun, result: StudyResult, *, stdout: TextIO | None
         study = read_stored(store, run.request.spec.name)
     return train_trial(
         study,
-        next(one for one in study.trials if one.number == result.trial),
+        next(trial for trial in study.trials if trial.number == result.trial),
         spec=run.request.spec,
         devices=run.request.devices,
         stdout=stdout,

@@ -75,12 +75,12 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
 
 def _default_name(stem: str, method: str) -> str:
     """Return a study's default name. It is also a folder name, but a script's name may contain line breaks."""
-    return f"{''.join(one if one.isprintable() else '_' for one in stem)}-{method}"
+    return f"{''.join(name if name.isprintable() else '_' for name in stem)}-{method}"
 
 
 def _settings(options: TuneOptions) -> dict[str, Any]:
     """Return the spec's fields that options set."""
-    settings = {one.name: getattr(options, one.name) for one in fields(SearchSettings)}
+    settings = {field_.name: getattr(options, field_.name) for field_ in fields(SearchSettings)}
     if stages := settings["zero_stages"]:
         settings["zero_stages"] = tuple(sorted(set(stages)))
     if options.nvme_path is not None:

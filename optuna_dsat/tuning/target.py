@@ -49,7 +49,7 @@ def find_target(options: TuneOptions) -> Target:
     Raises:
         UsageError: If it does not exist, or is not Python.
     """
-    rest = tuple(str(one) for one in options.script_args or ())
+    rest = tuple(str(arg) for arg in options.script_args or ())
     script, hparams = Path(options.script), None if options.hparams is None else Path(options.hparams)
     entry = str(script)
     if not options.module and is_trial_class(entry) and not script.is_file():
@@ -69,14 +69,14 @@ def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str
     Raises:
         UsageError: If the class does not exist, or the hyperparameters are invalid.
     """
-    found = find_trial_class(entry, Path.cwd())
+    trial_class = find_trial_class(entry, Path.cwd())
     overwrites = {} if hparams is None else overwrites_of(Hparams.load(hparams), config, Path.cwd())
     named = None if hparams is None else str(hparams)
     return Target(
         script=RUNNER,
         is_module=True,
         args=runner_arguments(entry, config=str(config), hparams=named, rest=rest),
-        stem=found.name,
+        stem=trial_class.name,
         overwrites=overwrites,
     )
 

@@ -128,7 +128,7 @@ def _train_on_cluster(spec: StudySpec, request: LaunchRequest, *, stdout: TextIO
 
 
 def _trial(study: StoredStudy, number: int) -> tuple[FrozenTrial, str]:
-    launched = {one.number: one for one in study.trials if attributes.OVERLAY in one.user_attrs}
+    launched = {trial.number: trial for trial in study.trials if attributes.OVERLAY in trial.user_attrs}
     if number not in launched:
         raise UsageError(f"--trial {number}: the study {study.spec.name!r} has launched no trial of this number.")
     return launched[number], f"trial {number}: {configuration_of(launched[number])}."

@@ -35,8 +35,8 @@ class TuneResult(StudyResult):
     @classmethod
     def of(cls, found: StudyResult) -> TuneResult:
         """Convert the result of a study to this class, including the results by number of GPUs."""
-        made = cls(**{one.name: getattr(found, one.name) for one in fields(found)})
-        return replace(made, by_gpus={count: cls.of(one) for count, one in found.by_gpus.items()})
+        made = cls(**{field_.name: getattr(found, field_.name) for field_ in fields(found)})
+        return replace(made, by_gpus={count: cls.of(result) for count, result in found.by_gpus.items()})
 
     def __repr__(self) -> str:
         """Return one line: study, configuration, metric, speed-up and the path of the config."""
@@ -65,9 +65,9 @@ class TuneResult(StudyResult):
         """Yield the rows (name, text) of the notebook table."""
         yield "Study", self.study
         yield "Configuration", config_in_words(self.config)
-        for count, one in self.by_gpus.items():
-            slots = things_in_words(count, slot_name(one.device))
-            yield f"On {slots}", value_in_words(one.verdict, metric=one.metric, device=one.device)
+        for count, result in self.by_gpus.items():
+            slots = things_in_words(count, slot_name(result.device))
+            yield f"On {slots}", value_in_words(result.verdict, metric=result.metric, device=result.device)
         yield from self._speeds()
         batch = things_in_words(self.train_batch_size, "sample")
         yield "Global batch", f"{batch} (yours: {count_in_words(self.user_train_batch_size)})"
@@ -173,8 +173,8 @@ def tune(given: Given) -> TuneResult:
         if not options.quiet:
             say(text, file=sys.stderr)
 
-    for one in studies:
-        for note in one.notes:
+    for study in studies:
+        for note in study.notes:
             notice(note)
     write_config(options)
     if len(studies) == 1:

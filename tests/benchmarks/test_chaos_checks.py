@@ -29,6 +29,6 @@ def test_a_trial_that_is_given_up_is_counted(tmp_path: Path, attempts: int, coun
     (tmp_path / "chaos" / "best_ds_config.json").touch()
     ended = Ended(code=0, seen={}, processes=(), shared_memory=(), temporary=(), stderr="")
     assert given_up(url, "chaos") == count
-    found = violations(ended, url=url, name="chaos", budget=1, output=tmp_path)
-    assert len(found) == 1 - count
-    assert all("killed by a kill" in one for one in found)
+    result = violations(ended, url=url, name="chaos", budget=1, output=tmp_path)
+    assert len(result) == 1 - count
+    assert all("killed by a kill" in item for item in result)

@@ -100,8 +100,8 @@ def launch(name: str, *, micro_batch: int, fed: int | None, stage: int = 1, step
 
 def test_every_entry_of_the_list_can_be_read_and_no_two_are_one() -> None:
     entries = read_entries()
-    assert len({(one.repository, one.commit, one.folder, one.command) for one in entries}) == len(entries)
-    assert all(len(one.commit) == 40 for one in entries)
+    assert len({(entry.repository, entry.commit, entry.folder, entry.command) for entry in entries}) == len(entries)
+    assert all(len(entry.commit) == 40 for entry in entries)
 
 
 def test_an_entry_with_an_unknown_word_or_an_untold_edit_is_refused(sources: Path) -> None:
@@ -132,11 +132,11 @@ def test_a_sandbox_applies_the_stand_ins_and_keeps_another_sitecustomize(
     (hidden / "sitecustomize.py").write_text("import builtins\nbuiltins.hidden_one = 'kept'\n")
     monkeypatch.setenv("PYTHONPATH", str(hidden))
     sandbox = Sandbox(read_entry(write_entry(sources)), tmp_path / "box", sources=sources)
-    said = (
+    text = (
         "import torch\nprint(torch.zeros(2, device='cuda:1').cuda().device, torch.cuda.is_available(), hidden_one)\n"
         "with torch.device('meta'): print(torch.arange(2).device)"
     )
-    done = sandbox.run("look", [sys.executable, "-c", said], limit_s=60.0)
+    done = sandbox.run("look", [sys.executable, "-c", text], limit_s=60.0)
     assert done.output.split() == ["cpu", "False", "kept", "meta"], done.errors
 
 
@@ -168,9 +168,9 @@ def test_a_script_that_does_not_train_by_itself_is_not_judged() -> None:
 
 def test_a_study_by_hand_is_judged_by_its_best_trial() -> None:
     tried = [{"params": {"micro_batch": 8, "stage": 1}, "seconds": 3.0, "number": 0}]
-    said = json.dumps({"trial": 0, "tried": tried})
-    assert by_hand(ran(*launch("trial-0000", micro_batch=8, fed=8), output=said)).verdict == "worked"
-    assert by_hand(ran(*launch("trial-0000", micro_batch=8, fed=2), output=said)).verdict == "wrong"
+    text = json.dumps({"trial": 0, "tried": tried})
+    assert by_hand(ran(*launch("trial-0000", micro_batch=8, fed=8), output=text)).verdict == "worked"
+    assert by_hand(ran(*launch("trial-0000", micro_batch=8, fed=2), output=text)).verdict == "wrong"
     assert by_hand(ran(output=json.dumps({"trial": None, "tried": tried}))).verdict == "refused"
 
 
@@ -202,10 +202,10 @@ def test_a_script_is_run_alone_and_tuned_and_leaves_the_repository_as_it_was(sou
     write_entry(sources)
     options = ["--sources", str(sources), "--scripts", str(tmp_path / "scripts"), "--output", str(tmp_path / "out")]
     assert command.main([*options, "--ways", "plain,prefix", "--max-trials", "1", "--search-s", "200"]) == 0
-    found = json.loads((tmp_path / "out" / "thing.json").read_text())["ways"]
-    assert found["plain"]["verdict"] == "worked"
-    assert found["prefix"]["verdict"] == "worked", found["prefix"]
-    assert found["prefix"]["printed"] == "trains with it"
+    result = json.loads((tmp_path / "out" / "thing.json").read_text())["ways"]
+    assert result["plain"]["verdict"] == "worked"
+    assert result["prefix"]["verdict"] == "worked", result["prefix"]
+    assert result["prefix"]["printed"] == "trains with it"
     assert "`thing`" in (tmp_path / "out" / "table.md").read_text()
-    assert sorted(one.name for one in (sources / "someone+thing" / "repo").iterdir()) == [".git", "train"]
+    assert sorted(path.name for path in (sources / "someone+thing" / "repo").iterdir()) == [".git", "train"]
     assert command.main([*options, "--only", "nothing"]) == command.EX_USAGE

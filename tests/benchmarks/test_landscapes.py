@@ -100,36 +100,36 @@ def test_no_memory_model_is_an_oracle_here() -> None:
 
 
 def test_on_tiny_many_gpus_everything_fits_hundreds_of_times() -> None:
-    found = reached("tiny-many-gpus")
+    result = reached("tiny-many-gpus")
     assert LANDSCAPES["tiny-many-gpus"].slots == 64
-    assert all(reach.largest > 300 for reach in found)
+    assert all(reach.largest > 300 for reach in result)
 
 
 def test_fast_links_make_knobs_matter_little_and_slow_links_much() -> None:
     for name, least, most in (("fast-links", 0.95, 1.0), ("slow-links", 0.0, 0.8)):
-        found = [reach for reach in reached(name) if not offloads(reach)]
-        rates = sorted(reach.throughput for reach in found)
+        result = [reach for reach in reached(name) if not offloads(reach)]
+        rates = sorted(reach.throughput for reach in result)
         assert least <= rates[len(rates) // 2] / rates[-1] <= most, name
 
 
 def test_only_zero_3_fits() -> None:
-    found = reached("only-zero-3")
-    assert {stage(reach) for reach in found if reach.largest} == {3}
-    assert any(offloads(reach) for reach in found if stage(reach) < 3)
+    result = reached("only-zero-3")
+    assert {stage(reach) for reach in result if reach.largest} == {3}
+    assert any(offloads(reach) for reach in result if stage(reach) < 3)
 
 
 def test_only_what_is_offloaded_fits() -> None:
-    found = reached("only-offload")
-    running = [reach for reach in found if reach.largest]
+    result = reached("only-offload")
+    running = [reach for reach in result if reach.largest]
     assert running
     assert all(offloads(reach) for reach in running)
     assert {stage(reach) for reach in running} >= {2, 3}
 
 
 def test_zero_3_wins_through_a_larger_micro_batch() -> None:
-    found = reached("zero-3-larger-batch")
-    third = best_of([reach for reach in found if stage(reach) == 3])
-    second = best_of([reach for reach in found if stage(reach) < 3])
+    result = reached("zero-3-larger-batch")
+    third = best_of([reach for reach in result if stage(reach) == 3])
+    second = best_of([reach for reach in result if stage(reach) < 3])
     assert second.largest > 0
     assert third.micro_batch > second.largest
     assert third.throughput > 1.05 * second.throughput

@@ -96,13 +96,13 @@ def lasting(clock: Clock, seconds: float, done: list[str], name: str) -> Check[A
 
 def test_a_part_stops_between_checks_and_the_next_one_goes_on_there(tmp_path: Path) -> None:
     clock, done = Clock(), list[str]()
-    found = [lasting(clock, 40, done, name) for name in ("one", "two", "three")]
+    result = [lasting(clock, 40, done, name) for name in ("one", "two", "three")]
     path = tmp_path / "proof.json"
-    assert part(Proof(path), *found, clock=clock) == 1
+    assert part(Proof(path), *result, clock=clock) == 1
     assert done == ["one", "two"]
-    assert part(Proof(path), *found, clock=clock, until=200) == 0
+    assert part(Proof(path), *result, clock=clock, until=200) == 0
     assert done == ["one", "two", "three"]
-    assert part(Proof(path), *found, clock=clock, until=200) == 0
+    assert part(Proof(path), *result, clock=clock, until=200) == 0
     assert len(done) == 3
     assert [record.seconds for record in Proof(path).records.values()] == [40, 40, 40]
 
@@ -285,7 +285,7 @@ def test_the_end_of_a_part_ends_a_command_as_it_can_be_ended(
 
 
 def test_every_check_has_its_own_name_and_every_example_a_check() -> None:
-    names = [one.name for one in checks.all_checks()]
+    names = [item.name for item in checks.all_checks()]
     assert len(set(names)) == len(names)
     assert {f"example-{name}" for name in EXAMPLES} <= set(names)
     assert sum(name.startswith("edge-") for name in names) == 6
@@ -348,7 +348,7 @@ def test_all_that_is_needed_is_packed_torch_aside() -> None:
             needs = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
         except importlib.metadata.PackageNotFoundError:
             continue  # of another version of something
-        needed = {canonicalize_name(one.name) for one in needs if one.marker is None or one.marker.evaluate()}
+        needed = {canonicalize_name(need.name) for need in needs if need.marker is None or need.marker.evaluate()}
         assert needed - there <= packed, name
 
 
@@ -384,8 +384,8 @@ def test_what_the_machine_lacks_or_has_too_old_is_installed_and_what_is_proven(t
         wheel(tmp_path, "sqlalchemy-9999.0", "typing_extensions==4.0.0"),
         wheel(tmp_path, "typing_extensions-4.0.0"),
     ]
-    found = [one.name.partition("-")[0] for one in install.missing(wheels)]
-    assert found == ["no_such_thing", "optuna", "sqlalchemy", "typing_extensions"]
+    result = [item.name.partition("-")[0] for item in install.missing(wheels)]
+    assert result == ["no_such_thing", "optuna", "sqlalchemy", "typing_extensions"]
     with pytest.raises(install.InstallError, match="make pack-gpu"):
         install.install(tmp_path / "nothing", tmp_path / "site")
 

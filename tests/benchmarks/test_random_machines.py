@@ -44,20 +44,20 @@ def test_at_least_thirty_per_cent_of_the_terms_have_a_form_that_the_cost_models_
 def test_effects_are_absent_or_strong_by_chance() -> None:
     drawn = [draw(seed) for seed in SEEDS]
     for present in (
-        [one.tiles is not None for one in drawn],
-        [one.load_s > 0 for one in drawn],
-        [one.straggler > 1 for one in drawn],
-        [one.pressure > 0 for one in drawn],
-        [not one.ordered for one in drawn],
-        [bool(one.refused) for one in drawn],
-        ["bucket" in one.sizes for one in drawn],
-        [one.hardware.kind == "cpu" for one in drawn],
+        [item.tiles is not None for item in drawn],
+        [item.load_s > 0 for item in drawn],
+        [item.straggler > 1 for item in drawn],
+        [item.pressure > 0 for item in drawn],
+        [not item.ordered for item in drawn],
+        [bool(item.refused) for item in drawn],
+        ["bucket" in item.sizes for item in drawn],
+        [item.hardware.kind == "cpu" for item in drawn],
     ):
         assert 0.03 < statistics.fmean(present) < 0.8
-    assert len({one.compute.form for one in drawn}) == 6
-    assert min(one.noise for one in drawn) < 0.01 < 0.04 < max(one.noise for one in drawn)
-    assert min(one.profiled_activations for one in drawn) < 0.85
-    assert max(one.profiled_activations for one in drawn) > 1.15
+    assert len({item.compute.form for item in drawn}) == 6
+    assert min(item.noise for item in drawn) < 0.01 < 0.04 < max(item.noise for item in drawn)
+    assert min(item.profiled_activations for item in drawn) < 0.85
+    assert max(item.profiled_activations for item in drawn) > 1.15
 
 
 @pytest.mark.parametrize("seed", [0, 1, 5, 17, 42, 1003])

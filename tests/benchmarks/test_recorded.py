@@ -77,9 +77,9 @@ def test_the_walk_finds_the_edge_to_a_sixteenth(edge: int) -> None:
 
 
 def test_configurations_are_those_that_a_stage_knows() -> None:
-    found = configurations([0, 1, 3], offload=True)
-    assert len(found) == 1 + 2 + 4
-    assert len({key_of(zero) for zero in found}) == len(found)
+    result = configurations([0, 1, 3], offload=True)
+    assert len(result) == 1 + 2 + 4
+    assert len({key_of(zero) for zero in result}) == len(result)
 
 
 def test_records_are_played_back_and_filled_in_between(recorded: Recorded) -> None:
@@ -126,10 +126,10 @@ def by_time() -> dict[str, Any]:
                     }
                 )  # fmt: skip
     runs.append({"zero": {"stage": 1}, "micro_batch": 1, "outcome": "script_error", "startup_s": 1.0, "quiet": True})
-    found = record()
-    found["user_config"] |= {"train_micro_batch_size_per_gpu": 2, "scheduler": {"params": {"total_num_steps": "auto"}}}
-    found["user_config"]["zero_optimization"] = {"stage": 2}
-    return {**found, "format": 2, "device_memory_bytes": 10**10, "runs": runs, "summary": summary(runs)}
+    result = record()
+    result["user_config"] |= {"train_micro_batch_size_per_gpu": 2, "scheduler": {"params": {"total_num_steps": "auto"}}}
+    result["user_config"]["zero_optimization"] = {"stage": 2}
+    return {**result, "format": 2, "device_memory_bytes": 10**10, "runs": runs, "summary": summary(runs)}
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_records_in_the_folder_are_part_of_every_table(
     assert list(recorded_landscapes(tmp_path)) == ["timed"]
     monkeypatch.setattr(search_efficiency, "recorded_landscapes", lambda: recorded_landscapes(tmp_path))
     chosen = search_efficiency._chosen(search_efficiency._parser().parse_args([]))
-    assert [one.name for one in chosen] == [*LANDSCAPES, "timed"]
+    assert [item.name for item in chosen] == [*LANDSCAPES, "timed"]
     search_efficiency.main(["--landscapes", "timed", "--methods", "binary", "optuna-tpe", "--seeds", "1",
                             "--budget", "10"])  # fmt: skip
     printed = capsys.readouterr().out
@@ -203,9 +203,9 @@ def test_peers_search_records_too(timed: Recorded) -> None:
     if lacking := search_efficiency.missing(method):
         pytest.skip(f"{', '.join(lacking)} not installed: see benchmarks/README.md")
     best, _, _ = timed.best()
-    found = search_efficiency.run_one(timed, method, best=best, budget=8, noise=0.01, seed=0)
-    assert found.launches > 1
-    assert -0.2 < found.distance < 0.9
+    result = search_efficiency.run_one(timed, method, best=best, budget=8, noise=0.01, seed=0)
+    assert result.launches > 1
+    assert -0.2 < result.distance < 0.9
 
 
 @pytest.mark.torchrun

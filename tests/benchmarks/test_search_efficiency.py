@@ -76,7 +76,7 @@ def test_trials_in_memory_lead_to_the_same_launches_as_in_sqlite(method: str, tm
     on_disk = Rig(FAST, budget=10, noise=0.02, seed=3)
     with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as store:
         ours.run(method, on_disk, budget=10, seed=3, store=store)
-    assert [one.ds_config for one in in_memory.launches] == [one.ds_config for one in on_disk.launches]
+    assert [item.ds_config for item in in_memory.launches] == [item.ds_config for item in on_disk.launches]
     assert len(in_memory.launches) == 11
 
 
@@ -95,7 +95,7 @@ def test_a_rig_refuses_launches_beyond_its_budget_but_not_profiles() -> None:
     rig.measure(FAST.user_config)
     with pytest.raises(BudgetSpentError):
         rig.measure(FAST.user_config)
-    assert [one.purpose for one in rig.launches] == ["profile", "trial"]
+    assert [item.purpose for item in rig.launches] == ["profile", "trial"]
     assert rig.launches[0].profile["num_params"] == FAST.model.params
 
 

@@ -46,10 +46,10 @@ def test_the_first_launch_near_the_best_is_the_earliest_within_two_per_cent(tmp_
         launch(tmp_path, "trial-0002", at_s=20.0, step_s=0.101, size=8),
         launch(tmp_path, "trial-0000", at_s=5.0, step_s=0.01, size=8, outcome="out_of_memory"),
     ]
-    found = early(launches, began=BEGAN)
-    assert found is not None
-    assert found.after_s == pytest.approx(23.0)
-    assert found.config == {"train_micro_batch_size_per_gpu": 8}
+    result = early(launches, began=BEGAN)
+    assert result is not None
+    assert result.after_s == pytest.approx(23.0)
+    assert result.config == {"train_micro_batch_size_per_gpu": 8}
     assert early(launches[3:], began=BEGAN) is None
 
 
@@ -68,13 +68,13 @@ def test_aims_are_judged_by_wall_time_and_paired_throughput() -> None:
         "deepspeed-bounded": {0: 101.0, 1: 80.8},
         EARLY: {0: 99.0, 1: 79.2},
     }
-    found = verdicts(searches, rates)
-    assert [met for met, _ in found] == [True, False, True, True]
-    assert "at most 0.03 of the wall time of deepspeed;" in found[0][1]
-    assert "0.21 of the wall time of deepspeed-bounded" in found[1][1]
-    assert "0.990 (0.990 to 0.990)" in found[2][1]
-    assert "after 21 s" in found[3][1]
-    assert "0.980 (0.980 to 0.980) of the throughput of the fastest (deepspeed-bounded)" in found[3][1]
+    result = verdicts(searches, rates)
+    assert [met for met, _ in result] == [True, False, True, True]
+    assert "at most 0.03 of the wall time of deepspeed;" in result[0][1]
+    assert "0.21 of the wall time of deepspeed-bounded" in result[1][1]
+    assert "0.990 (0.990 to 0.990)" in result[2][1]
+    assert "after 21 s" in result[3][1]
+    assert "0.980 (0.980 to 0.980) of the throughput of the fastest (deepspeed-bounded)" in result[3][1]
     rows = table(searches, rates)
     assert rows[2] == "| guided | 5 | 30 | 3.0 | 21 | 90.0 |"
     assert rows[3] == "| deepspeed | 5 | 900 | 90.0 |  | ended before it had a result |"

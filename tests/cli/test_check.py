@@ -58,9 +58,9 @@ def test_json_has_all_findings_and_stands_before_or_behind_the_config(
     path = write(train_batch_size="8", fp16=[])
     for arguments in (("--json", path), (path, "--json")):
         assert exit_code(*arguments) == ConfigError.exit_code
-        found = json.loads(capsys.readouterr().out)
-        assert not found["usable"]
-        assert {finding["name"] for finding in found["findings"]} >= {"train_batch_size", "fp16"}
+        result = json.loads(capsys.readouterr().out)
+        assert not result["usable"]
+        assert {finding["name"] for finding in result["findings"]} >= {"train_batch_size", "fp16"}
     assert len(probes) == 2
 
 

@@ -130,7 +130,7 @@ hparams_keys = names(
     tail=st.sampled_from(["", "\nx: *y", "\nx: &x [*x]", "\n<<: 5", "\n? [a]\n: b", "\nd: 2020-99-99", "\n\t"]),
 )  # fmt: skip
 def test_hyperparameters(check: Check, data: Any, tail: str) -> None:
-    text = "\n".join(f"{json.dumps(key)}: {json.dumps(one)}" for key, one in data.items())
+    text = "\n".join(f"{json.dumps(key)}: {json.dumps(item)}" for key, item in data.items())
     Path("hparams.yaml").write_text(text + tail)
     check("asha", "definition:MyTrial", "ds.json", "--hparams", "hparams.yaml", *DRY)
 
@@ -176,7 +176,7 @@ toml_values = st.recursive(
     max_leaves=6,
 )
 OF_COMMANDS = {
-    ("random", "train.py", "ds.json", *DRY): " ".join(one[2:] for one in OPTIONS),
+    ("random", "train.py", "ds.json", *DRY): " ".join(option[2:] for option in OPTIONS),
     ("train", "definition:MyTrial"): "hparams max-length validation-period checkpoint-dir resume seed gpus cpu-ranks",
     ("worker", "s"): "storage workdir trust quiet",
     ("resume", "s"): "storage max-trials min-gain confirm-time wait-for-gpus trust json",
@@ -196,7 +196,7 @@ tables = st.sampled_from(sorted(OF_COMMANDS)).flatmap(
 def in_toml(value: object) -> str:
     """Return a value as TOML writes it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{in_toml(str(key))} = {in_toml(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{in_toml(str(key))} = {in_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(in_toml, value)) + "]"
     if isinstance(value, date | clock_time):

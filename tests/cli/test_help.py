@@ -31,7 +31,7 @@ def options(command: str) -> list[TyperOption]:
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     params: list[object] = list(group.commands[command].params)
-    return [one for one in params if isinstance(one, TyperOption)]
+    return [param for param in params if isinstance(param, TyperOption)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -160,21 +160,21 @@ def imported(folder: Path, *arguments: str) -> set[str]:
 
 @pytest.mark.parametrize("arguments", ["guided --help", "tune --help-all", "--help", "--version", "plan --help"])
 def test_help_imports_nothing_that_a_search_needs(tmp_path: Path, arguments: str) -> None:
-    found = imported(tmp_path, *arguments.split())
-    assert not THIRD_PARTIES & found
-    assert not OUR_OWN & found
+    result = imported(tmp_path, *arguments.split())
+    assert not THIRD_PARTIES & result
+    assert not OUR_OWN & result
 
 
 @pytest.mark.parametrize("arguments", ["--version", "doctor --help", "report --help"])
 def test_what_searches_nothing_imports_no_spec_of_a_search(tmp_path: Path, arguments: str) -> None:
-    found = imported(tmp_path, *arguments.split())
-    assert not {"optuna_dsat.study.spec", "optuna_dsat.tuning.options.tune_options"} & found
+    result = imported(tmp_path, *arguments.split())
+    assert not {"optuna_dsat.study.spec", "optuna_dsat.tuning.options.tune_options"} & result
 
 
 def test_a_command_imports_no_other(tmp_path: Path) -> None:
-    found = imported(tmp_path, "studies", "--help")
+    result = imported(tmp_path, "studies", "--help")
     commands = {f"optuna_dsat.cli.{entry.module}" for entry in COMMANDS.values()}
-    assert commands & found == {"optuna_dsat.cli.studies"}
+    assert commands & result == {"optuna_dsat.cli.studies"}
 
 
 def test_what_reads_a_study_imports_nothing_that_launches_need(bench: EntryPointBench, run_here: Run) -> None:
@@ -183,10 +183,10 @@ def test_what_reads_a_study_imports_nothing_that_launches_need(bench: EntryPoint
     name = "train-random"
     shown = [(command, name) for command in ("show", "best", "trials", "export")]
     for arguments in (("studies",), *shown, ("db", "current")):
-        found = imported(bench.folder, *arguments)
-        assert not NEEDLESS_TO_READ & found, arguments
-    found = imported(bench.folder, "explain", name)
-    assert not (TO_LAUNCH | TO_UPGRADE) & found
+        result = imported(bench.folder, *arguments)
+        assert not NEEDLESS_TO_READ & result, arguments
+    result = imported(bench.folder, "explain", name)
+    assert not (TO_LAUNCH | TO_UPGRADE) & result
 
 
 def test_a_command_ends_without_a_look_for_garbage_in_all_modules() -> None:
@@ -207,8 +207,8 @@ def test_a_worker_with_nothing_left_imports_and_starts_nothing_to_launch_with(
     search = ("guided", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "2")
     assert run_here(*search, "--confirm", "0", "--quiet").returncode == 0
     before = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
-    found = imported(bench.folder, "worker", "train-guided", "--trust", "--quiet")
-    assert not (TO_LAUNCH | TO_UPGRADE) & found
+    result = imported(bench.folder, "worker", "train-guided", "--trust", "--quiet")
+    assert not (TO_LAUNCH | TO_UPGRADE) & result
     left = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
     assert [path for path in left if path not in before and "optuna-dsat.db" not in path.name] == []
 

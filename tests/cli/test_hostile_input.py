@@ -128,7 +128,7 @@ def test_a_folder_that_is_gone_and_streams_that_are_closed_or_full(tmp_path: Pat
     command = f"{sys.executable} -c 'from optuna_dsat.cli import main; main()'"
     gone = tmp_path / "gone"
     gone.mkdir()
-    for shell, code, said in (
+    for shell, code, text in (
         (f"cd {gone} && rmdir {gone} && {command} studies", 2, "working directory was deleted"),
         (f"{command} --version >/dev/full", 5, "No space left"),
         (f"{command} --version >&-", 0, ""),
@@ -137,8 +137,8 @@ def test_a_folder_that_is_gone_and_streams_that_are_closed_or_full(tmp_path: Pat
     ):
         done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == code, done.stderr
-        assert said in done.stderr
-        assert len(done.stderr.splitlines()) == bool(said)
+        assert text in done.stderr
+        assert len(done.stderr.splitlines()) == bool(text)
 
 
 OF_SHUT_FOLDERS = [

@@ -40,36 +40,36 @@ def launchers_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_ranks_of_the_launcher_are_those_on_the_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
 ) -> None:
-    found = unfolded(tmp_path, "torchrun", "--nproc_per_node", str(ranks), "train.py")
-    assert found[found.index("--cpu-ranks") + 1] == str(ranks)
+    result = unfolded(tmp_path, "torchrun", "--nproc_per_node", str(ranks), "train.py")
+    assert result[result.index("--cpu-ranks") + 1] == str(ranks)
     assert f"on the CPU, with {ranks} rank" in capsys.readouterr().err
 
 
 def test_more_ranks_than_cores_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = unfolded(tmp_path, "torchrun", "--nproc_per_node", "8", "train.py")
-    assert "--cpu-ranks" not in found
+    result = unfolded(tmp_path, "torchrun", "--nproc_per_node", "8", "train.py")
+    assert "--cpu-ranks" not in result
     assert "fewer ranks than 8, as it has 2 cores" in capsys.readouterr().err
 
 
 def test_the_searchs_own_option_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = unfolded(tmp_path, "--cpu-ranks", "2", "torchrun", "--nproc_per_node", "1", "train.py")
-    assert found.count("--cpu-ranks") == 1
-    assert found[found.index("--cpu-ranks") + 1] == "2"
+    result = unfolded(tmp_path, "--cpu-ranks", "2", "torchrun", "--nproc_per_node", "1", "train.py")
+    assert result.count("--cpu-ranks") == 1
+    assert result[result.index("--cpu-ranks") + 1] == "2"
     assert capsys.readouterr().err == ""
 
 
 def test_nodes_of_the_launcher_become_those_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hosts").write_text("w0 slots=4\nw1 slots=4\n")
     command = ("deepspeed", "--hostfile", "hosts", "--master_addr", "w0", "train.py")
-    found = unfolded(tmp_path, "--on", "slurm", *command)
-    assert found[found.index("--nodes-per-trial") + 1] == "2"
-    assert found[found.index("--gpus-per-node") + 1] == "4"
-    assert "--slurm-arg=--nodelist=w0,w1" in found
+    result = unfolded(tmp_path, "--on", "slurm", *command)
+    assert result[result.index("--nodes-per-trial") + 1] == "2"
+    assert result[result.index("--gpus-per-node") + 1] == "4"
+    assert "--slurm-arg=--nodelist=w0,w1" in result
     assert capsys.readouterr().err == "--master_addr w0: each launch chooses its own rendezvous.\n"
-    found = unfolded(tmp_path, "--on=ray", "--nodes-per-trial", "1", *command)
-    assert found.count("--nodes-per-trial") == 1
-    assert not any(word.startswith("--slurm-arg") for word in found)
-    assert [found[place + 1] for place, word in enumerate(found) if word == "--ray-node"] == ["w0", "w1"]
+    result = unfolded(tmp_path, "--on=ray", "--nodes-per-trial", "1", *command)
+    assert result.count("--nodes-per-trial") == 1
+    assert not any(word.startswith("--slurm-arg") for word in result)
+    assert [result[place + 1] for place, word in enumerate(result) if word == "--ray-node"] == ["w0", "w1"]
     assert "w0" not in unfolded(tmp_path, "--on=ray", "--ray-node", "other", *command)
 
 
@@ -87,9 +87,9 @@ def test_a_file_of_options_says_as_well_where_the_ranks_of_the_launcher_run(
     tmp_path: Path, text: str, words: tuple[str, ...], on_nodes: bool
 ) -> None:
     (tmp_path / "pyproject.toml").write_text(f"[tool.optuna-dsat]\n{text}\n")
-    found = unfolded(tmp_path, *words, "deepspeed", "--num_gpus", "4", "train.py")
-    assert ("--gpus-per-node" in found) is on_nodes
-    assert "--gpus-per-trial" not in found
+    result = unfolded(tmp_path, *words, "deepspeed", "--num_gpus", "4", "train.py")
+    assert ("--gpus-per-node" in result) is on_nodes
+    assert "--gpus-per-trial" not in result
     named = tmp_path / "mine.toml"
     named.write_text('on = "here"\n')
     group: Any = typer.main.get_command(app)
@@ -100,8 +100,8 @@ def test_a_file_of_options_says_as_well_where_the_ranks_of_the_launcher_run(
 
 
 def test_nodes_are_named_where_trials_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = unfolded(tmp_path, "--cpu-ranks", "2", "torchrun", "--nnodes", "3", "--nproc_per_node", "2", "train.py")
-    assert "--nodes-per-trial" not in found
+    result = unfolded(tmp_path, "--cpu-ranks", "2", "torchrun", "--nnodes", "3", "--nproc_per_node", "2", "train.py")
+    assert "--nodes-per-trial" not in result
     text = capsys.readouterr().err
     assert "--nnodes 3: tuned on this machine alone" in text
     assert "With --on slurm or --on ray it is tuned on 3 nodes." in text
@@ -201,15 +201,15 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_command_without_a_launcher_is_tuned_in_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = unfolded(tmp_path, "python", "train.py", "--lr", "1")
-    assert found[found.index("--gpus-per-trial") + 1] == "1"
-    told = " ".join(capsys.readouterr().err.split())
-    assert told == (
+    result = unfolded(tmp_path, "python", "train.py", "--lr", "1")
+    assert result[result.index("--gpus-per-trial") + 1] == "1"
+    words = " ".join(capsys.readouterr().err.split())
+    assert words == (
         "The command has no launcher and trains in one process: each trial takes 1 of 8 GPUs. --gpus-per-trial 8 "
         "tunes for 8."
     )
-    found = unfolded(tmp_path, "--gpus-per-trial", "4", "python", "train.py")
-    assert found.count("--gpus-per-trial") == 1
+    result = unfolded(tmp_path, "--gpus-per-trial", "4", "python", "train.py")
+    assert result.count("--gpus-per-trial") == 1
     assert "--gpus-per-trial" not in unfolded(tmp_path, "train.py", "ds_config.json")
     assert not capsys.readouterr().err
 
@@ -243,14 +243,14 @@ def test_relative_places_are_those_of_the_folder_in_which_a_command_is_typed(
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "own.py").write_text("")
     (tmp_path / "train.sh").write_text("cd inner\ntorchrun --nproc_per_node 2 own.py\n")
-    found = unfolded(tmp_path, "--output-dir=there", "bash", "train.sh")
-    last = dict(itertools.pairwise(found))
+    result = unfolded(tmp_path, "--output-dir=there", "bash", "train.sh")
+    last = dict(itertools.pairwise(result))
     assert last["--output-dir"] == str(tmp_path / "there")
     assert last["--storage"] == f"sqlite:///{tmp_path}/kept/my.db"
     monkeypatch.chdir(tmp_path)
-    found = unfolded(tmp_path, "--storage", "postgresql://me@db/studies", "--output-dir", "/tmp/x", "bash", "train.sh")
-    assert found.count("--storage") == 1
-    assert found[len(found) - 1 - found[::-1].index("--output-dir") + 1] == "/tmp/x"
+    result = unfolded(tmp_path, "--storage", "postgresql://me@db/studies", "--output-dir", "/tmp/x", "bash", "train.sh")
+    assert result.count("--storage") == 1
+    assert result[len(result) - 1 - result[::-1].index("--output-dir") + 1] == "/tmp/x"
 
 
 def test_output_and_database_stay_where_a_command_that_goes_elsewhere_is_typed(
@@ -261,11 +261,11 @@ def test_output_and_database_stay_where_a_command_that_goes_elsewhere_is_typed(
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "own.py").write_text("")
     (tmp_path / "train.sh").write_text("cd inner\nexport MODEL=tiny\ntorchrun --nproc_per_node 2 own.py --lr 3\n")
-    found = unfolded(tmp_path, "bash", "train.sh")
-    assert found[found.index("--output-dir") + 1] == str(tmp_path / "optuna-dsat-output")
-    assert found[found.index("--storage") + 1].endswith(f"{tmp_path}/optuna-dsat.db")
-    assert found[found.index("--env") + 1] == "MODEL=tiny"
-    assert found[-3:] == ["--", "--lr", "3"]
+    result = unfolded(tmp_path, "bash", "train.sh")
+    assert result[result.index("--output-dir") + 1] == str(tmp_path / "optuna-dsat-output")
+    assert result[result.index("--storage") + 1].endswith(f"{tmp_path}/optuna-dsat.db")
+    assert result[result.index("--env") + 1] == "MODEL=tiny"
+    assert result[-3:] == ["--", "--lr", "3"]
     assert Path.cwd() == tmp_path / "inner"
     assert "where the command goes" in " ".join(capsys.readouterr().err.split())
 

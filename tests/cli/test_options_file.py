@@ -30,14 +30,14 @@ pytestmark = pytest.mark.usefixtures("bench")
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Return the options that a search is started with, after all sources were read."""
-    found: list[Given] = []
-    monkeypatch.setattr(search, "run", lambda method, given, _: found.append(prepare(method, given).given))
+    result: list[Given] = []
+    monkeypatch.setattr(search, "run", lambda method, given, _: result.append(prepare(method, given).given))
     for name in ("OPTUNA_DSAT_STORAGE", "OPTUNA_DSAT_OUTPUT_DIR", "OPTUNA_DSAT_OPTIONS"):
         monkeypatch.delenv(name, raising=False)
 
     def options(*arguments: str) -> Given:
         assert leave(*arguments) == 0
-        return found[-1]
+        return result[-1]
 
     return options
 

@@ -39,10 +39,12 @@ def complexity(row: dict[str, Any]) -> tuple[int, int, int]:
 
 def test_what_is_assumed_of_the_host_is_stated(run_here: Run) -> None:
     shape = ("plan", "--params", "1.3B", "--gpu", "a100-80g", "--gpus", "4")
-    one = " ".join(run_here(*shape).stdout.split())
-    assert "Host: 512.00 GiB of memory (assumed; --host-memory), 32 GB/s to each GPU and back by the data sheet." in one
-    assert "network of" not in one
-    assert "tokens/s/GPU" in one
+    item = " ".join(run_here(*shape).stdout.split())
+    assert (
+        "Host: 512.00 GiB of memory (assumed; --host-memory), 32 GB/s to each GPU and back by the data sheet." in item
+    )
+    assert "network of" not in item
+    assert "tokens/s/GPU" in item
     two = " ".join(run_here(*shape, "--nodes", "2", "--host-memory", "1TiB").stdout.split())
     assert "Host: 1.00 TiB of memory, 32 GB/s" in two
     assert "network of 100 Gbit/s (assumed; --network)." in two
@@ -60,8 +62,8 @@ def test_selective_recomputation_is_planned_as_such(run_here: Run, attention: tu
     peaks = [{row["name"]: row["device_bytes_at_micro_batch_1"] for row in plan["rows"]} for plan in (none, selective)]
     saved = 1 - peaks[1]["ZeRO 2"] / peaks[0]["ZeRO 2"]
     assert (0 < saved < 0.01) if not attention else saved > 0.1
-    told = " ".join(run_here(*shape, "--recompute", "selective").stdout.split())
-    assert ("fused attention keeps no score matrices" in told) is (not attention)
+    text = " ".join(run_here(*shape, "--recompute", "selective").stdout.split())
+    assert ("fused attention keeps no score matrices" in text) is (not attention)
     speeds = [
         {row["name"]: (row["micro_batch"], row["samples_per_s"]) for row in plan["rows"]} for plan in (none, selective)
     ]
@@ -139,8 +141,8 @@ def test_a_plan_of_a_hugging_face_config(tmp_path: Path, run_here: Run) -> None:
     whole, adapted = (
         json.loads(run_here("plan", *machine, "--json", *more).stdout) for more in ((), ("--trainable-share", "0.5%"))
     )
-    assert [one["devices"] for one in whole["scaling"]] == [1, 2, 4, 8]
-    rows, lora = ({row["name"]: row for row in one["rows"]} for one in (whole, adapted))
+    assert [item["devices"] for item in whole["scaling"]] == [1, 2, 4, 8]
+    rows, lora = ({row["name"]: row for row in item["rows"]} for item in (whole, adapted))
     assert rows["ZeRO 0"]["largest_micro_batch"] == 0
     assert lora["ZeRO 0"]["largest_micro_batch"] > 1  # gradients and states of 0.5% of the parameters alone
     last = whole["scaling"][-1]
@@ -154,18 +156,18 @@ def test_the_page_shows_what_its_command_prints(tmp_path: Path, run_here: Run) -
     (tmp_path / "Llama-3.1-8B" / "config.json").write_text(json.dumps(LLAMA))
     command = next(line for line in page.splitlines() if line.startswith("optuna-dsat plan --hf-config"))
     printed = run_here(*command.split()[1:]).stdout.partition("How many GPUs")[2]
-    shown, told = (
+    shown, words = (
         [line.split() for line in text.splitlines() if line.lstrip()[:1] in tuple("1248") and "%" in line]
         for text in (page, printed)
     )
     assert len(shown) == 4
-    assert shown == told
+    assert shown == words
 
 
 def test_the_margin_of_memory_may_be_per_cent(run_here: Run) -> None:
     machine = ("plan", "--params", "1e9", "--gpu", "t4", "--json", "--memory-margin")
-    one, same = (json.loads(run_here(*machine, margin).stdout) for margin in ("10%", "0.1"))
-    assert one == same
+    item, same = (json.loads(run_here(*machine, margin).stdout) for margin in ("10%", "0.1"))
+    assert item == same
     assert "at least 0 and below 1" in run_here(*machine, "100%").stderr
 
 

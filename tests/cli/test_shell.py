@@ -138,12 +138,12 @@ def test_other_methods_have_no_least_gain(capsys: pytest.CaptureFixture[str]) ->
 def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert leave(*SEARCH, "--quiet") == 0
     capsys.readouterr()
-    for arguments, told in ((["studies"], STUDY), (["show", STUDY], STUDY), (["trials", STUDY], "measured")):
+    for arguments, words in ((["studies"], STUDY), (["show", STUDY], STUDY), (["trials", STUDY], "measured")):
         for form in ([], ["--json"]):
             assert leave(*arguments, *form) == 0
             shown = capsys.readouterr()
             assert shown.err == ""
-            assert told in shown.out
+            assert words in shown.out
             if form:
                 json.loads(shown.out)
     for arguments in (["export", STUDY], ["db", "check"], ["db", "current"], ["db", "upgrade"]):
@@ -323,8 +323,8 @@ def test_resume_names_keys_that_were_edited(bench: EntryPointBench, capsys: pyte
     assert "was edited" not in capsys.readouterr().err
     path.write_text(json.dumps({**json.loads(path.read_text()), "gradient_clipping": 0.25}))
     assert leave("resume", STUDY, "--max-trials", "5") == 0
-    told = " ".join(capsys.readouterr().err.split())
-    assert "was edited; the study keeps its config: gradient_clipping unset (file: 0.25)." in told
+    words = " ".join(capsys.readouterr().err.split())
+    assert "was edited; the study keeps its config: gradient_clipping unset (file: 0.25)." in words
 
 
 def test_a_study_is_not_deleted_while_it_is_searched(

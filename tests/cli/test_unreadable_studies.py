@@ -55,9 +55,9 @@ class Altered:
     def spec(self, **changes: Any) -> None:
         engine = create_engine(self._url)
         with engine.connect() as connection:
-            found = connection.execute(text("SELECT spec FROM dsat_studies WHERE name = 'bad'")).scalar_one()
+            result = connection.execute(text("SELECT spec FROM dsat_studies WHERE name = 'bad'")).scalar_one()
         engine.dispose()
-        spec = json.loads(found) if isinstance(found, str) else found
+        spec = json.loads(result) if isinstance(result, str) else result
         self.execute("UPDATE dsat_studies SET spec = :spec WHERE name = 'bad'", spec=json.dumps({**spec, **changes}))
 
     def trial_attribute(self, key: str, value: str) -> None:

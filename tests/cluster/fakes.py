@@ -54,7 +54,7 @@ class FakeEngine:
         return place
 
     def grant(self) -> None:
-        for place in [one for one in self._places if one.state is PlaceState.QUEUED]:
+        for place in [item for item in self._places if item.state is PlaceState.QUEUED]:
             if self._ready >= self.room:
                 place.why = "Resources"
                 continue
@@ -69,8 +69,8 @@ class FakeEngine:
 
     def order(self, place: Any, order: Order, *, node: int | None = None) -> None:
         self.orders.append((place, node, order))
-        for one in range(place.nodes) if node is None else [node]:
-            self._answer(place, one, order)
+        for item in range(place.nodes) if node is None else [node]:
+            self._answer(place, item, order)
 
     def _answer(self, place: FakePlace, node: int, order: Order) -> None:
         do = order["do"]

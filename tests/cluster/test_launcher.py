@@ -25,17 +25,17 @@ from tests.harness.launches import STUB, request
 def launcher_on(
     engine: FakeEngine, folder: Path, *, nodes: int = 2, on_phase: Callable[[str], None] = lambda _: None, **limits: Any
 ) -> tuple[TorchrunLauncher, list[str]]:
-    told: list[str] = []
+    words: list[str] = []
     launcher = on_nodes.launcher_on(
         engine,
         folder,
         layout=Layout(nodes=nodes, slots=1, kind="cpu", gpus=0),
         limits=Limits(**limits),
         environ={f"{PREFIX}API_TOKEN": "hidden"},
-        on_notice=told.append,
+        on_notice=words.append,
         on_phase=on_phase,
     )
-    return launcher, told
+    return launcher, words
 
 
 def start(launcher: TorchrunLauncher, folder: Path, *numbers: int, **changes: Any) -> None:
@@ -48,16 +48,16 @@ def held(launcher: Any) -> Any:
 
 
 def finished(launcher: TorchrunLauncher, count: int, *, limit_s: float = 10.0) -> list[LaunchReport]:
-    found: list[LaunchReport] = []
+    result: list[LaunchReport] = []
     deadline = time.monotonic() + limit_s
-    while len(found) < count and time.monotonic() < deadline:
-        found += [update.report for update in launcher.poll(0.05) if isinstance(update, Finished)]
-    assert len(found) == count
-    return found
+    while len(result) < count and time.monotonic() < deadline:
+        result += [update.report for update in launcher.poll(0.05) if isinstance(update, Finished)]
+    assert len(result) == count
+    return result
 
 
 def launches(engine: FakeEngine) -> list[tuple[FakePlace, int | None, Any]]:
-    return [one for one in engine.orders if one[2]["do"] == "launch"]
+    return [order for order in engine.orders if order[2]["do"] == "launch"]
 
 
 def test_a_launch_is_ordered_on_every_node_with_its_part_of_the_rendezvous(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_launch_is_ordered_on_every_node_with_its_part_of_the_rendezvous(tmp_p
     (report,) = finished(launcher, 1)
     assert (report.outcome, report.host, report.devices) == (Outcome.MEASURED, "n1, n2", (0, 1))
     parts = [order["rendezvous"] for _, _, order in launches(engine)]
-    assert [(one["node_rank"], one["nodes"], one["address"], one["port"]) for one in parts] == [
+    assert [(part["node_rank"], part["nodes"], part["address"], part["port"]) for part in parts] == [
         (0, 2, "127.0.0.1", 4711),
         (1, 2, "127.0.0.1", 4711),
     ]
@@ -87,8 +87,8 @@ def test_nodes_meet_at_the_first_address_that_all_of_them_reached(tmp_path: Path
     start(launcher, tmp_path, 0)
     finished(launcher, 1)
     parts = [order["rendezvous"] for _, _, order in launches(engine)]
-    assert {one["address"] for one in parts} == {"192.168.0.1"}
-    assert [one["interface"] for one in parts] == ["ib0", "eth1"]
+    assert {part["address"] for part in parts} == {"192.168.0.1"}
+    assert [part["interface"] for part in parts] == ["ib0", "eth1"]
 
 
 @pytest.mark.parametrize(
@@ -123,20 +123,20 @@ def test_launches_beyond_the_places_wait_and_take_whichever_is_free_first(tmp_pa
 
 def test_a_queue_is_told_with_its_reason_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optuna_dsat.launch.places.cluster._QUIET_S", 0.0)
-    launcher, told = launcher_on(FakeEngine(room=0), tmp_path, queue_s=0.3)
+    launcher, words = launcher_on(FakeEngine(room=0), tmp_path, queue_s=0.3)
     start(launcher, tmp_path, 0)
     with pytest.raises(DeviceError, match=r"No nodes were granted in 0.3 s .* job 1 is queued \(Resources\)"):
         finished(launcher, 1)
-    assert told == ["Waiting for 2 nodes: job 1 is queued (Resources)."]
+    assert words == ["Waiting for 2 nodes: job 1 is queued (Resources)."]
     assert all(holder.own for holder in launcher.holders())
 
 
 def test_what_takes_long_before_a_launch_is_told_and_so_is_its_end(tmp_path: Path) -> None:
     engine, phases = FakeEngine(room=0), list[str]()
-    launcher, told = launcher_on(engine, tmp_path, on_phase=phases.append)
+    launcher, text = launcher_on(engine, tmp_path, on_phase=phases.append)
     start(launcher, tmp_path, 0)
     launcher.poll(0.0)
-    assert (phases, told) == ([], [])  # the scheduler has said why
+    assert (phases, text) == ([], [])  # the scheduler has said why
     place = held(launcher)
     place.why = ""
     launcher.poll(0.0)
@@ -168,7 +168,7 @@ def test_an_idle_place_is_given_back_and_asked_for_again(tmp_path: Path) -> None
 
 def test_a_lost_place_ends_its_launch_as_killed_and_another_one_is_asked_for(tmp_path: Path) -> None:
     engine = FakeEngine(holds=True)
-    launcher, told = launcher_on(engine, tmp_path)
+    launcher, words = launcher_on(engine, tmp_path)
     start(launcher, tmp_path, 0)
     while not launches(engine):
         launcher.poll(0.01)
@@ -176,7 +176,7 @@ def test_a_lost_place_ends_its_launch_as_killed_and_another_one_is_asked_for(tmp
     (report,) = finished(launcher, 1)
     assert report.outcome is Outcome.KILLED
     assert report.message == "job 1 was lost: node n2 gave no sign of life for 20 s"
-    assert told == ["Job 1 was lost: node n2 gave no sign of life for 20 s."]
+    assert words == ["Job 1 was lost: node n2 gave no sign of life for 20 s."]
     engine.holds = False
     start(launcher, tmp_path, 1)
     assert finished(launcher, 1)[0].outcome is Outcome.MEASURED

@@ -49,7 +49,9 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def answer(agent: NodeAgent, order: dict[str, Any]) -> dict[str, Any]:
     agent.advance()
     agent.take(order)
-    (news,) = [one for one in agent.advance() if one["news"] != "notice"]  # a killed run of somebody's was cleaned up
+    (news,) = [
+        item for item in agent.advance() if item["news"] != "notice"
+    ]  # a killed run of somebody's was cleaned up
     return news
 
 
@@ -118,8 +120,8 @@ def test_what_takes_long_on_a_node_is_told_until_it_is_over(
     assert answer(agent, order) == {"news": "phase", "words": IMPORTING}
     assert agent.advance() == []
     agent.take({"do": "end", "launch_id": "trial-0000"})
-    said = agent.advance()
-    assert {"news": "phase", "words": ""} in said
+    text = agent.advance()
+    assert {"news": "phase", "words": ""} in text
 
 
 def test_doors_are_reached_by_their_interfaces() -> None:
@@ -130,7 +132,7 @@ def test_doors_are_reached_by_their_interfaces() -> None:
     finally:
         door.close()
     assert interface_of("203.0.113.7") == ""
-    assert not [one for one in addresses() if one[1].startswith("127.")]
+    assert not [address for address in addresses() if address[1].startswith("127.")]
 
 
 def test_a_file_is_passed_on_as_it_grows(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_what_trackers_wrote_is_sent_in_pieces_but_for_what_is_too_large(
 ) -> None:
     monkeypatch.setattr("optuna_dsat.launch.agent.files._MOST_AT_ONCE", 4)
     monkeypatch.setattr("optuna_dsat.launch.agent.files._MOST_OF_TRACKERS", 100)
-    there, told = RunDirectory.create(tmp_path / "there", "trial-0000"), list[str]()
+    there, words = RunDirectory.create(tmp_path / "there", "trial-0000"), list[str]()
     here = RunDirectory.create(tmp_path / "here", "trial-0000")
     for name, size in {"wandb/run-1/log": 10, "mlflow/empty": 0, "huge": 101}.items():
         path = there.trackers_dir / name
@@ -160,14 +162,14 @@ def test_what_trackers_wrote_is_sent_in_pieces_but_for_what_is_too_large(
         path.write_bytes(bytes(range(size)))
     (there.trackers_dir / "latest").symlink_to(there.trackers_dir / "wandb")
     for node, token in ((0, "another"), (1, "another")):
-        files = TrackerFiles(there.trackers_dir, node=node, on_notice=told.append)
+        files = TrackerFiles(there.trackers_dir, node=node, on_notice=words.append)
         for piece in files.hand_over(here.trackers_dir, token):
             write_tracker(here, json.loads(json.dumps(piece)))
     write_tracker(here, {"file": "../outside", "begin": 0, "data": ""})
-    found = {str(p.relative_to(here.root)): p.read_bytes() for p in here.root.rglob("*") if p.is_file()}
+    result = {str(p.relative_to(here.root)): p.read_bytes() for p in here.root.rglob("*") if p.is_file()}
     own = {"wandb/run-1/log": bytes(range(10)), "mlflow/empty": b""}
-    assert found == {f"trackers/{where}{name}": data for where in ("", "node1/") for name, data in own.items()}
-    assert told == ["huge (0 MiB) of the trackers is too large to be sent, and is lost."] * 2
+    assert result == {f"trackers/{where}{name}": data for where in ("", "node1/") for name, data in own.items()}
+    assert words == ["huge (0 MiB) of the trackers is too large to be sent, and is lost."] * 2
 
 
 def test_what_trackers_wrote_is_moved_where_the_heads_folder_is_seen(tmp_path: Path) -> None:

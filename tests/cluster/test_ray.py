@@ -54,8 +54,8 @@ def seen(cluster: RayCluster, scenario: str, *numbers: int) -> dict[str, Any]:
     process = holder(cluster, scenario, *numbers)
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    found: dict[str, Any] = json.loads(output)  # Ray itself writes nothing there
-    return found
+    result: dict[str, Any] = json.loads(output)  # Ray itself writes nothing there
+    return result
 
 
 def test_nodes_are_counted_that_could_ever_hold_what_is_asked_for() -> None:
@@ -71,7 +71,7 @@ def test_nodes_are_known_by_every_name_that_a_hostfile_may_have() -> None:
 
     alive = [node(1, "a"), node(2, "b"), node(3, "c")]
     names = ["ray-c", "a.cluster", "b", "127.0.0.3", "127.0.0.2:6000", "localhost"]
-    assert [alive.index(dict(one)) for one in named_nodes(alive, names)] == [2, 0, 1, 2, 1, 0]
+    assert [alive.index(dict(item)) for item in named_nodes(alive, names)] == [2, 0, 1, 2, 1, 0]
     assert named_nodes(alive, ()) == alive
     with pytest.raises(ClusterError, match=r"called d \(--ray-node\); its nodes: ray-a, ray-b, ray-c"):
         named_nodes(alive, ["a", "d"])
@@ -80,9 +80,9 @@ def test_nodes_are_known_by_every_name_that_a_hostfile_may_have() -> None:
 def test_nodes_with_which_places_were_lost_are_avoided_while_there_are_others() -> None:
     def labels(nodes: int, *, names: Sequence[str] = (), without: Sequence[str]) -> list[str] | None:
         common = {"NodeManagerHostname": "h", "NodeManagerPort": 6000, "Resources": {"CPU": 8.0}}
-        alive = [{"NodeID": f"{one}1", "NodeName": one, "NodeManagerAddress": one, **common} for one in "abc"]
-        found = ray_nodes._labels(alive, nodes=nodes, slots=0, names=names, without=without)
-        return None if found is None else [label for one in found for label in one.values()]
+        alive = [{"NodeID": f"{item}1", "NodeName": item, "NodeManagerAddress": item, **common} for item in "abc"]
+        result = ray_nodes._labels(alive, nodes=nodes, slots=0, names=names, without=without)
+        return None if result is None else [label for item in result for label in item.values()]
 
     assert labels(2, without=[]) is None
     assert labels(2, without=["a1"]) == ["!in(a1)", "!in(a1)"]
@@ -149,7 +149,7 @@ def test_when_ray_fails_its_places_are_lost_and_no_more_are_asked_for(monkeypatc
     monkeypatch.setattr(ray_engine, "join_cluster", lambda _: False)
     monkeypatch.setattr(ray_engine, "control_address", lambda: "127.0.0.1:1")
     go = threading.Event()
-    monkeypatch.setattr(RayEngine, "_turn", lambda one: go.wait(30) and fail(one))
+    monkeypatch.setattr(RayEngine, "_turn", lambda item: go.wait(30) and fail(item))
     engine = RayEngine("127.0.0.1:6379")
     place = engine.request(nodes=2, slots=0)
     go.set()
@@ -176,8 +176,8 @@ def test_a_control_service_that_answers_nothing_counts_as_gone(monkeypatch: pyte
 
 @with_ray
 def test_what_can_never_be_granted_is_refused_with_the_numbers(cluster: RayCluster) -> None:
-    found = seen(cluster, "refused")
-    (too_many, first_s), (too_large, second_s), (possible, _) = found["answers"]
+    result = seen(cluster, "refused")
+    (too_many, first_s), (too_large, second_s), (possible, _) = result["answers"]
     assert "takes 3 nodes with 2 GPUs each" in too_many
     assert "has 2 such among its 3 nodes" in too_many
     assert "takes 1 node with 4 GPUs" in too_large
@@ -185,7 +185,7 @@ def test_what_can_never_be_granted_is_refused_with_the_numbers(cluster: RayClust
     assert possible == ""
     assert second_s < 5
     assert first_s < 30  # with Ray's own start, on a busy machine
-    assert found["same_handler"]
+    assert result["same_handler"]
 
 
 @with_ray
@@ -201,45 +201,45 @@ def test_a_search_that_can_never_get_its_nodes_ends_with_2_and_one_line(cluster:
 
 @with_ray
 def test_a_place_without_room_waits_for_the_first_to_be_given_back(cluster: RayCluster) -> None:
-    found = seen(cluster, "queued")
-    assert (found["state"], found["why"]) == ("queued", "no resources: what it takes is held by others")
-    assert found["name"] == "Ray placement group 2"
-    assert found["first"] == "lost"
-    assert found["left"] == []
+    result = seen(cluster, "queued")
+    assert (result["state"], result["why"]) == ("queued", "no resources: what it takes is held by others")
+    assert result["name"] == "Ray placement group 2"
+    assert result["first"] == "lost"
+    assert result["left"] == []
 
 
 @with_ray
 def test_places_are_on_the_nodes_that_are_named_in_their_order(cluster: RayCluster) -> None:
-    found = seen(cluster, "pinned")
-    assert found["forwards"]["on"] == found["forwards"]["asked"]
-    assert found["backwards"]["on"] == found["backwards"]["asked"]
-    assert "is called elsewhere (--ray-node)" in found["refused"]
+    result = seen(cluster, "pinned")
+    assert result["forwards"]["on"] == result["forwards"]["asked"]
+    assert result["backwards"]["on"] == result["backwards"]["asked"]
+    assert "is called elsewhere (--ray-node)" in result["refused"]
 
 
 @with_ray
 def test_with_an_agent_its_place_and_the_agents_of_other_nodes_go(cluster: RayCluster) -> None:
-    found = seen(cluster, "agent_killed")
-    assert "ended with -9" in found["why"]
-    assert found["lost_s"] < 20
+    result = seen(cluster, "agent_killed")
+    assert "ended with -9" in result["why"]
+    assert result["lost_s"] < 20
 
 
 @with_ray
 def test_a_node_whose_agent_stands_still_is_lost_and_rid_of_it(cluster: RayCluster) -> None:
-    found = seen(cluster, "agent_frozen")
-    assert "said nothing for 4 s" in found["why"]
-    assert found["lost_s"] + found["gone_s"] < 40
+    result = seen(cluster, "agent_frozen")
+    assert "said nothing for 4 s" in result["why"]
+    assert result["lost_s"] + result["gone_s"] < 40
 
 
 @with_ray
 def test_without_rays_control_service_all_places_are_given_up(cluster: RayCluster) -> None:
     control = psutil.Process(cluster.ask("control"))
     try:
-        found = seen(cluster, "control_frozen", control.pid)
+        result = seen(cluster, "control_frozen", control.pid)
     finally:
         control.resume()
-    assert found["why"] == "Ray's control service (GCS) has given no answer for 8 s"
-    assert found["refused"] == f"{found['why']}. Nothing is lost: resume goes on."
-    assert found["lost_s"] + found["gone_s"] < 30
+    assert result["why"] == "Ray's control service (GCS) has given no answer for 8 s"
+    assert result["refused"] == f"{result['why']}. Nothing is lost: resume goes on."
+    assert result["lost_s"] + result["gone_s"] < 30
 
 
 @with_ray
@@ -280,7 +280,7 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
 
 def relay_above(rank: int) -> psutil.Process:
     """Return Ray's worker on the node of a rank."""
-    return next(one for one in psutil.Process(rank).parents() if one.cmdline()[0].startswith("ray::"))
+    return next(parent for parent in psutil.Process(rank).parents() if parent.cmdline()[0].startswith("ray::"))
 
 
 TRAIN = """import sys
@@ -330,7 +330,9 @@ def test_each_node_runs_torchrun_with_its_own_number_and_the_address_of_the_firs
 @with_ray
 def test_a_node_whose_raylet_is_killed_is_lost_with_its_agent(cluster: RayCluster) -> None:
     raylet = cluster.ask("raylet 0")
-    found = seen(cluster, "raylet_killed", raylet)
-    assert "Ray's actor on 127.0.0.1:" in found["why"] or "said nothing" in found["why"] or "ended with" in found["why"]
-    assert found["lost_s"] + found["gone_s"] < 40
+    result = seen(cluster, "raylet_killed", raylet)
+    assert (
+        "Ray's actor on 127.0.0.1:" in result["why"] or "said nothing" in result["why"] or "ended with" in result["why"]
+    )
+    assert result["lost_s"] + result["gone_s"] < 40
     cluster.ask("add")

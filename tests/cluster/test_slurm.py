@@ -119,21 +119,21 @@ def bare_wait_s(slurm: SlurmCluster, engine: SlurmEngine, places: list[Place]) -
 def test_who_searches_is_told_why_a_launch_waits_and_it_starts_once_there_is_room(
     slurm: SlurmCluster, engine: SlurmEngine, tmp_path: Path
 ) -> None:
-    told: list[str] = []
+    words: list[str] = []
     limits = Limits(places=3)
-    launcher = launcher_on(engine, tmp_path, limits=limits, on_notice=told.append)
+    launcher = launcher_on(engine, tmp_path, limits=limits, on_notice=words.append)
     somebodys = subprocess.Popen(["srun", "--nodes=2", "--gpus-per-node=2", "sleep", "300"], stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: slurm.idle() == 2, what="somebody else has two nodes")
         for number in range(2):
             launcher.start(stub(tmp_path, f"trial-{number:04d}", "--end", "sleep"))
         running = poll_until(launcher, lambda seen: len(seen) == 2, what="one of them runs")
-        poll_until(launcher, lambda _: any("(Resources)" in line for line in told), what="the reason is told")
-        (line,) = [line for line in told if "(Resources)" in line]
+        poll_until(launcher, lambda _: any("(Resources)" in line for line in words), what="the reason is told")
+        (line,) = [line for line in words if "(Resources)" in line]
         assert re.fullmatch(r"Waiting for 2 nodes: SLURM job \d+ is queued \(Resources\)\.", line)
         somebodys.terminate()
         both = poll_until(launcher, lambda seen: len(seen) == 2, what="the other one runs, too")
-        assert {one.launch_id for one in running} | {one.launch_id for one in both} == {"trial-0000", "trial-0001"}
+        assert {item.launch_id for item in running} | {item.launch_id for item in both} == {"trial-0000", "trial-0001"}
     finally:
         somebodys.terminate()
         somebodys.wait(20)
@@ -176,8 +176,8 @@ def test_what_trackers_write_lies_in_the_heads_folder(
     launcher.start(request(tmp_path, script=str(script)))
     finish(launcher)
     folder = tmp_path / "out" / "trial-0000" / "trackers"
-    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-    assert found == {"offline-run/rank0": "x" * 300_000, "node1/offline-run/rank1": "x" * 300_000}
+    result = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert result == {"offline-run/rank0": "x" * 300_000, "node1/offline-run/rank1": "x" * 300_000}
 
 
 @pytest.mark.torchrun
@@ -190,8 +190,8 @@ def test_a_stop_ends_all_ranks_and_an_agents_end_returns_the_launch(
     while len(started) < 2 and time.monotonic() < deadline:
         started += [u for u in launcher.poll(0.2) if isinstance(u, Observed) and isinstance(u.event, RankStarted)]
     assert len(started) == 2
-    connections = [one for process in slurm.ranks() for one in process.net_connections("inet")]
-    listening = {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
+    connections = [connection for process in slurm.ranks() for connection in process.net_connections("inet")]
+    listening = {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
     assert listening, "torchrun's store"
     assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
     begun = time.monotonic()

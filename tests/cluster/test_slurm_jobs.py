@@ -69,7 +69,7 @@ class Jobs:
 def in_flight(folder: Path) -> int:
     """Return how many launches of trials have begun and have no report."""
     begun = [path.parents[1] for path in folder.glob("trial-*/events/rank0.jsonl")]
-    return sum(not (one / "report.json").exists() for one in begun)
+    return sum(not (item / "report.json").exists() for item in begun)
 
 
 def test_jobs_that_are_requeued_and_cancelled_in_mid_launch_leave_a_whole_study(

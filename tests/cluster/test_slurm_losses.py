@@ -22,13 +22,13 @@ LOST_S = 40.0
 def test_a_node_without_its_daemons_is_lost_and_the_search_goes_on_elsewhere(
     breakable_slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    told: list[str] = []
+    words: list[str] = []
     engine = SlurmEngine(())
-    launcher = launcher_on(engine, tmp_path, on_notice=told.append)
+    launcher = launcher_on(engine, tmp_path, on_notice=words.append)
     try:
         launcher.start(stub(tmp_path, "trial-0000", "--end", "sleep"))
         poll_until(launcher, lambda seen: len(seen) == 2, what="it runs on two nodes")
-        node = sorted(one.environ()["SLURMD_NODENAME"] for one in breakable_slurm.agents())[1]
+        node = sorted(agent.environ()["SLURMD_NODENAME"] for agent in breakable_slurm.agents())[1]
         begun = time.monotonic()
         for process in breakable_slurm.keepers(node):
             process.kill()

@@ -23,7 +23,7 @@ def test_messages_of_many_nodes_are_joined_from_one_stream_cut_anywhere() -> Non
         size = chance.randrange(1, 5000)
         got += joiner.feed(stream[:size])
         stream = stream[size:]
-    assert {node: [message for one, message in got if one == node] for node in sent} == sent
+    assert {node: [message for item, message in got if item == node] for node in sent} == sent
     assert not joiner.strays
 
 

@@ -53,8 +53,8 @@ def test_merge_overlays_objects_replaces_values_and_removes_by_none() -> None:
 )
 def test_the_batch_triangle_is_completed(config: dict[str, Any], expected: tuple[int, int, int]) -> None:
     triangle = ds_config.batch_triangle(config, world_size=4)
-    found = (triangle.train_batch_size, triangle.micro_batch, triangle.gradient_accumulation_steps)
-    assert found == expected
+    result = (triangle.train_batch_size, triangle.micro_batch, triangle.gradient_accumulation_steps)
+    assert result == expected
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ def test_a_config_in_words(words: str) -> None:
 
 
 def test_a_structure_is_read_back_from_its_section() -> None:
-    everything = [*STRUCTURES, *(one.on_nvme() for one in STRUCTURES if one.offloads)]
+    everything = [*STRUCTURES, *(structure.on_nvme() for structure in STRUCTURES if structure.offloads)]
     assert len(set(everything)) == len(everything)
-    for one in everything:
-        section: dict[str, Any] = one.zero_section(nvme_path="/nvme")
-        assert Structure.of({"zero_optimization": section}) == one
-        assert ("/nvme" in str(section)) == ("NVMe" in one.words)
+    for item in everything:
+        section: dict[str, Any] = item.zero_section(nvme_path="/nvme")
+        assert Structure.of({"zero_optimization": section}) == item
+        assert ("/nvme" in str(section)) == ("NVMe" in item.words)
 
 
 def test_the_guides_order_is_a_part_of_the_order_by_memory() -> None:
-    assert [one for one in STRUCTURES if one in GUIDE_ORDER] == list(GUIDE_ORDER)
+    assert [structure for structure in STRUCTURES if structure in GUIDE_ORDER] == list(GUIDE_ORDER)

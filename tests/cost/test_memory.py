@@ -74,8 +74,8 @@ def states(a_profile: ModelProfile, ds_config: dict[str, Any], where: Hardware) 
 def test_figure_1_of_the_zero_paper(stage: int, gigabytes: float) -> None:
     """7.5 billion parameters on 64 GPUs, mixed-precision Adam (arXiv:1910.02054, figure 1)."""
     model = profile(params=7_500_000_000, trainable_params=7_500_000_000)
-    found = states(model, config(stage), hardware(world_size=64))
-    assert found / 1e9 == pytest.approx(gigabytes, abs=0.06)
+    result = states(model, config(stage), hardware(world_size=64))
+    assert result / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])
@@ -112,8 +112,8 @@ def test_deepspeeds_estimator_of_stage_3(ranks: int) -> None:
     small = config(3, reduce_bucket_size=1, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
     ours = estimate(model, small, micro_batch=0, hardware=hardware(world_size=ranks)).parts
     _, theirs, _ = estimate_zero3_model_states_mem_needs(params, layer, ranks, 1, False, False)
-    found = sum(ours.get(name, 0) for name in (*STATES, "fp32_gradients")) + 4 * layer
-    assert found == pytest.approx(theirs + 2 * params / ranks, rel=1e-6)
+    result = sum(ours.get(name, 0) for name in (*STATES, "fp32_gradients")) + 4 * layer
+    assert result == pytest.approx(theirs + 2 * params / ranks, rel=1e-6)
 
 
 @pytest.mark.parametrize(("keys", "params_on_device"), [(("optimizer",), True), (("optimizer", "param"), False)])
@@ -159,8 +159,8 @@ def test_frozen_parameters_have_neither_gradients_nor_state() -> None:
 
 def test_the_parts_add_up() -> None:
     for stage in range(4):
-        found = estimate(profile(), config(stage), micro_batch=3, hardware=hardware())
-        assert sum(found.parts.values()) == found.device_bytes
+        result = estimate(profile(), config(stage), micro_batch=3, hardware=hardware())
+        assert sum(result.parts.values()) == result.device_bytes
 
 
 def test_each_stage_and_each_offload_needs_less_on_the_device() -> None:
@@ -182,8 +182,8 @@ def test_each_stage_and_each_offload_needs_less_on_the_device() -> None:
 
 def test_buckets_cost_what_they_hold_and_double_with_overlap() -> None:
     def buckets(**zero: Any) -> int:
-        found = estimate(profile(), config(2, **zero), micro_batch=1, hardware=hardware())
-        return found.parts.get("reduce_buckets", 0)
+        result = estimate(profile(), config(2, **zero), micro_batch=1, hardware=hardware())
+        return result.parts.get("reduce_buckets", 0)
 
     assert buckets(reduce_bucket_size=5e7) == 10**8
     assert buckets(reduce_bucket_size=5e7, overlap_comm=True) == 2 * 10**8
@@ -202,8 +202,8 @@ def test_buckets_cost_what_they_hold_and_double_with_overlap() -> None:
 def test_the_peak_comes_when_it_must(
     moment: str, stage: int, micro_batch: int, ranks: int, zero: dict[str, Any]
 ) -> None:
-    found = estimate(profile(), config(stage, **zero), micro_batch=micro_batch, hardware=hardware(world_size=ranks))
-    assert found.moment == moment
+    result = estimate(profile(), config(stage, **zero), micro_batch=micro_batch, hardware=hardware(world_size=ranks))
+    assert result.moment == moment
 
 
 MEASURED: list[tuple[int, str, dict[str, Any], int]] = [
@@ -246,8 +246,8 @@ def test_what_real_runs_on_two_cpu_ranks_took(stage: int, precision: str, zero: 
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 4_000_000, **zero},
     }
     where = hardware(device="cpu", world_size=2, ranks_per_node=2)
-    found = estimate(model, ds_config, micro_batch=64, hardware=where)
-    assert found.device_bytes / 1e6 == pytest.approx(megabytes, rel=0.03)
+    result = estimate(model, ds_config, micro_batch=64, hardware=where)
+    assert result.device_bytes / 1e6 == pytest.approx(megabytes, rel=0.03)
 
 
 def test_accumulated_gradients_stay_during_the_forward_pass() -> None:
@@ -269,7 +269,7 @@ def test_on_a_cpu_offload_saves_nothing() -> None:
 
 def configs_at_random(count: int) -> list[tuple[dict[str, Any], ModelProfile, Hardware]]:
     rng = random.Random(7)
-    found = []
+    result = []
     for _ in range(count):
         stage = rng.randrange(4)
         keys = [key for key in ("optimizer", "param") if rng.random() < 0.4]
@@ -293,8 +293,8 @@ def configs_at_random(count: int) -> list[tuple[dict[str, Any], ModelProfile, Ha
             device_memory_bytes=rng.choice([16, 80]) * GIB,
             device=rng.choice(["cuda", "cuda", "cpu"]),
         )
-        found.append((ds_config, model, where))
-    return found
+        result.append((ds_config, model, where))
+    return result
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
@@ -304,11 +304,11 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
         limit = where.device_memory_bytes * (1 - margin)
         if where.device == "cpu":
             limit = min(limit, where.host_memory_bytes // min(where.ranks_per_node, where.world_size))
-        found = largest_micro_batch(model, ds_config, hardware=where, margin=margin, cap=10**9)
-        if found:
+        result = largest_micro_batch(model, ds_config, hardware=where, margin=margin, cap=10**9)
+        if result:
             fitting += 1
-            assert estimate(model, ds_config, micro_batch=found, hardware=where).device_bytes <= limit
-        over = estimate(model, ds_config, micro_batch=found + 1, hardware=where)
+            assert estimate(model, ds_config, micro_batch=result, hardware=where).device_bytes <= limit
+        over = estimate(model, ds_config, micro_batch=result + 1, hardware=where)
         assert over.device_bytes > limit or over.host_bytes > where.host_memory_bytes
     assert 100 < fitting < 300
 
@@ -364,9 +364,9 @@ def test_two_points_of_one_lineage_correct_slope_and_intercept_of_all() -> None:
                 profile(), ds_config, micro_batch=micro_batch, hardware=hardware(), correction=correction
             ).device_bytes
             assert predicted == pytest.approx(truth(ds_config, micro_batch, slope=slope, offset=offset), rel=1e-6)
-    found = largest_micro_batch(profile(), config(2), hardware=hardware(), correction=correction)
-    assert truth(config(2), found, slope=slope, offset=offset) <= 80 * GIB
-    assert truth(config(2), found + 1, slope=slope, offset=offset) > 80 * GIB
+    result = largest_micro_batch(profile(), config(2), hardware=hardware(), correction=correction)
+    assert truth(config(2), result, slope=slope, offset=offset) <= 80 * GIB
+    assert truth(config(2), result + 1, slope=slope, offset=offset) > 80 * GIB
 
 
 def test_points_of_several_lineages_give_a_slope_together() -> None:
@@ -408,9 +408,9 @@ def test_lineages_differ_in_everything_but_the_batch() -> None:
 
 def test_a_profile_survives_json_and_comes_from_an_event() -> None:
     event = ProfileMeasured(rank=0, time=1.0, **{**profile().to_json(), "device_name": "H", "optimizer": "AdamW"})
-    found = ModelProfile.from_event(event)
-    assert found.optimizer == "AdamW"
-    assert ModelProfile.from_json({**found.to_json(), "newer": 1}) == found
+    result = ModelProfile.from_event(event)
+    assert result.optimizer == "AdamW"
+    assert ModelProfile.from_json({**result.to_json(), "newer": 1}) == result
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_a_second_copy_in_each_node_takes_its_share_of_the_parameters_where_thes
     assert copied.host_bytes == plain.host_bytes
     on_host = config(3, zero_hpz_partition_size=8, **offload("param"))
     without = config(3, **offload("param"))
-    both = [estimate(profile(), one, micro_batch=1, hardware=where) for one in (on_host, without)]
+    both = [estimate(profile(), item, micro_batch=1, hardware=where) for item in (on_host, without)]
     assert both[0].device_bytes == both[1].device_bytes
     assert both[0].host_bytes - both[1].host_bytes == 2 * profile().params
     below = [
@@ -440,10 +440,10 @@ def test_a_second_copy_in_each_node_takes_its_share_of_the_parameters_where_thes
 
 
 def test_hosts_are_counted_and_each_holds_what_its_own_ranks_offload() -> None:
-    one, two = hardware(), hardware(world_size=16)
-    assert (one.nodes, two.nodes, hardware(world_size=4).nodes, two.ranks_on_node) == (1, 2, 1, 8)
+    item, two = hardware(), hardware(world_size=16)
+    assert (item.nodes, two.nodes, hardware(world_size=4).nodes, two.ranks_on_node) == (1, 2, 1, 8)
     host = [
         estimate(profile(), config(3, **offload("optimizer")), micro_batch=1, hardware=where).host_bytes
-        for where in (one, two)
+        for where in (item, two)
     ]
     assert host[0] == pytest.approx(2 * host[1], rel=1e-6)

@@ -56,8 +56,8 @@ def from_all_pairs(samples: list[Sample], at: Hardware) -> Correction:
     points = []
     for config, micro_batch, peak in samples:
         lines = rank_moments(PROFILE, config, at)
-        line = next(one for one in lines if one.bytes_per_sample > 0)
-        highest = max(one.bytes_at(micro_batch) for one in lines)
+        line = next(item for item in lines if item.bytes_per_sample > 0)
+        highest = max(item.bytes_at(micro_batch) for item in lines)
         if line.bytes_at(micro_batch) >= highest:
             points.append((batch_free_key(config), micro_batch, peak - line.bytes_at(0)))
     slopes = [
@@ -90,9 +90,9 @@ def test_peaks_added_one_by_one_give_the_fit_of_all_pairs(device: str, buckets: 
         new = [measured(chance, device, buckets=buckets, largest=largest) for _ in range(chance.randint(1, 6))]
         samples += new
         fit.add(new)
-        found, expected = fit.correction(), from_all_pairs(samples, hardware(device))
-        assert found.bytes_per_sample == expected.bytes_per_sample
-        assert dict(found.offsets) == dict(expected.offsets)
-        assert found.default_offset == expected.default_offset
-        assert fit.correction() is found
+        result, expected = fit.correction(), from_all_pairs(samples, hardware(device))
+        assert result.bytes_per_sample == expected.bytes_per_sample
+        assert dict(result.offsets) == dict(expected.offsets)
+        assert result.default_offset == expected.default_offset
+        assert fit.correction() is result
     assert len(fit) == len(samples)

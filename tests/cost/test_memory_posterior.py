@@ -49,9 +49,9 @@ NONE = np.zeros(1, dtype=bool)
 
 
 def test_without_a_launch_the_formulas_hold_and_little_is_certain() -> None:
-    found, left, spread = posterior().predict(loads([1, 8]))
-    assert found == pytest.approx([12 * GIB, 18 * GIB])
-    assert left[1] + found[1] == pytest.approx(posterior().usable)
+    result, left, spread = posterior().predict(loads([1, 8]))
+    assert result == pytest.approx([12 * GIB, 18 * GIB])
+    assert left[1] + result[1] == pytest.approx(posterior().usable)
     assert (spread > GIB).all()
 
 
@@ -119,8 +119,8 @@ def test_activations_may_add_to_the_other_moments_of_a_step() -> None:
     sizes, asked = [1, 4], [8]
     known = posterior()
     known.observe(loads(sizes, others=30 * GIB), 30 * GIB + GIB * np.array(sizes), np.zeros(2, dtype=bool))
-    found, _, _ = known.predict(loads(asked, others=30 * GIB))
-    assert found == pytest.approx([38 * GIB], rel=0.05)
+    result, _, _ = known.predict(loads(asked, others=30 * GIB))
+    assert result == pytest.approx([38 * GIB], rel=0.05)
     within = 36 * GIB
     edge = int(known.largest(loads([1], others=30 * GIB), within)[0])
     assert known.peaks(loads([edge], others=30 * GIB))[0] <= within < known.peaks(loads([edge + 1], others=30 * GIB))[0]

@@ -69,8 +69,8 @@ per device with P_os, P_os+g and P_os+g+p.
 )
 def test_table_1_of_the_zero_paper(params: int, ranks: int, stage: int, gigabytes: float) -> None:
     parts = estimate(profile(params), config(stage), micro_batch=0, hardware=hardware(ranks)).parts
-    found = sum(size for name, size in parts.items() if name in STATES)
-    assert found / 1e9 == pytest.approx(gigabytes, rel=0.025)
+    result = sum(size for name, size in parts.items() if name in STATES)
+    assert result / 1e9 == pytest.approx(gigabytes, rel=0.025)
 
 
 ZERO_TABLE_2 = [(0, 2.0), (1, 7.6), (2, 14.4), (3, 128.0)]

@@ -33,16 +33,21 @@ def at(count: int, size: float = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def phases(**changes: float) -> np.ndarray:
-    found: np.ndarray = THEORY.phases(PRIOR, columns(1, **changes), *at(1))[:, 0]
-    return found
+    result: np.ndarray = THEORY.phases(PRIOR, columns(1, **changes), *at(1))[:, 0]
+    return result
 
 
 def timings(sizes: list[float], logs: np.ndarray) -> Timings:
     count = len(sizes)
     size, ones, fill = np.array(sizes), np.ones(count), np.full(count, 0.5)
-    found = THEORY.phases(logs, columns(count), size, ones, fill)
+    result = THEORY.phases(logs, columns(count), size, ones, fill)
     return Timings(
-        columns=columns(count), micro_batch=size, accumulation=ones, fill=fill, phases=found, latency=found.sum(axis=0)
+        columns=columns(count),
+        micro_batch=size,
+        accumulation=ones,
+        fill=fill,
+        phases=result,
+        latency=result.sum(axis=0),
     )
 
 
@@ -103,8 +108,8 @@ TWO_NODES = replace(THEORY, ranks=16, ranks_per_node=8)
 
 def on_nodes(logs: np.ndarray, *, model: StepTimeModel = TWO_NODES, steps: int = 1, **changes: float) -> np.ndarray:
     size, _, fill = at(1)
-    found: np.ndarray = model.phases(logs, columns(1, **changes), size, np.full(1, float(steps)), fill)[:, 0]
-    return found
+    result: np.ndarray = model.phases(logs, columns(1, **changes), size, np.full(1, float(steps)), fill)[:, 0]
+    return result
 
 
 def with_coefficient(**medians: float) -> np.ndarray:
@@ -140,9 +145,9 @@ def test_a_second_copy_in_the_node_keeps_all_gathers_but_the_first_off_the_netwo
 def test_the_network_is_learnt_from_launches_on_several_nodes() -> None:
     truth = with_coefficient(network=4e-10)
     size, ones, fill = np.array([1.0, 8, 32]), np.ones(3), np.full(3, 0.5)
-    found = TWO_NODES.phases(truth, columns(3), size, ones, fill)
+    result = TWO_NODES.phases(truth, columns(3), size, ones, fill)
     steps = Timings(
-        columns=columns(3), micro_batch=size, accumulation=ones, fill=fill, phases=found, latency=found.sum(axis=0)
+        columns=columns(3), micro_batch=size, accumulation=ones, fill=fill, phases=result, latency=result.sum(axis=0)
     )
     fitted = TWO_NODES.fit(steps)
     network = COEFFICIENTS.index("network")

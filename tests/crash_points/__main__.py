@@ -90,7 +90,7 @@ def _fastest_place() -> Path | None:
 
 def _chosen(asked: argparse.Namespace, references: dict[Case, Reference], *, seed: int) -> list[Strike]:
     """Return the blows to try, in an order drawn by the seed; say how many there are."""
-    every = [one for one in all_strikes(references, asked.blows) if asked.at in " < ".join(one.point.place)]
+    every = [strike for strike in all_strikes(references, asked.blows) if asked.at in " < ".join(strike.point.place)]
     strikes = every if asked.all else distinct(every, times=asked.times)
     for case, reference in references.items():
         places = len({point.place for point in reference.points})

@@ -119,9 +119,9 @@ def _not_kept(seen: Aftermath) -> Iterator[str]:
     if seen.first.code != _EXIT_DATABASE or seen.blow in DISK:
         return
     stored = {f"trial-{trial.number:04d}" for trial in seen.between.trials if trial.finished}
-    for one in seen.launches_of_first:
-        if one.ended and one.purpose == "trial" and one.launch_id not in stored | seen.kept:
-            yield f"ended, neither stored nor kept: {one.launch_id}"
+    for item in seen.launches_of_first:
+        if item.ended and item.purpose == "trial" and item.launch_id not in stored | seen.kept:
+            yield f"ended, neither stored nor kept: {item.launch_id}"
 
 
 def _budget(after: Observed, budget: int) -> Iterator[str]:
@@ -137,8 +137,8 @@ def _budget(after: Observed, budget: int) -> Iterator[str]:
 
 def _twice(seen: Aftermath, undisturbed: Aftermath) -> Iterator[str]:
     """Yield what was launched again without need: one launch was in flight, and only that one may be repeated."""
-    wanted = Counter((one.purpose, one.key) for one in undisturbed.launches if not one.ended)
-    started = Counter((one.purpose, one.key) for one in seen.launches if not one.ended)
+    wanted = Counter((launch.purpose, launch.key) for launch in undisturbed.launches if not launch.ended)
+    started = Counter((launch.purpose, launch.key) for launch in seen.launches if not launch.ended)
     extra = sum((started - wanted).values())
     allowed = 0 if seen.blow in (None, Blow.LOCKED) else 1
     if extra > allowed:
@@ -181,9 +181,9 @@ def _left_in_folder(files: Iterable[str], undisturbed: Iterable[str]) -> Iterato
 
 
 def _other_result(seen: Aftermath, undisturbed: Aftermath) -> Iterator[str]:
-    wanted, found = _measured(undisturbed.after), _measured(seen.after)
-    if wanted != found:
-        yield f"other measurements: {sorted(found - wanted)} instead of {sorted(wanted - found)}"[:400]
+    wanted, result = _measured(undisturbed.after), _measured(seen.after)
+    if wanted != result:
+        yield f"other measurements: {sorted(result - wanted)} instead of {sorted(wanted - result)}"[:400]
     for key, value in (undisturbed.result or {}).items():
         if seen.result is None:
             yield "no result was printed"

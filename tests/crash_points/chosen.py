@@ -53,14 +53,14 @@ def distinct(strikes: Sequence[Strike], *, times: int) -> list[Strike]:
     if times < 2:
         raise ValueError(f"The first and the last of each are tried at least; got {times}.")
     groups: dict[object, list[Strike]] = {}
-    for one in strikes:
-        shared = one.case if one.blow is Blow.KILL else one.case.database
-        groups.setdefault((shared, one.blow, one.point.place), []).append(one)
+    for strike in strikes:
+        shared = strike.case if strike.blow is Blow.KILL else strike.case.database
+        groups.setdefault((shared, strike.blow, strike.point.place), []).append(strike)
     kept = set()
     for group in groups.values():
         last = len(group) - 1
         kept |= {group[round(index * last / (times - 1))] for index in range(times)} if last >= times else {*group}
-    return [one for one in strikes if one in kept]
+    return [item for item in strikes if item in kept]
 
 
 def drawn(strikes: Sequence[Strike], *, seed: int, sample: int | None) -> list[Strike]:
@@ -77,8 +77,8 @@ def drawn(strikes: Sequence[Strike], *, seed: int, sample: int | None) -> list[S
     random.Random(seed).shuffle(order)
     met: Counter[object] = Counter()
     rounds = []
-    for one in order:
-        code = (one.blow, one.point.code)
+    for item in order:
+        code = (item.blow, item.point.code)
         rounds.append(met[code])
         met[code] += 1
     order = [one for _, one in sorted(zip(rounds, order, strict=True), key=itemgetter(0))]

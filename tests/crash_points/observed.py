@@ -77,9 +77,9 @@ def observe(url: str) -> Observed:
     engine = create_engine(parsed, poolclass=NullPool)
     with engine.connect() as connection:
         tables = set(inspect(connection).get_table_names())
-        found = {} if not {"trials", "dsat_studies"} <= tables else _rows(connection)
+        result = {} if not {"trials", "dsat_studies"} <= tables else _rows(connection)
         locks = {"locked": _file_is_locked(Path(f"{parsed.database}-lock"))} if sqlite else _postgres_locks(connection)
-    return Observed(**found, **locks)
+    return Observed(**result, **locks)
 
 
 def _rows(connection: Connection) -> dict[str, Any]:
@@ -143,12 +143,12 @@ _DIGEST = re.compile(r"[0-9a-f]{32,}")
 
 def files_of(folder: Path) -> frozenset[str]:
     """Return the files and empty folders below a folder, by their relative paths, without digests."""
-    found: set[str] = set()
+    result: set[str] = set()
     for place, folders, files in os.walk(folder):
         inside = Path(place).relative_to(folder)
-        found.update(str(inside / name) for name in files)
-        found.update(f"{inside / name}/" for name in folders if not any(Path(place, name).iterdir()))
-    return frozenset(_DIGEST.sub("DIGEST", name) for name in found)
+        result.update(str(inside / name) for name in files)
+        result.update(f"{inside / name}/" for name in folders if not any(Path(place, name).iterdir()))
+    return frozenset(_DIGEST.sub("DIGEST", name) for name in result)
 
 
 def launches_of(notes: Path) -> tuple[Launched, ...]:

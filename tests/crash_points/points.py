@@ -259,12 +259,12 @@ def _name(code: CodeType) -> str:
 
 def _site(frame: FrameType | None) -> str:
     """Return the functions of the package on a stack, innermost first, each with the line within it."""
-    found = []
+    result = []
     while frame is not None:
         if name := _name(frame.f_code):
-            found.append(f"{name}+{frame.f_lineno - frame.f_code.co_firstlineno}")
+            result.append(f"{name}+{frame.f_lineno - frame.f_code.co_firstlineno}")
         frame = frame.f_back
-    return " < ".join(found)
+    return " < ".join(result)
 
 
 def _driver_connection(cursor: Any) -> Any:

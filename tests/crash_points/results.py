@@ -39,8 +39,8 @@ class Results:
     def of(self, strikes: Iterable[Strike]) -> dict[Strike, Tried]:
         """Return the last outcome of each of these blows that has one; one at other code does not count."""
         wanted = {_identity(strike): strike for strike in strikes}
-        found = {_identity(strike): tried for strike, tried in self._lines()}
-        return {strike: found[identity] for identity, strike in wanted.items() if identity in found}
+        result = {_identity(strike): tried for strike, tried in self._lines()}
+        return {strike: result[identity] for identity, strike in wanted.items() if identity in result}
 
     def _lines(self) -> Iterator[tuple[Strike, Tried]]:
         if not self._path.exists():
@@ -78,6 +78,6 @@ def show(found: dict[Strike, Tried], *, chosen: Collection[Strike]) -> int:
     left = f" ({len(chosen) - len(found)} more were not tried)" if len(chosen) > len(found) else ""
     print(f"{len(found)} blows, {wrong} with violations{left}")
     if found:
-        wall_s, cpu_s = sum(one.seconds for one in found.values()), sum(one.cpu_s for one in found.values())
+        wall_s, cpu_s = sum(item.seconds for item in found.values()), sum(item.cpu_s for item in found.values())
         print(f"{wall_s / len(found):.2f} s a blow, {cpu_s / len(found):.2f} s of them of the CPU")
     return 1 if wrong else 0

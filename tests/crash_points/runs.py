@@ -204,11 +204,11 @@ class _Middle:
 
 
 def _middle(folder: Path, url: str) -> _Middle:
-    kept = [one for path in (folder / "work").rglob(KEPT) for one in json.loads(path.read_text())["measured"]]
+    kept = [load for path in (folder / "work").rglob(KEPT) for load in json.loads(path.read_text())["measured"]]
     return _Middle(
         between=observe(url),
         launches=launches_of(folder / "notes" / LAUNCHES_FILE),
-        kept=frozenset(one.get("launch") or f"trial-{one['trial']:04d}" for one in kept),
+        kept=frozenset(item.get("launch") or f"trial-{item['trial']:04d}" for item in kept),
     )
 
 

@@ -107,7 +107,7 @@ def test_a_study_that_came_out_whole_has_no_violation() -> None:
     ],
 )
 def test_each_violation_is_found(changes: dict[str, Any], found: str) -> None:
-    assert any(found in one for one in violations(replace(KILL, **changes), UNDISTURBED, budget=1))
+    assert any(found in violation for violation in violations(replace(KILL, **changes), UNDISTURBED, budget=1))
 
 
 def test_one_launch_in_flight_may_be_repeated_and_its_folder_stays() -> None:
@@ -161,13 +161,13 @@ def test_the_passes_of_a_loop_are_one_place_of_which_the_first_and_the_last_are_
 
 def test_methods_share_places_but_for_kills() -> None:
     other = Case(method="binary", database="sqlite")
-    strikes = [replace(one, case=case) for case in (CASE, other) for one in strikes_of(*"0123")]
+    strikes = [replace(item, case=case) for case in (CASE, other) for item in strikes_of(*"0123")]
     kept = distinct(strikes, times=2)
-    assert [(one.case, one.number) for one in kept if one.blow is Blow.KILL] == [
+    assert [(item.case, item.number) for item in kept if item.blow is Blow.KILL] == [
         *((CASE, number) for number in (0, 3)),
         *((other, number) for number in (0, 3)),
     ]
-    assert [(one.case, one.number) for one in kept if one.blow is Blow.DISK_FULL] == [(CASE, 0), (other, 3)]
+    assert [(item.case, item.number) for item in kept if item.blow is Blow.DISK_FULL] == [(CASE, 0), (other, 3)]
 
 
 def test_a_sample_is_drawn_by_its_seed() -> None:
@@ -177,13 +177,13 @@ def test_a_sample_is_drawn_by_its_seed() -> None:
 
 
 def test_an_order_meets_all_code_before_it_meets_any_again() -> None:
-    often = [one for one in strikes_of(*(["a"] * 20), "b") if one.blow is Blow.KILL]
+    often = [item for item in strikes_of(*(["a"] * 20), "b") if item.blow is Blow.KILL]
     sites = [f"x.py:f+{line} < x.py:g+1" for line in range(20)] + ["x.py:h+1"]
-    strikes = [replace(one, point=replace(one.point, site=site)) for one, site in zip(often, sites, strict=True)]
+    strikes = [replace(item, point=replace(item.point, site=site)) for item, site in zip(often, sites, strict=True)]
     for seed in range(10):
         order = drawn(strikes, seed=seed, sample=None)
-        assert {one.point.code for one in order[:2]} == {one.point.code for one in strikes}
-        assert sorted(one.point.site for one in order) == sorted(sites)
+        assert {item.point.code for item in order[:2]} == {strike.point.code for strike in strikes}
+        assert sorted(item.point.site for item in order) == sorted(sites)
 
 
 def test_a_later_run_goes_on_with_the_results_of_an_earlier_one(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_later_run_goes_on_with_the_results_of_an_earlier_one(tmp_path: Path) 
     results.add(CASE, tried)
     results.add(CASE, replace(tried, violations=()))
     assert results.of(again) == {again[0]: replace(tried, violations=())}, "the last one, whatever the process's number"
-    moved = [replace(one, point=replace(one.point, site="a.py:f+2")) for one in again]
+    moved = [replace(item, point=replace(item.point, site="a.py:f+2")) for item in again]
     assert results.of(moved) == {}, "other code is tried anew"
 
 

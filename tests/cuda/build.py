@@ -84,7 +84,7 @@ def _link(folder: Path, name: str, sources: Sequence[str], includes: Sequence[Pa
         _run([*compiler, "-c", "-o", str(compiled), str(SOURCES / source)])
     defined = set[str]().union(*(_symbols(path, defined=True) for path in objects))
     nothing = folder / f"{name}.nothing.c"
-    nothing.write_text("".join(f"long {one}(void) {{ return 0; }}\n" for one in sorted(wanted - defined)))
+    nothing.write_text("".join(f"long {item}(void) {{ return 0; }}\n" for item in sorted(wanted - defined)))
     library = folder / name
     unfinished = library.with_suffix(".new")
     link = [*compiler, "-shared", "-pthread", f"-Wl,-soname,{name}", "-o", str(unfinished)]

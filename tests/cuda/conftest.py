@@ -33,9 +33,9 @@ def cuda_python() -> Path:
 @pytest.fixture(scope="session")
 def libraries(cuda_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the stand-in's libraries, built for that environment."""
-    found = subprocess.run([str(cuda_python), "-c", _SITE_PACKAGES], capture_output=True, text=True, check=True)
+    result = subprocess.run([str(cuda_python), "-c", _SITE_PACKAGES], capture_output=True, text=True, check=True)
     folder = tmp_path_factory.mktemp("standin")
-    build(Path(found.stdout.strip()), folder)
+    build(Path(result.stdout.strip()), folder)
     return folder
 
 

@@ -158,8 +158,8 @@ class Machine:
     def calls(self, *functions: str) -> list[Call]:
         """Return what was called so far, of these functions or of all."""
         log = self._folder / "log"
-        found = [_call(line.split()) for line in log.read_text().splitlines()] if log.exists() else []
-        return [call for call in found if not functions or call.function in functions]
+        result = [_call(line.split()) for line in log.read_text().splitlines()] if log.exists() else []
+        return [call for call in result if not functions or call.function in functions]
 
     def use(self) -> list[GpuUse]:
         """Return what NVML says of each GPU now."""

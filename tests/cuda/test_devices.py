@@ -121,14 +121,14 @@ def test_who_holds_a_gpu_is_said_while_a_search_waits_for_it(machine: Machine, t
     assert search.launches == []
 
 
-def overlapping(one: Launched, other: Launched) -> bool:
+def overlapping(first: Launched, other: Launched) -> bool:
     """Whether two launches ran at the same time, from the start of each to its last step."""
 
     def span(launch: Launched) -> tuple[float, float]:
         start = launch.report["started_at"]
         return start, start + launch.report["startup_s"] + launch.report["measured_s"]
 
-    (start, end), (other_start, other_end) = span(one), span(other)
+    (start, end), (other_start, other_end) = span(first), span(other)
     return start < other_end and other_start < end
 
 
@@ -141,8 +141,8 @@ def test_a_second_tuner_takes_other_gpus(machine: Machine, tmp_path: Path) -> No
     launches = [launch for search in searches for launch in search.finish().launches]
     together = [pair for pair in combinations(launches, 2) if overlapping(*pair)]
     assert together
-    for one, other in together:
-        assert not {*one.report["devices"]} & {*other.report["devices"]}
+    for first, other in together:
+        assert not {*first.report["devices"]} & {*other.report["devices"]}
     assert {launch.report["outcome"] for launch in launches} == {"measured"}
     left_nothing(machine)
 
@@ -153,11 +153,11 @@ def test_the_doctor_sees_the_machine_and_makes_no_context_itself(machine: Machin
         doctor = Search(machine, tmp_path, "doctor", "--json", visible="3,6").finish()
         other.communicate(b"\n")
     report = json.loads(doctor.output)
-    found = {finding["name"]: finding["data"] for finding in report["findings"]}
+    result = {finding["name"]: finding["data"] for finding in report["findings"]}
     assert report["can_run"]
-    assert found["gpu 3"]["processes"] == [other.pid] or str(other.pid) in json.dumps(found["gpu 3"])
-    assert (found["gpu 3"]["used_bytes"], found["gpu 6"]["used_bytes"]) == (2 << 30, 0)
-    assert found["hidden GPUs"]["count"] == 6
-    assert found["torch"]["cuda_works"]
-    assert found["deepspeed"]["accelerator"] == "cuda"
+    assert result["gpu 3"]["processes"] == [other.pid] or str(other.pid) in json.dumps(result["gpu 3"])
+    assert (result["gpu 3"]["used_bytes"], result["gpu 6"]["used_bytes"]) == (2 << 30, 0)
+    assert result["hidden GPUs"]["count"] == 6
+    assert result["torch"]["cuda_works"]
+    assert result["deepspeed"]["accelerator"] == "cuda"
     assert doctor.process.pid not in {call.pid for call in machine.calls("cuInit")}

@@ -54,8 +54,8 @@ def test_a_rank_that_is_killed_frees_its_gpus(machine: Machine, tmp_path: Path, 
     first, *others = (Launched(trial.folder) for trial in search.trials)
     assert first.report["outcome"] not in ("measured", "out_of_memory", "invalid_config"), first.report
     assert "SIGKILL" in first.report["message"] or "signal 9" in first.report["message"], first.report
-    assert [one.report["outcome"] for one in others] == ["measured"] * 2  # it was launched again, as nobody's fault
-    assert all(one.report["devices"] == [0, 1] for one in others)
+    assert [item.report["outcome"] for item in others] == ["measured"] * 2  # it was launched again, as nobody's fault
+    assert all(item.report["devices"] == [0, 1] for item in others)
     assert not alive(first)
     left_nothing(machine)
 

@@ -122,7 +122,7 @@ def test_nvml_lists_a_process_while_it_lives(machine: Machine) -> None:
         process.kill()
         process.wait()
     assert use[3].processes == {process.pid: (256 + 64) << 20}
-    assert sum(one.used_bytes for one in use) == use[3].used_bytes == (256 + 64) << 20
+    assert sum(item.used_bytes for item in use) == use[3].used_bytes == (256 + 64) << 20
     assert machine.use()[3].processes == {}
 
 

@@ -78,8 +78,8 @@ class Launched:
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of a kind, of all ranks."""
         lines = [line for path in sorted(self.folder.glob("events/*.jsonl")) for line in path.read_text().splitlines()]
-        told = [json.loads(line) for line in lines if line.endswith("}")]
-        return [event for event in told if event["kind"] == kind]
+        words = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in words if event["kind"] == kind]
 
     @property
     def ranks(self) -> list[dict[str, Any]]:
@@ -141,8 +141,8 @@ class Search:
     @property
     def launches(self) -> list[Launched]:
         """The launches so far, the profile among them, in the order in which they began."""
-        found = self.folder.glob("optuna-dsat-output/*/*/launch.json")
-        return [Launched(path.parent) for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
+        result = self.folder.glob("optuna-dsat-output/*/*/launch.json")
+        return [Launched(path.parent) for path in sorted(result, key=lambda path: path.stat().st_mtime_ns)]
 
     @property
     def trials(self) -> list[Launched]:

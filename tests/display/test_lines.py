@@ -66,10 +66,10 @@ def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:
     event = progress.ProfileFinished(
         profile=profile, measured_with="ZeRO 1", reused=False, largest_micro_batches={1: 8}
     )
-    told = lines_of(event)[0]
-    assert "1,633 parameters, 1 MiB of activations and 12.35 TFLOP per sample" in told
-    told = lines_of(replace(event, profile=replace(profile, params=2 * 10**9, trainable_params=10**6)))[0]
-    assert "2 B parameters (1 M trainable)" in told
+    text = lines_of(event)[0]
+    assert "1,633 parameters, 1 MiB of activations and 12.35 TFLOP per sample" in text
+    text = lines_of(replace(event, profile=replace(profile, params=2 * 10**9, trainable_params=10**6)))[0]
+    assert "2 B parameters (1 M trainable)" in text
     for sizes, words in (
         ({1: 8, 2: 65536}, "ZeRO 1: 8, ZeRO 2: 65,536."),
         ({1: 65536, 2: 65536}, "65,536 at any ZeRO stage."),
@@ -83,8 +83,8 @@ def test_a_long_phase_is_told_with_its_duration(capsys: pytest.CaptureFixture[st
     view(progress.Phase(words=""))
     view(progress.Phase(words="waiting for GPU 1", said=True))
     view.close()
-    told = capsys.readouterr().err.splitlines()
-    assert told == ["Building cpu_adam (first use only, 1 to 3 min) ...", "Building cpu_adam took 0 s."]
+    words = capsys.readouterr().err.splitlines()
+    assert words == ["Building cpu_adam (first use only, 1 to 3 min) ...", "Building cpu_adam took 0 s."]
 
 
 def test_a_short_phase_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ def test_no_line_is_wider_than_the_terminal(state: LiveState, width: int) -> Non
     rows = [line for line in lines if re.match(r" *[23]  \S", line)]
     assert len(rows) == 2
     words = " ".join(lines).split()
-    assert width < 60 or all(words.count(one) == 2 for one in ("parameter", "and", "optimizer"))  # none is cut
+    assert width < 60 or all(words.count(item) == 2 for item in ("parameter", "and", "optimizer"))  # none is cut
     assert width < 46 or words.count("s") == 2, "both have a running clock"
 
 
@@ -180,7 +180,7 @@ def test_nothing_is_cut_in_the_middle_of_a_word(state: LiveState, width: int) ->
     table, summary = tokens[: tokens.index("Building")], tokens[tokens.index("Building") :]
     whole = {"parameter", "offload", "optimizer", "micro-batch", "stage3_max_live_parameters=5e8"}
     assert whole - {"stage3_max_live_parameters=5e8"} <= set(table)
-    assert whole <= {one.rstrip(",;)") for one in summary}
+    assert whole <= {item.rstrip(",;)") for item in summary}
     assert " ".join(summary).startswith("Building cpu_adam, 1 min 12 s (first use only, 1 to 3 min)")
 
 
@@ -324,10 +324,10 @@ def test_after_a_resize_all_is_drawn_anew(tmp_path: Path) -> None:
         place = screen.wait_for("running", after=place)
         assert screen.wait() == 0
     again = screen.plain(screen.written.rindex("\x1b[2J"))
-    told = again[: again.index("running")]
-    assert "Study s: at most 6 launches" in told, "what scrolled by is shown again"
-    assert "Trial 0: ZeRO 2, micro-batch 2: measured" in told
-    assert "Best in the search" in told
+    words = again[: again.index("running")]
+    assert "Study s: at most 6 launches" in words, "what scrolled by is shown again"
+    assert "Trial 0: ZeRO 2, micro-batch 2: measured" in words
+    assert "Best in the search" in words
 
 
 def test_ctrl_c_once_returns_what_is_in_flight_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -340,9 +340,9 @@ def test_ctrl_c_once_returns_what_is_in_flight_and_says_how_to_go_on(tmp_path: P
     assert "Continue with: optuna-dsat resume s --storage" in text
     assert "Traceback" not in text
     assert not COLOUR.search(screen.written)
-    found = states(tmp_path)
-    assert TrialState.RUNNING not in found
-    assert TrialState.WAITING in found
+    result = states(tmp_path)
+    assert TrialState.RUNNING not in result
+    assert TrialState.WAITING in result
 
 
 def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
@@ -368,18 +368,18 @@ def test_what_else_ends_a_process_ends_a_search_as_ctrl_c_does(tmp_path: Path, n
         assert screen.wait() == 130
     assert f"{number.name} came." in screen.plain()
     assert "Continue with: optuna-dsat resume s --storage" in screen.plain()
-    found = states(tmp_path)
-    assert TrialState.RUNNING not in found
-    assert TrialState.WAITING in found
+    result = states(tmp_path)
+    assert TrialState.RUNNING not in result
+    assert TrialState.WAITING in result
 
 
 def test_a_search_whose_terminal_is_closed_returns_what_is_in_flight(tmp_path: Path) -> None:
     with terminal(command(tmp_path, pause_s=0.1), width=130) as screen:
         screen.wait_for("2 running")
         assert screen.hang_up() == 130
-    found = states(tmp_path)
-    assert TrialState.RUNNING not in found
-    assert TrialState.WAITING in found
+    result = states(tmp_path)
+    assert TrialState.RUNNING not in result
+    assert TrialState.WAITING in result
 
 
 @pytest.mark.parametrize("quiet", [False, True])

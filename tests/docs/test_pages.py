@@ -78,8 +78,8 @@ def test_every_outcome_and_every_end_of_a_search_is_explained() -> None:
 def test_every_exit_code_is_explained() -> None:
     page = read("reference/shell.md")
     raised: list[type[errors.DsatError]] = [DeviceError, OutputError]
-    raised += [one for _, one in inspect.getmembers(errors, inspect.isclass) if issubclass(one, errors.DsatError)]
-    for code in {0, 130, *(one.exit_code for one in raised)}:
+    raised += [item for _, item in inspect.getmembers(errors, inspect.isclass) if issubclass(item, errors.DsatError)]
+    for code in {0, 130, *(item.exit_code for item in raised)}:
         assert f"| {code} |" in page
 
 
@@ -93,7 +93,7 @@ def test_every_file_of_a_launch_is_explained() -> None:
 
 
 def test_every_message_of_troubleshooting_is_one_that_the_code_says() -> None:
-    said = [
+    words = [
         node.value
         for path in (DOCS.parent / "optuna_dsat").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -103,7 +103,7 @@ def test_every_message_of_troubleshooting_is_one_that_the_code_says() -> None:
     messages = [message for heading in headings for message in re.findall(r"`([^`]+)`", heading)]
     assert len(messages) > 15
     for message in messages:
-        assert any(message in text for text in said), message
+        assert any(message in text for text in words), message
 
 
 def test_every_page_that_is_named_is_there() -> None:

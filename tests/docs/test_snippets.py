@@ -29,14 +29,14 @@ NOT_LITERAL = re.compile(r"\b(SCRIPT|DS_CONFIG|STUDY|COMMAND|N)\b|\.\.\.")
 
 
 def blocks(language: str, page: Path) -> list[str]:
-    return [code for found, code in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]
+    return [code for result, code in FENCE.findall(page.read_text(encoding="utf-8")) if result == language]
 
 
 def commands(page: Path) -> Iterator[str]:
     """Yield the ``optuna-dsat`` commands of a page: in blocks, indented, and in the middle of a sentence."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     yield from re.findall(r"^(?: {4})?(optuna-dsat .*)$", text, re.MULTILINE)
-    yield from (" ".join(found.split()) for found in re.findall(r"`(optuna-dsat [^`]*)`", text))
+    yield from (" ".join(result.split()) for result in re.findall(r"`(optuna-dsat [^`]*)`", text))
 
 
 ALL = sorted({(str(page.relative_to(ROOT)), command) for page in PAGES for command in commands(page)})

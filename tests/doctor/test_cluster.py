@@ -24,7 +24,7 @@ def examine(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[Finding
 
 def test_every_node_is_named_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = examine(FakeEngine(), monkeypatch)
-    assert [(one.name, one.status) for one in findings] == [
+    assert [(finding.name, finding.status) for finding in findings] == [
         ("n1", Status.FINE),
         ("n2", Status.FINE),
         ("network", Status.FINE),
@@ -52,7 +52,7 @@ def test_nodes_are_asked_for_the_script_too(tmp_path: Path, monkeypatch: pytest.
     script, engine = tmp_path / "train.py", FakeEngine(seen={1: {"why": "train.py is not there"}})
     script.write_text("pass")
     monkeypatch.setattr("optuna_dsat.tuning.cluster.engine_of", lambda *_, **__: engine)
-    (found,) = _of_nodes("ray", [tmp_path, script], 2, None, (), None, ())
-    assert found.text.startswith("n2 cannot run the study: train.py is not there.")
+    (result,) = _of_nodes("ray", [tmp_path, script], 2, None, (), None, ())
+    assert result.text.startswith("n2 cannot run the study: train.py is not there.")
     looks = [order["files"] for _, _, order in engine.orders if order["do"] == "look"]
     assert looks == [{str(tmp_path): "folder", str(script): digest_of(script)}] * 2

@@ -98,7 +98,7 @@ def test_a_secret_in_the_place_of_another_value_is_not_shown(wrong: Mapping[str,
 
 def test_fatal_findings_come_first(wrong: Mapping[str, Finding]) -> None:
     order = [Status.FATAL, Status.PROBLEM, Status.NOTE]
-    assert sorted(wrong.values(), key=lambda one: order.index(one.status)) == list(wrong.values())
+    assert sorted(wrong.values(), key=lambda item: order.index(item.status)) == list(wrong.values())
 
 
 @pytest.fixture
@@ -135,10 +135,10 @@ def test_auto_is_a_note_where_nothing_is_known_of_the_script() -> None:
 @pytest.mark.usefixtures("no_probe")
 def test_arguments_of_the_trainer_that_disagree_with_the_config_are_named() -> None:
     arguments = {"learning_rate": 5e-5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    found = by_name(check(HUGGING_FACE, ranks=2, fills_auto=True, trainer_arguments=arguments))
-    assert set(found) == {"scheduler.params.warmup_max_lr", "train_batch_size"}
-    assert "2 x 2 x 2 ranks" in found["train_batch_size"].text
-    assert found["train_batch_size"].status is Status.FATAL
+    result = by_name(check(HUGGING_FACE, ranks=2, fills_auto=True, trainer_arguments=arguments))
+    assert set(result) == {"scheduler.params.warmup_max_lr", "train_batch_size"}
+    assert "2 x 2 x 2 ranks" in result["train_batch_size"].text
+    assert result["train_batch_size"].status is Status.FATAL
 
 
 @pytest.mark.usefixtures("no_probe")
@@ -157,9 +157,9 @@ def test_what_zero_refuses_of_an_optimizer_is_named_with_the_stage() -> None:
 
 def test_a_misspelt_optimizer_gets_the_name_that_it_resembles() -> None:
     config = {"train_batch_size": 4, "optimizer": {"type": "Adamw2"}, "scheduler": {"type": "WarmupRL", "params": {}}}
-    found = by_name(check(config))
-    assert found["optimizer.type"].remedy == "Write AdamW."
-    assert found["scheduler.type"].remedy == "Write WarmupLR."
+    result = by_name(check(config))
+    assert result["optimizer.type"].remedy == "Write AdamW."
+    assert result["scheduler.type"].remedy == "Write WarmupLR."
 
 
 @pytest.mark.usefixtures("no_probe")

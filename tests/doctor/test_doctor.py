@@ -78,15 +78,15 @@ def test_this_machine_can_run_launches_and_nothing_heavy_is_imported(tmp_path: P
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["can_run"] is True
-    found = {one["name"]: one for one in facts["findings"]}
+    result = {fact["name"]: fact for fact in facts["findings"]}
     from importlib.metadata import version
 
-    assert found["torch"]["data"]["version"].split("+")[0] == version("torch").split("+")[0]
-    assert found["deepspeed"]["data"]["version"].startswith(version("deepspeed").split("+")[0])
-    assert found["deepspeed"]["data"]["accelerator"] == "cpu"
-    assert found["communication"]["data"]["backend"] == "gloo"
-    assert found["launcher"]["data"]["launcher"] == "warm"
-    assert "the first study makes it" in found["storage"]["text"]
+    assert result["torch"]["data"]["version"].split("+")[0] == version("torch").split("+")[0]
+    assert result["deepspeed"]["data"]["version"].startswith(version("deepspeed").split("+")[0])
+    assert result["deepspeed"]["data"]["accelerator"] == "cpu"
+    assert result["communication"]["data"]["backend"] == "gloo"
+    assert result["launcher"]["data"]["launcher"] == "warm"
+    assert "the first study makes it" in result["storage"]["text"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -95,34 +95,34 @@ def test_gpus_are_named_and_one_in_use_is_a_problem(tmp_path: Path) -> None:
     fake.compute[1] = {4711: 30 * GIB}
     fake.used[1] = 30 * GIB
     fake.used[2] = 20 * GIB
-    found = look(tmp_path, fake=fake)
-    assert found["driver"].text == "Driver 570.124.06"
-    assert found["gpu 0"].status is Status.FINE
-    assert "GPU model 0, 80.00 GiB" in found["gpu 0"].text
-    assert found["gpu 1"].status is Status.PROBLEM
-    assert "in use by process 4711, 30.00 GiB" in found["gpu 1"].text
-    assert "a process that NVML does not name" in found["gpu 2"].text
-    assert "NCCL 2.27.3" in found["communication"].text
-    assert exit_code(list(found.values())) == 0
+    result = look(tmp_path, fake=fake)
+    assert result["driver"].text == "Driver 570.124.06"
+    assert result["gpu 0"].status is Status.FINE
+    assert "GPU model 0, 80.00 GiB" in result["gpu 0"].text
+    assert result["gpu 1"].status is Status.PROBLEM
+    assert "in use by process 4711, 30.00 GiB" in result["gpu 1"].text
+    assert "a process that NVML does not name" in result["gpu 2"].text
+    assert "NCCL 2.27.3" in result["communication"].text
+    assert exit_code(list(result.values())) == 0
 
 
 def test_hidden_gpus_are_told_and_launches_run_on_the_cpu(tmp_path: Path) -> None:
-    found = look(tmp_path, environ={"CUDA_VISIBLE_DEVICES": ""}, found=told({"cuda": None}))
-    assert found["hidden GPUs"].text.endswith("hides 2 GPUs of this machine.")
-    assert found["cpu"].status is Status.NOTE
-    assert found["torch"].status is Status.FINE
-    assert "gloo" in found["communication"].text
+    result = look(tmp_path, environ={"CUDA_VISIBLE_DEVICES": ""}, found=told({"cuda": None}))
+    assert result["hidden GPUs"].text.endswith("hides 2 GPUs of this machine.")
+    assert result["cpu"].status is Status.NOTE
+    assert result["torch"].status is Status.FINE
+    assert "gloo" in result["communication"].text
 
 
 def test_a_driver_that_does_not_answer_is_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Driver(1)
     monkeypatch.setattr(fake, "nvmlDeviceGetCount", lambda: (_ for _ in ()).throw(FakeNvml.NVMLError("Lost")))
     monkeypatch.setattr(devices_module, "_DRIVER", tmp_path)
-    found = look(tmp_path, fake=fake)
-    assert found["driver"].status is Status.FATAL
-    assert "Lost" in found["driver"].text
-    assert "CUDA_VISIBLE_DEVICES=" in found["driver"].remedy
-    assert exit_code(list(found.values())) == 3
+    result = look(tmp_path, fake=fake)
+    assert result["driver"].status is Status.FATAL
+    assert "Lost" in result["driver"].text
+    assert "CUDA_VISIBLE_DEVICES=" in result["driver"].remedy
+    assert exit_code(list(result.values())) == 3
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_a_driver_that_does_not_answer_is_fatal(tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_what_torch_cannot_do_is_told(tmp_path: Path, torch: dict[str, Any], status: Status, said: str) -> None:
-    found = look(tmp_path, found=told(torch))["torch"]
-    assert found.status is status
-    assert said in found.text
-    assert bool(found.remedy) == (status is not Status.FINE)
+    result = look(tmp_path, found=told(torch))["torch"]
+    assert result.status is status
+    assert said in result.text
+    assert bool(result.remedy) == (status is not Status.FINE)
 
 
 def test_without_nccl_ranks_on_gpus_cannot_talk(tmp_path: Path) -> None:
@@ -151,49 +151,49 @@ def test_without_nccl_ranks_on_gpus_cannot_talk(tmp_path: Path) -> None:
 
 def test_a_broken_installation_is_told_by_its_error(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open shared object file\\nmore')\n")
-    found = libraries.ask(cpu=True, environ={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert found.torch == {"error": "OSError: libtorch.so: cannot open shared object file"}
-    findings = list(libraries.findings(found, gpus=0))
+    result = libraries.ask(cpu=True, environ={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert result.torch == {"error": "OSError: libtorch.so: cannot open shared object file"}
+    findings = list(libraries.findings(result, gpus=0))
     assert [finding.status for finding in findings] == [Status.FATAL, Status.FATAL]
-    assert launchers.finding(found).status is Status.FATAL
-    assert list(offloads.findings(found, nvme=None, environ={})) == []
+    assert launchers.finding(result).status is Status.FATAL
+    assert list(offloads.findings(result, nvme=None, environ={})) == []
 
 
 def test_a_library_that_kills_its_process_is_told(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os\nos.write(2, b'illegal instruction\\n')\nos._exit(132)\n")
-    found = libraries.ask(cpu=True, environ={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert "exit code 132" in found.torch["error"]
+    result = libraries.ask(cpu=True, environ={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert "exit code 132" in result.torch["error"]
 
 
 def test_which_offloads_can_work_and_why_not(tmp_path: Path) -> None:
     names = ("optimizer to the CPU", "parameters to the CPU", "to NVMe")
-    found = look(tmp_path)
-    assert [found[name].status for name in names] == [Status.FINE, Status.FINE, Status.NOTE]
-    assert "--nvme FOLDER" in found["to NVMe"].text
+    result = look(tmp_path)
+    assert [result[name].status for name in names] == [Status.FINE, Status.FINE, Status.NOTE]
+    assert "--nvme FOLDER" in result["to NVMe"].text
     not_built = {"compatible": False, "why_not": "no nvcc"}
     environ = {"PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     broken = told(deepspeed={"operators": {"CPUAdamBuilder": not_built, "AsyncIOBuilder": not_built}})
-    found = {finding.name: finding for finding in offloads.findings(broken, nvme=tmp_path, environ=environ)}
-    assert [found[name].status for name in names] == [Status.PROBLEM, Status.FINE, Status.PROBLEM]
-    assert "(no nvcc)" in found["optimizer to the CPU"].text
-    assert "torch_adam" in found["optimizer to the CPU"].remedy
-    assert "libaio" in found["to NVMe"].remedy
+    result = {finding.name: finding for finding in offloads.findings(broken, nvme=tmp_path, environ=environ)}
+    assert [result[name].status for name in names] == [Status.PROBLEM, Status.FINE, Status.PROBLEM]
+    assert "(no nvcc)" in result["optimizer to the CPU"].text
+    assert "torch_adam" in result["optimizer to the CPU"].remedy
+    assert "libaio" in result["to NVMe"].remedy
 
 
 def test_each_operator_is_built_or_can_be_or_cannot_and_why(tmp_path: Path) -> None:
     not_built = {"compatible": False, "why_not": "no libaio."}
-    found = told(deepspeed={"operators": {**DEEPSPEED["operators"], "AsyncIOBuilder": not_built}})
+    result = told(deepspeed={"operators": {**DEEPSPEED["operators"], "AsyncIOBuilder": not_built}})
     library = tmp_path / "py311_cu128" / "fused_adam" / "fused_adam.so"
     library.parent.mkdir(parents=True)
     library.touch()
-    findings = look(tmp_path, found=found)
+    findings = look(tmp_path, found=result)
     assert findings["fused_adam"].text == "fused_adam (Adam on the device): built."
     assert findings["cpu_adam"].data["state"] == "can be built"
     assert "1 to 3 min" in findings["cpu_adam"].text
     assert findings["async_io"].text == "async_io (offload to NVMe): cannot be built, because: no libaio."
     assert findings["async_io"].status is Status.NOTE
     assert "deepspeed_shm_comm" not in findings, "communication on the CPU is of no use to GPUs"
-    without = look(tmp_path, found=found, environ={"PATH": str(tmp_path)})
+    without = look(tmp_path, found=result, environ={"PATH": str(tmp_path)})
     assert without["cpu_adam"].data["why_not"] == "there is no C++ compiler and no ninja"
     assert without["fused_adam"].data["state"] == "built"
     installed = told(deepspeed={"operators": {"CPUAdamBuilder": {**WORKS, "installed": True}}})
@@ -208,10 +208,10 @@ def test_a_drive_is_measured_and_nothing_is_left_on_it(tmp_path: Path, monkeypat
         return measured(*args, **named)
 
     monkeypatch.setattr(nvme, "_time", looked)
-    found = nvme.examine(tmp_path, size_bytes=40 * 2**20)
-    assert found.data["size_bytes"] == 40 * 2**20
-    assert found.data["read_bytes_per_s"] > 0
-    assert "GB/s" in found.text
+    result = nvme.examine(tmp_path, size_bytes=40 * 2**20)
+    assert result.data["size_bytes"] == 40 * 2**20
+    assert result.data["read_bytes_per_s"] > 0
+    assert "GB/s" in result.text
     assert seen == [[], []], "whoever kills it leaves nothing of a gigabyte either"
     missing = nvme.examine(tmp_path / "none")
     assert missing.status is Status.PROBLEM
@@ -220,24 +220,24 @@ def test_a_drive_is_measured_and_nothing_is_left_on_it(tmp_path: Path, monkeypat
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no memory is mounted as a file system")
 def test_a_folder_in_memory_is_no_drive() -> None:
-    found = nvme.examine(Path("/dev/shm"), size_bytes=16 * 2**20)
-    assert found.status is Status.PROBLEM
-    assert "lies in memory" in found.remedy
+    result = nvme.examine(Path("/dev/shm"), size_bytes=16 * 2**20)
+    assert result.status is Status.PROBLEM
+    assert "lies in memory" in result.remedy
 
 
 def test_scarce_shared_memory_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(total=64 * 2**20, free=60 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    found = {f.name: f for f in machine.host_findings(output_dir=tmp_path, environ={}, shm=tmp_path)}
-    assert found["shared memory"].status is Status.PROBLEM
-    assert "--shm-size" in found["shared memory"].remedy
-    assert found["disk"].status is Status.PROBLEM
+    result = {f.name: f for f in machine.host_findings(output_dir=tmp_path, environ={}, shm=tmp_path)}
+    assert result["shared memory"].status is Status.PROBLEM
+    assert "--shm-size" in result["shared memory"].remedy
+    assert result["disk"].status is Status.PROBLEM
 
 
 def test_without_a_compiler_operators_cannot_be_built(tmp_path: Path) -> None:
-    found = look(tmp_path, environ={"PATH": str(tmp_path)})["compiler"]
-    assert found.status is Status.PROBLEM
-    assert "a C++ compiler and ninja" in found.text
+    result = look(tmp_path, environ={"PATH": str(tmp_path)})["compiler"]
+    assert result.status is Status.PROBLEM
+    assert "a C++ compiler and ninja" in result.text
 
 
 def test_an_output_directory_that_cannot_be_written_to_is_fatal(

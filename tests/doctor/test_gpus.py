@@ -40,22 +40,22 @@ def look(machine: Machine, torch: dict[str, Any] | None = None, **environ: str) 
 def test_a_lost_gpu_is_a_problem_and_not_a_hidden_one(machine: Machine) -> None:
     machine.gpus(3)
     machine.gets(f"refuse nvmlDeviceGetMemoryInfo {GPU_IS_LOST} 1")
-    found = look(machine)
-    assert {"gpu 0", "gpu 2"} <= found.keys()
-    assert "gpu 1" not in found
-    assert "hidden GPUs" not in found
-    assert found["notice 1"].status is Status.PROBLEM
-    assert found["notice 1"].text.startswith("GPU 1 is left out, it does not answer")
-    assert exit_code(list(found.values())) == 0
+    result = look(machine)
+    assert {"gpu 0", "gpu 2"} <= result.keys()
+    assert "gpu 1" not in result
+    assert "hidden GPUs" not in result
+    assert result["notice 1"].status is Status.PROBLEM
+    assert result["notice 1"].text.startswith("GPU 1 is left out, it does not answer")
+    assert exit_code(list(result.values())) == 0
 
 
 @pytest.mark.parametrize(("visible", "told"), [("0,2", False), (f"{uuid(2)},{uuid(0)}", True)])
 def test_names_that_deepspeed_cannot_read_are_told(machine: Machine, visible: str, told: bool) -> None:
     machine.gpus(3)
-    found = look(machine, CUDA_VISIBLE_DEVICES=visible)
-    assert ("names of GPUs" in found) == told
+    result = look(machine, CUDA_VISIBLE_DEVICES=visible)
+    assert ("names of GPUs" in result) == told
     if told:
-        assert found["names of GPUs"].remedy.endswith("CUDA_VISIBLE_DEVICES=2,0")
+        assert result["names of GPUs"].remedy.endswith("CUDA_VISIBLE_DEVICES=2,0")
 
 
 def test_how_a_gpus_use_is_judged_is_told(machine: Machine) -> None:
@@ -66,11 +66,11 @@ def test_how_a_gpus_use_is_judged_is_told(machine: Machine) -> None:
         f"refuse nvmlDeviceGetComputeRunningProcesses {NOT_SUPPORTED} 2",
         f"refuse nvmlDeviceGetMemoryInfo {NOT_SUPPORTED} 2",
     )
-    found = look(machine)
-    assert [found[f"gpu {index}"].status for index in range(3)] == [Status.FINE] * 3
-    assert "judged by its memory" in found["gpu 0"].text
-    assert "judged by its processes" in found["gpu 1"].text
-    assert "neither its processes nor its memory" in found["gpu 2"].text
+    result = look(machine)
+    assert [result[f"gpu {index}"].status for index in range(3)] == [Status.FINE] * 3
+    assert "judged by its memory" in result["gpu 0"].text
+    assert "judged by its processes" in result["gpu 1"].text
+    assert "neither its processes nor its memory" in result["gpu 2"].text
 
 
 def test_a_holder_is_named(machine: Machine) -> None:
@@ -81,9 +81,9 @@ def test_a_holder_is_named(machine: Machine) -> None:
 
 
 def test_what_cuda_ignores_of_the_variable_is_told(machine: Machine) -> None:
-    found = look(machine, CUDA_VISIBLE_DEVICES="1,1")
-    assert "counts once" in found["notice 1"].text
-    assert found["hidden GPUs"].data == {"count": 1}
+    result = look(machine, CUDA_VISIBLE_DEVICES="1,1")
+    assert "counts once" in result["notice 1"].text
+    assert result["hidden GPUs"].data == {"count": 1}
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_what_cuda_ignores_of_the_variable_is_told(machine: Machine) -> None:
 def test_the_compiler_of_operators_is_looked_for(
     machine: Machine, toolkit: dict[str, Any], status: Status, said: str
 ) -> None:
-    found = look(machine, {"toolkit": toolkit})["nvcc"]
-    assert (found.status, said in found.text) == (status, True)
-    assert ("CUDA toolkit 12.8" in found.remedy) is (status is Status.PROBLEM)
+    result = look(machine, {"toolkit": toolkit})["nvcc"]
+    assert (result.status, said in result.text) == (status, True)
+    assert ("CUDA toolkit 12.8" in result.remedy) is (status is Status.PROBLEM)
     assert "nvcc" not in look(machine, {"toolkit": toolkit}, CUDA_VISIBLE_DEVICES="")
 
 
@@ -124,9 +124,9 @@ def test_the_probe_asks_nvcc_where_torch_looks_for_it(
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
     extension = SimpleNamespace(CUDA_HOME=str(tmp_path))
     monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", extension)
-    found = probe._toolkit()
-    assert (found["home"], found["version"]) == (str(tmp_path), version)
-    assert found["why_not"].startswith(why_not)
+    result = probe._toolkit()
+    assert (result["home"], result["version"]) == (str(tmp_path), version)
+    assert result["why_not"].startswith(why_not)
     extension.CUDA_HOME = None
     assert "no CUDA toolkit" in probe._toolkit()["why_not"]
 
@@ -141,11 +141,11 @@ def test_a_torch_for_other_gpus_is_refused_and_says_what_is_supported(
     with pytest.raises(UsageError, match=rf"is a build for {maker}.*NVIDIA GPUs.*--cpu-ranks"):
         machine.detect()
     assert machine.detect("").kind == "cpu"
-    found = look(machine)
-    assert found["accelerator"].status is Status.PROBLEM
-    assert maker in found["accelerator"].text
-    assert "--cpu-ranks" in found["accelerator"].remedy
-    assert found["cpu"].status is Status.NOTE
+    result = look(machine)
+    assert result["accelerator"].status is Status.PROBLEM
+    assert maker in result["accelerator"].text
+    assert "--cpu-ranks" in result["accelerator"].remedy
+    assert result["cpu"].status is Status.NOTE
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.6.0a0+ecf3bae40a.nv25.01"])

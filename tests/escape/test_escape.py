@@ -32,9 +32,9 @@ def rendered(note: str) -> str:
     shown = []
     for block in parser.parse(note):
         assert block.type not in ("html_block", "heading_open", "bullet_list_open", "blockquote_open", "hr"), note
-        for one in block.children or ():
-            assert one.type in ("text", "code_inline", "softbreak", "text_special"), (note, one)
-            shown.append(one.content)
+        for child in block.children or ():
+            assert child.type in ("text", "code_inline", "softbreak", "text_special"), (note, child)
+            shown.append(child.content)
         if block.type == "fence":
             shown.append(block.content.removesuffix("\n"))
     return "".join(shown)

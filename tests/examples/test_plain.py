@@ -80,7 +80,7 @@ def test_of_two_engines_the_first_is_counted(launch: Launch) -> None:
 
 
 def test_the_config_of_every_example_can_be_searched() -> None:
-    found = sorted((Path(__file__).parents[2] / "examples").glob(f"*/{CONFIG}"))
-    assert found
-    for path in found:
+    result = sorted((Path(__file__).parents[2] / "examples").glob(f"*/{CONFIG}"))
+    assert result
+    for path in result:
         assert build_space(SpaceRequest(ds_config=user_file.load(path).raw)).classes() > 1, path

@@ -50,10 +50,10 @@ def nvml_libraries(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pat
 @functools.cache
 def load_pynvml(folder: Path) -> ModuleType:
     """Return a separate ``pynvml`` module that loads its library from ``folder``."""
-    found = importlib.util.find_spec("pynvml")
-    assert found is not None
-    assert found.origin is not None
-    spec = importlib.util.spec_from_file_location(f"pynvml_of_{folder.name}", found.origin)
+    result = importlib.util.find_spec("pynvml")
+    assert result is not None
+    assert result.origin is not None
+    spec = importlib.util.spec_from_file_location(f"pynvml_of_{folder.name}", result.origin)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

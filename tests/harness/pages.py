@@ -25,15 +25,15 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        if "id" in found:
-            assert found["id"] not in self.ids, f"two elements have the id {found['id']}"
-            self.ids.add(found["id"] or "")
+        result = dict(attrs)
+        if "id" in result:
+            assert result["id"] not in self.ids, f"two elements have the id {result['id']}"
+            self.ids.add(result["id"] or "")
         if tag == "a":
-            self.targets.append(found["href"] or "")
-        self.loads += [value for name in ("src", "srcset", "data") if (value := found.get(name))]
+            self.targets.append(result["href"] or "")
+        self.loads += [value for name in ("src", "srcset", "data") if (value := result.get(name))]
         if tag == "link":
-            self.loads.append(found.get("href") or "")
+            self.loads.append(result.get("href") or "")
         if tag in ("script", "style"):
             self._inside.append(tag)
         if tag == "wbr":

@@ -41,7 +41,7 @@ def greeted(engine: RayEngine, place: Place) -> list[str]:
     while len(names) < 2 or place.state is not PlaceState.READY:
         assert place.state is not PlaceState.LOST, place.why
         assert time.monotonic() - begun < LIMIT_S, place.why
-        names |= {one.node: one.message["name"] for one in engine.news(0.2) if one.message["news"] == "hello"}
+        names |= {event.node: event.message["name"] for event in engine.news(0.2) if event.message["news"] == "hello"}
     return [names[node] for node in sorted(names)]
 
 
@@ -53,7 +53,7 @@ def ready(engine: RayEngine, place: Place) -> list[int]:
 def agent_of(node: int, name: str) -> int:
     """Return the process number of a node's agent."""
     (pid,) = (
-        one.pid for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[-2:] == [str(node), name]
+        item.pid for item in psutil.process_iter(["cmdline"]) if (item.info["cmdline"] or [])[-2:] == [str(node), name]
     )
     return pid
 
@@ -85,18 +85,18 @@ def queued(engine: RayEngine) -> Seen:
     first, second = (engine.request(nodes=2, slots=2) for _ in range(2))
     pids = ready(engine, first)
     until(engine, lambda: bool(second.why))
-    found: Seen = {"state": second.state, "why": second.why, "name": second.name}
+    result: Seen = {"state": second.state, "why": second.why, "name": second.name}
     engine.order(first, {"do": "ping", "number": 7}, node=1)
     expected = {(1, False), (1, True)}  # of this order, and of the engine's clock order
     pongs: set[tuple[int, bool]] = set()
     begun = time.monotonic()
     while not expected <= pongs:  # not by `until`, which would consume the news; this order is answered once
         assert time.monotonic() - begun < LIMIT_S, pongs
-        said = [(one.node, one.message) for one in engine.news(0.2) if one.message["news"] == "pong"]
-        pongs |= {(node, isinstance(pong["sent"], float)) for node, pong in said}
+        text = [(event.node, event.message) for event in engine.news(0.2) if event.message["news"] == "pong"]
+        pongs |= {(node, isinstance(pong["sent"], float)) for node, pong in text}
     engine.release(first)
-    found["granted_s"] = until(engine, lambda: second.state is PlaceState.READY)
-    return {**found, "first": first.state, "left": [pid for pid in pids if lives(pid)]}
+    result["granted_s"] = until(engine, lambda: second.state is PlaceState.READY)
+    return {**result, "first": first.state, "left": [pid for pid in pids if lives(pid)]}
 
 
 def pinned(engine: RayEngine) -> Seen:
@@ -106,18 +106,18 @@ def pinned(engine: RayEngine) -> Seen:
     engine.check(nodes=2, slots=2)
     fit = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")][:2]
     names = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in fit]
-    found: Seen = {}
+    result: Seen = {}
     for order, asked in (("forwards", names), ("backwards", names[::-1])):
         own = RayEngine(sys.argv[1], names=asked)
         own.check(nodes=2, slots=2)
         on = greeted(own, own.request(nodes=2, slots=2))
-        found[order] = {"asked": asked, "on": on}
+        result[order] = {"asked": asked, "on": on}
         own.close()
     try:
         RayEngine(sys.argv[1], names=["elsewhere"]).check(nodes=1, slots=0)
     except ClusterError as error:
-        found["refused"] = str(error)
-    return found
+        result["refused"] = str(error)
+    return result
 
 
 def agent_killed(engine: RayEngine) -> Seen:
@@ -164,13 +164,13 @@ def control_frozen(engine: RayEngine, control: int) -> Seen:
     pids = ready(engine, place)
     ray_control._SILENT_S = 8.0  # only now: it is busy while agents start; longer than a check and its answer may take
     os.kill(control, signal.SIGSTOP)
-    found: Seen = {"lost_s": until(engine, lambda: place.state is PlaceState.LOST), "why": place.why}
-    found["gone_s"] = until(engine, lambda: not any(map(lives, pids)))
+    result: Seen = {"lost_s": until(engine, lambda: place.state is PlaceState.LOST), "why": place.why}
+    result["gone_s"] = until(engine, lambda: not any(map(lives, pids)))
     try:
         engine.request(nodes=2, slots=2)
     except DeviceError as error:
-        found["refused"] = str(error)
-    return found
+        result["refused"] = str(error)
+    return result
 
 
 def held(engine: RayEngine) -> Seen:
@@ -187,10 +187,10 @@ def main() -> None:
     engine = RayEngine(sys.argv[1])
     try:
         scenario: Callable[..., Seen] = globals()[sys.argv[2]]
-        found = scenario(engine, *map(int, sys.argv[3:]))
+        result = scenario(engine, *map(int, sys.argv[3:]))
     finally:
         engine.close()
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -101,32 +101,32 @@ class SlurmCluster:
 
     def tasks(self) -> list[psutil.Process]:
         """Return the living processes of this SLURM's steps: agents, and processes started by them."""
-        found = []
+        result = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 environ = process.environ()
                 here = environ.get("SLURM_CONF") == self.environ["SLURM_CONF"]
                 ours = here and ("SLURM_PROCID" in environ or MARK_ENV in environ)  # ranks do not inherit SLURM_PROCID
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    result.append(process)
+        return result
 
     def agents(self) -> list[psutil.Process]:
         """Return the living agents of nodes."""
-        return [one for one in self.tasks() if "optuna_dsat.launch.places.node_agent" in _words(one)]
+        return [task for task in self.tasks() if "optuna_dsat.launch.places.node_agent" in _words(task)]
 
     def ranks(self) -> list[psutil.Process]:
         """Return torchruns, ranks and processes started by them."""
-        return [one for one in self.tasks() if MARK_ENV in _environ(one)]
+        return [task for task in self.tasks() if MARK_ENV in _environ(task)]
 
     def keepers(self, node: str) -> list[psutil.Process]:
         """Return the daemons that a node's jobs depend on: its slurmd, and the slurmstepd of each of its agents."""
-        steps = [one.parent() for one in self.agents() if _environ(one).get("SLURMD_NODENAME") == node]
+        steps = [agent.parent() for agent in self.agents() if _environ(agent).get("SLURMD_NODENAME") == node]
         return [psutil.Process(self.pids[f"slurmd.{node}"]), *filter(None, steps)]
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes of this SLURM, by environment, open files or folder, except this process."""
-        return [one for one in psutil.process_iter() if one.pid != os.getpid() and _lives(one) and self._has(one)]
+        return [item for item in psutil.process_iter() if item.pid != os.getpid() and _lives(item) and self._has(item)]
 
     def end_processes(self) -> None:
         """End all processes of this SLURM, including stopped processes."""

@@ -131,11 +131,11 @@ class Machine:
 
     def best(self, planner: GuidedPlanner) -> float:
         """Return the best rate of all configurations, by enumeration."""
-        found = 0.0
+        result = 0.0
         for params in planner.problem.table.lineages:
             for size in planner.problem.sizes.tolist():
                 whole = {**params, MICRO_BATCH: size}
                 if not self.fits(whole):
                     break
-                found = max(found, self.rate(whole))
-        return found
+                result = max(result, self.rate(whole))
+        return result

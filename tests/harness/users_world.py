@@ -47,8 +47,8 @@ def world(tmp_path: Path) -> Path:
 
 def state(folder: Path, shared: Path) -> State:
     """Return mode, time and content of everything below a folder, and of a file in shared memory."""
-    found: State = {}
+    result: State = {}
     for path in [*folder.rglob("*"), shared]:
         status = path.lstat()
-        found[str(path)] = (status.st_mode, status.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
-    return found
+        result[str(path)] = (status.st_mode, status.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+    return result

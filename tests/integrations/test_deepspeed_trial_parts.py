@@ -111,8 +111,8 @@ def test_a_position_leads_to_the_same_batches(workers: int) -> None:
 
 
 def test_a_plain_loader_is_told_its_epochs_and_must_not_run_dry() -> None:
-    told: list[int] = []
-    sampler = SimpleNamespace(set_epoch=told.append)
+    words: list[int] = []
+    sampler = SimpleNamespace(set_epoch=words.append)
 
     class Loader:
         def __init__(self) -> None:
@@ -126,7 +126,7 @@ def test_a_plain_loader_is_told_its_epochs_and_must_not_run_dry() -> None:
 
     batches = PlainBatches(Loader())
     assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
-    assert told == [0, 1, 2]
+    assert words == [0, 1, 2]
     assert (batches.position.epoch, batches.position.offset) == (2, 1)
     once = PlainBatches(iter([7]))
     assert next(once) == 7

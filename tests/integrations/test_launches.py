@@ -107,9 +107,9 @@ def test_accelerates_plugin_follows_the_trial(
     )
     check(launch, stage=1, micro_batch=4, accumulation=3)
     assert not launch.of(EngineReady)[0].joins_ranks, "the script names a backend"
-    found = launch.of(EngineReady)[0].config_differences
-    assert found["gradient_accumulation_steps"] == [2, "auto"]
-    assert found["zero_optimization.stage"] == [2, "auto"]
+    result = launch.of(EngineReady)[0].config_differences
+    assert result["gradient_accumulation_steps"] == [2, "auto"]
+    assert result["zero_optimization.stage"] == [2, "auto"]
     assert not (tmp_path / "checkpoint").exists()
 
 
@@ -122,11 +122,11 @@ def test_what_is_given_in_code_alone_is_told_whatever_the_launch_runs(tmp_path: 
     stage = {"zero_optimization.stage": [1, None]}
     given = {"gradient_accumulation_steps": [2, 1], "gradient_clipping": [0.5, None], **stage}
     offloaded = {**given, "zero_optimization.offload_optimizer.device": ["cpu", None]}
-    found = printed(launch)
+    result = printed(launch)
     for way in ("plugin's arguments", "plugin's dict", "TrainingArguments", "dict"):
-        assert found[way].items() >= offloaded.items(), way
-    assert found["plugin's arguments beside a dict"].items() >= given.items()
-    assert found["environment beside a dict"].items() >= stage.items()
+        assert result[way].items() >= offloaded.items(), way
+    assert result["plugin's arguments beside a dict"].items() >= given.items()
+    assert result["environment beside a dict"].items() >= stage.items()
     [engine] = launch.of(EngineReady)
     assert (engine.zero_stage, engine.gradient_accumulation_steps) == (3, 1)
     assert engine.config_differences.items() >= {"gradient_accumulation_steps": [2, 1], **stage}.items()
@@ -202,8 +202,8 @@ def test_what_names_no_config_trains_with_the_launchs(tmp_path: Path, script: st
         end_profile_step=3,
     )
     check(launch, stage=2, micro_batch=2, accumulation=1, steps=3)
-    [found] = launch.of(EnvironmentSet)
-    assert found.variables == {
+    [result] = launch.of(EnvironmentSet)
+    assert result.variables == {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(start.user_config),
     }

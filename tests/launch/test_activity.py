@@ -116,10 +116,10 @@ def test_readings_are_taken_of_living_processes_and_of_what_they_ended() -> None
     key = ProcessKey.of(process.pid)
     assert key is not None
     gone = ProcessKey(process.pid, key.start_ticks + 1)
-    found = read_usage([key, gone, ProcessKey(2**22 + 1, 0)])
-    assert list(found) == [key]
-    assert found[key].ended_cpu_s > 0.0
-    assert found[key].io_bytes > 4096
+    result = read_usage([key, gone, ProcessKey(2**22 + 1, 0)])
+    assert list(result) == [key]
+    assert result[key].ended_cpu_s > 0.0
+    assert result[key].io_bytes > 4096
     process.communicate("\n")
     assert read_usage([key]) == {}
 
@@ -214,9 +214,9 @@ def bench(tmp_path: Path) -> Iterator[Callable[[str], SilentRankBench]]:
         return made[-1]
 
     yield make
-    for one in made:
-        kill_leftovers(one.mark)
-        one.agent.wait()
+    for item in made:
+        kill_leftovers(item.mark)
+        item.agent.wait()
 
 
 def test_a_rank_that_sleeps_is_stalled_and_the_message_says_after_what(bench: Callable[[str], SilentRankBench]) -> None:

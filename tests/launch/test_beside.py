@@ -72,10 +72,10 @@ def test_what_the_launch_did_not_use_is_others(computer: Computer) -> None:
     for number in (3, 4, 5):
         computer.passes(1.0, others_s=0.25, RANK=0.9, WORKER=0.1)
         watch.update(ends(number))
-    found = watch.conditions
-    assert (found.window_s, found.cores) == (3.0, 2)
-    assert found.others_cpu_s == pytest.approx(0.75)
-    assert found.others_share == pytest.approx(0.75 / 6.0)
+    result = watch.conditions
+    assert (result.window_s, result.cores) == (3.0, 2)
+    assert result.others_cpu_s == pytest.approx(0.75)
+    assert result.others_share == pytest.approx(0.75 / 6.0)
 
 
 def test_a_first_step_that_counts_is_watched_from_the_engine_on(computer: Computer) -> None:

@@ -16,29 +16,29 @@ class Clock:
 
 
 def test_a_build_of_a_launch_is_told_as_long_as_it_lasts(tmp_path: Path) -> None:
-    told: list[str] = []
-    watch = BuildWatch({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, on_phase=told.append, clock=Clock())
+    words: list[str] = []
+    watch = BuildWatch({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, on_phase=words.append, clock=Clock())
     watch.check()
-    assert told == []
+    assert words == []
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w"):  # as opened by its builder
         watch.check()
         watch.check()
-        assert told == ["building cpu_adam (first use only, 1 to 3 min)"]
+        assert words == ["building cpu_adam (first use only, 1 to 3 min)"]
     lock.unlink()
     watch.check()
     watch.end()
-    assert told[1:] == [""]
+    assert words[1:] == [""]
 
 
 def test_a_lock_that_nobody_holds_is_no_build(tmp_path: Path) -> None:
-    told: list[str] = []
-    watch = BuildWatch({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, on_phase=told.append, clock=Clock())
+    words: list[str] = []
+    watch = BuildWatch({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, on_phase=words.append, clock=Clock())
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "lock").touch()
     watch.check()
-    assert told == []
+    assert words == []
 
 
 @pytest.mark.parametrize("folder", ["cpu_adam", "py311_cu128/cpu_adam"])

@@ -186,8 +186,10 @@ def test_outcome(what: LaunchFacts, outcome: Outcome) -> None:
 def test_memory_that_nccl_lacked_explains_what_the_other_ranks_lost(said: str, outcome: Outcome, words: str) -> None:
     def record(rank: int, last_error: str) -> RankFailed:
         error = RuntimeError(f"NCCL error in: NCCLUtils.cpp:94, NCCL version 2.29.7\nLast error:\n{last_error}")
-        found = diagnose(error, phase="forward", device="cuda", limited=False)
-        return failed(rank, found.outcome.value, message=str(error), missing_bytes=found.missing_bytes, time=9.0 + rank)
+        result = diagnose(error, phase="forward", device="cuda", limited=False)
+        return failed(
+            rank, result.outcome.value, message=str(error), missing_bytes=result.missing_bytes, time=9.0 + rank
+        )
 
     verdict = classify(facts(record(0, "remote process exited or there was a network error"), record(1, said)))
     assert verdict.outcome is outcome
@@ -348,7 +350,7 @@ def test_a_record_of_too_few_samples_is_no_error_of_the_script() -> None:
     ],
 )
 def test_evaluation_that_is_left_out_is_told(seconds: list[float], message: str) -> None:
-    steps = [replace(step(0, number), evaluation_s=one) for number, one in enumerate(seconds, start=1)]
+    steps = [replace(step(0, number), evaluation_s=item) for number, item in enumerate(seconds, start=1)]
     seen = {0: [started(0), ready(0), *steps, finished(0, steps=3)]}
     verdict = classify(facts(events=seen, slots=1, start_profile_step=2, end_profile_step=3, exit_codes={}))
     assert (verdict.outcome, verdict.message) == (Outcome.MEASURED, message)

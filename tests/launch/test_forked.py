@@ -16,8 +16,8 @@ def path_of_an_interpreter(python_path: str, cwd: Path) -> list[str]:
     environ = {**os.environ, "PYTHONPATH": python_path}
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=cwd, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout)
-    return found
+    result: list[str] = json.loads(done.stdout)
+    return result
 
 
 @pytest.mark.parametrize("python_path", ["src", ".", "../..", "src:.:/absolute", ":src", "", "/absolute", ".:../.."])

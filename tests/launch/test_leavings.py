@@ -70,7 +70,7 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
     with agent.stdin as go, agent.stdout as output:
         go.write("begin\n")
         go.flush()
-        left = [Path(one) for one in output.readline().split()]
+        left = [Path(word) for word in output.readline().split()]
     assert len(left) == 7
     assert all(path.exists() for path in left)
     launch.end(StopReason(outcome=Outcome.PRUNED, message="enough"))
@@ -139,8 +139,8 @@ def test_temporary_files_go_with_a_launch_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     record, environ = tmp_path / "record", {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     code = [sys.executable, "-c", TEMPORARY_FILES, str(record)]
-    said = subprocess.run(code, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
-    first, second, own = map(Path, said.split())
+    text = subprocess.run(code, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
+    first, second, own = map(Path, text.split())
     assert record.read_text().count('"file"') == 3, "one was removed by its maker"
     second.unlink()
     second.symlink_to(own)  # not a file of the launch

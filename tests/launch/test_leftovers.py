@@ -95,7 +95,7 @@ def rank_of(tuner: subprocess.Popen[str]) -> tuple[int, list[Path]]:
     """Return the PID of a tuner's rank, and its files in shared memory: tracked and untracked."""
     assert tuner.stdout is not None
     pid, *shared = tuner.stdout.readline().split()
-    return int(pid), [Path(one) for one in shared]
+    return int(pid), [Path(item) for item in shared]
 
 
 def test_what_a_killed_tuner_left_is_removed(
@@ -141,8 +141,8 @@ def test_another_container_keeps_its_notes(notes: Path, space: str, left_alone: 
     (notes / "one").mkdir()
     (notes / "one.lock").touch()
     (notes / "one" / "tuner").write_text(json.dumps({"pid": 1, "space": space, "output_dir": "/nowhere"}))
-    with gone_tuners(notes) as found:
-        assert [tuner.pid for tuner in found] == ([] if left_alone else [None])
+    with gone_tuners(notes) as result:
+        assert [tuner.pid for tuner in result] == ([] if left_alone else [None])
     assert (notes / "one").exists() is left_alone
 
 
@@ -160,25 +160,25 @@ def test_spoiled_notes_stop_nobody(notes: Path, environ: dict[str, str]) -> None
 def test_what_others_leave_is_removed_while_a_search_runs(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:
-    said: list[str] = []
+    text: list[str] = []
     gone = [False]
     monkeypatch.setattr(journal, "any_gone", lambda: gone[0])
     monkeypatch.setattr(journal, "remove_leftovers", lambda _: Removed(processes=2, shared_memory=1))
-    watch = LeftoverWatch(environ, on_notice=said.append)
+    watch = LeftoverWatch(environ, on_notice=text.append)
     gone[0] = True
     watch.check()
-    assert said == [], "it has just looked"
+    assert text == [], "it has just looked"
     monkeypatch.setattr(journal, "_WATCH_S", -1.0)
     watch.check()
-    assert said == ["Removed what a killed run had left: 2 processes, 1 file in shared memory."]
+    assert text == ["Removed what a killed run had left: 2 processes, 1 file in shared memory."]
 
 
 def test_a_search_that_ends_looks_once_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    said: list[str] = []
+    text: list[str] = []
     monkeypatch.setattr(journal, "any_gone", lambda: True)
     monkeypatch.setattr(journal, "remove_leftovers", lambda _: Removed(folders=1))
-    local_launcher(tmp_path / "out", devices=cpu_devices(1), on_notice=said.append).close()
-    assert said == ["Removed what a killed run had left: 1 temporary folder."]
+    local_launcher(tmp_path / "out", devices=cpu_devices(1), on_notice=text.append).close()
+    assert text == ["Removed what a killed run had left: 1 temporary folder."]
 
 
 def test_the_own_folder_is_nobody_else_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,23 +187,23 @@ def test_the_own_folder_is_nobody_else_s(tmp_path: Path, monkeypatch: pytest.Mon
     assert made.parent.stat().st_mode & 0o777 == 0o700
     made.parent.chmod(0o777)
     assert own_folder(parent=tmp_path).stat().st_mode & 0o777 == 0o700
-    found: Any = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: found + 1)
-    (tmp_path / f"optuna-dsat-{found + 1}").mkdir()
+    result: Any = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: result + 1)
+    (tmp_path / f"optuna-dsat-{result + 1}").mkdir()
     with pytest.raises(UsageError, match="another user's"):
         own_folder(parent=tmp_path)
-    (tmp_path / f"optuna-dsat-{found + 1}").rmdir()
-    (tmp_path / f"optuna-dsat-{found + 1}").symlink_to(made)
+    (tmp_path / f"optuna-dsat-{result + 1}").rmdir()
+    (tmp_path / f"optuna-dsat-{result + 1}").symlink_to(made)
     with pytest.raises(UsageError, match="or no folder"):
         own_folder(parent=tmp_path)
 
 
 def test_two_claims_do_not_meet(notes: Path, tmp_path: Path) -> None:
-    one, two = TunerNotes(tmp_path, folder=notes), TunerNotes(tmp_path, folder=notes)
-    assert one.begin() != two.begin()
-    assert one.begin().parent != two.begin().parent
+    item, two = TunerNotes(tmp_path, folder=notes), TunerNotes(tmp_path, folder=notes)
+    assert item.begin() != two.begin()
+    assert item.begin().parent != two.begin().parent
     assert not any_gone(notes)
-    one.close()
+    item.close()
     two.close()
     assert list(notes.iterdir()) == []
 

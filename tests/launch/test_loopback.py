@@ -18,7 +18,11 @@ from tests.launch.test_torchrun import BASE_ENV
 
 def listening(pid: int) -> set[str]:
     try:
-        return {one.laddr.ip for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN}
+        return {
+            connection.laddr.ip
+            for connection in psutil.Process(pid).net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
     except psutil.Error:
         return set()
 
@@ -26,13 +30,13 @@ def listening(pid: int) -> set[str]:
 @pytest.mark.torchrun
 def test_every_port_of_a_launch_listens_on_loopback(tmp_path: Path) -> None:
     (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
-    before = {one.key for one in find_marked()}  # what a test that ran out of time may have left
+    before = {item.key for item in find_marked()}  # what a test that ran out of time may have left
     launcher = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=True)
     try:
         launcher.start(request(tmp_path, args=("--end", "sleep", "--at", "2")))
         wait_until(lambda: launcher.poll(0.2) is not None and "training starts" in output(tmp_path), what="they train")
-        marked = [one for one in find_marked() if one.key not in before]
-        own = [one.key.pid for one in marked if str(one.mark).split(":")[1] == str(psutil.Process().pid)]
+        marked = [item for item in find_marked() if item.key not in before]
+        own = [item.key.pid for item in marked if str(item.mark).split(":")[1] == str(psutil.Process().pid)]
         seen = set().union(*map(listening, own))
         assert seen
         assert seen <= {"127.0.0.1", "::ffff:127.0.0.1"}

@@ -34,9 +34,9 @@ def launcher(tmp_path: Path) -> Iterator[TorchrunLauncher]:
 
 def settled(launcher: TorchrunLauncher) -> Settled:
     updates = until(launcher, lambda seen: any(isinstance(update, Settled | Finished) for update in seen))
-    found = [update for update in updates if isinstance(update, Settled)]
-    assert found, "told before its processes are gone"
-    return found[0]
+    result = [update for update in updates if isinstance(update, Settled)]
+    assert result, "told before its processes are gone"
+    return result[0]
 
 
 def test_a_launch_follows_one_that_is_settled(launcher: TorchrunLauncher, cwd: Path) -> None:

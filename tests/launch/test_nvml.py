@@ -81,12 +81,12 @@ def test_one_lost_gpu_of_eight_is_left_out_and_the_others_are_named_for_certain(
 ) -> None:
     machine.gpus(8)
     machine.gets(f"refuse {function} {GPU_IS_LOST} 3")
-    found = machine.detect()
-    assert found.indices == (0, 1, 2, 4, 5, 6, 7)
-    assert [device.visible_id for device in found.devices] == [uuid(index) for index in found.indices]
-    (notice,) = found.notices
+    result = machine.detect()
+    assert result.indices == (0, 1, 2, 4, 5, 6, 7)
+    assert [device.visible_id for device in result.devices] == [uuid(index) for index in result.indices]
+    (notice,) = result.notices
     assert notice.startswith(f"GPU 3 is left out, it does not answer ({function}: ")
-    assert machine.pool().take(7).indices == found.indices
+    assert machine.pool().take(7).indices == result.indices
 
 
 def test_gpus_that_answer_keep_their_numbers(machine: Machine) -> None:
@@ -177,13 +177,13 @@ def test_visible_gpus_are_read_as_cuda_reads_them_and_what_is_ignored_is_said(
     machine: Machine, visible: str | None, indices: tuple[int, ...], said: str
 ) -> None:
     machine.gpus(4)
-    found = machine.detect(visible)
-    assert (found.kind, found.indices) == ("cuda", indices)
-    assert bool(found.notices) is bool(said)
-    assert said in " ".join(found.notices)
+    result = machine.detect(visible)
+    assert (result.kind, result.indices) == ("cuda", indices)
+    assert bool(result.notices) is bool(said)
+    assert said in " ".join(result.notices)
     by_uuid = (visible or "").startswith("GPU-")
-    assert [d.visible_id for d in found.devices] == [uuid(i) if by_uuid else str(i) for i in indices]
-    assert [d.uuid for d in found.devices] == [uuid(i) for i in indices]
+    assert [d.visible_id for d in result.devices] == [uuid(i) if by_uuid else str(i) for i in indices]
+    assert [d.uuid for d in result.devices] == [uuid(i) for i in indices]
 
 
 def test_a_lost_gpu_that_is_named_by_its_uuid_hides_no_other(machine: Machine) -> None:
@@ -191,23 +191,23 @@ def test_a_lost_gpu_that_is_named_by_its_uuid_hides_no_other(machine: Machine) -
     machine.gets(
         f"refuse nvmlDeviceGetHandleByIndex {GPU_IS_LOST} 1", f"refuse nvmlDeviceGetHandleByUUID {GPU_IS_LOST}"
     )
-    found = machine.detect(f"{uuid(1)},{uuid(2)}")
-    assert found.indices == (2,)
-    assert found.notices[0].startswith(f"GPU {uuid(1)} is left out")
+    result = machine.detect(f"{uuid(1)},{uuid(2)}")
+    assert result.indices == (2,)
+    assert result.notices[0].startswith(f"GPU {uuid(1)} is left out")
 
 
 @pytest.mark.parametrize("visible", ["7", "none", "NoDevFiles"])
 def test_a_list_that_names_no_gpu_means_the_cpu_and_says_so(machine: Machine, visible: str) -> None:
-    found = machine.detect(visible)
-    assert found.kind == "cpu"
-    assert "CUDA_VISIBLE_DEVICES names no GPU: launches run on the CPU." in found.notices
+    result = machine.detect(visible)
+    assert result.kind == "cpu"
+    assert "CUDA_VISIBLE_DEVICES names no GPU: launches run on the CPU." in result.notices
 
 
 def test_a_driver_that_shows_no_gpu_means_the_cpu_and_says_so(machine: Machine) -> None:
     machine.has()
-    found = machine.detect()
-    assert found.kind == "cpu"
-    assert "shows no GPU" in found.notices[0]
+    result = machine.detect()
+    assert result.kind == "cpu"
+    assert "shows no GPU" in result.notices[0]
 
 
 def test_without_uuids_gpus_are_named_by_their_numbers(machine: Machine) -> None:
@@ -220,14 +220,14 @@ def test_without_uuids_gpus_are_named_by_their_numbers(machine: Machine) -> None
 def test_parts_of_gpus_are_taken_one_a_launch(machine: Machine) -> None:
     machine.gets(*(f"gpu {part} 9856 12 NVIDIA H100 80GB HBM3 MIG 1g.10gb" for part in PARTS))
     machine.gets(f"refuse nvmlDeviceGetIndex {NOT_SUPPORTED} 2")
-    found = machine.detect(",".join(PARTS))
-    assert [(d.index, d.visible_id, d.uuid) for d in found.devices] == [
+    result = machine.detect(",".join(PARTS))
+    assert [(d.index, d.visible_id, d.uuid) for d in result.devices] == [
         (0, PARTS[0], PARTS[0]),
         (1, PARTS[1], PARTS[1]),
     ]
-    assert found.devices[0].memory_bytes == 9856 * MIB
-    assert found.per_launch == 1
-    assert "a launch takes one of them" in found.notices[0]
+    assert result.devices[0].memory_bytes == 9856 * MIB
+    assert result.per_launch == 1
+    assert "a launch takes one of them" in result.notices[0]
     assert machine.detect().per_launch == 2
     pool = machine.pool(",".join(PARTS))
     machine.gets(f"process 2 compute {os.getpid()} 900")
@@ -236,9 +236,9 @@ def test_parts_of_gpus_are_taken_one_a_launch(machine: Machine) -> None:
 
 def test_a_part_that_is_not_there_is_left_out(machine: Machine) -> None:
     machine.gets(f"gpu {PARTS[0]} 9856 12 NVIDIA H100 80GB HBM3 MIG 1g.10gb")
-    found = machine.detect(f"{PARTS[1]},{PARTS[0]}")
-    assert [device.visible_id for device in found.devices] == [PARTS[0]]
-    assert found.notices[0].startswith(f"GPU {PARTS[1]} is left out")
+    result = machine.detect(f"{PARTS[1]},{PARTS[0]}")
+    assert [device.visible_id for device in result.devices] == [PARTS[0]]
+    assert result.notices[0].startswith(f"GPU {PARTS[1]} is left out")
 
 
 def test_a_silent_driver_is_an_error_whose_version_mismatch_is_named(machine: Machine) -> None:

@@ -48,9 +48,9 @@ def prepared(**options: Any) -> Prepared:
 def test_a_search_takes_all_gpus_that_answer_and_names_the_others(machine: Machine) -> None:
     assert prepared().request.spec.slots_per_trial == 4
     machine.gets(f"refuse nvmlDeviceGetMemoryInfo {GPU_IS_LOST} 2")
-    found = prepared()
-    assert (found.request.spec.slots_per_trial, found.request.devices.indices) == (3, (0, 1, 3))
-    assert [note.partition(",")[0] for note in found.notes] == ["GPU 2 is left out"]
+    result = prepared()
+    assert (result.request.spec.slots_per_trial, result.request.devices.indices) == (3, (0, 1, 3))
+    assert [note.partition(",")[0] for note in result.notes] == ["GPU 2 is left out"]
     with pytest.raises(UsageError, match=r"--gpus-per-trial is 4, but this machine offers 3 GPUs.*GPU 2 is left out"):
         prepared(gpus_per_trial=4)
 
@@ -58,9 +58,9 @@ def test_a_search_takes_all_gpus_that_answer_and_names_the_others(machine: Machi
 def test_only_free_gpus_decide_how_many_a_launch_takes(machine: Machine) -> None:
     machine.gets(f"process 1 compute {os.getpid()} 4000")
     assert prepared().request.spec.slots_per_trial == 4
-    found = prepared(only_free_gpus=True)
-    assert (found.request.spec.slots_per_trial, found.request.devices.indices) == (3, (0, 2, 3))
-    assert "Not free: GPU 1: process" in found.notes[0]
+    result = prepared(only_free_gpus=True)
+    assert (result.request.spec.slots_per_trial, result.request.devices.indices) == (3, (0, 2, 3))
+    assert "Not free: GPU 1: process" in result.notes[0]
     assert prepared(only_free_gpus=True, gpus_per_trial=2).request.spec.slots_per_trial == 2
     with pytest.raises(UsageError, match="offers 3 GPUs"):
         prepared(only_free_gpus=True, gpus_per_trial=4)
@@ -70,8 +70,8 @@ def test_only_free_gpus_decide_how_many_a_launch_takes(machine: Machine) -> None
 def test_a_launch_takes_one_part_of_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.gets(*(f"gpu {part} 9856 12 NVIDIA H100 80GB HBM3 MIG 1g.10gb" for part in PARTS))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(PARTS))
-    found = prepared()
-    assert (found.request.spec.slots_per_trial, len(found.request.devices.devices)) == (1, 2)
+    result = prepared()
+    assert (result.request.spec.slots_per_trial, len(result.request.devices.devices)) == (1, 2)
     with pytest.raises(UsageError, match="--gpus-per-trial is 2, but a launch can take 1 GPU"):
         prepared(gpus_per_trial=2)
 

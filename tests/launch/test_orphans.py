@@ -112,8 +112,8 @@ def check_daemon(launcher: TorchrunLauncher, cwd: Path, *, end: str) -> None:
             updates += launcher.poll(0.1)
         server = launcher._forking._server
         *_, agent, rank = 0, *running.pids
-        found = {"rank": rank, "agent": agent, "parent": server.process.pid if server else 0}
-        os.kill(found[end], signal.SIGKILL)
+        result = {"rank": rank, "agent": agent, "parent": server.process.pid if server else 0}
+        os.kill(result[end], signal.SIGKILL)
     launches = reports([*updates, *updates_until_finished(launcher, 0 if reports(updates) else 1)])
     wait_until(lambda: ended(pid), what="the daemon is gone", limit_s=2.0)
     assert time.monotonic() - began < 10
@@ -126,7 +126,9 @@ def test_a_daemon_of_a_killed_tuner_is_ended_by_the_next_start(cwd: Path) -> Non
     tuner = subprocess.Popen([sys.executable, "-c", TUNER, str(cwd / "daemon")], env=environ, cwd=cwd)
     pid = daemon_of(cwd / "daemon")
     notes = cwd / f"optuna-dsat-{os.getuid()}" / "launches"
-    wait_until(lambda: any(f'"pid": {pid},' in one.read_text() for one in notes.glob("*/*.jsonl")), what="it is noted")
+    wait_until(
+        lambda: any(f'"pid": {pid},' in path.read_text() for path in notes.glob("*/*.jsonl")), what="it is noted"
+    )
     tuner.kill()
     tuner.wait()
     assert not ended(pid)

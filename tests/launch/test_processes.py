@@ -55,10 +55,10 @@ def tree() -> Iterator[tuple[str, int]]:
 
 def test_all_processes_of_a_launch_are_found_and_ended(tree: tuple[str, int]) -> None:
     mark, pid = tree
-    found = {process.key.pid for process in find_marked(mark)}
-    assert pid in found
-    assert len(found) == 4
-    assert set(kill_leftovers(mark)) == found
+    result = {process.key.pid for process in find_marked(mark)}
+    assert pid in result
+    assert len(result) == 4
+    assert set(kill_leftovers(mark)) == result
     assert find_marked(mark) == []
     assert kill_leftovers(mark) == ()
 

@@ -39,8 +39,8 @@ def report() -> LaunchReport:
 def test_a_failure_in_words_ends_with_the_last_line_of_its_error() -> None:
     failed = replace(report(), message="rank 3: the script left with sys.exit(1)")
     assert failed.failure_in_words == "the script left with sys.exit(1)"
-    said = replace(failed, error_excerpt="Traceback\nOSError: no disk\n")
-    assert said.failure_in_words == "the script left with sys.exit(1) (OSError: no disk)"
+    text = replace(failed, error_excerpt="Traceback\nOSError: no disk\n")
+    assert text.failure_in_words == "the script left with sys.exit(1) (OSError: no disk)"
     assert replace(failed, error_excerpt="sys.exit(1)").failure_in_words == failed.failure_in_words
 
 
@@ -166,8 +166,8 @@ _PR_CAPBSET_DROP, _OF_FILES = 24, (1, 2, 3)
 
 def test_a_folder_that_a_script_has_shut_is_removed_all_the_same(tmp_path: Path) -> None:
     def as_anybody() -> None:
-        for one in _OF_FILES:
-            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, one, 0, 0, 0)
+        for file in _OF_FILES:
+            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, file, 0, 0, 0)
 
     command = [sys.executable, "-c", SHUT, str(tmp_path)]
     done = subprocess.run(command, preexec_fn=as_anybody, capture_output=True, text=True, check=False)

@@ -117,11 +117,11 @@ def latencies(simulated: SimulatedLauncher, micro_batch: int = 10) -> list[float
 
 
 def test_noise_depends_on_seed_configuration_and_attempt_alone() -> None:
-    one, same, other = launcher(noise=0.05), launcher(noise=0.05), launcher(noise=0.05, seed=1)
-    first = latencies(one)
+    item, same, other = launcher(noise=0.05), launcher(noise=0.05), launcher(noise=0.05, seed=1)
+    first = latencies(item)
     latencies(same, 20)  # another configuration in between changes nothing
     assert latencies(same) == first
-    assert latencies(one) != first
+    assert latencies(item) != first
     assert latencies(other) != first
     assert len({*first}) == 3
     assert latencies(launcher()) == [3.75] * 6

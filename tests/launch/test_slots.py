@@ -82,15 +82,15 @@ def gpu_pool(fake: FakeNvml, tmp_path: Path, *, visible: str | None = None, **op
     "environ", [{"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}, {"DS_ACCELERATOR": "cpu"}]
 )
 def test_hidden_gpus_mean_the_cpu(fake: FakeNvml, environ: dict[str, str]) -> None:
-    found = detect_devices(environ=environ, nvml=Nvml(fake), cpu_ranks=3)
-    assert (found.kind, len(found.devices)) == ("cpu", 3)
+    result = detect_devices(environ=environ, nvml=Nvml(fake), cpu_ranks=3)
+    assert (result.kind, len(result.devices)) == ("cpu", 3)
 
 
 def test_no_gpu_means_two_ranks_on_the_cpu() -> None:
-    found = detect_devices(environ={}, nvml=Nvml(FakeNvml(0)))
-    assert (found.kind, found.indices) == ("cpu", (0, 1))
-    assert found.devices[0].memory_bytes == found.host_memory_bytes // 2
-    assert found.host_memory_bytes == host_memory_bytes() > 0
+    result = detect_devices(environ={}, nvml=Nvml(FakeNvml(0)))
+    assert (result.kind, result.indices) == ("cpu", (0, 1))
+    assert result.devices[0].memory_bytes == result.host_memory_bytes // 2
+    assert result.host_memory_bytes == host_memory_bytes() > 0
 
 
 def test_cpu_ranks_must_be_positive() -> None:
@@ -145,12 +145,12 @@ def test_a_desktop_does_not_make_a_gpu_busy(fake: FakeNvml, tmp_path: Path) -> N
 
 
 def test_two_tuners_never_take_the_same_gpu(fake: FakeNvml, tmp_path: Path) -> None:
-    one, other = gpu_pool(fake, tmp_path), gpu_pool(fake, tmp_path)
-    lease = one.take(3)
+    first, other = gpu_pool(fake, tmp_path), gpu_pool(fake, tmp_path)
+    lease = first.take(3)
     with pytest.raises(RuntimeError, match="taken by another optuna-dsat"):
         other.take(2)
     assert other.take(1).indices == (3,)
-    one.give_back(lease)
+    first.give_back(lease)
     assert other.take(3).indices == (0, 1, 2)
 
 

@@ -43,7 +43,7 @@ def test_a_rank_stands_still_if_its_stacks_stay_the_same(tmp_path: Path, moves: 
 
         def look(now: float) -> bool:
             size = stacks_path(tmp_path, 0).stat().st_size
-            found = watch.stand_still(
+            result = watch.stand_still(
                 now, silent_since=0.0, limit_s=30.0, ask=lambda: request_stacks(tmp_path, {0: key})
             )
             deadline = time.monotonic() + 10.0
@@ -51,7 +51,7 @@ def test_a_rank_stands_still_if_its_stacks_stay_the_same(tmp_path: Path, moves: 
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             time.sleep(0.1)
-            return found
+            return result
 
         assert not any(map(look, (1.0, 15.0)))
         if moves:

@@ -68,8 +68,8 @@ def test_skipped_steps_are_no_warm_up_and_leave_no_gap() -> None:
 
 def test_a_skipped_step_completes_none_for_those_who_follow() -> None:
     record = LaunchRecord(world_size=1, start_profile_step=1)
-    told = [record.add(event) for event in scaled("x.x.")]
-    assert [None if step is None else step.step for step in told] == [None, 1, None, 2]
+    words = [record.add(event) for event in scaled("x.x.")]
+    assert [None if step is None else step.step for step in words] == [None, 1, None, 2]
 
 
 def test_what_skipped_steps_took_of_memory_and_data_is_taken() -> None:
@@ -237,8 +237,8 @@ def test_the_interval_of_a_ratio_covers_its_truth(metric: str, count: int) -> No
             if input_variation(steps):
                 return confidence_interval(steps, metric, flops_per_sample=0, world_size=1)
 
-    found = [interval() for _ in range(600)]
-    covered = statistics.fmean((one.low or 0.0) <= truth <= (one.high or 0.0) for one in found)
+    result = [interval() for _ in range(600)]
+    covered = statistics.fmean((item.low or 0.0) <= truth <= (item.high or 0.0) for item in result)
     assert 0.90 <= covered <= 0.99
 
 

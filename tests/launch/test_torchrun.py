@@ -142,12 +142,12 @@ def test_a_silent_launch_is_ended(
 def test_launches_side_by_side_do_not_clash(launcher: TorchrunLauncher, cwd: Path) -> None:
     for name in ("one", "two"):
         launcher.start(request(cwd, launch_id=name, script=STUB, slots=1))
-    found = reports(updates_until_finished(launcher, 2))
-    assert {name: report.outcome for name, report in found.items()} == {
+    result = reports(updates_until_finished(launcher, 2))
+    assert {name: report.outcome for name, report in result.items()} == {
         "one": Outcome.MEASURED,
         "two": Outcome.MEASURED,
-    }, found
-    assert {report.devices for report in found.values()} == {(0,), (1,)}
+    }, result
+    assert {report.devices for report in result.values()} == {(0,), (1,)}
 
 
 TUNER = """

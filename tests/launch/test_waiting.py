@@ -159,9 +159,9 @@ def test_processes_are_named_with_program_user_and_memory(machine: Machine, tmp_
     pool = machine.pool()
     with process("train-llama", tmp_path) as pid:
         machine.gets(f"process 0 compute {pid} 5120", "process 1 compute 4194305 -")
-        one, other = pool.holders()
+        first, other = pool.holders()
     user = psutil.Process().username()
-    assert one == Holder(device="GPU 0", who=f"process {pid} (train-llama, user {user})", used_bytes=5 * GIB)
+    assert first == Holder(device="GPU 0", who=f"process {pid} (train-llama, user {user})", used_bytes=5 * GIB)
     assert other == Holder(device="GPU 1", who="process 4194305 (far-4194305)")  # in another namespace: NVML names it
     machine.gets(f"refuse nvmlSystemGetProcessName {NOT_SUPPORTED}")
     assert pool.holders()[-1].who == "process 4194305"
@@ -189,24 +189,24 @@ def test_the_server_of_the_multi_process_service_is_nobody_but_its_clients_are(
 
 
 def test_a_launch_of_this_search_and_another_tuner_are_told_apart(machine: Machine) -> None:
-    one, other = machine.pool(), machine.pool(f"{uuid(0)},{uuid(1)}")
-    lease = one.take(1)
+    first, other = machine.pool(), machine.pool(f"{uuid(0)},{uuid(1)}")
+    lease = first.take(1)
     machine.gets(f"process 0 compute {os.getpid()} 4000")
-    assert [(holder.device, holder.who) for holder in one.holders()] == [("GPU 0", "a launch of this search")]
+    assert [(holder.device, holder.who) for holder in first.holders()] == [("GPU 0", "a launch of this search")]
     (holder,) = other.holders()
     assert (holder.device, holder.who) == ("GPU 0", f"another optuna-dsat (process {os.getpid()})")
     assert holder.since > 0
-    one.give_back(lease)
+    first.give_back(lease)
     assert [holder.who.split()[0] for holder in other.holders()] == ["process"]
 
 
 @pytest.mark.parametrize("names", [("0", uuid(0)), (uuid(0)[:12], "0"), (uuid(0)[:12], uuid(0))])
 def test_one_gpu_has_one_lock_whichever_way_it_is_named(machine: Machine, names: tuple[str, str]) -> None:
-    one, other = (machine.pool(name) for name in names)
-    lease = one.take(1)
+    first, other = (machine.pool(name) for name in names)
+    lease = first.take(1)
     with pytest.raises(RuntimeError, match="taken by another optuna-dsat"):
         other.take(1)
-    one.give_back(lease)
+    first.give_back(lease)
     assert other.take(1).indices == (0,)
 
 
@@ -245,9 +245,9 @@ def test_only_free_gpus_are_those_without_a_holder_and_the_others_are_named(mach
     machine.gets(f"process 1 compute {os.getpid()} 4000")
     other = machine.pool("2")
     lease = other.take(1)
-    found = only_free(machine.detect(), nvml=machine.nvml(), lock_dir=machine.file.parent)
-    assert (found.indices, found.per_launch) == ((0, 3), 2)
-    (notice,) = found.notices
+    result = only_free(machine.detect(), nvml=machine.nvml(), lock_dir=machine.file.parent)
+    assert (result.indices, result.per_launch) == ((0, 3), 2)
+    (notice,) = result.notices
     assert notice.startswith("Tuning on GPU 0, 3 (--only-free-gpus). Not free: GPU 1: process ")
     assert "GPU 2: another optuna-dsat" in notice
     other.give_back(lease)
@@ -257,5 +257,5 @@ def test_only_free_gpus_are_those_without_a_holder_and_the_others_are_named(mach
 
 
 def test_all_gpus_are_taken_where_all_are_free(machine: Machine) -> None:
-    found = machine.detect()
-    assert only_free(found, nvml=machine.nvml(), lock_dir=machine.file.parent) is found
+    result = machine.detect()
+    assert only_free(result, nvml=machine.nvml(), lock_dir=machine.file.parent) is result

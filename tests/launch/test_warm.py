@@ -122,9 +122,9 @@ def test_a_forked_rank_finds_what_a_started_one_does(
 
 def test_the_profile_launch_finds_deepspeed_imported(launcher: TorchrunLauncher, folder: Path, tmp_path: Path) -> None:
     """It also reports all modules it used, so that none is missing before the next fork."""
-    script, found = tmp_path / "looks.py", tmp_path / "found"
+    script, result = tmp_path / "looks.py", tmp_path / "found"
     script.write_text(
-        f"import sys\nopen({str(found)!r}, 'w').write(str('deepspeed' in sys.modules))\n"
+        f"import sys\nopen({str(result)!r}, 'w').write(str('deepspeed' in sys.modules))\n"
         + (SCRIPTS / "tiny_launch.py").read_text().replace("from __future__ import annotations", "")
     )
     config = str(folder / "user_config.json")
@@ -132,7 +132,7 @@ def test_the_profile_launch_finds_deepspeed_imported(launcher: TorchrunLauncher,
     asked = request(folder, launch_id="profile", purpose="profile", command=command, start_profile_step=1)
     report, updates = run(launcher, asked)
     assert report.outcome is Outcome.MEASURED, report
-    assert found.read_text() == "True"
+    assert result.read_text() == "True"
     directory = launcher.run_directory("profile")
     assert all("training starts" in directory.stdout(rank).read_text() for rank in range(2))
     assert "training starts" not in (folder / "out" / "warm.log").read_text()
@@ -171,8 +171,8 @@ def test_the_same_configuration_measures_the_same_first_and_last_of_three(
 
 def descendants() -> set[psutil.Process]:
     """Return the living descendants of this process."""
-    found = psutil.Process().children(recursive=True)
-    return {process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
+    result = psutil.Process().children(recursive=True)
+    return {process for process in result if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
 
 
 def test_processes_of_the_script_s_own_work_in_a_fork_and_leave_nothing(

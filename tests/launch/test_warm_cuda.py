@@ -328,8 +328,8 @@ def test_launches_that_fail_alike_side_by_side_lead_back_once(folder: Path, tmp_
 def test_ranks_are_started_anew_where_the_agent_has_initialised_cuda(
     folder: Path, driver: Path, tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    launcher = make(tmp_path, said, warm=True, PYTHONPATH=str(folder), LD_LIBRARY_PATH=str(driver))
+    text: list[str] = []
+    launcher = make(tmp_path, text, warm=True, PYTHONPATH=str(folder), LD_LIBRARY_PATH=str(driver))
     (tmp_path / "warm").mkdir()
     launcher.prepare(Preload(modules=(*BASE_MODULES, "agent_initialises")))
     try:
@@ -338,4 +338,4 @@ def test_ranks_are_started_anew_where_the_agent_has_initialised_cuda(
         launcher.close()
     assert report.outcome is Outcome.MEASURED, report
     assert were_forked(updates) == [False, False]
-    assert ["initialises CUDA in torchrun's agent" in notice for notice in said] == [True]
+    assert ["initialises CUDA in torchrun's agent" in notice for notice in text] == [True]

@@ -52,7 +52,7 @@ def test_a_profile_is_measured_once_and_searches_sharpen_the_plan(bench: StudyBe
     after = planned(bench, attempts, name="p")
     assert len(attempts) == 1
     assert "fitted to launches of s" in after.about[-1]
-    vague, sharp = ({row.name: row for row in plan_rows(one.subject)}["ZeRO 2"] for one in (before, after))
+    vague, sharp = ({row.name: row for row in plan_rows(item.subject)}["ZeRO 2"] for item in (before, after))
     assert vague.predicted is not None
     assert sharp.predicted is not None
     assert sharp.predicted.high_s / sharp.predicted.low_s < 0.5 * vague.predicted.high_s / vague.predicted.low_s
@@ -73,5 +73,5 @@ def test_a_launch_here_plans_for_several_hosts_like_this_one(bench: StudyBench) 
     states = {row.name: row.states_bytes for row in here.rows}
     assert all(row.states_bytes < states[row.name] for row in there.rows if row.name == "ZeRO 3")
     slow = planned(bench, attempts, name="p", hosts=3, network=0.1)
-    rate = [next(row.samples_per_s for row in one.rows if row.name == "ZeRO 3") for one in (there, slow)]
+    rate = [next(row.samples_per_s for row in item.rows if row.name == "ZeRO 3") for item in (there, slow)]
     assert rate[1] < 0.5 * rate[0]

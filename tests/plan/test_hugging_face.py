@@ -113,11 +113,13 @@ def test_as_many_parameters_as_transformers_builds(tmp_path: Path, name: str) ->
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = getattr(transformers, architecture)(config)
-    built = sum(one.numel() for one in model.parameters())
-    found = shape(tmp_path)
-    assert found.params == pytest.approx(built, rel=0.01)
-    largest = max(sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules())
-    assert found.largest_layer_params == pytest.approx(largest, rel=0.35)
+    built = sum(parameter.numel() for parameter in model.parameters())
+    result = shape(tmp_path)
+    assert result.params == pytest.approx(built, rel=0.01)
+    largest = max(
+        sum(parameter.numel() for parameter in module.parameters(recurse=False)) for module in model.modules()
+    )
+    assert result.largest_layer_params == pytest.approx(largest, rel=0.35)
 
 
 def test_every_family_is_compared() -> None:
@@ -241,16 +243,16 @@ def test_quantized_weights_that_are_trained_are_stated_as_not_counted(
 ) -> None:
     """Weights in 4 bits were counted with 16 without a word."""
     given = {} if section is None else {"quantization_config": section}
-    found = shape(write(tmp_path, **SMALL_LLAMA, **given))
-    assert found.quantized == words
+    result = shape(write(tmp_path, **SMALL_LLAMA, **given))
+    assert result.quantized == words
     machine = Machine(
         gpu=find_gpu("a100-80g"), gpus_per_node=8, nodes=1, given_network_gbit_per_s=None, given_host_bytes=None
     )
-    plan = plan_shape(found, machine, config=None, memory_margin=0.05)
+    plan = plan_shape(result, machine, config=None, memory_margin=0.05)
     about = " ".join(plan.about)
     assert ("does not count that" in about) == ("each weight takes 16 bits here" in about) == bool(words)
     assert words in about
-    assert plan.subject.profile.params == found.params, "what is trained is not quantized"
+    assert plan.subject.profile.params == result.params, "what is trained is not quantized"
 
 
 @pytest.mark.parametrize(("bits", "bits_stored"), [(4, 4.5), (8, 8.5), (None, 16)])
@@ -258,12 +260,12 @@ def test_frozen_weights_are_counted_in_the_bits_that_the_config_names(
     tmp_path: Path, bits: int | None, bits_stored: float
 ) -> None:
     given = {} if bits is None else {"quantization_config": {"bits": bits, "quant_method": "gptq"}}
-    found = shape(write(tmp_path, **{**SMALL_LLAMA, "vocab_size": 100}, **given), share=0.01)
+    result = shape(write(tmp_path, **{**SMALL_LLAMA, "vocab_size": 100}, **given), share=0.01)
     machine = Machine(
         gpu=find_gpu("a100-80g"), gpus_per_node=8, nodes=1, given_network_gbit_per_s=None, given_host_bytes=None
     )
-    plan = plan_shape(found, machine, config=None, memory_margin=0.05)
-    frozen = found.params - found.trainable_params - 2 * found.vocab * found.hidden
+    plan = plan_shape(result, machine, config=None, memory_margin=0.05)
+    frozen = result.params - result.trainable_params - 2 * result.vocab * result.hidden
     saved = frozen * (1 - bits_stored / 16)
-    assert plan.subject.profile.params == pytest.approx(found.params - saved, abs=1)
+    assert plan.subject.profile.params == pytest.approx(result.params - saved, abs=1)
     assert ("frozen parameters are counted so" in " ".join(plan.about)) == (bits is not None)

@@ -109,7 +109,7 @@ def test_a_longer_step_is_predicted_where_less_is_known() -> None:
     known = subject(gpt(1.3), "a100-80g", 8)
     unknown = replace(known, machine={})
     config = {"zero_optimization": {"stage": 2}}
-    sharp, vague = (predict_steps(one, [config], [8])[0] for one in (known, unknown))
+    sharp, vague = (predict_steps(item, [config], [8])[0] for item in (known, unknown))
     assert sharp.low_s < sharp.step_s < sharp.high_s
     assert vague.high_s / vague.low_s > 3 * sharp.high_s / sharp.low_s
 
@@ -136,9 +136,9 @@ def test_published_speeds_lie_in_the_predicted_range(
         params=int(billions * 1e9), layers=layers, hidden=hidden, heads=heads, vocab=51200, recompute="full"
     )
     about = subject(shape, "a100-80g", 8, nodes=gpus // 8, network=1600)
-    found = predict_steps(about, [{"fp16": {"enabled": True}, "zero_optimization": {"stage": 3}}], [size])[0]
+    result = predict_steps(about, [{"fp16": {"enabled": True}, "zero_optimization": {"stage": 3}}], [size])[0]
     step_s = shape.flops_per_sample * size / (tflops * 1e12)
-    assert found.low_s < step_s < found.high_s
+    assert result.low_s < step_s < result.high_s
 
 
 LARGEST = [
@@ -183,7 +183,7 @@ def test_the_one_to_begin_with_is_the_simplest_within_a_tenth_of_the_fastest(gpu
         if best is not None and row.largest:
             sizes = sorted({1, row.largest, *(draw.randint(1, row.largest) for _ in range(8))})
             others = predict_steps(about, [row.config] * len(sizes), sizes)
-            fastest = max(one.samples_per_s for one in others)
+            fastest = max(item.samples_per_s for item in others)
             assert plan.fitting[0].samples_per_s >= fastest, (row.name, sizes)
             assert 1.1 * best.samples_per_s >= fastest, (best.name, row.name, sizes)
             if 1.1 * row.samples_per_s >= plan.fitting[0].samples_per_s:
@@ -211,12 +211,12 @@ def test_tokens_and_utilisation_are_told_where_length_and_peak_are_known() -> No
     assert predict_steps(about, [about.config], [8])[0].mfu is None
     peak = peak_flops(find_gpu("a100-80g"), about.config, param_bytes=2)
     known = replace(about, seq_length=2048, peak_flops=peak, model_flops_per_sample=shape.model_flops_per_sample)
-    found = predict_steps(known, [known.config], [8])[0]
-    assert found.tokens_per_s == pytest.approx(2048 * found.samples_per_s)
+    result = predict_steps(known, [known.config], [8])[0]
+    assert result.tokens_per_s == pytest.approx(2048 * result.samples_per_s)
     flops = 6 * shape.params * 2048 + 12 * shape.layers * shape.hidden * 2048**2
-    assert found.mfu == pytest.approx(flops * found.samples_per_s / (8 * 312e12))
-    assert found.mfu is not None
-    assert found.mfu < 0.45, "recomputed operations are none of the model's"
+    assert result.mfu == pytest.approx(flops * result.samples_per_s / (8 * 312e12))
+    assert result.mfu is not None
+    assert result.mfu < 0.45, "recomputed operations are none of the model's"
 
 
 def test_a_peak_is_known_in_half_precision_only_and_for_bf16_where_the_gpu_has_it() -> None:
@@ -248,10 +248,10 @@ def test_nothing_fits_says_whose_memory_is_short() -> None:
 
 def test_where_both_memories_are_short_neither_is_called_enough() -> None:
     """Of 405 B on two A100s it said that an offload "would leave the device enough", beside twice what it has."""
-    told = advice(gpt(2000), "t4", 1, host_gib=64)
-    assert "per device" in told
-    assert "of host memory" in told
-    assert "enough" not in told
+    words = advice(gpt(2000), "t4", 1, host_gib=64)
+    assert "per device" in words
+    assert "of host memory" in words
+    assert "enough" not in words
     rows = by_name(plan_rows(subject(gpt(2000), "t4", 1, host_gib=64)))
     assert rows["ZeRO 3 + optimizer offload"].too_small == "device and host"
     assert rows["ZeRO 0"].too_small == "device"
@@ -353,7 +353,7 @@ ROOMS = {"enough": (400, 4096), "device": (2, 4096), "host": (24, 4)}
 @cache
 def given_on(name: str) -> dict[str, list[str]]:
     """Return all advice that configs, models and memory of many kinds can get on a machine: rule -> texts."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     shape, spec = gpt(3, hidden=1000, heads=10), find_gpu("v100-32g")
     for (device_gib, host_gib), changes, sample_gib in product(ROOMS.values(), WANTED, (0.01, 20)):
         hardware = replace(MACHINES[name], device_memory_bytes=device_gib * GIB, host_memory_bytes=host_gib * GIB)
@@ -371,15 +371,15 @@ def given_on(name: str) -> dict[str, list[str]]:
         for shown in (rows, *([row] for row in rows)):  # each structure as if it were the only one, too
             plan = Plan(subject=about, rows=shown, recomputes=False, bf16_hardware=bf16, hidden=shape.hidden)
             for rule, text in advise_by_rule(plan).items():
-                found.setdefault(rule, []).append(text)
-    return found
+                result.setdefault(rule, []).append(text)
+    return result
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_advice_is_about_what_the_machine_has(name: str) -> None:
     given = given_on(name)
     assert given.keys() == {rule for rule, machines in ONLY_ON.items() if name in machines}
-    text = "\n".join(one for texts in given.values() for one in texts)
+    text = "\n".join(item for texts in given.values() for item in texts)
     for word in (*FOREIGN[name[:3]], *(FOREIGN["1"] if name.endswith("-1") else ())):
         assert word not in text
 

@@ -33,13 +33,13 @@ def test_powers_of_two_up_to_what_there_is(devices: int, counts: tuple[int, ...]
 
 
 def test_a_small_model_scales_almost_linearly_over_nvlink() -> None:
-    found = scaling(subject(350e6, "a100-80g", gpus=8), (1, 2, 4, 8))
-    assert [one.devices for one in found] == [1, 2, 4, 8]
-    assert found[0].share_of_linear == 1
-    assert all(one.share_of_linear and 0.8 < one.share_of_linear <= 1.2 for one in found)
-    rates = [one.samples_per_s or 0 for one in found]
+    result = scaling(subject(350e6, "a100-80g", gpus=8), (1, 2, 4, 8))
+    assert [item.devices for item in result] == [1, 2, 4, 8]
+    assert result[0].share_of_linear == 1
+    assert all(item.share_of_linear and 0.8 < item.share_of_linear <= 1.2 for item in result)
+    rates = [item.samples_per_s or 0 for item in result]
     assert rates == sorted(rates)
-    assert found[3].samples_per_s_each == pytest.approx(rates[3] / 8)
+    assert result[3].samples_per_s_each == pytest.approx(rates[3] / 8)
 
 
 def test_the_last_is_the_plan_itself() -> None:
@@ -74,10 +74,10 @@ def test_a_slow_network_shows_where_the_second_host_begins() -> None:
 
 def test_scaling_is_relative_to_the_smallest_number_without_offload() -> None:
     """Eight GPUs scaled by 784% relative to one that offloads."""
-    found = scaling(subject(7e9, "a100-40g", gpus=8), (1, 2, 4, 8))
-    rows = [one.row for one in found if one.row is not None]
+    result = scaling(subject(7e9, "a100-40g", gpus=8), (1, 2, 4, 8))
+    rows = [item.row for item in result if item.row is not None]
     assert rows[0].structure.offloads
-    first = next(one for one in found if one.row is not None and not one.row.structure.offloads)
+    first = next(item for item in result if item.row is not None and not item.row.structure.offloads)
     assert first.share_of_linear == 1
-    assert found[0].share_of_linear is not None
-    assert found[0].share_of_linear < 1
+    assert result[0].share_of_linear is not None
+    assert result[0].share_of_linear < 1

@@ -55,19 +55,19 @@ def study(pruner: BasePruner, trials: Sequence[FrozenTrial], direction: str = "m
     made = optuna.create_study(
         pruner=pruner, direction=StudyDirection[direction.upper()], sampler=optuna.samplers.RandomSampler()
     )
-    for one in trials:
-        made.add_trial(one)
+    for item in trials:
+        made.add_trial(item)
     return made
 
 
 def start(where: optuna.Study, size: int, /, **knobs: Any) -> Trial:
     """A trial of a sampler's making, all parameters suggested, nothing reported."""
     params: Mapping[str, Any] = {"zero_stage": 1, **knobs, MICRO_BATCH: size}
-    one = where.ask()
+    item = where.ask()
     for name, value in params.items():
         internal = SPACE[name].to_internal_repr(value)
-        where._storage.set_trial_param(one._trial_id, name, internal, SPACE[name])
-    return Trial(where, one._trial_id)
+        where._storage.set_trial_param(item._trial_id, name, internal, SPACE[name])
+    return Trial(where, item._trial_id)
 
 
 @pytest.fixture(scope="session")

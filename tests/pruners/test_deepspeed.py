@@ -89,8 +89,8 @@ def test_vetoes(kit: SimpleNamespace, rows: Rows, new: tuple[int, dict[str, Any]
     size, knobs = new
     trial = kit.start(study, size, **knobs)
     assert trial.should_prune() is (reason is not None)
-    said = pruner.reason(study, study.trials[-1])
-    assert said is None if reason is None else reason in str(said)
+    text = pruner.reason(study, study.trials[-1])
+    assert text is None if reason is None else reason in str(text)
 
 
 def test_what_is_vetoed_is_not_offered_to_samplers(kit: SimpleNamespace) -> None:

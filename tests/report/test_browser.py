@@ -25,8 +25,8 @@ pytestmark = needs_chromium
 
 @pytest.fixture
 def address(finished: ReportedStudyBench) -> Iterator[str]:
-    with serving("s", "--storage", finished.url, "--port", "0", "--optuna-dashboard") as (_, found):
-        yield found
+    with serving("s", "--storage", finished.url, "--port", "0", "--optuna-dashboard") as (_, result):
+        yield result
 
 
 @pytest.fixture

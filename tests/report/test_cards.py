@@ -145,17 +145,17 @@ def test_commands_within_a_sentence_are_set_as_code() -> None:
 
 
 def test_why_it_is_the_best_stands_on_the_page(view: StudyView, rendered: str) -> None:
-    found = explained(view)
-    assert found is not None
+    result = explained(view)
+    assert result is not None
     page = Page(rendered)
     assert "why" in page.ids
-    assert found.contributions[0].knob in page.text
-    assert found.contributions[0].factor is not None
-    assert times_in_words(found.contributions[0].factor) in page.text
-    assert found.speed_up is not None
-    assert f"all together {times_in_words(found.speed_up)} measured" in page.text
-    assert f"it is bound by {found.bound}" in page.text
-    assert all(text in page.text for text in found.proposals)
+    assert result.contributions[0].knob in page.text
+    assert result.contributions[0].factor is not None
+    assert times_in_words(result.contributions[0].factor) in page.text
+    assert result.speed_up is not None
+    assert f"all together {times_in_words(result.speed_up)} measured" in page.text
+    assert f"it is bound by {result.bound}" in page.text
+    assert all(text in page.text for text in result.proposals)
 
 
 def test_the_step_stands_beside_the_data_sheets(view: StudyView, rendered: str) -> None:
@@ -191,7 +191,7 @@ def test_finalists_stand_with_their_samples_per_second_whatever_is_optimised(ben
 
 def test_sections_without_content_are_left_out_and_the_end_says_why(view: StudyView, rendered: str) -> None:
     page = Page(rendered)
-    assert {one.id for one in sections_of(view)} <= page.ids
+    assert {item.id for item in sections_of(view)} <= page.ids
     assert "Left out" not in page.text
     some = replace(view, attributes={}, launches=())
     page = Page(render(some))
@@ -209,10 +209,10 @@ def test_a_launchs_config_and_log_are_linked_where_they_are(finished: ReportedSt
     for page in (tmp_path / "out" / "s", tmp_path / "a b" / "c:d"):
         page.mkdir(parents=True, exist_ok=True)
         targets = Page(render(view, links=Links(view=view, page=page))).targets
-        files = [one for one in targets if not one.startswith(("#", "data:"))]
+        files = [target for target in targets if not target.startswith(("#", "data:"))]
         assert files
-        assert not [one for one in files if ":" in one.split("/")[0]], "no scheme"
-        paths = [Path(os.path.normpath(page / urllib.parse.unquote(one))) for one in files]
+        assert not [file for file in files if ":" in file.split("/")[0]], "no scheme"
+        paths = [Path(os.path.normpath(page / urllib.parse.unquote(file))) for file in files]
         assert all(path.is_file() and path.is_relative_to(tmp_path / "out" / "s") for path in paths)
         assert folder / "ds_config.json" in paths
         assert folder / "logs" / "rank0.stderr.log" in paths
@@ -227,8 +227,8 @@ def test_no_link_leads_out_of_the_studys_folder(finished: ReportedStudyBench, tm
     link = finished.folder / "out" / "s" / launch_id / "ds_config.json"
     link.unlink(missing_ok=True)
     link.symlink_to(secret)
-    found = [one.href for one in Links(view=view, page=tmp_path).of([launch_id, "../..", "nowhere"])]
-    assert found == [f"out/s/{launch_id}/logs/rank0.stderr.log"]
+    result = [item.href for item in Links(view=view, page=tmp_path).of([launch_id, "../..", "nowhere"])]
+    assert result == [f"out/s/{launch_id}/logs/rank0.stderr.log"]
 
 
 def test_the_best_config_keeps_the_settings_without_effect_that_the_user_wrote(bench: ReportedStudyBench) -> None:

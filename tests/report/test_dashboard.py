@@ -235,7 +235,7 @@ def test_on_postgres_the_password_reaches_neither_process_list_nor_page(
     monkeypatch.setenv("OPTUNA_DSAT_STORAGE", url)
     with serving("s", "--port", "0", "--optuna-dashboard") as (process, address):
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        commands = [word for one in family for word in one.cmdline()]
+        commands = [word for item in family for word in item.cmdline()]
         page = address.replace("/dashboard/studies/", "/api/studies/")
         with urllib.request.urlopen(f"{page}?after=0", timeout=20) as response:
             shown = response.read().decode()

@@ -52,14 +52,14 @@ def measured(trial: FrozenTrial, value: float, speed_up: Interval | None = None)
 
 
 def explained(study: optuna.Study) -> Explanation:
-    found = why(study.trials, study.best_trial)
-    assert sum(found.bounds.values()) == pytest.approx(1)
-    assert product(found) == pytest.approx(found.speed_up)
-    return found
+    result = why(study.trials, study.best_trial)
+    assert sum(result.bounds.values()) == pytest.approx(1)
+    assert product(result) == pytest.approx(result.speed_up)
+    return result
 
 
 def product(found: Explanation) -> float:
-    return math.prod(one.factor for one in found.factors if one.factor is not None)
+    return math.prod(factor.factor for factor in found.factors if factor.factor is not None)
 
 
 def shown(found: Explanation, capsys: pytest.CaptureFixture[str]) -> str:
@@ -73,7 +73,7 @@ def value_of(trial: FrozenTrial) -> float:
 
 
 def by_knob(found: Explanation) -> dict[str, Contribution]:
-    return {one.knob: one for one in found.contributions}
+    return {contribution.knob: contribution for contribution in found.contributions}
 
 
 def test_what_pairs_of_launches_show_is_said_as_measured() -> None:
@@ -85,9 +85,9 @@ def test_what_pairs_of_launches_show_is_said_as_measured() -> None:
         {MICRO_BATCH: 6, "overlap_comm": True},
         {MICRO_BATCH: 6},
     )
-    found = explained(study)
-    parts = by_knob(found)
-    assert found.speed_up == pytest.approx(study.best_value / value_of(study.trials[0]))
+    result = explained(study)
+    parts = by_knob(result)
+    assert result.speed_up == pytest.approx(study.best_value / value_of(study.trials[0]))
     assert parts.keys() == {MICRO_BATCH, "overlap_comm"}
     overlap = parts["overlap_comm"]
     assert (overlap.source, overlap.pairs, overlap.user, overlap.winner) == ("measured", 2, False, True)
@@ -97,7 +97,7 @@ def test_what_pairs_of_launches_show_is_said_as_measured() -> None:
     assert ratios[0] < overlap.factor < (ratios[0] * ratios[1]) ** 0.5, "the pair with the winner counts more"
     sizes = parts[MICRO_BATCH]  # of 4 and 8 only the runs without overlap are a pair
     assert (sizes.source, sizes.pairs) == ("measured", 1)
-    assert found.contributions[0].knob == MICRO_BATCH
+    assert result.contributions[0].knob == MICRO_BATCH
 
 
 def test_what_was_not_measured_is_said_by_the_model_with_its_doubt() -> None:
@@ -118,17 +118,17 @@ def test_what_was_not_measured_is_said_by_the_model_with_its_doubt() -> None:
 def test_a_stage_brings_its_own_knobs_and_still_counts_as_one() -> None:
     study = study_of(Machine(), {"zero_stage": 1, MICRO_BATCH: 8}, {MICRO_BATCH: 8}, {"zero_stage": 3, MICRO_BATCH: 8})
     winner = study.trials[3]
-    found = why(study.trials, winner, confirmed=50.0)
-    assert found.value == 50.0
-    assert found.speed_up == pytest.approx(value_of(winner) / value_of(study.trials[0])), "like is compared with like"
-    stage = by_knob(found)["zero_stage"]
+    result = why(study.trials, winner, confirmed=50.0)
+    assert result.value == 50.0
+    assert result.speed_up == pytest.approx(value_of(winner) / value_of(study.trials[0])), "like is compared with like"
+    stage = by_knob(result)["zero_stage"]
     assert stage.source == "measured"
     assert stage.factor == pytest.approx(value_of(winner) / value_of(study.trials[2]))
     only_there = small_space().completed({"zero_stage": 3}).keys() - small_space().completed(OWN).keys()
     assert stage.brings == tuple(sorted(only_there)) != ()
-    (row,) = (one for one in factor_rows(found) if one.setting == "zero_stage")
+    (row,) = (item for item in factor_rows(result) if item.setting == "zero_stage")
     assert all(name in row.by for name in only_there)
-    assert by_knob(found)[MICRO_BATCH].brings == ()
+    assert by_knob(result)[MICRO_BATCH].brings == ()
 
 
 def test_what_would_not_fit_is_said_so() -> None:
@@ -138,20 +138,20 @@ def test_what_would_not_fit_is_said_so() -> None:
     study = study_of(machine, {**third, MICRO_BATCH: most}, {MICRO_BATCH: 20})
     large = study.trials[1]
     assert large.value is not None
-    found = why(study.trials, large)
-    stage = by_knob(found)["offload_optimizer"]
+    result = why(study.trials, large)
+    stage = by_knob(result)["offload_optimizer"]
     assert stage.factor is None
     assert "not expected to fit" in stage.note
 
 
 def test_small_effects_share_a_row_with_their_product_and_one_keeps_its_own() -> None:
-    found = explained(study_of(Machine(), {MICRO_BATCH: 8, "overlap_comm": True}, {MICRO_BATCH: 8}))
-    first = found.contributions[0]
+    result = explained(study_of(Machine(), {MICRO_BATCH: 8, "overlap_comm": True}, {MICRO_BATCH: 8}))
+    first = result.contributions[0]
     small = [replace(first, knob=name, factor=1.004) for name in ("one", "two", "three")]
-    rows = factor_rows(replace(found, contributions=(first, *small)))
+    rows = factor_rows(replace(result, contributions=(first, *small)))
     (shared,) = (row for row in rows if row.setting == "3 more")
     assert shared.factor == times_in_words(1.004**3)
-    rows = factor_rows(replace(found, contributions=(first, small[0])))
+    rows = factor_rows(replace(result, contributions=(first, small[0])))
     assert [row.setting for row in rows if row.is_setting] == [first.knob, "one"]
 
 
@@ -173,27 +173,27 @@ def test_all_factors_multiply_to_the_measured_ratio(seed: int) -> None:
         if winner.value is None:
             continue
         for confirmed in (None, draw.uniform(0.2, 5) * winner.value):
-            found = why(study.trials, winner, confirmed=confirmed)
-            assert found.remainder is not None
-            assert product(found) == pytest.approx(found.speed_up)
-            assert found.explained is not None
-            assert found.explained.factor is not None
-            assert found.explained.factor * (found.remainder.factor or 0) == pytest.approx(found.speed_up)
+            result = why(study.trials, winner, confirmed=confirmed)
+            assert result.remainder is not None
+            assert product(result) == pytest.approx(result.speed_up)
+            assert result.explained is not None
+            assert result.explained.factor is not None
+            assert result.explained.factor * (result.remainder.factor or 0) == pytest.approx(result.speed_up)
 
 
 def test_what_knobs_do_together_is_a_factor_of_its_own_and_contradicts_nothing() -> None:
     machine = Machine()
     both = {MICRO_BATCH: 8, "overlap_comm": True}
     study = study_of(machine, both, {MICRO_BATCH: 8}, {"overlap_comm": True}, {MICRO_BATCH: 16}, {MICRO_BATCH: 2})
-    found = why(study.trials, study.trials[1])
+    result = why(study.trials, study.trials[1])
     values = [value_of(trial) for trial in study.trials]
     true = values[2] * values[3] / (values[1] * values[0])
     assert true > 1.05
-    assert found.together is not None
-    assert found.together.factor == pytest.approx(true, rel=0.05)
-    assert found.remainder is not None
-    assert found.remainder.factor == pytest.approx(1, rel=0.05)
-    assert not found.contradicted
+    assert result.together is not None
+    assert result.together.factor == pytest.approx(true, rel=0.05)
+    assert result.remainder is not None
+    assert result.remainder.factor == pytest.approx(1, rel=0.05)
+    assert not result.contradicted
 
 
 def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,43 +207,43 @@ def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.Captu
     value = 0.98 * value_of(winner)
     ratio = Interval(value=value / slow, low=0.99 * value / slow, high=1.01 * value / slow, rounds=3)
     best = measured(winner, value, ratio)
-    found = explain(study.trials, planner=small_planner(), winner=best, baseline=measured(own, slow))
-    assert found.speed_up == pytest.approx(0.98 * value_of(winner) / slow)
-    assert found.remainder is not None
-    assert found.remainder.factor == pytest.approx(0.98 / 0.4, rel=0.05)
-    assert found.contradicted
-    assert found.to_json()["contradicted"] is True
-    text = shown(found, capsys)
-    assert found.speed_up is not None
-    assert found.remainder is not None
-    assert found.remainder.factor is not None
+    result = explain(study.trials, planner=small_planner(), winner=best, baseline=measured(own, slow))
+    assert result.speed_up == pytest.approx(0.98 * value_of(winner) / slow)
+    assert result.remainder is not None
+    assert result.remainder.factor == pytest.approx(0.98 / 0.4, rel=0.05)
+    assert result.contradicted
+    assert result.to_json()["contradicted"] is True
+    text = shown(result, capsys)
+    assert result.speed_up is not None
+    assert result.remainder is not None
+    assert result.remainder.factor is not None
     assert "times as good" not in text
-    assert f"a ratio of {times_in_words(found.speed_up)}, but what differs" in text
-    assert times_in_words(found.remainder.factor) in text
-    assert times_in_words(found.speed_up) in text.split("all together")[1].splitlines()[0]
+    assert f"a ratio of {times_in_words(result.speed_up)}, but what differs" in text
+    assert times_in_words(result.remainder.factor) in text
+    assert times_in_words(result.speed_up) in text.split("all together")[1].splitlines()[0]
 
 
 def test_the_ratio_of_rounds_is_the_one_that_is_explained() -> None:
     study = study_of(Machine(), {MICRO_BATCH: 6}, {MICRO_BATCH: 3})
     own, winner = study.trials[0], study.trials[1]
     rounds = Interval(value=1.01 * value_of(winner) / value_of(own), low=1.2, high=1.4, rounds=3)
-    found = explain(
+    result = explain(
         study.trials,
         planner=small_planner(),
         winner=measured(winner, value_of(winner), rounds),
         baseline=measured(own, value_of(own)),
     )
-    assert found.speed_up == rounds.value
-    assert product(found) == pytest.approx(rounds.value)
-    assert found.remainder is not None
-    assert found.remainder.spread >= rounds.half_width / 1.96
+    assert result.speed_up == rounds.value
+    assert product(result) == pytest.approx(rounds.value)
+    assert result.remainder is not None
+    assert result.remainder.spread >= rounds.half_width / 1.96
 
 
 def test_the_users_own_config_as_the_result_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
     study = study_of(Machine(), {MICRO_BATCH: 2})
-    found = why(study.trials, study.trials[0])
-    assert found.is_own
-    text = shown(found, capsys)
+    result = why(study.trials, study.trials[0])
+    assert result.is_own
+    text = shown(result, capsys)
     assert "It is your own config" in text
     assert "times as good" not in text
 
@@ -255,16 +255,16 @@ def test_a_remainder_that_an_unknown_factor_may_explain_contradicts_nothing() ->
     study = study_of(machine, {**third, MICRO_BATCH: most}, {MICRO_BATCH: 20})
     value = value_of(study.trials[1])
     ratio = 9 * value / value_of(study.trials[0])
-    found = explain(
+    result = explain(
         study.trials,
         planner=small_planner(),
         winner=measured(study.trials[1], 9 * value, Interval(value=ratio, low=0.99 * ratio, high=1.01 * ratio)),
         baseline=measured(study.trials[0], value_of(study.trials[0])),
     )
-    assert found.together is None
-    assert any(one.factor is None for one in found.contributions)
-    assert product(found) == pytest.approx(found.speed_up)
-    assert not found.contradicted
+    assert result.together is None
+    assert any(contribution.factor is None for contribution in result.contributions)
+    assert product(result) == pytest.approx(result.speed_up)
+    assert not result.contradicted
 
 
 def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:
@@ -273,9 +273,9 @@ def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:
         {"offload_optimizer": "cpu", MICRO_BATCH: 8},
         {"offload_optimizer": "cpu", MICRO_BATCH: 16},
     )
-    found = why(study.trials, study.trials[1])
-    assert found.bound == "host"
-    assert "offloaded to the host" in found.proposals[0]
+    result = why(study.trials, study.trials[1])
+    assert result.bound == "host"
+    assert "offloaded to the host" in result.proposals[0]
     plain = why(study.trials, study.trials[0])
     assert plain.bound != "host"
     assert (plain.contributions, plain.together, plain.remainder, plain.explained) == ((), None, None, None)
@@ -284,5 +284,5 @@ def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:
 def test_without_the_users_config_there_is_no_comparison() -> None:
     study = study_of(Machine(), {MICRO_BATCH: 8})
     trials = study.trials[1:]
-    found = why(trials, trials[0])
-    assert (found.user_value, found.speed_up, found.contributions) == (None, None, ())
+    result = why(trials, trials[0])
+    assert (result.user_value, result.speed_up, result.contributions) == (None, None, ())

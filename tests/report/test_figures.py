@@ -36,21 +36,21 @@ from tests.harness.simulated import SimulatedResult
 
 
 def by_name(figure: Any) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for trace in figure.data:
-        found.setdefault(trace.name, []).append(trace)
-    return found
+        result.setdefault(trace.name, []).append(trace)
+    return result
 
 
 def test_one_line_per_lineage_with_its_out_of_memory_edge(view: StudyView) -> None:
     trials = view.trials
     figure = metric_figure(trials, metric="throughput")
     lineages = lineage.group(trials).values()
-    measured = [one for one in lineages if any(lineage.score(t) is not None for t in one.trials)]
+    measured = [item for item in lineages if any(lineage.score(t) is not None for t in item.trials)]
     assert len([trace for trace in figure.data if trace.name not in (EDGE, USER, BEST)]) == len(measured) > 1
     (edge,) = by_name(figure)[EDGE]
     drawn = {x for x, text in zip(edge.x, edge.hovertext, strict=True) if "out of memory at" in text}
-    assert drawn == {one.smallest_too_large for one in lineages if one.smallest_too_large is not None}
+    assert drawn == {item.smallest_too_large for item in lineages if item.smallest_too_large is not None}
     assert drawn
 
 
@@ -89,9 +89,9 @@ def test_the_memory_figure_has_the_peaks_that_were_predicted_at_proposal(
     """Every launch takes 12 GiB more than the formulas know of: predictions follow the launches before each trial."""
 
     def hungry(config: Mapping[str, Any]) -> SimulatedResult | None:
-        found = Hill().run(config, 2)
+        result = Hill().run(config, 2)
         large = config["train_micro_batch_size_per_gpu"] > 28
-        return found if large else replace(found, peak_bytes=found.peak_bytes + 12 * GIB)
+        return result if large else replace(result, peak_bytes=result.peak_bytes + 12 * GIB)
 
     bench.run(bench.spec(method=method, max_trials=8, confirm=0), Hill(override=hungry))
     view = bench.view()

@@ -57,10 +57,10 @@ def test_public_outputs_are_the_recorded_ones(tmp_path: Path, capsys: pytest.Cap
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     (tmp_path / "train.py").write_text("")
     with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as store:
-        found = dict(outputs(ReportedStudyBench(tmp_path, store), capsys))
+        result = dict(outputs(ReportedStudyBench(tmp_path, store), capsys))
     names = {str(tmp_path): "/folder", f"{Path(sys.executable).parent}/": ""}
-    found = {name: masked(text, names) for name, text in found.items()}
+    result = {name: masked(text, names) for name, text in result.items()}
     if os.environ.get("RECORD"):
-        for name, text in found.items():
+        for name, text in result.items():
             (GOLDEN / name).write_text(text)
-    assert found == {name: (GOLDEN / name).read_text() for name in NAMES}
+    assert result == {name: (GOLDEN / name).read_text() for name in NAMES}

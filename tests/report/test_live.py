@@ -36,14 +36,14 @@ def live(finished: ReportedStudyBench) -> LiveStudy:
 
 def get(live: LiveStudy, path: str, *, method: str = "GET", host: str = "127.0.0.1:8080") -> tuple[int, str, bytes]:
     """Return status, content security policy and content of an answer."""
-    told: list[tuple[str, dict[str, str]]] = []
+    words: list[tuple[str, dict[str, str]]] = []
     environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "HTTP_HOST": host}
 
     def start(status: str, headers: list[tuple[str, str]], _error: object = None) -> None:
-        told.append((status, dict(headers)))
+        words.append((status, dict(headers)))
 
     content = b"".join(guarded(live_app(live), host="127.0.0.1")(environ, start))  # type: ignore[arg-type]
-    ((status, headers),) = told
+    ((status, headers),) = words
     assert headers["X-Content-Type-Options"] == "nosniff"
     return int(status.split()[0]), headers["Content-Security-Policy"], content
 
@@ -230,7 +230,7 @@ def test_only_this_machines_names_are_answered_and_nothing_is_changed(live: Live
 
 
 def test_pages_of_elsewhere_change_nothing_in_optuna_dashboard_either() -> None:
-    told: list[str] = []
+    words: list[str] = []
 
     def other(_environ: object, start: Any) -> list[bytes]:
         start("200 OK", [])
@@ -242,8 +242,8 @@ def test_pages_of_elsewhere_change_nothing_in_optuna_dashboard_either() -> None:
         ("none", "PUT", 200), ("cross-site", "GET", 200),
     ):  # fmt: skip
         environ = {"REQUEST_METHOD": method, "HTTP_HOST": "127.0.0.1", "HTTP_SEC_FETCH_SITE": site}
-        app(environ, lambda status, _headers: told.append(status))  # type: ignore[arg-type]
-        assert int(told[-1].split()[0]) == expected, (site, method)
+        app(environ, lambda status, _headers: words.append(status))  # type: ignore[arg-type]
+        assert int(words[-1].split()[0]) == expected, (site, method)
 
 
 def test_a_study_that_is_deleted_meanwhile_is_one_line(live: LiveStudy, finished: ReportedStudyBench) -> None:
@@ -282,4 +282,4 @@ def test_a_page_of_a_study_on_another_machine_offers_no_files(finished: Reported
     (finished.folder / "out").rename(tmp_path / "moved")
     live = LiveStudy(finished.store, "s")
     assert get(live, "/files/trial-0000/rank0.stderr.log")[0] == 404
-    assert not [one for one in Page(live.page()).targets if one.startswith("/files")]
+    assert not [target for target in Page(live.page()).targets if target.startswith("/files")]

@@ -46,9 +46,9 @@ def texts(value: Any, hostile: str = HOSTILE) -> Any:
     if isinstance(value, str):
         return hostile
     if isinstance(value, dict):
-        return {key: texts(one, hostile) for key, one in value.items()}
+        return {key: texts(item, hostile) for key, item in value.items()}
     if isinstance(value, list):
-        return [texts(one, hostile) for one in value]
+        return [texts(item, hostile) for item in value]
     return value
 
 
@@ -63,9 +63,9 @@ def altered_spec(text: str, folder: Path) -> str:
 
 def altered_rounds(text: str) -> str:
     rounds = json.loads(text)
-    for one in rounds["launches"]:
-        one["message"] = HOSTILE
-        one["conditions"] |= {"gpu_processes": [HOSTILE], "throttle_reasons": [HOSTILE]}
+    for item in rounds["launches"]:
+        item["message"] = HOSTILE
+        item["conditions"] |= {"gpu_processes": [HOSTILE], "throttle_reasons": [HOSTILE]}
     return json.dumps(rounds)
 
 
@@ -160,7 +160,7 @@ def elements(page: str) -> set[str]:
 
 
 def test_pages_have_no_element_of_its_own(hostile: Path, template: Path) -> None:
-    found: list[set[str]] = []
+    result: list[set[str]] = []
     for folder, name in ((hostile, NAME), (template, "s")):
         with Store.open(f"sqlite:///{folder / 'study.db'}") as store:
             view = read_view(store, name)
@@ -168,17 +168,17 @@ def test_pages_have_no_element_of_its_own(hostile: Path, template: Path) -> None
         for page in pages:
             assert "<script>alert" not in page
             assert not CONTROL.search(page.partition("<script>")[0].replace("\r\n", "\n"))
-        found.append(set().union(*map(elements, pages)))
+        result.append(set().union(*map(elements, pages)))
         if name == NAME:
             assert "&lt;script&gt;alert(1)" in pages[0]
             assert "http://evil.invalid" in pages[0], "as text"
-    assert found[0] == found[1]
+    assert result[0] == result[1]
 
 
 def tokens(note: str) -> set[str]:
     """Return the kinds of tokens of a note, as GitHub's Markdown reads it."""
     parser = MarkdownIt("commonmark").enable("table")
-    return {one.type for block in parser.parse(note) for one in (block, *(block.children or ()))}
+    return {child.type for block in parser.parse(note) for child in (block, *(block.children or ()))}
 
 
 def test_notes_hold_no_image_link_or_html(hostile: Path) -> None:
@@ -208,7 +208,7 @@ def test_what_the_dashboard_is_given_is_the_studys_own(hostile: Path, tmp_path: 
         (tmp_path / "logs").mkdir()
         (tmp_path / "logs" / "rank0.stderr.log").write_text("secret")
         published = publish(store, NAME)
-        contents = [one.content for one in artifacts_of(read_view(store, NAME))]
+        contents = [item.content for item in artifacts_of(read_view(store, NAME))]
     assert published.artifacts > 0
     assert b"secret" not in contents
     assert {f"{launch}/logs/rank0.stderr.log", "trial-0003/logs/rank0.stderr.log"} <= set(published.refused)
@@ -228,7 +228,7 @@ def test_a_folder_that_is_not_the_studys_is_neither_read_nor_written(
     with Store.open(f"sqlite:///{hostile / 'study.db'}") as store:
         view = read_view(store, NAME)
     assert view.folder is None
-    assert not [one for one in artifacts_of(view) if one.filename.endswith(".log")]
+    assert not [item for item in artifacts_of(view) if item.filename.endswith(".log")]
     ended = run_here("report", NAME, "--storage", f"sqlite:///{hostile / 'study.db'}")
     assert ended.returncode == 0, ended.stderr
     assert (foreign / "report.html").read_text() == "mine"

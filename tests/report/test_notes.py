@@ -37,9 +37,9 @@ def test_a_note_tells_samples_per_second_first_whatever_is_optimised(view: Study
     flops = replace(view, spec=view.spec.model_copy(update={"metric": "FLOPS_per_gpu"}))
     assert flops.metric == "FLOPS_per_gpu"
     assert flops.best is not None
-    told = re.compile(r"\*\*\S+ samples/s, \S+ \w?FLOP/s per ")
-    assert told.search(study_note(flops))
-    assert told.search(trial_note(flops, flops.best.trial))
+    words = re.compile(r"\*\*\S+ samples/s, \S+ \w?FLOP/s per ")
+    assert words.search(study_note(flops))
+    assert words.search(trial_note(flops, flops.best.trial))
 
 
 def test_the_study_note_tells_what_was_tuned_and_how_to_go_on(view: StudyView) -> None:
@@ -145,6 +145,6 @@ def test_markdown_survives_pipes_backticks_and_fences() -> None:
 def test_a_winner_that_the_dashboard_ranks_lower_is_explained(view: StudyView) -> None:
     first, *_ = attributes.best_trials(view.trials, maximize=True)
     assert view.verdict is not None
-    told = study_note(view)
-    assert f"by these trial {first.number} is the best" in told
-    assert f"The result is trial {view.verdict.result.number}, as the rounds measured it" in told
+    words = study_note(view)
+    assert f"by these trial {first.number} is the best" in words
+    assert f"The result is trial {view.verdict.result.number}, as the rounds measured it" in words

@@ -64,7 +64,7 @@ class Changing(Hill):
         self._seen: dict[str, int] = {}
 
     def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
-        found = super().run(ds_config, slots)
+        result = super().run(ds_config, slots)
         key = json.dumps(ds_config, sort_keys=True)
         first = key not in self._seen
         place = self._seen.setdefault(key, len(self._seen))
@@ -72,8 +72,8 @@ class Changing(Hill):
         factor = self._again if not first and not own else 1.0
         if place == self._lucky:
             factor = 0.5 if first else 3.0
-        times = {name: getattr(found, name) * factor for name in ("forward_s", "backward_s", "step_s")}
-        return replace(found, **times)
+        times = {name: getattr(result, name) * factor for name in ("forward_s", "backward_s", "step_s")}
+        return replace(result, **times)
 
 
 def command(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -110,8 +110,8 @@ def of_commands(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -
     )
     table = list(csv.DictReader(io.StringIO(command(bench, capsys, "export", "s", "--format", "csv"))))
     yield "export, csv", of_rows(table)
-    told = json.loads(command(bench, capsys, "explain", "s", "--json"))
-    yield "explain", Shown(told["winner"], told["value"], told["speed_up"])
+    words = json.loads(command(bench, capsys, "explain", "s", "--json"))
+    yield "explain", Shown(words["winner"], words["value"], words["speed_up"])
 
 
 def of_files(bench: ReportedStudyBench) -> Shown:
@@ -138,7 +138,7 @@ def of_report(view: StudyView) -> Iterator[tuple[str, Shown]]:
     assert verdict.baseline is not None
     assert cross.y[0] == pytest.approx(verdict.baseline.value)
     if confirmed:
-        (points,) = [one for one in figures.plot_finalists(view).data if one.name.startswith("confirmed")]
+        (points,) = [item for item in figures.plot_finalists(view).data if item.name.startswith("confirmed")]
         (at,) = [place for place, symbol in enumerate(points.marker.symbol) if symbol == "star"]
         yield "finalists", Shown(number, points.x[at], result.speed_up)
 
@@ -155,7 +155,7 @@ def of_dashboard(bench: ReportedStudyBench, view: StudyView) -> Iterator[tuple[s
     yield "card", card["number"]
     (row,) = re.findall(r"\| best \| (\d+) ", study_note(view))
     yield "note", int(row)
-    (named,) = [one.number for one in view.launched if "The best of this study" in trial_note(view, one)]
+    (named,) = [item.number for item in view.launched if "The best of this study" in trial_note(view, item)]
     yield "note of the trial", named
 
 
@@ -166,15 +166,15 @@ def agree(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], *, resu
     assert verdict is not None
     assert verdict.speed_up is not None
     expected = Shown(verdict.result.number, verdict.result.value, verdict.speed_up.value)
-    found = dict([*of_commands(bench, capsys), *of_report(view)])
+    matches = dict([*of_commands(bench, capsys), *of_report(view)])
     if result is not None:
-        found["Python"] = Shown(result.trial, result.value, result.speed_up)
-        found["Python, rows"] = of_rows(result.trials(bench.url))
-        found["file"] = of_files(bench)
+        matches["Python"] = Shown(result.trial, result.value, result.speed_up)
+        matches["Python, rows"] = of_rows(result.trials(bench.url))
+        matches["file"] = of_files(bench)
         show_result(result, as_json=False)
         printed = capsys.readouterr().out
         assert all(line in printed for line in verdict_in_words(verdict, metric="throughput"))
-    for name, shown in found.items():
+    for name, shown in matches.items():
         assert shown.trial == expected.trial, name
         assert shown.value == pytest.approx(expected.value), name
         assert shown.speed_up is None or shown.speed_up == pytest.approx(expected.speed_up), name
@@ -292,8 +292,8 @@ def test_the_card_says_the_very_numbers_of_the_verdict(bench: ReportedStudyBench
     assert view.verdict is not None
     assert view.verdict.result.rounds > 1
     page = Page(render(view))
-    told = value_in_words(view.verdict, metric=view.metric)
-    assert told.startswith(f"{page.cards['Best'][0]}, ")
+    words = value_in_words(view.verdict, metric=view.metric)
+    assert words.startswith(f"{page.cards['Best'][0]}, ")
     if view.verdict.speed_up is not None and not view.verdict.is_baseline:
         ratio = page.cards["Speed-up"][0].rstrip("\u00d7")
         assert f"is {ratio} times" in page.text

@@ -26,7 +26,7 @@ def trial_of(number: int, params: dict[str, Any], value: float, *, purpose: str 
         state=TrialState.COMPLETE,
         value=value,
         params=params,
-        distributions={name: optuna.distributions.CategoricalDistribution([one]) for name, one in params.items()},
+        distributions={name: optuna.distributions.CategoricalDistribution([item]) for name, item in params.items()},
         user_attrs={} if purpose is None else {attributes.PURPOSE: purpose},
     )
     trial.number = number
@@ -43,13 +43,13 @@ def pairs_of(rng: random.Random, noise: float, *, rounds: int) -> Pairs:
         for number, (config, value) in enumerate(zip(configs, values, strict=True))
     ]
     launches = []
-    for one in range(1, rounds + 1):
+    for item in range(1, rounds + 1):
         drift = rng.gauss(0, 0.1)
         for number in (0, 1):
             value = math.exp(levels[number] + drift + rng.gauss(0, noise))
             launches.append(
                 RoundLaunch(
-                    round=one,
+                    round=item,
                     number=number,
                     value=value,
                     low=value,
@@ -64,9 +64,9 @@ def pairs_of(rng: random.Random, noise: float, *, rounds: int) -> Pairs:
 
 
 def effect_of(pairs: Pairs, name: str) -> Effect:
-    found = pairs.effect(WINNER, {**WINNER, name: OTHER[name]})
-    assert found is not None
-    return found
+    result = pairs.effect(WINNER, {**WINNER, name: OTHER[name]})
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.15])
@@ -76,7 +76,7 @@ def test_intervals_of_effects_cover_the_truth(noise: float) -> None:
         pairs = pairs_of(random.Random(seed), noise, rounds=4)
         assert pairs.is_noise_measured
         effects = {name: effect_of(pairs, name) for name in WINNER}
-        covered += sum(abs(one.mean - TRUE_FACTORS[name]) <= one.half_width for name, one in effects.items())
+        covered += sum(abs(item.mean - TRUE_FACTORS[name]) <= item.half_width for name, item in effects.items())
     assert covered >= 0.9 * SEEDS * len(WINNER)
 
 

@@ -41,26 +41,28 @@ def single(bench: ReportedStudyBench, *, forward_s: float, other_s: float = 0.0)
 
 
 def gap_of(view: StudyView) -> PredictionGap:
-    found = prediction_gap(view)
-    assert found is not None
-    return found
+    result = prediction_gap(view)
+    assert result is not None
+    return result
 
 
 def test_a_step_as_the_data_sheet_promises_has_no_causes(bench: ReportedStudyBench) -> None:
     view = single(bench, forward_s=0.03)
-    found = gap_of(view)
-    assert found.by_data_sheet
-    assert found.low_s < found.predicted_s < found.high_s
-    assert found.causes == ()
-    assert "by the data sheet of a100-80g" in found.verdict
+    result = gap_of(view)
+    assert result.by_data_sheet
+    assert result.low_s < result.predicted_s < result.high_s
+    assert result.causes == ()
+    assert "by the data sheet of a100-80g" in result.verdict
 
 
 def test_a_slow_step_names_the_phases_that_it_goes_into(bench: ReportedStudyBench) -> None:
-    found = gap_of(single(bench, forward_s=1.0))
-    assert found.measured_s == pytest.approx(3.02)
-    assert found.ratio > 3
-    assert f"it is {times_in_words(found.ratio)} times as long, which the prediction does not explain" in found.verdict
-    first, second, *others = found.causes
+    result = gap_of(single(bench, forward_s=1.0))
+    assert result.measured_s == pytest.approx(3.02)
+    assert result.ratio > 3
+    assert (
+        f"it is {times_in_words(result.ratio)} times as long, which the prediction does not explain" in result.verdict
+    )
+    first, second, *others = result.causes
     assert first.startswith("backward takes 2 s where ")
     assert second.startswith("forward takes 1 s where ")
     assert "look at attention that is not fused" in first
@@ -68,9 +70,9 @@ def test_a_slow_step_names_the_phases_that_it_goes_into(bench: ReportedStudyBenc
 
 
 def test_time_outside_the_engine_is_the_data_loaders_or_pythons(bench: ReportedStudyBench) -> None:
-    found = gap_of(single(bench, forward_s=1.0, other_s=2.0))
-    assert found.measured_phases["other"] == pytest.approx(2.0)
-    assert "2 s of each step (40%) pass outside forward, backward and step: the data loader" in "\n".join(found.causes)
+    result = gap_of(single(bench, forward_s=1.0, other_s=2.0))
+    assert result.measured_phases["other"] == pytest.approx(2.0)
+    assert "2 s of each step (40%) pass outside forward, backward and step: the data loader" in "\n".join(result.causes)
 
 
 def test_a_slow_backward_pass_alone_is_communication(bench: ReportedStudyBench) -> None:
@@ -101,7 +103,7 @@ def test_what_went_on_beside_the_launch_is_told(bench: ReportedStudyBench) -> No
         gpu_processes=("process 7 (python3)",),
         throttle_reasons=("power limit",),
     )
-    launches = tuple(replace(one, report=replace(one.report, conditions=busy)) for one in view.launches)
+    launches = tuple(replace(launch, report=replace(launch.report, conditions=busy)) for launch in view.launches)
     causes = gap_of(replace(view, launches=launches)).causes
     assert any("Other processes took 50% of the cores" in cause for cause in causes)
     assert any("Others used its GPUs: process 7 (python3)." in cause for cause in causes)
@@ -112,7 +114,7 @@ def test_uneven_steps_are_told(bench: ReportedStudyBench) -> None:
     view = single(bench, forward_s=1.0)
     times = dict.fromkeys(view.step_times, (3.0, 3.0, 9.0))
     assert any(
-        "Steps are uneven: the slowest took 9 s" in one for one in gap_of(replace(view, step_times=times)).causes
+        "Steps are uneven: the slowest took 9 s" in cause for cause in gap_of(replace(view, step_times=times)).causes
     )
 
 

@@ -106,8 +106,8 @@ def test_nothing_is_proposed_against_data_or_listed_sizes_that_do_not_allow_it()
 
 
 def test_memory_is_proposed_only_where_it_is_full() -> None:
-    found = proposals_by_name(situation("gpu-4", "free", offloads=False, bounds={"compute": 1.0}, share=0.5))
-    assert found.keys() == {"compute"}
+    result = proposals_by_name(situation("gpu-4", "free", offloads=False, bounds={"compute": 1.0}, share=0.5))
+    assert result.keys() == {"compute"}
 
 
 def test_more_accumulation_says_what_it_saves_at_each_stage() -> None:

@@ -72,7 +72,7 @@ def test_the_winners_speed_up_is_the_paired_ratio_of_the_rounds(view: StudyView)
     winner = view.result
     assert winner is not None
     assert view.verdict is not None
-    (ratio,) = (one.speed_up for one in view.verdict.contenders if one.number == winner.trial)
+    (ratio,) = (contender.speed_up for contender in view.verdict.contenders if contender.number == winner.trial)
     assert ratio is not None
     assert (winner.speed_up_low, winner.speed_up, winner.speed_up_high) == (ratio.low, ratio.value, ratio.high)
     changes = {change.key: (change.own, change.best) for change in winner.changes}
@@ -91,10 +91,10 @@ def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: S
         "outcome": "out_of_memory",
         "message": "rank 1: out of memory",
     }
-    launches = [one if one.number == own else replace(one, **ends) for one in view.rounds.launches]
-    failed = {one.number for one in launches if one.value is None}
-    told = {attributes.CONFIRMATION: replace(view.rounds, launches=tuple(launches)).to_json(), attributes.WINNER: own}
-    page = Page(render(replace(view, attributes={**view.attributes, **told})))
+    launches = [launch if launch.number == own else replace(launch, **ends) for launch in view.rounds.launches]
+    failed = {launch.number for launch in launches if launch.value is None}
+    words = {attributes.CONFIRMATION: replace(view.rounds, launches=tuple(launches)).to_json(), attributes.WINNER: own}
+    page = Page(render(replace(view, attributes={**view.attributes, **words})))
     assert "no faster configuration could be confirmed" in page.text
     assert page.text.count("rank 1: out of memory") == len(failed)
 
@@ -128,7 +128,7 @@ def test_an_interrupted_search_is_not_called_ended(view: StudyView, rendered: st
     page = Page(render(interrupted))
     assert "The search has not ended: 16 of 16 launches made." in page.text
     known = {attributes.END_REASON, attributes.WINNER}
-    confirming = replace(view, attributes={key: one for key, one in view.attributes.items() if key not in known})
+    confirming = replace(view, attributes={key: item for key, item in view.attributes.items() if key not in known})
     assert "The search is over after 16 launches; its finalists are not all" in Page(render(confirming)).text
     assert "Best so far" in page.text
     assert "Continue the search" in page.text
@@ -179,13 +179,13 @@ def thousand(view: StudyView) -> StudyView:
     ended = view.trials
     trials = []
     for number in range(1000):
-        one = ended[number % len(ended)]
-        params = {**one.params, "stage3_max_reuse_distance": 10**6 + number // 5}
+        trial = ended[number % len(ended)]
+        params = {**trial.params, "stage3_max_reuse_distance": 10**6 + number // 5}
         copied = FrozenTrial(
-            number=number, trial_id=number + 1, params=params, state=one.state, value=one.value,
-            datetime_start=one.datetime_start, datetime_complete=one.datetime_complete, user_attrs=one.user_attrs,
-            system_attrs=one.system_attrs, intermediate_values=one.intermediate_values,
-            distributions={name: one.distributions.get(name, _SIZES) for name in params},
+            number=number, trial_id=number + 1, params=params, state=trial.state, value=trial.value,
+            datetime_start=trial.datetime_start, datetime_complete=trial.datetime_complete, user_attrs=trial.user_attrs,
+            system_attrs=trial.system_attrs, intermediate_values=trial.intermediate_values,
+            distributions={name: trial.distributions.get(name, _SIZES) for name in params},
         )  # fmt: skip
         trials.append(copied)
     report = view.launches[1].report

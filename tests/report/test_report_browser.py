@@ -30,8 +30,8 @@ PHONE: dict[str, Any] = {"width": 390, "height": 844, "phone": True}
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with open_browser() as found:
-        yield found
+    with open_browser() as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +100,9 @@ def test_legends_cover_nothing_and_hide_what_they_name(browser: Any, view: Study
 
 
 def test_no_line_ends_within_the_name_of_an_option(view: StudyView) -> None:
-    told = replace(view, attributes={**view.attributes, attributes.END_REASON: "give --max-trials <b> 5"})
-    assert '<span class="word">--deepspeed_config</span>' in render(told)
-    assert "<b> 5" not in render(told)
+    words = replace(view, attributes={**view.attributes, attributes.END_REASON: "give --max-trials <b> 5"})
+    assert '<span class="word">--deepspeed_config</span>' in render(words)
+    assert "<b> 5" not in render(words)
 
 
 def test_a_figure_has_ticks_at_every_zoom(browser: Any, view: StudyView, file: Path) -> None:

@@ -20,13 +20,15 @@ def test_a_stored_study_is_explained_whatever_method_searched(
 ) -> None:
     result = bench.run(bench.spec(method=method, confirm=2, max_trials=8), Hill())
     assert result is not None
-    found, words = explain_study(read_stored(bench.store, "s"))
-    assert found.winner == result.trial
-    assert found.speed_up == pytest.approx(result.speed_up)
-    assert math.prod(one.factor for one in found.factors if one.factor is not None) == pytest.approx(result.speed_up)
-    assert found.remainder is not None
-    assert found.contributions[0].knob == "train_micro_batch_size_per_gpu"
-    assert found.bound == "compute"
+    matches, words = explain_study(read_stored(bench.store, "s"))
+    assert matches.winner == result.trial
+    assert matches.speed_up == pytest.approx(result.speed_up)
+    assert math.prod(factor.factor for factor in matches.factors if factor.factor is not None) == pytest.approx(
+        result.speed_up
+    )
+    assert matches.remainder is not None
+    assert matches.contributions[0].knob == "train_micro_batch_size_per_gpu"
+    assert matches.bound == "compute"
     storage = f"sqlite:///{bench.folder / 'study.db'}"
     for options, shown in (([], f"The result is trial {result.trial}, "), (["--json"], '"bound": "compute"')):
         with pytest.raises(SystemExit) as ended:
@@ -45,12 +47,12 @@ def test_a_study_that_measured_nothing_has_nothing_to_explain(bench: StudyBench)
 
 def test_a_winner_outside_the_search_space_is_read_explained_and_reported(bench: StudyBench) -> None:
     bench.run(bench.spec(zero_stages=(1,), max_trials=1, confirm=0), Hill())
-    found, words = explain_study(read_stored(bench.store, "s"))
-    assert found.is_own
+    result, words = explain_study(read_stored(bench.store, "s"))
+    assert result.is_own
     assert words == "ZeRO 2, micro-batch 2"
-    assert not found.contributions
-    assert found.bound is None, "the fitted model does not reach there"
-    assert not any("it is bound by" in line for line in told_of(found))
+    assert not result.contributions
+    assert result.bound is None, "the fitted model does not reach there"
+    assert not any("it is bound by" in line for line in told_of(result))
     storage = f"sqlite:///{bench.folder / 'study.db'}"
     for command in (["show"], ["trials"], ["best"], ["explain"], ["report", "-o", str(bench.folder / "page.html")]):
         with pytest.raises(SystemExit) as ended:

@@ -17,7 +17,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write_of_that_file(tmp_pat
     for name in (".a.json.123", f".a.json.{os.getpid()}", *others):
         (tmp_path / name).write_text("half")
     write_text_atomic(tmp_path / "a.json", "whole")
-    assert {one.name for one in tmp_path.iterdir()} == {"a.json", *others}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", *others}
     assert (tmp_path / "a.json").read_text() == "whole"
 
 
@@ -46,7 +46,7 @@ def test_a_file_that_was_taken_for_an_abandoned_one_is_begun_again(
     monkeypatch.setattr(fcntl, "flock", taken_just_before)
     write_text_atomic(tmp_path / "a.json", "whole")
     assert taken
-    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     assert (tmp_path / "a.json").read_text() == "whole"
 
 

@@ -83,7 +83,7 @@ def test_a_stateful_loader_of_torchdata_is_a_loader(kind: Any, monkeypatch: pyte
     made = watch({"kind": "loader", "own": OWN})
     made.callbacks()["torchdata.stateful_dataloader.stateful_dataloader"](module)
     assert [len(batch) for batch in kind(torch.arange(12), OWN)] == [6, 6]
-    assert (OWN, Path(__file__).name) in {(one["batch_size"], Path(one["file"]).name) for one in made.described()}
+    assert (OWN, Path(__file__).name) in {(item["batch_size"], Path(item["file"]).name) for item in made.described()}
 
 
 def stream_class() -> type[Any]:
@@ -111,20 +111,20 @@ def test_samples_are_those_of_a_rank_where_accelerate_shards_batches(split: bool
 
 def test_a_stream_that_batches_by_itself_behind_a_loader() -> None:
     made = watch()
-    assert [len(one) for one in DataLoader(stream_class()(), batch_size=None)] == [OWN] * 3
+    assert [len(item) for item in DataLoader(stream_class()(), batch_size=None)] == [OWN] * 3
     (rule,) = rules(made)
     assert rule.kind == "attribute"
     assert rule.key.endswith("Stream.batch_size")
     assert Path(rule.file).name == Path(__file__).name
     watch(rule.source(ranks=1))
-    assert [len(one) for one in DataLoader(stream_class()(), batch_size=None)] == [6, 6]
+    assert [len(item) for item in DataLoader(stream_class()(), batch_size=None)] == [6, 6]
 
 
 def test_a_stream_that_is_iterated_itself() -> None:
     made = watch()
     stream = stream_class()()
-    assert [len(one) for one in stream] == [OWN] * 3
-    assert [len(one) for one in stream] == [OWN] * 3, "an evaluation ends"
+    assert [len(item) for item in stream] == [OWN] * 3
+    assert [len(item) for item in stream] == [OWN] * 3, "an evaluation ends"
     (rule,) = rules(made)
     fed = Fed()
     watch(rule.source(ranks=1), fed=fed)
@@ -159,7 +159,7 @@ def test_batches_of_a_set_are_not_taken_for_its_samples() -> None:
 
     made = watch()
     DataLoader(Batches(), batch_size=None)
-    assert all(one["samples"] is None for one in made.described())
+    assert all(item["samples"] is None for item in made.described())
     assert [rule.kind for rule in rules(made)] == ["attribute"]
 
 
@@ -177,7 +177,7 @@ def test_batches_of_datasets(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if how == "iterable":
             data = data.to_iterable_dataset()
         batches = data.batch(batch_size=OWN) if how == "batch" else data.iter(OWN)
-        return [len(one["x"]) for one in batches]
+        return [len(batch["x"]) for batch in batches]
 
     def watched(follow: dict[str, Any]) -> LoaderWatch:
         made = LoaderWatch(micro_batch=6, follow=follow, fed=Fed(), repeat=True)
@@ -209,7 +209,7 @@ def test_batches_of_webdataset(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
             batches = pipeline(source).batched(OWN)
         else:
             batches = webdataset.DataPipeline(source, webdataset.batched(OWN))
-        return [len(one[0]) for one in batches]
+        return [len(batch[0]) for batch in batches]
 
     made = LoaderWatch(micro_batch=6, follow={}, fed=Fed(), repeat=True)
     made.callbacks()["webdataset.filters"](webdataset.filters)

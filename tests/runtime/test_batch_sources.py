@@ -90,9 +90,9 @@ def test_settings_files_are_noted_and_followed(tmp_path: Path, kind: str) -> Non
     made = sources(follow)
     read = json.load if kind == "json" else yaml.safe_load
     with path.open() as opened:
-        found = read(opened)
-    assert found == {"train": {"batch": 16, "name": "x"}, "epochs": 3}
-    noted = {one["key"]: one["value"] for one in made.event(rank=0).settings}
+        result = read(opened)
+    assert result == {"train": {"batch": 16, "name": "x"}, "epochs": 3}
+    noted = {setting["key"]: setting["value"] for setting in made.event(rank=0).settings}
     assert noted == {"train.batch": 4, "epochs": 3}
 
 
@@ -132,17 +132,17 @@ def test_a_launch_that_finds_nothing_out_leaves_settings_files_alone(tmp_path: P
     for rule, batch in (({}, 4), (follow, 8), ({**follow, "file": "other.json"}, 4)):
         made = BatchSources(micro_batch=8, follow=rule, fed=Fed(), repeat=True, noting=False)
         with path.open() as opened:
-            found = json.loads(opened.read())
-            made._note_settings(opened, found)
-        assert found == {"train": {"batch": batch}}
+            result = json.loads(opened.read())
+            made._note_settings(opened, result)
+        assert result == {"train": {"batch": batch}}
 
 
 def test_a_loader_is_noted_with_its_place_and_samples() -> None:
     made = sources()
     loader = DataLoader(data(), 4)
-    (found,) = made.event(rank=0).loaders
-    assert (found["batch_size"], found["samples"], found["trains"]) == (4, 10, False)
-    assert Path(found["file"]).name == Path(__file__).name
+    (result,) = made.event(rank=0).loaders
+    assert (result["batch_size"], result["samples"], result["trains"]) == (4, 10, False)
+    assert Path(result["file"]).name == Path(__file__).name
     assert sizes(loader) == [4, 4, 2]
 
 
@@ -150,8 +150,8 @@ def test_a_loader_is_noted_with_its_place_and_samples() -> None:
 def test_a_deepspeed_trials_loader_tells_the_samples_of_a_rank(shards: int, samples: int) -> None:
     made = sources()
     ShardedLoader(data(10), batch_size=16).training(Shard(rank=0, size=shards))
-    (found,) = made.event(rank=0).loaders
-    assert found["samples"] == samples
+    (result,) = made.event(rank=0).loaders
+    assert result["samples"] == samples
 
 
 @pytest.mark.parametrize("how", ["positional", "keyword", "sampler"])
@@ -183,42 +183,42 @@ def test_a_loader_that_feeds_the_engine_begins_again_and_another_ends() -> None:
         if taken == 7:
             break
     assert taken == 7
-    assert [one["trains"] for one in made.event(rank=0).loaders] == [True]
+    assert [item["trains"] for item in made.event(rank=0).loaders] == [True]
 
 
 @pytest.mark.parametrize(
     ("option", "given"), [("--deepspeed_config", None), ("--ds-config", None), ("--deepspeed_config", "own.json")]
 )
 def test_an_option_for_the_config_gets_the_launchs_file(tmp_path: Path, option: str, given: str | None) -> None:
-    found: list[str] = []
-    default_config_option(str(tmp_path / "trial.json"), on_found=found.append)
+    result: list[str] = []
+    default_config_option(str(tmp_path / "trial.json"), on_found=result.append)
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed", action="store_true")
     parser.add_argument(option, dest="config", required=True)
     args = parser.parse_args([] if given is None else [option, given])
     assert args.config == (given or str(tmp_path / "trial.json"))
     assert args.deepspeed
-    assert found == [option]
+    assert result == [option]
 
 
 def test_a_default_that_is_there_stays(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text("{}")
-    found: list[str] = []
-    default_config_option("trial.json", on_found=found.append)
+    result: list[str] = []
+    default_config_option("trial.json", on_found=result.append)
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config", default=str(tmp_path / "own.json"))
     assert parser.parse_args([]).deepspeed_config == str(tmp_path / "own.json")
-    assert found == []
+    assert result == []
 
 
 def test_a_default_that_is_a_deepspeed_config_is_known_and_stays(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1}}')
-    found: list[str] = []
-    default_config_option("", on_found=found.append)
+    result: list[str] = []
+    default_config_option("", on_found=result.append)
     parser = argparse.ArgumentParser()
     parser.add_argument("--ds_config_file", default=str(tmp_path / "own.json"))
     assert parser.parse_args([]).ds_config_file == str(tmp_path / "own.json")
-    assert found == ["--ds_config_file"]
+    assert result == ["--ds_config_file"]
 
 
 @pytest.mark.parametrize(
@@ -235,35 +235,35 @@ def test_the_trainers_option_that_is_given_a_name_is_known(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.json").write_text('{"zero_optimization": {"stage": 1}}')
-    found: list[str] = []
-    default_config_option("", on_found=found.append)
+    result: list[str] = []
+    default_config_option("", on_found=result.append)
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed")
     parser.add_argument("--lr")
     parser.parse_known_args(args)
     monkeypatch.setattr("sys.argv", ["train.py", *args])
     parser.parse_args()
-    assert found == ["--deepspeed"] * 2 * known
+    assert result == ["--deepspeed"] * 2 * known
 
 
 def test_a_default_that_is_the_users_config_becomes_the_launchs(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1}}')
-    found: list[str] = []
+    result: list[str] = []
     own = str(tmp_path / "own.json")
-    default_config_option("trial.json", user_config=own, on_found=found.append)
+    default_config_option("trial.json", user_config=own, on_found=result.append)
     parser = argparse.ArgumentParser()
     parser.add_argument("--ds_config_file", default=own)
     assert parser.parse_args([]).ds_config_file == "trial.json"
-    assert found == ["--ds_config_file"]
+    assert result == ["--ds_config_file"]
 
 
 def test_no_default_is_replaced_without_a_file_of_the_launchs(tmp_path: Path) -> None:
-    found: list[str] = []
-    default_config_option("", on_found=found.append)
+    result: list[str] = []
+    default_config_option("", on_found=result.append)
     parser = argparse.ArgumentParser()
     parser.add_argument("--ds_config_file", default=str(tmp_path / "none.json"))
     assert parser.parse_args([]).ds_config_file == str(tmp_path / "none.json")
-    assert found == []
+    assert result == []
 
 
 def test_options_that_may_mean_a_stage_are_noted_with_what_they_accept() -> None:

@@ -50,11 +50,11 @@ def file_baton() -> ModuleType:
     torch = util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
-    found = util.spec_from_file_location("file_baton", Path(torch.origin).parent / "utils" / "file_baton.py")
-    assert found is not None
-    assert found.loader is not None
-    module = util.module_from_spec(found)
-    found.loader.exec_module(module)
+    result = util.spec_from_file_location("file_baton", Path(torch.origin).parent / "utils" / "file_baton.py")
+    assert result is not None
+    assert result.loader is not None
+    module = util.module_from_spec(result)
+    result.loader.exec_module(module)
     guard_builds(module)
     return module
 

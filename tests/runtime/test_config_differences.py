@@ -176,9 +176,9 @@ def test_a_stage_given_in_code_alone_is_told_also_where_the_launch_has_the_same(
         user_config_path="",
         overlay=OVERLAY,
     )
-    found = TrialConfig(plan, world_size=2).differences(LAUNCH)
-    assert found["zero_optimization.stage"] == [1, None]
-    assert "train_micro_batch_size_per_gpu" not in found  # may come from an option that is set by the launch
+    result = TrialConfig(plan, world_size=2).differences(LAUNCH)
+    assert result["zero_optimization.stage"] == [1, None]
+    assert "train_micro_batch_size_per_gpu" not in result  # may come from an option that is set by the launch
 
 
 class PipelineModule:

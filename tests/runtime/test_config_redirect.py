@@ -63,9 +63,9 @@ def test_open_is_itself_again_afterwards() -> None:
 
 
 def test_who_names_the_file_that_is_read_is_told(files: Path) -> None:
-    told: list[bool] = []
-    with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json"), on_read=told.append):
+    words: list[bool] = []
+    with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json"), on_read=words.append):
         Path("ds.json").read_text()
         Path("trial.json").read_text()
         (files / "other" / "ds.json").read_text()
-    assert told == [False, True]
+    assert words == [False, True]

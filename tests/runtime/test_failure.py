@@ -139,8 +139,8 @@ def test_a_missing_module_or_memory_inside_initialize_is_no_refusal() -> None:
 def test_a_lack_of_memory_is_seen_in_every_disguise(
     kind: type[Exception], message: str, outcome: Outcome, missing: int | None
 ) -> None:
-    found = diagnose(kind(message), phase="backward", device="cuda", limited=False)
-    assert (found.outcome, found.missing_bytes) == (outcome, missing)
+    result = diagnose(kind(message), phase="backward", device="cuda", limited=False)
+    assert (result.outcome, result.missing_bytes) == (outcome, missing)
     wrapped = ValueError("the step failed")
     wrapped.__cause__ = kind(message)
     assert diagnose(wrapped, phase="initialize", device="cuda", limited=False).outcome == outcome
@@ -202,8 +202,8 @@ def test_the_scripts_own_connections_are_its_own_affair() -> None:
 def test_the_cause_behind_an_exception_counts_unless_it_was_set_aside() -> None:
     wrapped = RuntimeError("training failed")
     wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-    found = diagnose(wrapped, phase="forward", device="cuda", limited=False)
-    assert (found.outcome, found.missing_bytes) == (OOM, 20 * 2**20)
+    result = diagnose(wrapped, phase="forward", device="cuda", limited=False)
+    assert (result.outcome, result.missing_bytes) == (OOM, 20 * 2**20)
     handled = RuntimeError("while cleaning up")
     handled.__context__ = MemoryError()
     assert diagnose(handled, phase="step", device="cpu", limited=False).outcome == OOM
@@ -311,8 +311,8 @@ def test_a_failed_build_is_told_by_its_cause_and_not_by_the_compilers_command(li
     assert message_with_cause(built) == f"Error building extension 'cpu_adam': {reason}"
     error = RuntimeError("DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load.")
     error.__cause__ = built
-    told = f"DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load: {message_with_cause(built)}"
-    assert message_with_cause(error) == told
+    words = f"DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load: {message_with_cause(built)}"
+    assert message_with_cause(error) == words
     error.__cause__ = RuntimeError("Ninja is required to load C++ extensions")
     assert message_with_cause(error).endswith("build/load: Ninja is required to load C++ extensions")
     assert message_with_cause(ValueError("plain")) == "plain"

@@ -21,9 +21,9 @@ def group(folder: Path, *, limit: str, usage: int, cache: int, v2: bool = True) 
 def limits(folder: Path, membership: str) -> tuple[int, int | None]:
     """Return the host's memory by its groups, and the bytes left below the tightest limit; None without one."""
     (folder / "cgroup").write_text(membership)
-    found = memory_limits(membership=folder / "cgroup", root=folder)
+    result = memory_limits(membership=folder / "cgroup", root=folder)
     total = host_memory_bytes(membership=folder / "cgroup", root=folder)
-    return total, min((left for _, left in found), default=None)
+    return total, min((left for _, left in result), default=None)
 
 
 def test_without_a_limit_it_is_what_the_machine_offers(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_steps_that_the_loss_scaler_skips_do_not_count(start: Starter, warm_rank
     overlay = {"zero_optimization": {"stage": stage}, "fp16": HALF}
     launch = start.torchrun("half.py", f"--deepspeed_config={start.user_config}", overlay=overlay, warm=warm_ranks)
     assert launch.exit_code == 0, launch.output + launch.log("stderr")
-    told = [int(line) for line in launch.log("stdout").splitlines() if line.isdigit()]
+    words = [int(line) for line in launch.log("stdout").splitlines() if line.isdigit()]
     for rank in RANKS:
         steps = launch.of(StepMeasured, rank)
         skipped = sum(step.skipped for step in steps)
@@ -159,7 +159,7 @@ def test_steps_that_the_loss_scaler_skips_do_not_count(start: Starter, warm_rank
         assert [step.step for step in steps] == list(range(1, skipped + 6))
         assert [step.number for step in steps if not step.skipped] == [1, 2, 3, 4, 5]
         seen = [step.skipped_before + step.skipped for step in steps]
-        assert seen[: len(told)] == told  # the last step is not reported: the rank has exited
+        assert seen[: len(words)] == words  # the last step is not reported: the rank has exited
         [end] = launch.of(RankFinished, rank)
         assert (end.reason, end.steps, end.skipped) == ("profile_done", 5, skipped)
         assert {(step.elements, step.elements_are_tokens) for step in steps} == {(20, True), (30, True), (40, True)}

@@ -65,10 +65,10 @@ def test_the_option_of_other_parsers_follows_the_rank_too(
     for name in ("click.core", "typer._click.core"):
         if (module := sys.modules.get(name)) is not None:
             monkeypatch.setattr(module.Command, "parse_args", module.Command.parse_args)
-    found: list[None] = []
-    default_local_rank(3, on_found=lambda: found.append(None))
+    result: list[None] = []
+    default_local_rank(3, on_found=lambda: result.append(None))
     assert run([]) == {"local_rank": 3, "other": 0}
-    assert found
+    assert result
     assert run([f"{option}=1", "--other=2"]) == {"local_rank": 1, "other": 2}
 
 
@@ -89,10 +89,10 @@ def test_a_parameter_of_a_function_that_python_fire_calls_follows_the_rank(monke
         if (module := sys.modules.get(name)) is not None:
             monkeypatch.setattr(module.Command, "parse_args", module.Command.parse_args)
     monkeypatch.setattr(core, "_ParseKeywordArgs", vars(core)["_ParseKeywordArgs"])
-    found: list[None] = []
-    default_local_rank(3, on_found=lambda: found.append(None))
+    result: list[None] = []
+    default_local_rank(3, on_found=lambda: result.append(None))
     assert run(command=["train"]) == {"local_rank": 3, "other": 0}
-    assert found
+    assert result
     assert run(command=["train", "--local_rank=1", "--other=2"]) == {"local_rank": 1, "other": 2}
 
 
@@ -128,8 +128,8 @@ def test_parsers_of_libraries_that_are_imported_later_follow_the_rank(
     for other in ("click.core", "typer._click.core"):
         if (click := sys.modules.get(other)) is not None:
             monkeypatch.setattr(click.Command, "parse_args", click.Command.parse_args)
-    found: list[None] = []
-    default_local_rank(3, on_found=lambda: found.append(None))
+    result: list[None] = []
+    default_local_rank(3, on_found=lambda: result.append(None))
     if name.startswith("absl"):
         flags = module.FlagValues(local_rank=-1)
         flags(["train.py"])
@@ -143,7 +143,7 @@ def test_parsers_of_libraries_that_are_imported_later_follow_the_rank(
         assert parser.parse_args([]).local_rank == 3
         assert parser.parse_args(["--local_rank=1"]).local_rank == 1
         module.ArgumentParser(add_help=False).parse_args([])
-    assert len(found) == 2, "and not of a parser without the option"
+    assert len(result) == 2, "and not of a parser without the option"
 
 
 @pytest.mark.parametrize(

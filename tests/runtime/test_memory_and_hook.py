@@ -184,8 +184,8 @@ class Asking(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         self.asked.append(fullname)
-        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        return next((spec for spec in found if spec is not None), None)
+        result = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        return next((spec for spec in result if spec is not None), None)
 
 
 def test_the_watch_goes_with_a_finder_that_asks_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

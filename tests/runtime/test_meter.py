@@ -404,5 +404,5 @@ def test_the_elements_of_all_micro_batches_are_noted() -> None:
     ids=["images", "images and classes", "source and target", "bytes", "NumPy's", "ragged", "a number"],
 )
 def test_the_size_of_inputs_is_that_of_tokens_or_of_the_largest(batch: Any, size: tuple[int, int, bool] | None) -> None:
-    found = size_of(batch)
-    assert size == (None if found is None else (found.samples, found.elements, found.are_tokens))
+    result = size_of(batch)
+    assert size == (None if result is None else (result.samples, result.elements, result.are_tokens))

@@ -79,12 +79,12 @@ print(json.dumps([log, walk(), contents]))
 
 def tree(folder: Path) -> dict[str, tuple[int, int, str]]:
     """Return mode, time and content of everything below a folder."""
-    found = {}
+    result = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
         content = str(path.readlink()) if path.is_symlink() else path.read_text() if path.is_file() else ""
-        found[str(path)] = (status.st_mode, status.st_mtime_ns, content)
-    return found
+        result[str(path)] = (status.st_mode, status.st_mtime_ns, content)
+    return result
 
 
 def users(folder: Path) -> Path:
@@ -111,10 +111,10 @@ def test_a_script_cannot_tell_redirected_writers_from_real_ones(tmp_path: Path, 
     real, redirected = users(tmp_path / "real"), users(tmp_path / "redirected")
     before = tree(redirected)
     expected = json.loads(run(OPERATIONS, "", str(real), str(seed)))
-    found = json.loads(run(OPERATIONS, str(tmp_path / "upper"), str(redirected), str(seed)))
-    for number, (one, other) in enumerate(zip(expected[0], found[0], strict=True)):
-        assert other == one, f"operation {number} after {found[0][max(0, number - 12) : number]}"
-    assert found[1:] == expected[1:]
+    result = json.loads(run(OPERATIONS, str(tmp_path / "upper"), str(redirected), str(seed)))
+    for number, (first, other) in enumerate(zip(expected[0], result[0], strict=True)):
+        assert other == first, f"operation {number} after {result[0][max(0, number - 12) : number]}"
+    assert result[1:] == expected[1:]
     assert tree(redirected) == before
 
 

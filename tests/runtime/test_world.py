@@ -117,18 +117,18 @@ def covered(cwd: Path, arguments: list[str], **more: Any) -> list[str]:
 
 
 def test_no_covered_folder_is_below_another_of_its_file_system(tmp_path: Path) -> None:
-    found = covered(tmp_path, [])
-    assert any(str(tmp_path).startswith(f"{folder}/") or str(tmp_path) == folder for folder in found)
-    assert not {"/", "/proc", "/sys", "/dev", "/run", "/usr", "/etc"} & {*found}
-    assert "/dev/shm" in found
+    result = covered(tmp_path, [])
+    assert any(str(tmp_path).startswith(f"{folder}/") or str(tmp_path) == folder for folder in result)
+    assert not {"/", "/proc", "/sys", "/dev", "/run", "/usr", "/etc"} & {*result}
+    assert "/dev/shm" in result
 
 
 def test_a_mount_below_a_covered_folder_is_covered_by_itself(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    found = covered(tmp_path, [], points={"/": "ext4", str(disk): "nfs4", str(tmp_path / "proc"): "proc"})
-    assert str(disk) in found
-    assert str(tmp_path / "proc") not in found
+    result = covered(tmp_path, [], points={"/": "ext4", str(disk): "nfs4", str(tmp_path / "proc"): "proc"})
+    assert str(disk) in result
+    assert str(tmp_path / "proc") not in result
 
 
 def test_paths_among_the_arguments_name_folders(tmp_path: Path) -> None:

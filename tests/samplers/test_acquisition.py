@@ -19,9 +19,9 @@ def test_the_expected_improvement_is_the_mean_of_what_normal_draws_gain() -> Non
 
 def test_a_heavy_tailed_improvement_is_the_mean_of_what_students_draws_gain() -> None:
     drawn = MEANS + SPREADS * np.random.default_rng(0).standard_t(3, (DRAWS, 3))
-    found = heavy_tailed_improvement(MEANS, SPREADS)
-    assert found == pytest.approx(np.maximum(0, drawn).mean(axis=0), rel=0.03)
-    assert (found > expected_improvement(MEANS, SPREADS)).all()
+    result = heavy_tailed_improvement(MEANS, SPREADS)
+    assert result == pytest.approx(np.maximum(0, drawn).mean(axis=0), rel=0.03)
+    assert (result > expected_improvement(MEANS, SPREADS)).all()
 
 
 def test_a_noisy_measurement_moves_the_posterior_mean_by_as_much_as_it_teaches() -> None:

@@ -118,10 +118,10 @@ def test_what_did_not_fit_is_tried_again_only_by_what_needs_less_memory(kit: Sim
             return dict(trial.params)
 
         kit.Driver(study, suggest=suggest, edge=lambda p: 8 if p["reduce_bucket_size"] == frugal else 6).run(8)
-        found: dict[int, set[int]] = {}
+        result: dict[int, set[int]] = {}
         for trial in study.trials:
-            found.setdefault(trial.params["reduce_bucket_size"], set()).add(trial.params[MICRO_BATCH])
-        return found
+            result.setdefault(trial.params["reduce_bucket_size"], set()).add(trial.params[MICRO_BATCH])
+        return result
 
     by_need = opened(lambda p, _: 8 if p["reduce_bucket_size"] == frugal else 7)
     assert 7 in by_need[int(5e8)], "the first one finds the edge"
@@ -155,11 +155,11 @@ def sizes_by_bucket(kit: SimpleNamespace, n: int, **driven: Any) -> dict[int, li
     study = kit.create(BinarySearchSampler(seed=0))
     study.enqueue_trial({"zero_stage": 2, "offload_optimizer": "none", "reduce_bucket_size": int(5e7)})
     kit.Driver(study, suggest=partial(kit.suggest, stages=(2,)), **driven).run(n)
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for trial in study.trials:
         if trial.params["offload_optimizer"] == "none":
-            found.setdefault(trial.params["reduce_bucket_size"], []).append(trial.params[MICRO_BATCH])
-    return found
+            result.setdefault(trial.params["reduce_bucket_size"], []).append(trial.params[MICRO_BATCH])
+    return result
 
 
 def test_new_lineages_open_where_the_best_of_their_structure_was(kit: SimpleNamespace) -> None:
@@ -173,8 +173,8 @@ def test_a_lineage_ends_once_it_cannot_win(kit: SimpleNamespace) -> None:
     def halved(knobs: Mapping[str, Any]) -> float:
         return float(kit.rate(knobs) / (1 if knobs["reduce_bucket_size"] == int(5e7) else 2))
 
-    found = sizes_by_bucket(kit, 9, metric=halved)
-    assert found == {int(5e7): [32, 16, 24, 20, 22], int(5e6): [20], int(5e8): [20]}
+    result = sizes_by_bucket(kit, 9, metric=halved)
+    assert result == {int(5e7): [32, 16, 24, 20, 22], int(5e6): [20], int(5e8): [20]}
 
 
 def test_the_first_lineage_of_a_structure_has_the_usual_knobs_and_later_ones_most_of_the_best(

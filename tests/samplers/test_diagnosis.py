@@ -28,13 +28,13 @@ def exact(failed: list[list[int]], ran: list[list[int]], asked: list[int], prior
     """Return the probability that none of the components asked for is faulty, by all sets of faulty ones."""
     total, sound = 0.0, 0.0
     for faulty in product((False, True), repeat=len(priors)):
-        if any(faulty[one] for launch in ran for one in launch):
+        if any(faulty[item] for launch in ran for item in launch):
             continue
         weight = float(np.prod([prior if is_so else 1 - prior for prior, is_so in zip(priors, faulty, strict=True)]))
         for launch in failed:
-            weight *= 1.0 if any(faulty[one] for one in launch) else BY_CHANCE
+            weight *= 1.0 if any(faulty[item] for item in launch) else BY_CHANCE
         total += weight
-        sound += weight * (not any(faulty[one] for one in asked))
+        sound += weight * (not any(faulty[item] for item in asked))
     return float(sound / total)
 
 
@@ -45,11 +45,11 @@ def test_probabilities_are_those_of_all_sets_of_faults(seed: int) -> None:
     failed, ran = (np.sort(dice.permuted(np.tile(np.arange(7), (n, 1)), axis=1)[:, :3]) for n in (4, 1))
     diagnosis = Diagnosis(failed, ran, priors=priors)
     suspected = np.setdiff1d(failed, ran).tolist()
-    for one in suspected:
-        alone = np.array([[one, -1, -1]])
-        expected = exact(failed.tolist(), ran.tolist(), [one], priors.tolist())
+    for item in suspected:
+        alone = np.array([[item, -1, -1]])
+        expected = exact(failed.tolist(), ran.tolist(), [item], priors.tolist())
         assert diagnosis.runs(alone)[0] == pytest.approx(expected, rel=1e-6)
-        assert diagnosis.probability_of(one) == pytest.approx(1 - expected, rel=1e-6)
+        assert diagnosis.probability_of(item) == pytest.approx(1 - expected, rel=1e-6)
     assert diagnosis.runs(ran)[0] == pytest.approx(1.0), "what ran does so again"
 
 
@@ -69,14 +69,14 @@ def test_components_are_numbered_apart() -> None:
     relatives, structure = np.array([[0, 0, 0], [0, 1, 0], [1, 0, 0]]), np.array([0, 1, 2])
     knobs = np.array([[0, 0], [1, 0], [1, 1]])
     known = [np.array([True, True]), np.array([False, True])]
-    found = Components.of(np.array([0, 0, 1]), relatives, structure, knobs, has_value=known)
-    columns = [set(column[column >= 0].tolist()) for column in found.numbers.T]
-    assert sum(len(one) for one in columns) == len(set().union(*columns))
-    assert max(set().union(*columns)) < len(found.priors) - 1, "the last one is of no row"
-    assert found.numbers[:, 4].tolist()[1:] == [found.numbers[1, 4]] * 2, "a value is the same in two structures"
-    assert found.numbers[1, 5] != found.numbers[2, 5], "and with each of them another"
-    assert found.numbers[:2, 6].tolist() == [-1, -1], "a knob without a value is none"
-    assert (found.numbers[:, -1] >= 0).tolist() == [False, False, True], "a stage is one of those from it on"
+    result = Components.of(np.array([0, 0, 1]), relatives, structure, knobs, has_value=known)
+    columns = [set(column[column >= 0].tolist()) for column in result.numbers.T]
+    assert sum(len(column) for column in columns) == len(set().union(*columns))
+    assert max(set().union(*columns)) < len(result.priors) - 1, "the last one is of no row"
+    assert result.numbers[:, 4].tolist()[1:] == [result.numbers[1, 4]] * 2, "a value is the same in two structures"
+    assert result.numbers[1, 5] != result.numbers[2, 5], "and with each of them another"
+    assert result.numbers[:2, 6].tolist() == [-1, -1], "a knob without a value is none"
+    assert (result.numbers[:, -1] >= 0).tolist() == [False, False, True], "a stage is one of those from it on"
 
 
 class Refusing(Machine):
@@ -102,5 +102,5 @@ def test_a_structure_that_is_refused_is_left_after_a_few_launches(kit: SimpleNam
     Refusing(space=space, offload_s=0.1).run(study, 30)
     failed = [structure_of(trial) for trial in study.trials if trial.state == TrialState.FAIL]
     assert failed, "the user's own is one of them"
-    assert max(failed.count(one) for one in failed) <= 4
+    assert max(failed.count(item) for item in failed) <= 4
     assert len(failed) <= 10

@@ -235,10 +235,10 @@ def test_where_no_launch_pays_by_itself_no_long_one_is_made(
 
     def relative_cost(limit: float) -> float:
         monkeypatch.setattr(planner_module, "_LONG", limit)
-        found = GuidedPlanner(problem, min_gain=1e9).next(study.trials)
-        assert found is not None
-        row = problem.table.row_index(found.params)
-        acquisition = posterior.acquisition(np.array([row]), np.array([found.micro_batch]))
+        result = GuidedPlanner(problem, min_gain=1e9).next(study.trials)
+        assert result is not None
+        row = problem.table.row_index(result.params)
+        acquisition = posterior.acquisition(np.array([row]), np.array([result.micro_batch]))
         return float(posterior.relative_costs(acquisition)[0])
 
     usual = relative_cost(math.inf)
@@ -272,9 +272,9 @@ def test_beyond_a_doubling_that_gained_nothing_no_long_launch_is_made(
     assert paying(flat).min() <= max(sizes)
 
     def launched() -> int:
-        found = GuidedPlanner(problem).next(rising.trials)
-        assert found is not None
-        return found.micro_batch
+        result = GuidedPlanner(problem).next(rising.trials)
+        assert result is not None
+        return result.micro_batch
 
     monkeypatch.setattr(planner_module, "_LONG", 0.0)
     assert launched() > 2
@@ -292,8 +292,8 @@ def test_a_launch_of_many_times_the_users_own_seconds_has_to_gain_as_much(kit: S
     own_s = known.cost_s.min()
 
     def is_dear(times: float, gain: float) -> bool:
-        one = np.ones(1)
-        asked = replace(known.take(np.array([0])), cost_s=times * own_s * one, gain=gain * one)
+        item = np.ones(1)
+        asked = replace(known.take(np.array([0])), cost_s=times * own_s * item, gain=gain * item)
         return bool(posterior.is_dear(asked)[0])
 
     assert not is_dear(9.0, 0.0)

@@ -56,7 +56,7 @@ def test_configurations_alike_are_measured_for_each_other() -> None:
     alike = np.full((11, 11), SD**2)
     alike[10], alike[:, 10] = 0.0, 0.0
     noise = SD**2
-    found = Prospects(np.zeros(11), alike, runs=np.ones(10), held=10, noise_variance=noise).worth_of_launches(10)
+    result = Prospects(np.zeros(11), alike, runs=np.ones(10), held=10, noise_variance=noise).worth_of_launches(10)
     spread = learnt_spread(np.array([SD**2]), noise / 10)
-    assert found == pytest.approx(float(expected_improvement(np.zeros(1), spread)[0]), rel=0.2)
-    assert found < SD / math.sqrt(2 * math.pi) * 1.1
+    assert result == pytest.approx(float(expected_improvement(np.zeros(1), spread)[0]), rel=0.2)
+    assert result < SD / math.sqrt(2 * math.pi) * 1.1

@@ -40,10 +40,10 @@ def test_a_success_at_the_soft_ceiling_raises_it(kit: SimpleNamespace) -> None:
     sampler = LineageRandomSampler(seed=0, max_micro_batch=lambda _params, _history: 2)
     study = kit.create(sampler)
     kit.Driver(study, suggest=partial(kit.suggest, stages=(3,), wide=False)).run(5)
-    found = [t.params[MICRO_BATCH] for t in study.trials]
-    assert found[0] <= 2
-    assert max(found) > 4
-    assert max(found) <= 64
+    result = [t.params[MICRO_BATCH] for t in study.trials]
+    assert result[0] <= 2
+    assert max(result) > 4
+    assert max(result) <= 64
 
 
 def test_new_lineages_start_from_the_best_of_their_structure(kit: SimpleNamespace) -> None:

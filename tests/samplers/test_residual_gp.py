@@ -28,8 +28,8 @@ def learnt(launches: int, *, effect: float) -> float:
         earlier=np.zeros(launches),
     )
     noise = 0.004 * np.random.default_rng(0).standard_normal(launches)
-    found = ResidualGP(points, effect * flag + noise, [knob_kernel([False, True])])
-    return found.factors["knob 0"]
+    result = ResidualGP(points, effect * flag + noise, [knob_kernel([False, True])])
+    return result.factors["knob 0"]
 
 
 def test_a_few_launches_without_a_difference_do_not_prove_that_a_knob_does_nothing() -> None:

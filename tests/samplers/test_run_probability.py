@@ -53,9 +53,9 @@ def chances(problem: Problem, launches: Launches, asked: Sequence[tuple[int, int
         count = len(inputs.lineage)
         return np.full(count, 1.0), np.full(count, 10.0 * GIB), np.full(count, 1.0 * GIB)
 
-    found = RunProbability(problem, observed(launches), SimpleNamespace(predict=predict))  # type: ignore[arg-type]
+    result = RunProbability(problem, observed(launches), SimpleNamespace(predict=predict))  # type: ignore[arg-type]
     rows, sizes = (np.array(column) for column in zip(*asked, strict=True))
-    return [float(one) for one in found.fits(rows, sizes)[1]]
+    return [float(fit) for fit in result.fits(rows, sizes)[1]]
 
 
 def rows_of_a_structure(problem: Problem) -> list[int]:

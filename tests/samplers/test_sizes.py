@@ -26,5 +26,5 @@ def test_a_structure_ends_where_a_doubling_gained_too_little(
     launches: list[tuple[int, int, float]], expected: list[float]
 ) -> None:
     structure, size, gain = (np.array(column) for column in zip(*launches, strict=True))
-    found = paying_sizes(structure, size.astype(float), gain, count=3)
-    assert found.tolist() == expected
+    result = paying_sizes(structure, size.astype(float), gain, count=3)
+    assert result.tolist() == expected

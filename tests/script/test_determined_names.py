@@ -31,21 +31,21 @@ def test_every_name_that_is_promised_is_there() -> None:
 
 
 def test_an_import_of_determined_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
-    told = refusal(
+    words = refusal(
         tmp_path,
         "import determined as det\nfrom determined.pytorch import DataLoader, PyTorchTrial\n"
         "from determined.pytorch import deepspeed as det_ds\n",
     )
-    assert "line 1: `import determined`" in told
-    assert "line 2: from optuna_dsat.integrations.deepspeed_trial import DataLoader" in told
-    assert "line 2: PyTorchTrial of Determined is not here: derive from DeepSpeedTrial" in told
-    assert "line 3: import the names that you use of deepspeed" in told
+    assert "line 1: `import determined`" in words
+    assert "line 2: from optuna_dsat.integrations.deepspeed_trial import DataLoader" in words
+    assert "line 2: PyTorchTrial of Determined is not here: derive from DeepSpeedTrial" in words
+    assert "line 3: import the names that you use of deepspeed" in words
 
 
 def test_attributes_of_the_context_are_refused_by_name(tmp_path: Path) -> None:
-    told = refusal(tmp_path, "def seed(self):\n    return self.context.env.trial_seed\n")
-    assert "line 2: context.env of Determined is not here" in told
-    assert "get_trial_seed()" in told
+    words = refusal(tmp_path, "def seed(self):\n    return self.context.env.trial_seed\n")
+    assert "line 2: context.env of Determined is not here" in words
+    assert "get_trial_seed()" in words
     context = DeepSpeedTrialContext({}, world=World(rank=0, size=1, local_rank=0, local_size=1))
     with pytest.raises(AttributeError, match=r"has no env here: use get_hparams"):
         _ = context.env

@@ -26,9 +26,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(folder: Path, *words: str, notices: list[str] | None = None) -> LaunchCommand | None:
-    found = read_command(words, cwd=folder, on_notice=([] if notices is None else notices).append)
+    result = read_command(words, cwd=folder, on_notice=([] if notices is None else notices).append)
     assert not (folder / "begun").exists()
-    return found
+    return result
 
 
 def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
@@ -38,8 +38,8 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
         f"export MODEL=tiny MASTER_PORT=29501 CUDA_VISIBLE_DEVICES=1\n{TORCHRUN} 2>&1 | tee log\ntouch afterwards\n"
     )
     notices: list[str] = []
-    found = read(folder, "bash", "train.sh", notices=notices)
-    assert found == LaunchCommand(
+    result = read(folder, "bash", "train.sh", notices=notices)
+    assert result == LaunchCommand(
         script="train.py", args=("--lr", "3"), ranks=2, gpus="1", environment={"MODEL": "tiny"}, is_wrapped=True
     )
     assert notices == [
@@ -47,10 +47,10 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
         f"It launches `{TORCHRUN}`.",
     ]
     assert not (folder / "afterwards").exists()
-    assert read(folder, "./train.sh") == found
+    assert read(folder, "./train.sh") == result
     script.write_text(f"#!/bin/sh\n{script.read_text()}".replace("read -p", "echo"))
     script.chmod(0o755)
-    assert read(folder, "train.sh") == found
+    assert read(folder, "train.sh") == result
 
 
 @pytest.mark.parametrize(
@@ -64,22 +64,22 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
 )
 def test_a_launch_is_seen_whatever_the_paths(folder: Path, line: str) -> None:
     (folder / "train.sh").write_text(line + "\n")
-    found = read(folder, "bash", "train.sh")
-    assert found is not None
-    assert (found.script, found.args, found.ranks) == ("train.py", ("--lr", "3"), 2)
+    result = read(folder, "bash", "train.sh")
+    assert result is not None
+    assert (result.script, result.args, result.ranks) == ("train.py", ("--lr", "3"), 2)
 
 
 def test_programs_before_a_launcher_come_to_it(folder: Path) -> None:
     (folder / "Makefile").write_text(f"train:\n\t{TORCHRUN}\n")
     for words in (("make", "train"), ("env", "MODEL=tiny", *TORCHRUN.split()), ("nohup", *TORCHRUN.split())):
-        found = read(folder, *words)
-        assert found is not None
-        assert (found.script, found.args, found.ranks) == ("train.py", ("--lr", "3"), 2)
+        result = read(folder, *words)
+        assert result is not None
+        assert (result.script, result.args, result.ranks) == ("train.py", ("--lr", "3"), 2)
 
 
 def test_variables_in_front_of_a_command_are_its_own(folder: Path) -> None:
-    found = read(folder, "CUDA_VISIBLE_DEVICES=0,2", "MODEL=a=b", *TORCHRUN.split())
-    assert found == LaunchCommand(
+    result = read(folder, "CUDA_VISIBLE_DEVICES=0,2", "MODEL=a=b", *TORCHRUN.split())
+    assert result == LaunchCommand(
         script="train.py", args=("--lr", "3"), ranks=2, gpus="0,2", environment={"MODEL": "a=b"}
     )
     assert read(folder, "MODEL=tiny", "python", "train.py") == LaunchCommand(
@@ -109,9 +109,9 @@ def test_what_deepspeed_sets_as_a_program_imports_it_is_not_its_users(
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
     sets = "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = os.environ['MODEL'] = '1'"
     (folder / "start.py").write_text(f"import os\n{sets}\nos.system('{TORCHRUN}')\n")
-    found = read(folder, "python", "start.py")
-    assert found is not None
-    assert found.environment == {"MODEL": "1"}
+    result = read(folder, "python", "start.py")
+    assert result is not None
+    assert result.environment == {"MODEL": "1"}
 
 
 def test_the_launch_of_a_python_file_is_read(folder: Path) -> None:
@@ -164,9 +164,9 @@ def test_a_sitecustomize_that_runs_the_one_it_hides_is_run_once(folder: Path, mo
 def test_a_command_may_launch_in_another_folder(folder: Path) -> None:
     (folder / "inner").mkdir()
     (folder / "train.sh").write_text(f"cd inner\n{TORCHRUN}\n")
-    found = read(folder, "bash", "train.sh")
-    assert found is not None
-    assert found.folder == str(folder / "inner")
+    result = read(folder, "bash", "train.sh")
+    assert result is not None
+    assert result.folder == str(folder / "inner")
 
 
 def test_what_launches_nothing_says_so(folder: Path) -> None:
@@ -185,10 +185,10 @@ def test_another_environment_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("rest", [("train.py", "--lr", "3"), ("-m", "train", "--lr", "3")])
 def test_a_script_at_the_end_of_the_command_does_not_run_a_line(folder: Path, rest: tuple[str, ...]) -> None:
-    found = read(folder, "env", "MODEL=tiny", "python", "-u", *rest)
-    assert found is not None
-    assert (found.is_module, found.args, found.environment) == (rest[0] == "-m", ("--lr", "3"), {"MODEL": "tiny"})
-    assert found.without_launcher
+    result = read(folder, "env", "MODEL=tiny", "python", "-u", *rest)
+    assert result is not None
+    assert (result.is_module, result.args, result.environment) == (rest[0] == "-m", ("--lr", "3"), {"MODEL": "tiny"})
+    assert result.without_launcher
 
 
 def test_a_launcher_behind_a_python_file_at_the_end_of_the_command_is_reached(folder: Path) -> None:
@@ -220,8 +220,8 @@ def test_ranks_that_mpirun_or_srun_starts_are_counted_and_have_no_variables_of_o
     (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
     (folder / "run").write_text(f'#!/bin/sh\nexport MODEL=tiny {variables}\nshift 2\nexec "$@"\n')
     (folder / "run").chmod(0o755)
-    found = read(folder, "./run", "-np", str(ranks * nodes), "python", "ddp.py", "--lr", "3")
-    assert found == LaunchCommand(
+    result = read(folder, "./run", "-np", str(ranks * nodes), "python", "ddp.py", "--lr", "3")
+    assert result == LaunchCommand(
         script="ddp.py",
         args=("--lr", "3"),
         ranks=ranks,
@@ -237,6 +237,6 @@ def test_a_step_around_the_search_is_no_launch_of_the_command(folder: Path, monk
         monkeypatch.setenv(name, value)
     (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
     (folder / "run.sh").write_text("python ddp.py\n")
-    found = read(folder, "bash", "run.sh")
-    assert found is not None
-    assert (found.ranks, found.without_launcher, found.environment) == (None, True, {})
+    result = read(folder, "bash", "run.sh")
+    assert result is not None
+    assert (result.ranks, result.without_launcher, result.environment) == (None, True, {})

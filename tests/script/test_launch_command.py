@@ -65,9 +65,9 @@ def test_python_runs_a_script_or_a_module(folder: Path, python: str) -> None:
 
 
 def test_options_of_the_interpreter_are_named(folder: Path) -> None:
-    found = read(folder, "python -u -W ignore train.py")
-    assert found is not None
-    assert found.notes == ("-u -W ignore of python has no effect on the ranks.",)
+    result = read(folder, "python -u -W ignore train.py")
+    assert result is not None
+    assert result.notes == ("-u -W ignore of python has no effect on the ranks.",)
 
 
 @pytest.mark.parametrize("command", ["python -c print(1)", "python", "python -m"])
@@ -81,8 +81,8 @@ def test_console_scripts_come_to_the_module_that_trains(folder: Path, monkeypatc
     tool.write_text("#!/usr/bin/python\nimport sys\nfrom llamafactory.cli import main\nsys.exit(main())\n")
     points = (EntryPoint("llamafactory-cli", "llamafactory.cli:main", "console_scripts"),)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: points)
-    found = read(folder, "./llamafactory-cli train run.yaml")
-    assert found == LaunchCommand(script="llamafactory.launcher", is_module=True, args=("run.yaml",))
+    result = read(folder, "./llamafactory-cli train run.yaml")
+    assert result == LaunchCommand(script="llamafactory.launcher", is_module=True, args=("run.yaml",))
 
 
 @pytest.fixture
@@ -114,11 +114,11 @@ def test_a_console_script_that_launches_by_itself_comes_to_what_it_launches(
         "    options, script, rest = ['--use_deepspeed', '--zero_stage', '2'], 'train.py', sys.argv[2:]\n"
         f"    {launch}\n    raise RuntimeError('launched')\n"
     )
-    found = read(folder, "./tool-cli train --lr 3")
-    assert found is not None
-    assert (found.script, found.args) == ("train.py", ("--lr", "3"))
-    assert found.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
-    assert "ACCELERATE_CONFIG_DS_FIELDS" not in found.environment, "a trial has a config file in place of the fields"
+    result = read(folder, "./tool-cli train --lr 3")
+    assert result is not None
+    assert (result.script, result.args) == ("train.py", ("--lr", "3"))
+    assert result.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
+    assert "ACCELERATE_CONFIG_DS_FIELDS" not in result.environment, "a trial has a config file in place of the fields"
 
 
 def test_a_console_script_that_trains_by_itself_is_the_module_that_it_runs(folder: Path, tool: Path) -> None:
@@ -154,25 +154,25 @@ def test_a_folder_of_the_user_hides_no_package_of_a_launcher(folder: Path) -> No
 )
 def test_a_launcher_is_run_until_its_first_rank(folder: Path, command: str, args: tuple[str, ...]) -> None:
     (folder / "train.py").write_text("open('begun', 'w')\n")
-    found = read(folder, command)
-    assert found is not None
-    assert (found.script, found.args, found.without_launcher, found.environment) == ("train.py", args, False, {})
+    result = read(folder, command)
+    assert result is not None
+    assert (result.script, result.args, result.without_launcher, result.environment) == ("train.py", args, False, {})
     assert {path.name for path in folder.iterdir()} == {"train.py", "ds.json"}
 
 
 def test_deepspeeds_options_are_read() -> None:
-    found = launched("deepspeed", ["--num_gpus", "8", "train.py", "--deepspeed_config", "ds.json", "--lr", "1e-4"])
-    assert found == LaunchCommand(script="train.py", args=("--deepspeed_config", "ds.json", "--lr", "1e-4"), ranks=8)
-    found = launched("deepspeed", ["--include", "localhost:0,2,3", "--module", "pkg.train"])
-    assert (found.script, found.is_module, found.gpus) == ("pkg.train", True, "0,2,3")
+    result = launched("deepspeed", ["--num_gpus", "8", "train.py", "--deepspeed_config", "ds.json", "--lr", "1e-4"])
+    assert result == LaunchCommand(script="train.py", args=("--deepspeed_config", "ds.json", "--lr", "1e-4"), ranks=8)
+    result = launched("deepspeed", ["--include", "localhost:0,2,3", "--module", "pkg.train"])
+    assert (result.script, result.is_module, result.gpus) == ("pkg.train", True, "0,2,3")
     assert launched("deepspeed", ["--exclude", "localhost:1", "train.py"]).without_gpus == "1"
 
 
 def test_what_names_other_machines_is_named() -> None:
-    found = launched("deepspeed", ["--num_nodes", "2", "--master_addr", "10.0.0.1", "train.py"])
-    assert (found.nodes, found.elsewhere, found.rendezvous) == (2, ("--num_nodes 2",), ("--master_addr 10.0.0.1",))
-    found = launched("torchrun", ["--nnodes", "1:2", "--nproc_per_node", "4", "train.py"])
-    assert (found.nodes, found.ranks, found.elsewhere) == (2, 4, ("--nnodes 1:2",))
+    result = launched("deepspeed", ["--num_nodes", "2", "--master_addr", "10.0.0.1", "train.py"])
+    assert (result.nodes, result.elsewhere, result.rendezvous) == (2, ("--num_nodes 2",), ("--master_addr 10.0.0.1",))
+    result = launched("torchrun", ["--nnodes", "1:2", "--nproc_per_node", "4", "train.py"])
+    assert (result.nodes, result.ranks, result.elsewhere) == (2, 4, ("--nnodes 1:2",))
     with pytest.raises(ValueError, match="worker-0"):
         launched("deepspeed", ["--include", "worker-0:1@worker-1:2", "train.py"])
 
@@ -195,46 +195,46 @@ def test_a_hostfile_means_what_it_means_to_deepspeed(
     folder: Path, options: str, hosts: tuple[str, ...], ranks: int
 ) -> None:
     (folder / "hosts").write_text(HOSTS)
-    found = launched("deepspeed", ["--hostfile", "hosts", *options.split(), "train.py"])
-    assert (found.hosts, found.ranks, found.nodes) == (hosts, ranks, max(1, len(hosts)))
-    assert "--hostfile hosts" in found.elsewhere
-    assert bool(found.notes) == (options == "")
+    result = launched("deepspeed", ["--hostfile", "hosts", *options.split(), "train.py"])
+    assert (result.hosts, result.ranks, result.nodes) == (hosts, ranks, max(1, len(hosts)))
+    assert "--hostfile hosts" in result.elsewhere
+    assert bool(result.notes) == (options == "")
     if not options:
-        assert "8, 8, 4 slots: 4 of each are used" in found.notes[0]
+        assert "8, 8, 4 slots: 4 of each are used" in result.notes[0]
 
 
 def test_a_hostfile_that_is_none_is_refused_and_a_missing_one_means_this_machine(folder: Path) -> None:
     (folder / "hosts").write_text("w0 8\n")
     with pytest.raises(UsageError, match="bad entry: w0 8"):
         read(folder, "deepspeed --hostfile hosts train.py")
-    found = launched("deepspeed", ["--hostfile", "missing", "--num_gpus", "2", "train.py"])
-    assert (found.nodes, found.ranks, found.hosts) == (1, 2, ())
+    result = launched("deepspeed", ["--hostfile", "missing", "--num_gpus", "2", "train.py"])
+    assert (result.nodes, result.ranks, result.hosts) == (1, 2, ())
 
 
 def test_processes_of_accelerate_are_counted_on_each_machine(folder: Path) -> None:
     (folder / "acc.yaml").write_text(
         ACCELERATE_CONFIG.replace("num_machines: 1", "num_machines: 2").replace("num_processes: 2", "num_processes: 8")
     )
-    found = launched(
+    result = launched(
         "accelerate",
         ["launch", "--config_file", "acc.yaml", "--machine_rank", "0", "--main_process_ip", "10.0.0.1", "train.py"],
     )
-    assert (found.nodes, found.ranks, found.elsewhere) == (2, 4, ("--num_machines 2",))
+    assert (result.nodes, result.ranks, result.elsewhere) == (2, 4, ("--num_machines 2",))
 
 
 @pytest.mark.parametrize(("asked", "ranks"), [("4", 4), ("gpu", None), ("auto", None)])
 def test_torchruns_options_are_read(asked: str, ranks: int | None) -> None:
-    found = launched("torchrun", ["--standalone", "--nproc-per-node", asked, "-m", "pkg.train", "x"])
-    assert found == LaunchCommand(script="pkg.train", is_module=True, args=("x",), ranks=ranks)
+    result = launched("torchrun", ["--standalone", "--nproc-per-node", asked, "-m", "pkg.train", "x"])
+    assert result == LaunchCommand(script="pkg.train", is_module=True, args=("x",), ranks=ranks)
 
 
 def test_accelerates_plugin_comes_as_its_environment(folder: Path) -> None:
     (folder / "acc.yaml").write_text(ACCELERATE_CONFIG)
-    found = launched("accelerate", ["launch", "--config_file", "acc.yaml", "train.py", "--lr", "3"])
-    assert (found.script, found.args, found.ranks, found.config) == ("train.py", ("--lr", "3"), 2, None)
-    assert found.environment["ACCELERATE_USE_DEEPSPEED"] == "true"
-    assert found.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
-    assert found.environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "cpu"
+    result = launched("accelerate", ["launch", "--config_file", "acc.yaml", "train.py", "--lr", "3"])
+    assert (result.script, result.args, result.ranks, result.config) == ("train.py", ("--lr", "3"), 2, None)
+    assert result.environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert result.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
+    assert result.environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "cpu"
 
 
 def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_as_dropped(folder: Path) -> None:
@@ -243,9 +243,9 @@ def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_a
     assert launched("accelerate", words).notes == ()
     named = "  deepspeed_config_file: ds.json\n  gradient_clipping: 0.5\n  zero3_init_flag: false\n"
     (folder / "acc.yaml").write_text(ACCELERATE_CONFIG.replace("deepspeed_config:\n", "deepspeed_config:\n" + named))
-    found = launched("accelerate", words)
-    assert found.config == "ds.json"
-    (note,) = found.notes
+    result = launched("accelerate", words)
+    assert result.config == "ds.json"
+    (note,) = result.notes
     assert "gradient_clipping 0.5" in note
     assert "gradient_accumulation_steps 2" in note
     assert "zero_stage 2" in note
@@ -255,11 +255,11 @@ def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_a
 
 @pytest.mark.usefixtures("folder")
 def test_accelerate_names_a_config_file() -> None:
-    found = launched(
+    result = launched(
         "accelerate",
         ["launch", "--use_deepspeed", "--deepspeed_config_file", "ds.json", "--num_processes", "4", "train.py"],
     )
-    assert (found.config, found.ranks) == ("ds.json", 4)
+    assert (result.config, result.ranks) == ("ds.json", 4)
 
 
 def test_other_commands_of_accelerate_do_not_train(folder: Path) -> None:

@@ -65,8 +65,8 @@ def test_other_values_are_refused_by_the_launcher_itself(command: str) -> None:
 )
 def test_ranks_and_nodes_need_not_be_here(command: str, ranks: int | None, nodes: int) -> None:
     launcher, *words = command.split()
-    found = launched(launcher, words)
-    assert (found.ranks, found.nodes) == (ranks, nodes)
+    result = launched(launcher, words)
+    assert (result.ranks, result.nodes) == (ranks, nodes)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_the_command_that_deepspeed_starts_on_a_node(
     slots: dict[str, list[int]], ranks: int, hosts: tuple[str, ...], gpus: str | None
 ) -> None:
     world = base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()
-    found = launched("deepspeed.launcher.launch", [f"--world_info={world}", "train.py", "--lr", "3"])
-    assert (found.script, found.args, found.ranks, found.nodes) == ("train.py", ("--lr", "3"), ranks, len(slots))
-    assert (found.hosts, found.gpus) == (hosts, gpus)
+    result = launched("deepspeed.launcher.launch", [f"--world_info={world}", "train.py", "--lr", "3"])
+    assert (result.script, result.args, result.ranks, result.nodes) == ("train.py", ("--lr", "3"), ranks, len(slots))
+    assert (result.hosts, result.gpus) == (hosts, gpus)
 
 
 def test_gpus_of_accelerate_are_indices_or_identifiers() -> None:

@@ -24,5 +24,5 @@ from optuna_dsat.script.command.own_ranks import declared_options
 )
 def test_an_option_is_the_scripts_where_its_source_declares_it(tmp_path: Path, source: str, declared: bool) -> None:
     (tmp_path / "train.py").write_text(source)
-    found = declared_options(["--seed"], script="train.py", is_module=False, cwd=tmp_path)
-    assert (found == {"--seed"}) is declared
+    result = declared_options(["--seed"], script="train.py", is_module=False, cwd=tmp_path)
+    assert (result == {"--seed"}) is declared

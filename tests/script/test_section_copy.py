@@ -77,8 +77,8 @@ def test_the_batch_size_changes_where_the_script_reads_it(tmp_path: Path, key: s
     source = {"kind": "setting", "file": str(tmp_path / "run.yaml"), "key": key, "own": 4}
     copy = copied(tmp_path, LINES, source=source)
     assert copy is not None
-    found = yaml.safe_load(copy.text)["training"]
-    assert (found["batch_size"], found["deepspeed"]) == (batch_size, BEST)
+    result = yaml.safe_load(copy.text)["training"]
+    assert (result["batch_size"], result["deepspeed"]) == (batch_size, BEST)
 
 
 @pytest.mark.parametrize(

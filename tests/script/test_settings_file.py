@@ -94,7 +94,7 @@ def test_a_copy_names_the_best_config_where_its_file_names_the_users(
 def test_a_config_that_stands_in_two_places_by_an_alias_is_left_to_the_user(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text("{}")
     (tmp_path / "run.yaml").write_text("one: &config ds.json\ntwo: *config\n")
-    found = settings_copy(
+    result = settings_copy(
         {},
         {MICRO_BATCH: 6},
         args=("run.yaml",),
@@ -103,7 +103,7 @@ def test_a_config_that_stands_in_two_places_by_an_alias_is_left_to_the_user(tmp_
         user_config=str(tmp_path / "ds.json"),
         best_config="/best/ds.json",
     )
-    assert found is None
+    assert result is None
 
 
 def test_a_folder_that_an_earlier_run_wrote_is_no_file_to_read(tmp_path: Path) -> None:

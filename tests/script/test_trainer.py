@@ -23,13 +23,13 @@ AUTO = {
 
 
 def trainer_of(**changes: Any) -> ScriptTrainer:
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "framework": "transformers",
         "micro_batch": 8,
         "gradient_accumulation_steps": 4,
         "options": OPTIONS,
     }
-    event = TrainerFound(rank=0, time=1.0, **{**found, **changes})
+    event = TrainerFound(rank=0, time=1.0, **{**result, **changes})
     decoded = decode_event(encode_event(event))
     assert decoded == event
     assert isinstance(decoded, TrainerFound)

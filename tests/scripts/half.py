@@ -27,8 +27,8 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(8, 1)
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.embedding(tokens) * mask[..., None])
-        return found.float().square().mean()
+        result: torch.Tensor = self.head(self.embedding(tokens) * mask[..., None])
+        return result.float().square().mean()
 
 
 torch.manual_seed(0)

@@ -360,7 +360,7 @@ def refused(trial_class: type[Plain], world: World, folder: Path, **config: Any)
 def main(folder: Path) -> None:
     deepspeed.init_distributed()
     world = World.from_environment()
-    found: dict[str, Any] = {"refused": {}}
+    result: dict[str, Any] = {"refused": {}}
 
     def run(kind: type[Plain]) -> None:
         trial = train(kind, world, folder / kind.__name__)
@@ -370,7 +370,7 @@ def main(folder: Path) -> None:
             "iterators": sorted(trial.iterators),
             "steps": [int(engine.global_steps) for engine in trial.context.engines],
         }
-        found[kind.__name__] = gathered(own)
+        result[kind.__name__] = gathered(own)
 
     def resume(kind: type[Plain]) -> None:
         name = f"{kind.__name__}-resumed"
@@ -387,10 +387,10 @@ def main(folder: Path) -> None:
             "allgather": [ranks.allgather(world.rank), ranks.allgather_local(world.rank)],
             "broadcast": [ranks.broadcast(world.rank), ranks.broadcast_local(world.rank)],
         }
-        found["Watched"] = gathered(own)
+        result["Watched"] = gathered(own)
 
     def refuse(kind: type[Plain], **config: Any) -> None:
-        found["refused"][kind.__name__] = refused(kind, world, folder / "refused", **config)
+        result["refused"][kind.__name__] = refused(kind, world, folder / "refused", **config)
 
     for kind in (Plain, TwoEngines, ByItself, DeepSpeedLoader, TorchLoader, Reducing, OneCopy):
         run(kind)
@@ -407,7 +407,7 @@ def main(folder: Path) -> None:
     resume(Pipeline)
     refuse(ShortPipeline)
     if world.rank == 0:
-        (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+        (folder / "found.json").write_text(json.dumps(result), encoding="utf-8")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

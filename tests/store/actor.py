@@ -91,11 +91,11 @@ def reclaims(url: str) -> object:
     with Store.open(url, heartbeat_interval_s=0.2, grace_s=1.0) as store:
         _, study = open_study(store)
         wait()
-        found: list[int] = []
+        result: list[int] = []
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
-            found.extend(store.reclaim_stale(study))
-    return found
+            result.extend(store.reclaim_stale(study))
+    return result
 
 
 def main() -> None:

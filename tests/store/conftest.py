@@ -59,5 +59,5 @@ def actor(forks: None) -> Iterator[Callable[..., Actor]]:  # noqa: ARG001 - they
         return started[-1]
 
     yield start
-    for one in started:
-        one.end()
+    for item in started:
+        item.end()

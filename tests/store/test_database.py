@@ -163,8 +163,8 @@ def test_sqlite_settings_hold_for_both_engines(sqlite_url: str) -> None:
         for engine in (store._database.engine, store._rdb.engine):
             with engine.connect() as connection:
                 pragmas = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
-                found = [connection.execute(text(f"PRAGMA {name}")).scalar() for name in pragmas]
-                assert found == ["wal", 1, 1, 60_000]
+                result = [connection.execute(text(f"PRAGMA {name}")).scalar() for name in pragmas]
+                assert result == ["wal", 1, 1, 60_000]
                 other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), timeout=0)
                 with pytest.raises(sqlite3.OperationalError, match="locked"):
                     other.execute("BEGIN IMMEDIATE")

@@ -81,11 +81,11 @@ def test_what_a_search_refuses(made: Callable[[], object], reason: str, capsys: 
     made()
     before, stored = content(), dump()
     assert leave("--dry-run") == 2
-    told = capsys.readouterr().err
-    assert reason in told
+    words = capsys.readouterr().err
+    assert reason in words
     assert content() == before
     assert leave() == 2
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == words
     assert dump() == stored, "a search refuses it before it makes tables"
 
 

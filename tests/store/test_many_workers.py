@@ -26,10 +26,10 @@ ActorFactory = Callable[..., Any]
 
 
 def start_together(actors: list[Any]) -> None:
-    for one in actors:
-        one.wait_ready()
-    for one in actors:
-        one.go()
+    for actor in actors:
+        actor.wait_ready()
+    for actor in actors:
+        actor.go()
 
 
 def load(store: Store) -> optuna.Study:
@@ -39,7 +39,7 @@ def load(store: Store) -> optuna.Study:
 def test_workers_claim_overlapping_configurations(url: str, actor: ActorFactory) -> None:
     actors = [actor("claims", url, "8", "32") for _ in range(4)]
     start_together(actors)
-    won = [key for one in actors for key in json.loads(one.answer())]
+    won = [key for item in actors for key in json.loads(item.answer())]
     assert len(won) == len(set(won))
     with Store.open(url) as store:
         study = load(store)
@@ -64,7 +64,7 @@ def test_enqueued_trials_are_taken_once(url: str, actor: ActorFactory) -> None:
             study.enqueue_trial({"number": number}, user_attrs={"queued": True})
     actors = [actor("takes", url, "24") for _ in range(3)]
     start_together(actors)
-    taken = [number for one in actors for number in json.loads(one.answer())]
+    taken = [number for item in actors for number in json.loads(item.answer())]
     assert sorted(taken) == list(range(24))
 
 
@@ -72,14 +72,14 @@ def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(url: str, acto
     victim = actor("holds", url)
     victim.wait_ready()
     searchers = [actor("reclaims", url) for _ in range(2)]
-    for one in searchers:
-        one.wait_ready()
+    for searcher in searchers:
+        searcher.wait_ready()
     victim.process.send_signal(signal.SIGKILL)
     victim.process.wait()
-    for one in searchers:
-        one.go()
-    found = [number for one in searchers for number in json.loads(one.answer())]
-    assert found == [0]
+    for searcher in searchers:
+        searcher.go()
+    result = [number for item in searchers for number in json.loads(item.answer())]
+    assert result == [0]
     with Store.open(url) as store:
         study = load(store)
         lost, copy = study.trials
@@ -108,7 +108,7 @@ def test_the_server_restarts_in_the_middle(postgres_server: Any, postgres_url: s
         postgres_server.restart()
         before = len(load(store).trials)
         assert before >= 10
-        won = [key for one in actors for key in json.loads(one.answer())]
+        won = [key for item in actors for key in json.loads(item.answer())]
         study = load(store)
         complete = study.get_trials(states=(TrialState.COMPLETE,))
         assert len(study.trials) > before, "the restart came after the work was done"
@@ -152,6 +152,6 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_study_whole(sqlite_url: str
         engine.dispose()
         assert store.find_profile("fingerprint") is None
         store.save_profile("fingerprint", {"text": "x" * 200_000}, study_uuid=record.uuid)
-        found = store.find_profile("fingerprint")
-        assert found is not None
-        assert found.study_uuid == record.uuid
+        result = store.find_profile("fingerprint")
+        assert result is not None
+        assert result.study_uuid == record.uuid

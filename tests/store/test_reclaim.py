@@ -190,10 +190,10 @@ def test_a_trial_that_decided_nothing_is_drawn_again_as_it_would_have_been(store
             trial.suggest_categorical("zero_stage", range(50))
             trial.suggest_int("train_micro_batch_size_per_gpu", 1, 1)
             study.tell(trial, 1.0)
-        return [one.params for one in study.get_trials(states=(TrialState.COMPLETE,))]
+        return [item.params for item in study.get_trials(states=(TrialState.COMPLETE,))]
 
     undisturbed = configurations("undisturbed", lost=None)
-    assert len({one["zero_stage"] for one in undisturbed}) > 2
+    assert len({item["zero_stage"] for item in undisturbed}) > 2
     assert configurations("lost", lost=1) == undisturbed
 
 
@@ -288,7 +288,7 @@ def test_a_trial_that_is_being_finished_is_not_taken_for_lost_in_between(store: 
     assert store.finish(trial, finish)
     other.join()
     assert lost == [()]
-    assert [(one.state, one.user_attrs[attributes.OUTCOME]) for one in study.trials] == [
+    assert [(item.state, item.user_attrs[attributes.OUTCOME]) for item in study.trials] == [
         (TrialState.COMPLETE, "measured")
     ]
     assert not store.finish(trial, lambda: pytest.fail("it is not this worker's any more"))

@@ -179,8 +179,8 @@ def test_a_skipped_step_is_kept_and_is_not_one_of_those_that_count(store: Store)
 def test_what_went_on_beside_a_launch_is_kept_with_it(store: Store) -> None:
     record = store.create_study("llama", SPEC)
     conditions = Conditions(window_s=2.0, others_cpu_s=0.5, cores=2, throttle_reasons=("power cap",))
-    told = replace(report(), conditions=conditions)
-    store.record_launch(record.uuid, told, trial_number=None, purpose="confirm", attempt=0)
+    words = replace(report(), conditions=conditions)
+    store.record_launch(record.uuid, words, trial_number=None, purpose="confirm", attempt=0)
     (launch,) = store.launches(record.uuid)
     assert launch.report.conditions == conditions
 
@@ -195,9 +195,9 @@ def test_a_profile_is_replaced_by_a_later_one(store: Store) -> None:
     assert store.find_profile("fp") is None
     store.save_profile("fp", {"params": 1}, study_uuid="a")
     store.save_profile("fp", {"params": 2}, study_uuid="b")
-    found = store.find_profile("fp")
-    assert found is not None
-    assert (found.profile, found.study_uuid) == ({"params": 2}, "b")
+    result = store.find_profile("fp")
+    assert result is not None
+    assert (result.profile, result.study_uuid) == ({"params": 2}, "b")
 
 
 def test_a_claim_is_one_trials_until_it_is_released(store: Store) -> None:
@@ -214,19 +214,19 @@ def test_a_claim_is_one_trials_until_it_is_released(store: Store) -> None:
 
 def test_a_study_that_is_deleted_by_two_at_once_is_deleted_by_one(store: Store) -> None:
     store.create_study("twice", {})
-    said: list[str] = []
+    words: list[str] = []
 
     def delete() -> None:
         try:
             store.delete_study("twice")
         except UsageError as error:
-            said.append(str(error))
+            words.append(str(error))
 
     both = [threading.Thread(target=delete) for _ in range(2)]
     with store._database.exclusive("let both wait"):
-        for one in both:
-            one.start()
+        for item in both:
+            item.start()
         time.sleep(0.3)
-    for one in both:
-        one.join()
-    assert [text.split(" in ")[0] for text in said] == ["There is no study 'twice'"]
+    for item in both:
+        item.join()
+    assert [text.split(" in ")[0] for text in words] == ["There is no study 'twice'"]

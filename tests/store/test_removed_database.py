@@ -77,10 +77,10 @@ def test_a_database_that_goes_away_ends_the_run_with_what_it_measured(
     assert re.search(r"Continue with: optuna-dsat resume \S+$", shown)
     (kept,) = Path().rglob("kept_results.json")
     assert str(kept.resolve()) in shown
-    found = json.loads(kept.read_text())["measured"]
-    assert found
-    assert found[0]["outcome"] == "measured"
-    assert found[0]["value"] > 0
+    result = json.loads(kept.read_text())["measured"]
+    assert result
+    assert result[0]["outcome"] == "measured"
+    assert result[0]["value"] > 0
     if goes is remove:
         assert not DATABASE.exists(), "nor is an empty one made in its place"
 
@@ -113,8 +113,8 @@ def test_a_launch_that_ended_and_could_not_be_stored_is_kept_too(
     assert leave(*SEARCH[:-1], "1") == 5
     (kept,) = Path().rglob("kept_results.json")
     *before, last = json.loads(kept.read_text())["measured"]
-    assert [one["trial"] for one in before if "round" not in one] == stored
-    assert not any("stored" in one for one in before)
+    assert [item["trial"] for item in before if "round" not in item] == stored
+    assert not any("stored" in item for item in before)
     assert (last["launch"], last["outcome"], last["stored"]) == (ends, "measured", False)
     assert last["value"] is None if value is None else last["value"] > 0
 

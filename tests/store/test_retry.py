@@ -112,10 +112,10 @@ def test_a_wait_is_said_once_for_all_who_wait(
 
     outer = failing(3, away)
     assert retrying(work, database="db") == "done"
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2, said
-    assert "db cannot be used, waiting up to 0 s for it: server closed" in said[0]
-    assert "db can be used again after" in said[1]
+    text = [record.getMessage() for record in caplog.records]
+    assert len(text) == 2, text
+    assert "db cannot be used, waiting up to 0 s for it: server closed" in text[0]
+    assert "db can be used again after" in text[1]
 
 
 def test_a_short_wait_is_not_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,8 +22,8 @@ def test_both_count_by_how_sure_they_are() -> None:
 
 def test_what_a_round_has_in_common_teaches_nothing() -> None:
     calm = {4: {1: 1.0, 2: 1.1}, 7: {1: 1.02, 2: 1.07}}
-    slower = {number: {1: found[1], 2: found[2] / 3} for number, found in calm.items()}
-    given = [SEARCHED.given(one, noise=0.01, maximize=True) for one in (calm, slower)]
+    slower = {number: {1: result[1], 2: result[2] / 3} for number, result in calm.items()}
+    given = [SEARCHED.given(item, noise=0.01, maximize=True) for item in (calm, slower)]
     np.testing.assert_allclose(given[0].means, given[1].means)
     alone = SEARCHED.given({4: {1: 5.0}, 7: {2: 1.0}, 9: {1: 1.0}}, noise=0.01, maximize=True)
     assert (alone.means, alone.covariance) == (SEARCHED.means, SEARCHED.covariance)

@@ -22,9 +22,9 @@ NOW = 1_800_000_000.0
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as found:
-        found.create_study("s", {})
-        yield found
+    with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as result:
+        result.create_study("s", {})
+        yield result
 
 
 def put(store: Store, record: Any, key: str = "dsat_live:other") -> None:
@@ -33,8 +33,8 @@ def put(store: Store, record: Any, key: str = "dsat_live:other") -> None:
 
 def note(**changes: Any) -> LiveState:
     row = LaunchInFlight(name="3", words="ZeRO 2", since=NOW, last_step=5)
-    found = LiveState(worker=this_worker(), noted_at=NOW, rows={"3": row})
-    return replace(found, **changes)
+    result = LiveState(worker=this_worker(), noted_at=NOW, rows={"3": row})
+    return replace(result, **changes)
 
 
 def test_a_profile_and_finalists_are_noted_while_they_run(store: Store) -> None:
@@ -49,18 +49,18 @@ def test_a_profile_and_finalists_are_noted_while_they_run(store: Store) -> None:
     assert read_states(store, "s", now=NOW) == [], "no store yet"
     with notes.kept_in(store):
         notes(events[1])
-        (found,) = read_states(store, "s", now=NOW)
-        assert [(row.name, row.words, row.doing) for row in found.rows.values()] == [
+        (result,) = read_states(store, "s", now=NOW)
+        assert [(row.name, row.words, row.doing) for row in result.rows.values()] == [
             ("profile", "ZeRO 2, micro-batch 1", "importing")
         ]
         notes(progress.FinalistStarted(number=7, words="ZeRO 3", end_profile_step=9))
         for step, later in ((1, 2.0), (2, 2.2), (3, 4.0)):
             clock[0] = NOW + later
             notes(progress.TrialStepped(number=7, step=step, samples_per_s=40.0, peak_bytes=2**30))
-            (found,) = read_states(store, "s", now=NOW)
-            assert found.rows["7"].step == (1 if step == 2 else step), "at most once a second"
-        assert found.ended_search
-        assert (found.rows["7"].doing, found.rows["7"].samples_per_s) == ("step 4 of 9", 40.0)
+            (result,) = read_states(store, "s", now=NOW)
+            assert result.rows["7"].step == (1 if step == 2 else step), "at most once a second"
+        assert result.ended_search
+        assert (result.rows["7"].doing, result.rows["7"].samples_per_s) == ("step 4 of 9", 40.0)
         notes(progress.Phase(words="building cpu_adam"))
         assert read_states(store, "s", now=NOW)[0].phase == "building cpu_adam"
     assert read_states(store, "s", now=NOW) == []

@@ -97,11 +97,11 @@ def test_a_ceiling_learns_from_a_growing_history_what_it_would_from_the_whole(sp
     trials = [measured(spec, number, chance) for number in range(30)]
     late, seen = trials.pop(3), set()
     for count in (0, 1, 2, 7, 8, 20, 29):
-        found = [*trials[:3], late, *trials[3:count]] if count > 15 else trials[:count]  # one that finished late
+        result = [*trials[:3], late, *trials[3:count]] if count > 15 else trials[:count]  # one that finished late
         for _ in range(3):
             params = params_of(chance)
-            assert ceiling(params, found) == expected(spec, params, found)
-            seen.add(ceiling(params, found))
+            assert ceiling(params, result) == expected(spec, params, result)
+            seen.add(ceiling(params, result))
     assert len(seen) > 3
 
 

@@ -16,9 +16,9 @@ def noisy_rounds(rng: random.Random, *, rounds: int, noise: float, ratio: float,
     dict[int, float], dict[int, float]
 ]:  # fmt: skip
     """Return a configuration and a baseline of 10 in rounds that the machine slows down by ``drift`` each."""
-    shared = {one: math.exp(-drift * one) for one in range(1, rounds + 1)}
-    own = {one: 10 * ratio * level * math.exp(rng.gauss(0, noise)) for one, level in shared.items()}
-    return own, {one: 10 * level * math.exp(rng.gauss(0, noise)) for one, level in shared.items()}
+    shared = {item: math.exp(-drift * item) for item in range(1, rounds + 1)}
+    own = {item: 10 * ratio * level * math.exp(rng.gauss(0, noise)) for item, level in shared.items()}
+    return own, {item: 10 * level * math.exp(rng.gauss(0, noise)) for item, level in shared.items()}
 
 
 def covers(ratio: Interval | None, truth: float) -> bool:
@@ -29,11 +29,11 @@ def covers(ratio: Interval | None, truth: float) -> bool:
 @pytest.mark.parametrize("drift", [0.0, 0.1])
 def test_the_interval_of_a_paired_ratio_covers_the_truth_95_times_of_100(rounds: int, drift: float) -> None:
     rng = random.Random(rounds)
-    found = [
+    result = [
         paired_ratio(*noisy_rounds(rng, rounds=rounds, noise=0.03, ratio=1.2, drift=drift), maximize=True)
         for _ in range(2000)
     ]
-    covered = [covers(one, 1.2) for one in found]
+    covered = [covers(item, 1.2) for item in result]
     assert 0.93 < statistics.fmean(covered) < 0.97
 
 
@@ -73,7 +73,7 @@ def test_only_rounds_that_measured_both_are_paired() -> None:
 
 def test_the_interval_is_students_on_logarithms() -> None:
     logs = [0.10, 0.12, 0.17]
-    own = {one: math.exp(log) for one, log in enumerate(logs)}
+    own = {item: math.exp(log) for item, log in enumerate(logs)}
     ratio = paired_ratio(own, dict.fromkeys(own, 1.0), maximize=True)
     assert ratio is not None
     half = 4.303 * statistics.stdev(logs) / math.sqrt(3)
@@ -84,9 +84,9 @@ def test_the_interval_is_students_on_logarithms() -> None:
 
 def test_noise_is_what_launches_differ_by_and_not_what_the_machine_drifts_by() -> None:
     rng = random.Random(1)
-    shared = {one: math.exp(-0.2 * one) for one in range(200)}
+    shared = {item: math.exp(-0.2 * item) for item in range(200)}
     values = {
-        number: {one: level * math.exp(rng.gauss(0, 0.03)) for one, level in shared.items()} for number in range(3)
+        number: {item: level * math.exp(rng.gauss(0, 0.03)) for item, level in shared.items()} for number in range(3)
     }
     noise = pooled_noise(values, reference=0)
     assert noise is not None

@@ -49,9 +49,9 @@ def test_a_script_that_accumulates_by_itself_is_told_what_follows(
 ) -> None:
     monkeypatch.setattr(LaunchRecord, "passes_per_micro_batch", 4)
     bench.run(bench.spec(max_trials=1, confirm=0), Hill())
-    (said,) = (one.text for one in bench.news if isinstance(one, Message) and "forward passes" in one.text)
-    assert "makes 4 forward passes for each step" in said
-    assert "set gradient_accumulation_steps to 4" in said
+    (text,) = (event.text for event in bench.news if isinstance(event, Message) and "forward passes" in event.text)
+    assert "makes 4 forward passes for each step" in text
+    assert "set gradient_accumulation_steps to 4" in text
 
 
 def test_a_script_that_accumulates_as_its_config_says_is_told_nothing(
@@ -61,7 +61,7 @@ def test_a_script_that_accumulates_as_its_config_says_is_told_nothing(
     spec = bench.spec(max_trials=1, confirm=0)
     spec = spec.model_copy(update={"ds_config": {**spec.ds_config, "gradient_accumulation_steps": 4}})
     bench.run(spec, Hill())
-    assert not [one for one in bench.news if isinstance(one, Message) and "forward passes" in one.text]
+    assert not [event for event in bench.news if isinstance(event, Message) and "forward passes" in event.text]
 
 
 @pytest.mark.parametrize(
@@ -300,9 +300,9 @@ def test_a_config_that_the_script_passes_for_a_changed_option_is_not_reported_as
     monkeypatch.setattr(profile, "follow", measured)
     monkeypatch.setattr(profile, "find_stage_option", prove)
     bench.run(bench.spec(max_trials=1, confirm=0), Hill())
-    said = [news.text for news in bench.news if isinstance(news, Message)]
-    assert not [text for text in said if "a DeepSpeed config of its own" in text]
-    assert "The script takes its ZeRO stage from --stage; it follows each configuration." in said
+    words = [news.text for news in bench.news if isinstance(news, Message)]
+    assert not [text for text in words if "a DeepSpeed config of its own" in text]
+    assert "The script takes its ZeRO stage from --stage; it follows each configuration." in words
 
 
 def failing_below(least: int) -> Hill:
@@ -419,7 +419,7 @@ def test_what_only_a_failed_launch_told_of_the_scripts_config_is_kept(
     bench: StudyBench, monkeypatch: pytest.MonkeyPatch, outcome: Outcome
 ) -> None:
     """A launch shows no difference in what it sets to the script's own value."""
-    told = {"zero_optimization.stage": [3, 2], "gradient_accumulation_steps": [2, 1]}
+    words = {"zero_optimization.stage": [3, 2], "gradient_accumulation_steps": [2, 1]}
     landscape = Hill(
         lambda _: SimulatedResult(outcome=outcome, startup_s=1.0, message="short") if len(launched) == 1 else None
     )
@@ -429,7 +429,7 @@ def test_what_only_a_failed_launch_told_of_the_scripts_config_is_kept(
         launched.append(request.launch_id)
         record, report = follow(launcher, request, *args, **kwargs)
         if len(launched) == 1:
-            record.add(ConfigDiffers(rank=0, time=1.0, differences=told))
+            record.add(ConfigDiffers(rank=0, time=1.0, differences=words))
         return record, report
 
     monkeypatch.setattr(profile, "follow", followed)
@@ -438,7 +438,7 @@ def test_what_only_a_failed_launch_told_of_the_scripts_config_is_kept(
     assert len(launched) > 1
     profiled = read_stored(bench.store, "s").profiled
     assert profiled is not None
-    assert profiled.config_differences == told
+    assert profiled.config_differences == words
 
 
 @pytest.mark.parametrize(
@@ -490,8 +490,8 @@ def test_steps_computed_from_a_mapped_batch_size_are_read_at_the_scripts_own_siz
         micro = request.overlay["train_micro_batch_size_per_gpu"]
         launched.append(micro)
         assert record.engine is not None
-        found = {} if steps(micro) == 1 else {"gradient_accumulation_steps": [steps(micro), None]}
-        record.engine = replace(record.engine, config_differences=found)
+        result = {} if steps(micro) == 1 else {"gradient_accumulation_steps": [steps(micro), None]}
+        record.engine = replace(record.engine, config_differences=result)
         return record, report
 
     monkeypatch.setattr(profile, "follow", followed)

@@ -70,8 +70,8 @@ def test_a_settings_file_whose_keys_arguments_override_is_told_the_config(
             "arg_mappings": {"train_micro_batch_size_per_gpu": option},
         }
     )
-    found = spec().model_copy(update={"script": script})
-    command, names_config = training_command(found, {**own, "train_micro_batch_size_per_gpu": 8}, BEST)
+    result = spec().model_copy(update={"script": script})
+    command, names_config = training_command(result, {**own, "train_micro_batch_size_per_gpu": 8}, BEST)
     assert names_config == option.endswith("=")
     assert set(command.partition("train.py ")[2].split()) == set(end.split())
 
@@ -109,9 +109,9 @@ def test_a_script_that_says_where_its_ranks_meet_is_started_so_that_it_trains(
     stay_in(tmp_path, monkeypatch)
     (tmp_path / "train.py").write_text("import setup_ranks\n")
     (tmp_path / "setup_ranks.py").write_text(source)
-    found = spec()
-    script = found.script.model_copy(update={"script": str(tmp_path / "train.py"), "cwd": str(tmp_path)})
-    command, _ = training_command(found.model_copy(update={"script": script}), {}, BEST)
+    result = spec()
+    script = result.script.model_copy(update={"script": str(tmp_path / "train.py"), "cwd": str(tmp_path)})
+    command, _ = training_command(result.model_copy(update={"script": script}), {}, BEST)
     assert command.startswith(f"{start} {tmp_path}/train.py ")
 
 
@@ -135,8 +135,8 @@ def test_an_argument_that_the_script_does_not_read_names_no_config() -> None:
 
 def test_a_name_in_the_place_of_a_config_gives_way_to_the_best() -> None:
     script = spec().script.model_copy(update={"args": ("--deepspeed", "zero2", "--lr", "1"), "config_path": ""})
-    found = spec().model_copy(update={"script": script})
-    command, names_config = training_command(found, {}, BEST, profiled=profiled_of(config_option="--deepspeed"))
+    result = spec().model_copy(update={"script": script})
+    command, names_config = training_command(result, {}, BEST, profiled=profiled_of(config_option="--deepspeed"))
     assert names_config
     assert command.endswith(f"train.py --deepspeed {BEST} --lr 1")
 
@@ -221,14 +221,14 @@ def test_a_deepspeed_config_in_yaml_that_the_script_reads_is_in_the_command(tmp_
     file.write_text("train_micro_batch_size_per_gpu: 4\nzero_optimization: {stage: 1}\n")
     own = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
     source = {"kind": "setting", "file": str(file), "key": "train_micro_batch_size_per_gpu", "own": 4, "scale": 1}
-    found = make_spec(
+    result = make_spec(
         name="s", method="random", ds_config=own, device="cuda", slots_per_trial=4, output_dir=str(tmp_path),
         script={
             "script": "/project/train.py", "args": (f"--config={file}",), "cwd": "/project", "config_path": "",
             "batch_source": source,
         },
     )  # fmt: skip
-    command, names_config = training_command(found, {**own, "train_micro_batch_size_per_gpu": 8}, tmp_path / BEST.name)
+    command, names_config = training_command(result, {**own, "train_micro_batch_size_per_gpu": 8}, tmp_path / BEST.name)
     assert names_config
     assert command.endswith(f"/project/train.py --config={tmp_path}/best_ds.yml")
 

@@ -36,7 +36,7 @@ def rounds_of(bench: StudyBench) -> Rounds:
 
 
 def turns_of(bench: StudyBench) -> list[tuple[int, int]]:
-    return [(one.round, one.number) for one in rounds_of(bench).launches]
+    return [(launch.round, launch.number) for launch in rounds_of(bench).launches]
 
 
 def found(result: StudyResult | None) -> StudyResult:
@@ -98,9 +98,9 @@ def test_finalists_and_the_users_config_run_in_rounds_in_orders_drawn_anew(bench
     turns, chosen = turns_of(bench), rounds_of(bench).chosen
     assert result.verdict.rounds == 3
     for number in (1, 2, 3):
-        assert sorted(one for round_number, one in turns if round_number == number) == sorted(chosen)
+        assert sorted(item for round_number, item in turns if round_number == number) == sorted(chosen)
     assert 0 in chosen
-    assert len({tuple(one for round_number, one in turns if round_number == number) for number in (1, 2, 3)}) > 1
+    assert len({tuple(item for round_number, item in turns if round_number == number) for number in (1, 2, 3)}) > 1
     assert result.verdict.kind is VerdictKind.WINNER
     assert result.speed_up_low is not None
     assert result.speed_up is not None
@@ -113,7 +113,7 @@ def test_finalists_and_the_users_config_run_in_rounds_in_orders_drawn_anew(bench
 def test_a_killed_tuner_goes_on_with_the_round_that_was_begun(bench: StudyBench) -> None:
     whole = bench.spec(name="whole")
     bench.run(whole, Hill())
-    expected = [(one.round, one.number) for one in Rounds.of(bench.study("whole").user_attrs).launches]
+    expected = [(launch.round, launch.number) for launch in Rounds.of(bench.study("whole").user_attrs).launches]
     session = bench.session(bench.spec(), Interrupting(Hill()))
     partial = found(session.run())
     assert session.interrupted
@@ -127,16 +127,18 @@ def test_a_false_winner_is_followed_by_the_next_best(bench: StudyBench) -> None:
     """'Your own config is the best found' was said, although nothing but one false finalist had been compared."""
     result = found(bench.session(bench.spec(confirm=1), Fooling(1)).run())
     ranked = attributes.best_trials(bench.study().get_trials(deepcopy=False), maximize=True)
-    false, second = (one.number for one in ranked[:2])
+    false, second = (item.number for item in ranked[:2])
     assert (result.verdict.kind, result.trial) == (VerdictKind.WINNER, second)
     counted = Counter(number for _, number in turns_of(bench))
     assert (counted[false], counted[second] >= 3) == (3, True)
-    assert any(isinstance(one, Message) and "next best of the search is measured" in one.text for one in bench.news)
+    assert any(
+        isinstance(event, Message) and "next best of the search is measured" in event.text for event in bench.news
+    )
     whole, name = turns_of(bench), "again"
     launcher = Fooling(1, interrupt_at=8)
     assert found(bench.session(bench.spec(name=name, confirm=1), launcher).run()).trial == 0
     found(bench.session(bench.spec(name=name, confirm=1), launcher).run())
-    resumed = [(one.round, one.number) for one in Rounds.of(bench.study(name).user_attrs).launches]
+    resumed = [(launch.round, launch.number) for launch in Rounds.of(bench.study(name).user_attrs).launches]
     assert resumed == whole
 
 
@@ -166,10 +168,10 @@ def test_a_raised_budget_compares_a_new_best_in_rounds_of_its_own(bench: StudyBe
     first = found(bench.run(bench.spec(max_trials=3), Hill()))
     before = rounds_of(bench).last
     again = found(bench.run(bench.spec(max_trials=12), Hill()))
-    later = [one for one in rounds_of(bench).launches if one.round > before]
+    later = [launch for launch in rounds_of(bench).launches if launch.round > before]
     assert again.trial != first.trial
-    assert {again.trial, 0} <= {one.number for one in later}
-    assert sum(one.number == again.trial for one in later) >= 3, "not paired with rounds of another day"
+    assert {again.trial, 0} <= {item.number for item in later}
+    assert sum(item.number == again.trial for item in later) >= 3, "not paired with rounds of another day"
     quiet = Hill()
     found(bench.run(bench.spec(max_trials=12), quiet))
     assert quiet.configs == []
@@ -206,7 +208,9 @@ def test_a_machine_that_slows_down_between_rounds_changes_the_warning_not_the_sp
     result = found(bench.session(bench.spec(metric="latency", zero_stages=(2,)), launcher).run())
     calm = found(bench.run(bench.spec(name="calm", metric="latency", zero_stages=(2,)), Hill(
         lambda config: step_of(0.01 * (micro_batch_of(config) + 4))), noise=0.002))  # fmt: skip
-    assert any("in round 3 your own config was" in one for one in result.verdict.warnings), result.verdict.warnings
+    assert any("in round 3 your own config was" in warning for warning in result.verdict.warnings), (
+        result.verdict.warnings
+    )
     assert calm.verdict.warnings == ()
     assert result.speed_up == pytest.approx(calm.speed_up, rel=0.01)
 
@@ -226,7 +230,7 @@ def test_rounds_that_are_too_few_for_the_noise_hand_over_the_users_config(bench:
 def test_no_more_is_spent_than_a_share_of_the_search(bench: StudyBench) -> None:
     found(bench.run(bench.spec(max_trials=30), Hill(), noise=0.1))
     launches = bench.store.launches(read_stored(bench.store, "s").record.uuid)
-    spent = {again: sum(one.report.held_s for one in launches if (one.purpose == "confirm") is again)
+    spent = {again: sum(launch.report.held_s for launch in launches if (launch.purpose == "confirm") is again)
              for again in (True, False)}  # fmt: skip
     rounds = rounds_of(bench)
     assert rounds.last == 3 or spent[True] < 0.25 * spent[False] + 300, "a round that was begun is finished"
@@ -241,8 +245,8 @@ def test_of_what_runs_as_fast_the_smaller_batch_is_found_and_wins(bench: StudyBe
 
     spec = bench.spec(method="guided", max_trials=24, zero_stages=(2,))
     result = found(bench.run(spec, Hill(saturates)))
-    trials = [one for one in bench.study().trials if one.value is not None]
-    best = max(trials, key=lambda one: one.value or 0.0)
+    trials = [trial for trial in bench.study().trials if trial.value is not None]
+    best = max(trials, key=lambda item: item.value or 0.0)
     assert result.train_batch_size < 40 <= 2 * micro_batch_of(best.user_attrs[attributes.CONFIG])
     assert result.verdict.ties
     assert result.value > 0.99 * (best.value or 0.0)
@@ -260,10 +264,12 @@ def test_a_kept_global_batch_is_compared_with_the_users_config_at_it(bench: Stud
 def test_the_users_own_global_batch_may_be_kept(bench: StudyBench, method: str) -> None:
     config = {**USER_CONFIG, "gradient_accumulation_steps": 6}
     result = found(bench.run(bench.spec(method=method, ds_config=config, batch="keep", confirm=0), Hill()))
-    configs = [one.user_attrs[attributes.CONFIG] for one in bench.study().trials if attributes.CONFIG in one.user_attrs]
-    assert {2 * micro_batch_of(one) * one["gradient_accumulation_steps"] for one in configs} == {24}
+    configs = [
+        trial.user_attrs[attributes.CONFIG] for trial in bench.study().trials if attributes.CONFIG in trial.user_attrs
+    ]
+    assert {2 * micro_batch_of(item) * item["gradient_accumulation_steps"] for item in configs} == {24}
     assert result.train_batch_size == result.user_train_batch_size == 24
-    assert len({micro_batch_of(one) for one in configs}) > 1
+    assert len({micro_batch_of(item) for item in configs}) > 1
     with pytest.raises(UsageError, match="--batch keep"):
         bench.spec(batch="keep", train_batch_size=8)
 
@@ -278,12 +284,16 @@ def test_no_global_batch_is_searched_beyond_a_tenth_of_the_data(
 ) -> None:
     """A script with 4,096 samples was tried at a global batch of 6,662."""
     result = found(bench.run(bench.spec(method=method, confirm=0, max_trials=10, **options), Hill()))
-    configs = [one.user_attrs[attributes.CONFIG] for one in bench.study().trials if attributes.CONFIG in one.user_attrs]
-    batches = [2 * micro_batch_of(one) for one in configs]
+    configs = [
+        trial.user_attrs[attributes.CONFIG] for trial in bench.study().trials if attributes.CONFIG in trial.user_attrs
+    ]
+    batches = [2 * micro_batch_of(config) for config in configs]
     assert most / 4 <= max(batches) <= most
-    told = [one.text for one in bench.news if isinstance(one, Message) and "no global batch beyond" in one.text]
+    words = [
+        event.text for event in bench.news if isinstance(event, Message) and "no global batch beyond" in event.text
+    ]
     expected = f"The training data have {options['dataset_size']} samples: no global batch beyond {most}"
-    assert [one.startswith(expected) for one in told] == [True] * ("max_train_batch_size" not in options)
+    assert [item.startswith(expected) for item in words] == [True] * ("max_train_batch_size" not in options)
     assert result.dataset_size == options["dataset_size"]
     if result.train_batch_size != 4:
         advice = str(result.learning_rate_advice)
@@ -295,8 +305,10 @@ def test_no_global_batch_is_searched_beyond_a_tenth_of_the_data(
 def test_micro_batches_may_be_multiples_of_a_number(bench: StudyBench, method: str) -> None:
     hill = Hill()
     found(bench.run(bench.spec(method=method, divisible_by=8, confirm=0, max_trials=10), hill))
-    configs = [one.user_attrs[attributes.CONFIG] for one in bench.study().trials if attributes.CONFIG in one.user_attrs]
-    sizes = [micro_batch_of(one) for one in configs[1:]]
+    configs = [
+        trial.user_attrs[attributes.CONFIG] for trial in bench.study().trials if attributes.CONFIG in trial.user_attrs
+    ]
+    sizes = [micro_batch_of(config) for config in configs[1:]]
     assert all(size % 8 == 0 for size in sizes), "all but the user's own"
     assert micro_batch_of(hill.configs[0]) == 8, "the profile, too"
     listed = {**USER_CONFIG, "train_micro_batch_size_per_gpu": [2, 4]}

@@ -327,8 +327,8 @@ def test_a_launch_that_others_kill_is_launched_again_whatever_it_is_for(bench: S
 
     class Disturbed(Hill):
         def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
-            found = super().run(ds_config, slots)
-            return killed if len(self.configs) - 1 in profile | first_trial | first_round else found
+            result = super().run(ds_config, slots)
+            return killed if len(self.configs) - 1 in profile | first_trial | first_round else result
 
     result = bench.run(bench.spec(max_retries=0, max_trials=3, confirm=1), Disturbed())
     assert result is not None
@@ -338,8 +338,8 @@ def test_a_launch_that_others_kill_is_launched_again_whatever_it_is_for(bench: S
     rounds = Rounds.of(bench.study().user_attrs)
     assert rounds.launches
     assert all(launch.value is not None for launch in rounds.launches), "rounds repeat them, too"
-    said = [news.text for news in bench.news if isinstance(news, Message)]
-    assert said.count("Launched again: killed by SIGKILL from outside.") == 4
+    text = [news.text for news in bench.news if isinstance(news, Message)]
+    assert text.count("Launched again: killed by SIGKILL from outside.") == 4
 
 
 def test_a_launch_that_is_killed_each_time_is_given_up(bench: StudyBench) -> None:
@@ -463,8 +463,8 @@ def test_finalists_end_when_their_step_time_is_known(
 def test_finalists_end_earlier_where_launches_are_seen_to_differ_by_more_than_their_steps(bench: StudyBench) -> None:
     bench.run(bench.spec(max_trials=5, confirm=3, adaptive_steps=40), Hill(), noise=0.1)
     launches = launches_of(bench)
-    assert min(one.steps for one in launches if one.round == 1) > 25
-    assert max(one.steps for one in launches if one.round > 2) < 20
+    assert min(launch.steps for launch in launches if launch.round == 1) > 25
+    assert max(launch.steps for launch in launches if launch.round > 2) < 20
 
 
 def test_a_trial_ends_when_its_step_time_is_known(bench: StudyBench) -> None:
@@ -491,11 +491,11 @@ def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(
     assert result is not None
     own = attributes.user_config_trial(bench.study().trials)
     assert own is not None
-    launches = [one for one in launches_of(bench) if one.number != own.number]
+    launches = [item for item in launches_of(bench) if item.number != own.number]
     assert launches[0].outcome == Outcome.OUT_OF_MEMORY
-    substitutes = {one.number for one in launches[1:]}
+    substitutes = {launch.number for launch in launches[1:]}
     assert len(substitutes) == 1, "as many places as there were finalists"
-    assert [one.round for one in launches[1:]][:3] == [1, 2, 3], "it takes its place in the same round"
+    assert [launch.round for launch in launches[1:]][:3] == [1, 2, 3], "it takes its place in the same round"
     assert result.trial in substitutes
 
 

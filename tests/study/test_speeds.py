@@ -47,17 +47,17 @@ def record(*, tokens: bool) -> LaunchRecord:
 
 
 def speeds_of(profile: ModelProfile | None, *, tokens: bool | None = None) -> Speeds:
-    found = Speeds(profile, metric="FLOPS_per_gpu", device="cuda")
+    result = Speeds(profile, metric="FLOPS_per_gpu", device="cuda")
     if tokens is not None:
-        found.learn(record(tokens=tokens))
-    return found
+        result.learn(record(tokens=tokens))
+    return result
 
 
 def test_samples_come_first_then_tokens_and_flops_as_a_share_of_the_peak() -> None:
-    found = speeds_of(PROFILE, tokens=True).of(METRICS, BF16, value=METRICS["FLOPS_per_gpu"])
-    assert (found.samples_per_s, found.tokens_per_s) == (40.0, 40.0 * 512)
-    assert found.utilisation == pytest.approx(0.4)
-    assert found.text == "40 samples/s, 20,480 tokens/s, 40% MFU"
+    result = speeds_of(PROFILE, tokens=True).of(METRICS, BF16, value=METRICS["FLOPS_per_gpu"])
+    assert (result.samples_per_s, result.tokens_per_s) == (40.0, 40.0 * 512)
+    assert result.utilisation == pytest.approx(0.4)
+    assert result.text == "40 samples/s, 20,480 tokens/s, 40% MFU"
 
 
 def test_what_is_not_known_is_not_told() -> None:
@@ -69,8 +69,8 @@ def test_what_is_not_known_is_not_told() -> None:
 
 
 def test_where_inputs_vary_in_size_the_measured_tokens_count() -> None:
-    found = speeds_of(None, tokens=True).of({**METRICS, "tokens_per_s": 17.0}, {}, value=1.0)
-    assert (found.samples_per_s, found.tokens_per_s) == (40.0, 17.0)
+    result = speeds_of(None, tokens=True).of({**METRICS, "tokens_per_s": 17.0}, {}, value=1.0)
+    assert (result.samples_per_s, result.tokens_per_s) == (40.0, 17.0)
 
 
 def test_what_is_stored_of_a_launch_tells_tokens_and_mfu_as_its_line_did() -> None:
@@ -102,24 +102,24 @@ def test_the_metric_is_told_too(metric: str, value: float, device: str, shown: s
 
 
 def test_numbers_are_written_as_a_person_writes_them() -> None:
-    assert [setting_in_words(one) for one in (5_000_000_000, 5e7, 10**5, 65536, 1422000, 16, True, "none", 0.5)] == [
+    assert [setting_in_words(item) for item in (5_000_000_000, 5e7, 10**5, 65536, 1422000, 16, True, "none", 0.5)] == [
         "5e9", "5e7", "1e5", "65536", "1422000", "16", "true", "none", "0.5"
     ]  # fmt: skip
-    assert [count_in_words(one) for one in (13984, 40812.34, 999.96, 1.5)] == ["13,984", "40,810", "1,000", "1.5"]
-    assert [setting_in_words(one) for one in (1_500_000, 123_000_000, 120_000)] == ["1.5e6", "1.23e8", "1.2e5"]
-    assert [things_in_words(one, "launch") for one in (0, 1, 1200)] == ["0 launches", "1 launch", "1,200 launches"]
-    assert [bytes_in_words(one) for one in (1, 320, 1536, 2**30, 2**40)] == [
+    assert [count_in_words(item) for item in (13984, 40812.34, 999.96, 1.5)] == ["13,984", "40,810", "1,000", "1.5"]
+    assert [setting_in_words(item) for item in (1_500_000, 123_000_000, 120_000)] == ["1.5e6", "1.23e8", "1.2e5"]
+    assert [things_in_words(item, "launch") for item in (0, 1, 1200)] == ["0 launches", "1 launch", "1,200 launches"]
+    assert [bytes_in_words(item) for item in (1, 320, 1536, 2**30, 2**40)] == [
         "1 byte", "320 bytes", "1.5 KiB", "1.00 GiB", "1.00 TiB"
     ]  # fmt: skip
-    assert [params_in_words(one) for one in (1633, 1_420_000)] == ["1,633", "1.42 M"]
-    assert [params_in_words(one) for one in (999_400_000, 999_600_000, 2 * 10**12, 1234 * 10**12)] == [
+    assert [params_in_words(item) for item in (1633, 1_420_000)] == ["1,633", "1.42 M"]
+    assert [params_in_words(item) for item in (999_400_000, 999_600_000, 2 * 10**12, 1234 * 10**12)] == [
         "999 M", "1 B", "2 T", "1,230 T"
     ]  # fmt: skip
-    assert [flops_in_words(one) for one in (8384.0, 985_300.0, 12.0)] == ["8.384 kFLOP", "985.3 kFLOP", "12 FLOP"]
-    assert [flops_in_words(one) for one in (999.96e9, 3.1e17, 4e19, 1.5e22)] == [
+    assert [flops_in_words(item) for item in (8384.0, 985_300.0, 12.0)] == ["8.384 kFLOP", "985.3 kFLOP", "12 FLOP"]
+    assert [flops_in_words(item) for item in (999.96e9, 3.1e17, 4e19, 1.5e22)] == [
         "1 TFLOP", "310 PFLOP", "40 EFLOP", "15,000 EFLOP"
     ]  # fmt: skip
-    assert [metric_in_words("latency", one) for one in (5.23e-6, 0.0296, 1.5)] == [
+    assert [metric_in_words("latency", item) for item in (5.23e-6, 0.0296, 1.5)] == [
         "5.23 \u00b5s",
         "29.6 ms",
         "1.5 s",
@@ -130,15 +130,15 @@ def test_numbers_are_written_as_a_person_writes_them() -> None:
         "12 measured, 2 out of memory, 2 script errors"
     )
     assert metric_in_words("tokens_per_s", 40812.34) == "40,810 tokens/s"
-    assert [faster_in_words(one) for one in (0.09, 2.53)] == ["9% faster", "3.5 times as fast"]
+    assert [faster_in_words(item) for item in (0.09, 2.53)] == ["9% faster", "3.5 times as fast"]
 
 
 def test_ranges_and_small_amounts_are_told_in_a_fitting_unit() -> None:
     assert range_in_words("6,564 samples/s", "17,770 samples/s") == "6,564 to 17,770 samples/s"
     assert range_in_words("985 ms", "1.2 s", joint=" and ") == "985 ms and 1.2 s"
-    assert [share_in_words(one) for one in (0.0, 0.004, 0.83)] == ["0%", "less than 1%", "83%"]
-    assert [duration_in_words(one) for one in (0.0, 0.4, 1.2, 200.0)] == ["0 s", "0.4 s", "1 s", "3 min 20 s"]
-    assert [slot_time_in_words(one, "cuda") for one in (3600.0, 5400.0, 60.0)] == [
+    assert [share_in_words(item) for item in (0.0, 0.004, 0.83)] == ["0%", "less than 1%", "83%"]
+    assert [duration_in_words(item) for item in (0.0, 0.4, 1.2, 200.0)] == ["0 s", "0.4 s", "1 s", "3 min 20 s"]
+    assert [slot_time_in_words(item, "cuda") for item in (3600.0, 5400.0, 60.0)] == [
         "1 GPU hour", "1.5 GPU hours", "1 GPU minute"
     ]  # fmt: skip
     assert slot_time_in_words(30.5, "cpu") == "30.5 CPU rank seconds"
@@ -146,7 +146,7 @@ def test_ranges_and_small_amounts_are_told_in_a_fitting_unit() -> None:
 
 def test_a_ratio_has_the_same_digits_wherever_it_stands() -> None:
     ratios = (0.004, 0.704, 0.9876, 1.0, 1.0034, 1.5, 8.714, 41.533, 416.4, 999.7, 4160.0)
-    assert [times_in_words(one) for one in ratios] == [
+    assert [times_in_words(ratio) for ratio in ratios] == [
         "0.004", "0.704", "0.988", "1", "1.003", "1.50", "8.71", "41.5", "416", "1,000", "4,160"
     ]  # fmt: skip
 
@@ -159,8 +159,8 @@ def test_a_metric_of_rounds_tells_samples_per_second_by_what_the_search_measured
         ("latency", 0.05, 80.0),
         ("forward", 0.03, 40.0),
     ):
-        found = speed_of(measured, value, metric=metric, device="cuda")
-        assert (found.value, found.samples_per_s, found.tokens_per_s) == (value, samples, 10 * samples)
+        result = speed_of(measured, value, metric=metric, device="cuda")
+        assert (result.value, result.samples_per_s, result.tokens_per_s) == (value, samples, 10 * samples)
     assert speed_of(measured, 0.02, metric="forward", device="cuda").samples_per_s is None, "the rest is not known"
     assert speed_of({}, 0.05, metric="latency", device="cuda").samples_per_s is None
 
@@ -176,8 +176,8 @@ def test_a_metric_of_rounds_tells_samples_per_second_by_what_the_search_measured
 )
 def test_samples_come_first_wherever_a_value_is_told(metric: str, value: float, shown: str, brief: str) -> None:
     measured = {"throughput": 40.0, "FLOPS_per_gpu": 2e12, "latency": 0.1, "forward": 0.03}
-    found = speed_of(measured, value, metric=metric, device="cuda")
-    assert (found.text, found.brief) == (shown, brief)
+    result = speed_of(measured, value, metric=metric, device="cuda")
+    assert (result.text, result.brief) == (shown, brief)
 
 
 def test_a_gain_of_more_than_all_is_a_number_of_times() -> None:

@@ -64,9 +64,9 @@ def _changed(update: LaunchUpdate) -> Iterator[LaunchUpdate]:
 @pytest.fixture
 def result(bench: StudyBench) -> StudyResult:
     launcher = HalfPrecisionLauncher(Hill(), total_slots=2, noise=0.0)
-    found = bench.session(bench.spec(end_profile_step=8, max_trials=4), launcher).run()
-    assert found is not None
-    return found
+    matches = bench.session(bench.spec(end_profile_step=8, max_trials=4), launcher).run()
+    assert matches is not None
+    return matches
 
 
 def test_every_record_of_a_study_counts_the_same_steps(bench: StudyBench, result: StudyResult) -> None:
@@ -104,24 +104,24 @@ def test_the_result_says_so_in_one_line(result: StudyResult, capsys: pytest.Capt
 
 
 def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:
-    found = bench.session(bench.spec(max_trials=2), SimulatedLauncher(Hill(), total_slots=2, noise=0.0)).run()
-    assert found is not None
-    assert found.measurement == ""
-    assert "tokens_per_s" not in found.metrics
+    matches = bench.session(bench.spec(max_trials=2), SimulatedLauncher(Hill(), total_slots=2, noise=0.0)).run()
+    assert matches is not None
+    assert matches.measurement == ""
+    assert "tokens_per_s" not in matches.metrics
 
 
 def test_show_report_and_notes_say_so(
     bench: StudyBench, result: StudyResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
     winner = bench.study().trials[result.trial]
-    told = steps_in_words(**attributes.step_facts(winner))
-    assert told.startswith("2 steps skipped by the loss scaler, not counted; inputs vary in size by 40%")
+    words = steps_in_words(**attributes.step_facts(winner))
+    assert words.startswith("2 steps skipped by the loss scaler, not counted; inputs vary in size by 40%")
     with pytest.raises(SystemExit) as end:
         main(["show", "s", "--storage", bench.store.url])
     assert end.value.code == 0
-    assert f"{told})" in capsys.readouterr().out
+    assert f"{words})" in capsys.readouterr().out
     view = read_view(bench.store, "s")
-    assert told in html.unescape(render(view))
+    assert words in html.unescape(render(view))
     note = trial_note(view, next(trial for trial in view.trials if trial.number == winner.number))
     assert "| steps skipped by the loss scaler, not counted | 2 |" in note
     assert "| inputs vary in size from step to step by | 40% |" in note

@@ -23,7 +23,7 @@ from tests.harness.studies import StudyBench
 def confirmed(bench: StudyBench) -> int:
     record = bench.store.find_study("s")
     assert record is not None
-    return sum(one.purpose == "confirm" for one in bench.store.launches(record.uuid))
+    return sum(launch.purpose == "confirm" for launch in bench.store.launches(record.uuid))
 
 
 def take_turn(store: Store) -> None:
@@ -34,11 +34,11 @@ def take_turn(store: Store) -> None:
 
 def test_one_waits_while_another_confirms_the_finalists(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conclusion, "_WAIT_S", 0.01)
-    spec, said = bench.spec(max_trials=3, confirm=1), []
+    spec, text = bench.spec(max_trials=3, confirm=1), []
 
     def observe(event: ProgressEvent) -> None:
         if isinstance(event, Message) and "Another worker" in event.text:
-            said.append(confirmed(bench))
+            text.append(confirmed(bench))
             other.close()
 
     asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=bench.store.url)
@@ -50,7 +50,7 @@ def test_one_waits_while_another_confirms_the_finalists(bench: StudyBench, monke
         other = stack.enter_context(ExitStack())
         assert other.enter_context(stack.enter_context(Store.open(bench.store.url)).conclusion_turn(record.uuid))
         result = session.run()
-    assert said == [0], "nothing was launched before it was said, and that once"
+    assert text == [0], "nothing was launched before it was said, and that once"
     assert result is not None
     assert confirmed(bench) > 0
 
@@ -60,7 +60,7 @@ def test_one_that_stood_still_overwrites_nothing_of_who_took_over(
 ) -> None:
     monkeypatch.setattr(conclusion, "_WAIT_S", 0.01)
     frozen: list[dict[str, Any]] = []
-    said: list[str] = []
+    words: list[str] = []
 
     def observe(event: ProgressEvent) -> None:
         if isinstance(event, LaunchEnded) and event.purpose == "confirm" and not frozen:
@@ -72,14 +72,14 @@ def test_one_that_stood_still_overwrites_nothing_of_who_took_over(
                 ).run()
             frozen.append(bench.study().user_attrs[attributes.CONFIRMATION])
         elif isinstance(event, Message):
-            said.append(event.text)
+            words.append(event.text)
 
     spec = bench.spec(max_trials=3, confirm=1)
     asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=bench.store.url)
     launcher = SimulatedLauncher(Hill(), total_slots=2)
     result = Session(asked, store=bench.store, launcher=launcher, observer=observe).run()
     assert bench.study().user_attrs[attributes.CONFIRMATION] == frozen[0]
-    assert any("took the confirmation over" in text for text in said)
+    assert any("took the confirmation over" in text for text in words)
     assert result is not None
     assert confirmed(bench) == len(frozen[0]["launches"])
 

@@ -32,9 +32,9 @@ def trial(number: int, value: float, *, micro_batch: int = 2, **zero: Any) -> Fr
     attrs: dict[str, Any] = {attributes.CONFIG: config, attributes.OVERLAY: {}}
     if number == OWN:
         attrs[attributes.PURPOSE] = attributes.USER_CONFIG
-    found = optuna.trial.create_trial(value=value, user_attrs=attrs)
-    found.number = number
-    return found
+    result = optuna.trial.create_trial(value=value, user_attrs=attrs)
+    result.number = number
+    return result
 
 
 def with_metrics(trial: FrozenTrial, **metrics: float) -> FrozenTrial:
@@ -71,10 +71,10 @@ def searched(found: Mapping[int, tuple[float, float]]) -> JointEstimate:
 
 
 def judged(trials: Sequence[FrozenTrial], rounds: Rounds, *, tie: float = 0.01, maximize: bool = True) -> Verdict:
-    found = verdict_of(trials, rounds, spec(tie=tie, metric="throughput" if maximize else "latency"))
-    assert found is not None
-    assert json.dumps(found.to_json())
-    return found
+    result = verdict_of(trials, rounds, spec(tie=tie, metric="throughput" if maximize else "latency"))
+    assert result is not None
+    assert json.dumps(result.to_json())
+    return result
 
 
 def spec(**changes: Any) -> StudySpec:
@@ -88,45 +88,45 @@ TRIALS = (trial(OWN, 10.0), trial(1, 16.0, micro_batch=8), trial(2, 15.9, micro_
 
 
 def test_what_is_surely_faster_is_handed_over_with_its_paired_ratio() -> None:
-    found = judged(TRIALS[:2], rounds_of({OWN: [10.0, 8.0, 9.0], 1: [15.0, 12.1, 13.4]}))
-    assert (found.kind, found.result.number, found.best.number) == (VerdictKind.WINNER, 1, 1)
-    assert found.speed_up is not None
-    assert found.baseline is not None
-    assert found.speed_up.value == pytest.approx(found.result.value / found.baseline.value)
-    assert found.speed_up.low is not None
-    assert 1.45 < found.speed_up.low < 1.5 < (found.speed_up.high or 0.0) < 1.55
+    result = judged(TRIALS[:2], rounds_of({OWN: [10.0, 8.0, 9.0], 1: [15.0, 12.1, 13.4]}))
+    assert (result.kind, result.result.number, result.best.number) == (VerdictKind.WINNER, 1, 1)
+    assert result.speed_up is not None
+    assert result.baseline is not None
+    assert result.speed_up.value == pytest.approx(result.result.value / result.baseline.value)
+    assert result.speed_up.low is not None
+    assert 1.45 < result.speed_up.low < 1.5 < (result.speed_up.high or 0.0) < 1.55
 
 
 def test_a_best_that_is_not_surely_faster_is_not_handed_over() -> None:
     """It was: 'the best is 0.970 times as good' with the config of that best written out."""
-    found = judged(TRIALS[:2], rounds_of({OWN: [10.0, 10.0, 10.0], 1: [9.7, 9.71, 9.69]}))
-    assert (found.kind, found.result.number, found.best.number) == (VerdictKind.BASELINE_IS_BEST, OWN, OWN)
-    assert found.speed_up is not None
-    assert found.speed_up.value == 1.0
-    text = verdict_in_words(found, metric="throughput")[0]
+    result = judged(TRIALS[:2], rounds_of({OWN: [10.0, 10.0, 10.0], 1: [9.7, 9.71, 9.69]}))
+    assert (result.kind, result.result.number, result.best.number) == (VerdictKind.BASELINE_IS_BEST, OWN, OWN)
+    assert result.speed_up is not None
+    assert result.speed_up.value == 1.0
+    text = verdict_in_words(result, metric="throughput")[0]
     assert text.startswith("Your own config is the best found: 10 samples/s. The best other, trial 1, is 0.970 times")
 
 
 def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -> None:
     """It was the user's own config, though two finalists were surely faster."""
     values = {OWN: [10.0, 10.0, 10.0], 1: [28.0, 11.0, 26.0], 2: [14.0, 14.2, 13.9]}
-    found = judged(TRIALS, rounds_of(values))
-    assert (found.kind, found.result.number, found.best.number) == (VerdictKind.WINNER, 2, 1)
-    assert found.best.speed_up is not None
-    assert not found.best.speed_up.surely_above_1
-    assert found.speed_up is not None
-    assert found.speed_up.surely_above_1
-    assert found.ties == (), "trial 1 was not a candidate"
-    assert [one.number for one in found.undecided] == [1]
-    told = " ".join(verdict_in_words(found, metric="throughput"))
-    assert "but not equal to it: trial 1 (not surely better than your own config)." in told
+    result = judged(TRIALS, rounds_of(values))
+    assert (result.kind, result.result.number, result.best.number) == (VerdictKind.WINNER, 2, 1)
+    assert result.best.speed_up is not None
+    assert not result.best.speed_up.surely_above_1
+    assert result.speed_up is not None
+    assert result.speed_up.surely_above_1
+    assert result.ties == (), "trial 1 was not a candidate"
+    assert [item.number for item in result.undecided] == [1]
+    words = " ".join(verdict_in_words(result, metric="throughput"))
+    assert "but not equal to it: trial 1 (not surely better than your own config)." in words
 
 
 def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_users_own() -> None:
-    found = judged((trial(OWN, 6.101), trial(1, 5.892)), Rounds())
-    assert (found.kind, found.result.number, found.best.number) == (VerdictKind.UNCONFIRMED, OWN, OWN)
-    assert found.baseline is not None
-    assert found.result.value == found.baseline.value == 6.101
+    result = judged((trial(OWN, 6.101), trial(1, 5.892)), Rounds())
+    assert (result.kind, result.result.number, result.best.number) == (VerdictKind.UNCONFIRMED, OWN, OWN)
+    assert result.baseline is not None
+    assert result.result.value == result.baseline.value == 6.101
     better = judged((trial(OWN, 6.101), trial(1, 7.0)), Rounds())
     assert (better.result.number, better.result.interval.low) == (1, None)
     assert better.speed_up is not None
@@ -135,10 +135,10 @@ def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_use
 
 
 def test_where_the_time_ended_before_it_was_known_the_users_config_is_the_result() -> None:
-    found = judged(TRIALS[:2], rounds_of({OWN: [10.0, 9.0, 11.0], 1: [12.0, 8.9, 11.4]}))
-    assert (found.kind, found.result.number, found.best.number) == (VerdictKind.NOT_CONFIRMED, OWN, 1)
-    assert found.best.speed_up is not None
-    assert "--confirm-time" in verdict_in_words(found, metric="throughput")[0]
+    result = judged(TRIALS[:2], rounds_of({OWN: [10.0, 9.0, 11.0], 1: [12.0, 8.9, 11.4]}))
+    assert (result.kind, result.result.number, result.best.number) == (VerdictKind.NOT_CONFIRMED, OWN, 1)
+    assert result.best.speed_up is not None
+    assert "--confirm-time" in verdict_in_words(result, metric="throughput")[0]
 
 
 @pytest.mark.parametrize("ahead", [OWN, 1])
@@ -157,22 +157,22 @@ def test_what_took_the_place_of_a_failed_finalist_is_not_handed_over_after_one_r
 
 
 def test_without_the_users_config_the_best_of_the_rounds_is_the_result() -> None:
-    found = judged(TRIALS[1:], rounds_of({1: [16.0, 16.1, 15.9], 2: [12.0, 12.1, 11.9]}))
-    assert (found.kind, found.result.number, found.speed_up) == (VerdictKind.NO_BASELINE, 1, None)
+    result = judged(TRIALS[1:], rounds_of({1: [16.0, 16.1, 15.9], 2: [12.0, 12.1, 11.9]}))
+    assert (result.kind, result.result.number, result.speed_up) == (VerdictKind.NO_BASELINE, 1, None)
     failed = rounds_of({1: [16.0, 16.1, 15.9]}).with_launch(launch(OWN, 1, None))
-    found = judged(TRIALS, failed)
-    assert found.kind is VerdictKind.NO_BASELINE
-    assert found.speed_up is not None
-    assert found.speed_up.rounds == 0
+    result = judged(TRIALS, failed)
+    assert result.kind is VerdictKind.NO_BASELINE
+    assert result.speed_up is not None
+    assert result.speed_up.rounds == 0
 
 
 def test_of_equals_the_smallest_global_batch_wins_and_the_tie_is_named() -> None:
     """It was: a global batch of 224 as '2.00 times as good', where 32 ran as fast."""
     trials = (trial(OWN, 73.0), trial(1, 147.0, micro_batch=112), trial(2, 145.0, micro_batch=16))
     values = {OWN: [73.0, 73.5, 73.2], 1: [147.0, 147.4, 146.9], 2: [146.0, 146.2, 146.1]}
-    found = judged(trials, rounds_of(values))
-    assert (found.kind, found.result.number, found.best.number, found.ties) == (VerdictKind.WINNER, 2, 1, (1,))
-    assert "trial 1" in " ".join(verdict_in_words(found, metric="throughput"))
+    result = judged(trials, rounds_of(values))
+    assert (result.kind, result.result.number, result.best.number, result.ties) == (VerdictKind.WINNER, 2, 1, (1,))
+    assert "trial 1" in " ".join(verdict_in_words(result, metric="throughput"))
     assert judged(trials, rounds_of(values), tie=0.001).result.number == 1
 
 
@@ -185,29 +185,29 @@ def test_nothing_faster_is_given_up_for_a_batch_that_is_hardly_smaller() -> None
 def test_of_equals_at_one_batch_the_nearest_to_the_users_config_wins() -> None:
     far = trial(1, 15.0, micro_batch=4, overlap_comm=True, reduce_bucket_size=5e7)
     near = trial(2, 15.0, micro_batch=4)
-    found = judged((TRIALS[0], far, near), rounds_of({OWN: [10.0] * 3, 1: [15.01] * 3, 2: [15.0] * 3}))
-    assert found.result.number == 2
-    assert {one.number: one.differing for one in found.contenders} == {OWN: 0, 1: 3, 2: 1}
+    result = judged((TRIALS[0], far, near), rounds_of({OWN: [10.0] * 3, 1: [15.01] * 3, 2: [15.0] * 3}))
+    assert result.result.number == 2
+    assert {contender.number: contender.differing for contender in result.contenders} == {OWN: 0, 1: 3, 2: 1}
 
 
 def test_a_gain_within_the_tie_is_not_worth_another_config() -> None:
-    found = judged(TRIALS[:2], rounds_of({OWN: [10.0] * 3, 1: [10.05, 10.051, 10.049]}))
-    assert (found.kind, found.result.number, found.ties) == (VerdictKind.BASELINE_IS_BEST, OWN, (1,))
+    result = judged(TRIALS[:2], rounds_of({OWN: [10.0] * 3, 1: [10.05, 10.051, 10.049]}))
+    assert (result.kind, result.result.number, result.ties) == (VerdictKind.BASELINE_IS_BEST, OWN, (1,))
 
 
 def test_what_the_rounds_cannot_tell_apart_is_a_tie() -> None:
     values = {OWN: [10.0, 10.2, 9.9], 1: [20.0, 20.6, 19.9], 2: [19.9, 20.1, 20.2]}
-    found = judged(TRIALS, rounds_of(values))
-    assert (found.result.number, found.ties) == (2, (1,))
+    result = judged(TRIALS, rounds_of(values))
+    assert (result.result.number, result.ties) == (2, (1,))
 
 
 @pytest.mark.parametrize(("searched_sd", "handed_over"), [(0.005, 1), (0.2, 2)])
 def test_what_the_search_knows_counts_where_rounds_are_noisy(searched_sd: float, handed_over: int) -> None:
     values = {OWN: [10.0, 10.3, 9.8], 1: [19.6, 20.6, 19.5], 2: [20.3, 20.0, 20.2]}
     estimate = searched({OWN: (10.0, searched_sd), 1: (20.8, searched_sd), 2: (20.0, searched_sd)})
-    found = judged(TRIALS, rounds_of(values, estimate=estimate), tie=0.001)
-    assert (found.result.number, found.best.number) == (handed_over, handed_over)
-    assert found.speed_up == judged(TRIALS, rounds_of({**values, 3 - handed_over: []})).speed_up, "by rounds alone"
+    result = judged(TRIALS, rounds_of(values, estimate=estimate), tie=0.001)
+    assert (result.result.number, result.best.number) == (handed_over, handed_over)
+    assert result.speed_up == judged(TRIALS, rounds_of({**values, 3 - handed_over: []})).speed_up, "by rounds alone"
 
 
 @pytest.mark.parametrize(("second", "handed_over"), [(19.9, 2), (19.7, 1)])
@@ -239,15 +239,15 @@ def test_what_the_rounds_do_not_distinguish_from_the_result_is_reported_with_the
     """It was 'not told from the result: trial 2' at a smaller batch, beside the rule that the smallest batch wins."""
     trials = [trial(OWN, 100), trial(1, 150, micro_batch=64), trial(2, 150, micro_batch=4)]
     rounds = rounds_of({OWN: [100, 100, 100], 1: [150, 151, 152], 2: [130, 145, 160]})
-    found = judged(trials, rounds)
-    assert (found.result.number, found.ties) == (1, ()), "the mean of the smaller batch is 4% lower"
-    [other] = found.undecided
+    result = judged(trials, rounds)
+    assert (result.result.number, result.ties) == (1, ()), "the mean of the smaller batch is 4% lower"
+    [other] = result.undecided
     assert (other.number, other.train_batch_size, other.best) == (2, 8, 1)
     assert other.below == pytest.approx(1 - (130 * 145 * 160 / (150 * 151 * 152)) ** (1 / 3))
-    assert found.noise is not None
-    assert other.allowed == pytest.approx(found.noise.relative_sd * math.sqrt(2 / 3))
+    assert result.noise is not None
+    assert other.allowed == pytest.approx(result.noise.relative_sd * math.sqrt(2 / 3))
     assert 0.01 < other.allowed < other.below
-    [line] = [line for line in verdict_in_words(found, metric="throughput") if "Not distinguished" in line]
+    [line] = [line for line in verdict_in_words(result, metric="throughput") if "Not distinguished" in line]
     assert f"trial 2 ({other.below:.1%} below trial 1, and up to {other.allowed:.1%} is equal)" in line
     assert "Equal to the result" not in line
 
@@ -258,12 +258,12 @@ def test_the_result_has_the_smallest_batch_of_all_that_is_reported_as_equal(seed
     trials = [trial(n, 15.0, micro_batch=2 ** (n + 1)) for n in range(6)]
     values = {n: [10.0 * (1 + (n > 0) * rng.uniform(0.3, 0.4)) * math.exp(rng.gauss(0, 0.03)) for _ in range(4)]
               for n in range(6)}  # fmt: skip
-    found = judged(trials, rounds_of(values))
-    batches = {one.number: one.train_batch_size for one in found.contenders}
-    assert all(batches[found.result.number] < batches[number] for number in found.ties)
-    assert not set(found.ties) & {one.number for one in found.undecided}
-    for other in found.undecided:
-        ratio = found.measured[other.number].speed_up
+    result = judged(trials, rounds_of(values))
+    batches = {contender.number: contender.train_batch_size for contender in result.contenders}
+    assert all(batches[result.result.number] < batches[number] for number in result.ties)
+    assert not set(result.ties) & {item.number for item in result.undecided}
+    for other in result.undecided:
+        ratio = result.measured[other.number].speed_up
         assert ratio is not None
         assert other.below > other.allowed or not ratio.surely_above_1
 
@@ -273,24 +273,24 @@ def test_a_tie_by_search_and_rounds_is_not_told_as_if_the_rounds_had_none_ahead(
     trials = [trial(OWN, 115, micro_batch=2), trial(1, 112, micro_batch=64)]
     estimate = searched({OWN: (115.0, 0.005), 1: (112.0, 0.005)})
     rounds = rounds_of({OWN: [80, 95, 70, 78], 1: [105, 120, 96, 99]}, estimate=estimate)
-    found = judged(trials, rounds)
-    assert (found.result.number, found.kind) == (OWN, VerdictKind.BASELINE_IS_BEST)
-    told = verdict_in_words(found, metric="throughput")[0]
-    assert "best found" not in told
-    assert "By the rounds alone trial 1 is 1." in told
-    assert told.endswith("it; search and rounds together do not say so.")
+    result = judged(trials, rounds)
+    assert (result.result.number, result.kind) == (OWN, VerdictKind.BASELINE_IS_BEST)
+    words = verdict_in_words(result, metric="throughput")[0]
+    assert "best found" not in words
+    assert "By the rounds alone trial 1 is 1." in words
+    assert words.endswith("it; search and rounds together do not say so.")
 
 
 def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
     trials = (*TRIALS[:2], trial(2, 12.0, overlap_comm=True))
     values = {OWN: [10.0, 10.1, 9.9], 1: [20.0, 20.3, 19.9], 2: [12.0, 12.1, 11.9]}
-    found = judged(trials, rounds_of(values))
-    assert found.at_user_batch is not None
-    assert (found.at_user_batch.number, found.at_user_batch.train_batch_size) == (2, 4)
-    assert found.at_user_batch.speed_up is not None
-    assert found.at_user_batch.speed_up.value == pytest.approx(1.2, rel=0.01)
-    assert (found.result.number, found.result.train_batch_size) == (1, 16)
-    text = " ".join(verdict_in_words(found, metric="throughput"))
+    result = judged(trials, rounds_of(values))
+    assert result.at_user_batch is not None
+    assert (result.at_user_batch.number, result.at_user_batch.train_batch_size) == (2, 4)
+    assert result.at_user_batch.speed_up is not None
+    assert result.at_user_batch.speed_up.value == pytest.approx(1.2, rel=0.01)
+    assert (result.result.number, result.result.train_batch_size) == (1, 16)
+    text = " ".join(verdict_in_words(result, metric="throughput"))
     assert "At the global batch of your own config, 4 samples, trial 2 is 1.20 times" in text
     assert "at 16 samples trial 1 is 2.01 times" in text
 
@@ -301,28 +301,28 @@ def test_noise_comes_from_the_rounds_and_a_machine_that_became_busy_is_told() ->
     calm = rounds_of({OWN: [11.5, 11.4, 11.45], 1: [12.0, 11.8, 11.95]})
     busy = rounds_of({OWN: [11.5, 4.17, 4.2], 1: [17.0, 6.3, 6.4]})
     assert judged(trials, calm).warnings == ()
-    found = judged(trials, busy)
-    assert found.speed_up is not None
-    assert found.speed_up.surely_above_1, "what slows a whole round does not blur the pairs"
-    drift, since = found.warnings[:2]
+    result = judged(trials, busy)
+    assert result.speed_up is not None
+    assert result.speed_up.surely_above_1, "what slows a whole round does not blur the pairs"
+    drift, since = result.warnings[:2]
     assert drift.startswith("The machine changed while it was measured: in round 1 your own config was 96% above")
     assert since.startswith("Your own config measured 49% below its value in the search over 3 rounds")
-    assert found.noise is not None
-    assert f"the noise of the rounds is {found.noise.relative_sd:.1%}" in drift
+    assert result.noise is not None
+    assert f"the noise of the rounds is {result.noise.relative_sd:.1%}" in drift
 
 
 def test_noise_is_one_number_for_the_rounds_and_one_for_the_search_each_with_its_origin() -> None:
     """It was '1.5% on this machine today' beside 'your own config measured 18% above its value in the search'."""
     trials = (trial(OWN, 10.0), trial(1, 16.0, micro_batch=8))
-    found = judged(trials, rounds_of({OWN: [11.8, 11.9, 11.7], 1: [16.0, 16.4, 16.1]}))
-    assert found.noise is not None
-    assert found.search_noise is not None
+    result = judged(trials, rounds_of({OWN: [11.8, 11.9, 11.7], 1: [16.0, 16.4, 16.1]}))
+    assert result.noise is not None
+    assert result.search_noise is not None
     off = [math.log(11.8 * 11.9 * 11.7 / 10.0**3) / 3, math.log(16.0 * 16.4 * 16.1 / 16.0**3) / 3]
-    assert found.search_noise.relative_sd == pytest.approx(math.sqrt((off[0] ** 2 + off[1] ** 2) / 2))
-    [line] = [one for one in verdict_in_words(found, metric="throughput") if one.startswith("Noise")]
+    assert result.search_noise.relative_sd == pytest.approx(math.sqrt((off[0] ** 2 + off[1] ** 2) / 2))
+    [line] = [word for word in verdict_in_words(result, metric="throughput") if word.startswith("Noise")]
     assert line == (
-        f"Noise of the rounds: {found.noise.relative_sd:.1%}, the standard deviation of 6 launches within their "
-        f"rounds. Noise of the search: {found.search_noise.relative_sd:.1%}, by which the search's values of "
+        f"Noise of the rounds: {result.noise.relative_sd:.1%}, the standard deviation of 6 launches within their "
+        f"rounds. Noise of the search: {result.search_noise.relative_sd:.1%}, by which the search's values of "
         "2 configurations differ from the rounds."
     )
     assert judged(trials, Rounds()).search_noise is None
@@ -345,9 +345,9 @@ def test_other_work_on_the_machine_is_told_with_figures() -> None:
         Conditions(window_s=10.0, others_cpu_s=0.2, cores=2),
         Conditions(gpu_processes=("process 7 (python, user anna)",), throttle_reasons=("power cap",)),
     ]
-    launches = [launch(OWN, 4 + index, 10.0, conditions=one) for index, one in enumerate(beside)]
-    told = judged(TRIALS[:2], Rounds(chosen=(OWN, 1), launches=(*rounds.launches, *launches))).warnings
-    assert told == (
+    launches = [launch(OWN, 4 + index, 10.0, conditions=item) for index, item in enumerate(beside)]
+    words = judged(TRIALS[:2], Rounds(chosen=(OWN, 1), launches=(*rounds.launches, *launches))).warnings
+    assert words == (
         "Trial 1 measured 25% below its value in the search over 3 rounds: only the rounds count.",
         "Other processes took up to 40% of the time of 2 cores during 1 of 9 launches of the confirmation.",
         "Others used the GPUs during 1 of 9 launches: process 7 (python, user anna).",
@@ -357,9 +357,9 @@ def test_other_work_on_the_machine_is_told_with_figures() -> None:
 
 def test_what_fails_with_more_steps_is_not_handed_over() -> None:
     rounds = rounds_of({OWN: [10.0] * 3, 1: [16.0] * 2, 2: [15.0] * 3}).with_launch(launch(1, 3, None))
-    found = judged(TRIALS, rounds)
-    assert found.result.number == 2
-    assert next(one for one in found.contenders if one.number == 1).left.startswith("out of memory")
+    result = judged(TRIALS, rounds)
+    assert result.result.number == 2
+    assert next(contender for contender in result.contenders if contender.number == 1).left.startswith("out of memory")
 
 
 def test_rounds_are_stored_as_plain_values_and_those_of_older_versions_are_one_round() -> None:
@@ -374,8 +374,8 @@ def test_rounds_are_stored_as_plain_values_and_those_of_older_versions_are_one_r
 
 
 def test_the_order_of_a_round_is_drawn_anew_and_the_same_for_whoever_continues_it() -> None:
-    orders = [order_of_round([3, 1, 2, 0], round_number=one, seed=42) for one in range(1, 20)]
-    assert orders == [order_of_round([0, 1, 2, 3], round_number=one, seed=42) for one in range(1, 20)]
+    orders = [order_of_round([3, 1, 2, 0], round_number=item, seed=42) for item in range(1, 20)]
+    assert orders == [order_of_round([0, 1, 2, 3], round_number=item, seed=42) for item in range(1, 20)]
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     assert len({tuple(order) for order in orders}) > 10
     assert {order[0] for order in orders} == {0, 1, 2, 3}
@@ -514,8 +514,8 @@ def test_what_rounds_refuted_is_no_finalist_again_and_says_why_it_left() -> None
     ranked = attributes.best_trials(trials, maximize=True)
     assert choose_finalists(trials, ranked, spec=spec(confirm=1), noise=None, out={1}) == [2, OWN]
     rounds = rounds_of({OWN: [10.0] * 4, 1: [9.9, 9.95, 9.9], 2: [15.0] * 4})
-    found = judged(trials, Rounds(chosen=(OWN, 2), launches=rounds.launches))
-    assert [one.left for one in found.contenders] == ["", "", "no better than your own config"]
+    result = judged(trials, Rounds(chosen=(OWN, 2), launches=rounds.launches))
+    assert [contender.left for contender in result.contenders] == ["", "", "no better than your own config"]
 
 
 def test_samples_per_second_come_first_in_every_line_on_a_speed() -> None:
@@ -523,14 +523,14 @@ def test_samples_per_second_come_first_in_every_line_on_a_speed() -> None:
         with_metrics(trial(OWN, 1e12), FLOPS_per_gpu=1e12, throughput=10.0),
         with_metrics(trial(1, 2e12, micro_batch=8), FLOPS_per_gpu=2e12, throughput=20.0),
     )
-    found = judged(trials, rounds_of({OWN: [1.1e12, 1.11e12, 1.09e12], 1: [2.2e12, 2.21e12, 2.19e12]}))
-    told = verdict_in_words(found, metric="FLOPS_per_gpu")[0]
-    assert told.endswith("22 samples/s, 2.2 TFLOP/s per GPU against 11 samples/s, 1.1 TFLOP/s per GPU.")
-    value = value_in_words(found, metric="FLOPS_per_gpu")
+    result = judged(trials, rounds_of({OWN: [1.1e12, 1.11e12, 1.09e12], 1: [2.2e12, 2.21e12, 2.19e12]}))
+    words = verdict_in_words(result, metric="FLOPS_per_gpu")[0]
+    assert words.endswith("22 samples/s, 2.2 TFLOP/s per GPU against 11 samples/s, 1.1 TFLOP/s per GPU.")
+    value = value_in_words(result, metric="FLOPS_per_gpu")
     assert value.startswith("22 samples/s, 2.2 TFLOP/s per GPU (95% between ")
     assert value.endswith(" samples/s)")
 
 
 def test_only_what_was_measured_again_is_called_so() -> None:
-    [told] = [line for line in verdict_in_words(judged(TRIALS[:2], Rounds()), metric="throughput") if "global" in line]
-    assert "nothing better than your own config was measured;" in told
+    [words] = [line for line in verdict_in_words(judged(TRIALS[:2], Rounds()), metric="throughput") if "global" in line]
+    assert "nothing better than your own config was measured;" in words

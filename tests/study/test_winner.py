@@ -19,23 +19,23 @@ IN_THE_DATABASE: frozenset[str] = frozenset()
 
 
 def trial(number: int, value: float) -> FrozenTrial:
-    found = optuna.trial.create_trial(value=value)
-    found.number = number
-    return found
+    result = optuna.trial.create_trial(value=value)
+    result.number = number
+    return result
 
 
 def test_trials_are_ranked_by_belief_where_there_is_one() -> None:
     trials = [trial(0, 110.0), trial(1, 99.0), trial(2, 98.0)]
     plain = Method(sampler=BinarySearchSampler(), pruner=NopPruner(), classes=1)
-    assert [one.number for one in plain.ranked(trials, maximize=True)] == [0, 1, 2]
+    assert [item.number for item in plain.ranked(trials, maximize=True)] == [0, 1, 2]
     wise = Method(
         sampler=BinarySearchSampler(),
         pruner=NopPruner(),
         classes=1,
         posterior_means=lambda _: {0: 97.0, 1: 99.0, 2: 98.0},
     )
-    assert [one.number for one in wise.ranked(trials, maximize=True)] == [1, 2, 0]
-    assert [one.number for one in wise.ranked(trials, maximize=False)] == [0, 2, 1]
+    assert [item.number for item in wise.ranked(trials, maximize=True)] == [1, 2, 0]
+    assert [item.number for item in wise.ranked(trials, maximize=False)] == [0, 2, 1]
 
 
 def test_a_lucky_measurement_is_believed_less_than_it_shows() -> None:
@@ -50,9 +50,9 @@ def test_a_lucky_measurement_is_believed_less_than_it_shows() -> None:
     assert lucky.values is not None
     true = lucky.values[0]
     lucky.values = [1.06 * true]
-    found = small_planner().posterior_means(trials)
+    result = small_planner().posterior_means(trials)
     assert honest[3] == pytest.approx(true, rel=0.01)
-    assert true < found[3] < 1.045 * true
+    assert true < result[3] < 1.045 * true
 
 
 def test_what_measured_best_is_always_a_finalist(bench: StudyBench) -> None:

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.torchrun
 def tuned(folder: Path, *command: str) -> tuple[dict[str, Any], str]:
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     output, errors = Command(folder, "random", *OPTIONS, *command).finish()
-    found: dict[str, Any] = json.loads(output)
-    return found, errors
+    result: dict[str, Any] = json.loads(output)
+    return result, errors
 
 
 def test_a_script_that_trains_without_deepspeed_is_stopped_and_told_why(tmp_path: Path) -> None:
@@ -45,16 +45,16 @@ def test_a_nested_field_of_a_settings_file(tmp_path: Path) -> None:
     settings = tmp_path / "run.yaml"
     settings.write_text("epochs: 2\ndata: {loader: {batch_size: 3, workers: 0}}\n")
     fixed = ("--fix", "train_micro_batch_size_per_gpu=6")
-    found, errors = tuned(tmp_path, *fixed, str(SCRIPTS / "settings.py"), "--", str(settings))
+    result, errors = tuned(tmp_path, *fixed, str(SCRIPTS / "settings.py"), "--", str(settings))
     assert "batch size from data.loader.batch_size in run.yaml (now 3)" in errors
-    assert found["user_train_batch_size"] == 3
-    assert found["config"]["train_micro_batch_size_per_gpu"] == 6, "twice the samples in hardly more time"
-    copy = Path(found["config_path"]).with_name("best_run.yaml")
-    assert "optuna-dsat train settings-random" in found["command"], "its config is built in code"
-    assert found["advice"] == ""
+    assert result["user_train_batch_size"] == 3
+    assert result["config"]["train_micro_batch_size_per_gpu"] == 6, "twice the samples in hardly more time"
+    copy = Path(result["config_path"]).with_name("best_run.yaml")
+    assert "optuna-dsat train settings-random" in result["command"], "its config is built in code"
+    assert result["advice"] == ""
     assert "batch_size: 3" in settings.read_text(), "the file is the user's"
     assert copy.read_text() == settings.read_text().replace("batch_size: 3", "batch_size: 6")
-    run = subprocess.run(shlex.split(found["command"]), cwd=tmp_path, capture_output=True, text=True, check=True)
+    run = subprocess.run(shlex.split(result["command"]), cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "trained with 6" in run.stdout
 
 
@@ -63,9 +63,9 @@ def test_a_pipeline_with_fewer_samples_than_its_micro_batch(tmp_path: Path) -> N
     (tmp_path / "ds.json").write_text(json.dumps(config))
     command = Command(tmp_path, "random", *OPTIONS, str(SCRIPTS / "few_samples.py"), "ds.json", "--", "ds.json")
     output, errors = command.finish()
-    found = json.loads(output)
+    result = json.loads(output)
     assert errors.count("The training data give a rank 5 samples in an epoch") == 1
     assert "Your own, 8, is not reached" in errors
-    assert found["config"]["train_micro_batch_size_per_gpu"] <= 5
-    assert found["user_value"] is None
-    assert "invalid_config" not in found["launches"]
+    assert result["config"]["train_micro_batch_size_per_gpu"] <= 5
+    assert result["user_value"] is None
+    assert "invalid_config" not in result["launches"]

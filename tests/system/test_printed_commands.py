@@ -301,7 +301,9 @@ FILES: dict[str, dict[str, Any]] = {
 ALL = os.environ.get("OPTUNA_DSAT_PRINTED_COMMANDS") == "all"
 
 
-@pytest.mark.parametrize("search", [pytest.param(one, id=one.name) for one in SEARCHES if ALL or one.is_always_run])
+@pytest.mark.parametrize(
+    "search", [pytest.param(search, id=search.name) for search in SEARCHES if ALL or search.is_always_run]
+)
 def test_the_command_that_a_search_prints_trains_with_the_best_config(tmp_path: Path, search: Search) -> None:
     folder = tmp_path / "work"
     shutil.copytree(ROOT / search.folder, folder, ignore=shutil.ignore_patterns("__pycache__", "sitecustomize.py"))

@@ -65,7 +65,7 @@ def test_secrets_reach_the_script_and_stand_nowhere_else(tmp_path: Path, secret_
     config = json.loads(path.read_text())
     token, key, password, variable, api_key = SECRETS
     path.write_text(json.dumps({**config, "comet": {"enabled": False, "api_key": api_key}}))
-    digests = [hashlib.sha256(one.encode()).hexdigest() for one in SECRETS]
+    digests = [hashlib.sha256(secret.encode()).hexdigest() for secret in SECRETS]
     (tmp_path / "own.py").write_text(SCRIPT.format(digests=digests))
     options = search("s", secret_url, budget=1, more=("--env", f"MY_PASSWORD={variable}"))
     start = options.index("--")
@@ -73,7 +73,7 @@ def test_secrets_reach_the_script_and_stand_nowhere_else(tmp_path: Path, secret_
     tuner = Command(tmp_path, "binary", "own.py", *options[2:start], "--", *words)
     shown, environments = set(), set()
     while tuner.process.poll() is None:
-        launched = [one.key.pid for one in tuner.launched()]
+        launched = [item.key.pid for item in tuner.launched()]
         shown |= {texts_of(pid, "cmdline") for pid in [*launched, *([tuner.process.pid] if launched else [])]}
         environments |= {texts_of(pid, "environ") for pid in launched}
         time.sleep(0.2)  # each process lives for seconds, and each look costs one of them its time
@@ -94,5 +94,5 @@ def test_secrets_reach_the_script_and_stand_nowhere_else(tmp_path: Path, secret_
     for root, _, names in os.walk(tmp_path / "optuna-dsat-output"):
         said += [Path(root, name).read_text(errors="replace") for name in names if name != best.name]
     of_database = str(make_url(secret_url).password)
-    assert [(one, text) for text in said for one in (*SECRETS, of_database) if one in text] == []
+    assert [(item, text) for text in said for item in (*SECRETS, of_database) if item in text] == []
     assert not any(of_database in text for text in environments)

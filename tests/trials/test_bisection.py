@@ -30,8 +30,8 @@ def trial(size: int, value: float | None, *, high: int = 64) -> FrozenTrial:
 
 
 def lineage(points: Sequence[tuple[int, float | None]], *, high: int = 64) -> Lineage:
-    (found,) = group([trial(size, value, high=high) for size, value in points]).values()
-    return found
+    (result,) = group([trial(size, value, high=high) for size, value in points]).values()
+    return result
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_climbing_goes_on_while_it_can_pay(
     best: float | None,
     expected: tuple[int, int] | None,
 ) -> None:
-    found = lineage(points)
-    assert edge_interval(found, 64, SIZES, direction=direction, best=best) == expected
-    assert ended(found, direction, best) == (expected is None and not refine(found, SIZES, direction=direction))
+    result = lineage(points)
+    assert edge_interval(result, 64, SIZES, direction=direction, best=best) == expected
+    assert ended(result, direction, best) == (expected is None and not refine(result, SIZES, direction=direction))
 
 
 def test_the_gap_beside_a_peak_is_left_where_it_cannot_hold_the_best() -> None:

@@ -32,11 +32,11 @@ def rate(params: Mapping[str, Any], size: int) -> float:
 def measured(*rows: tuple[int, bool, int, int]) -> list[Measurement]:
     """Return measurements of (ZeRO stage, overlap, bucket, micro-batch) with 1% of noise."""
     noise = random.Random(1)
-    found = []
+    result = []
     for number, (stage, overlap, bucket, size) in enumerate(rows):
         params = {"zero_stage": stage, "overlap_comm": overlap, "reduce_bucket_size": bucket}
-        found.append(Measurement(number, params, size, math.log(rate(params, size)) + noise.gauss(0.0, 0.01)))
-    return found
+        result.append(Measurement(number, params, size, math.log(rate(params, size)) + noise.gauss(0.0, 0.01)))
+    return result
 
 
 ROWS = [
@@ -125,14 +125,14 @@ def test_rates_that_are_not_positive_and_few_measurements_teach_nothing() -> Non
 
 
 def test_of_many_measurements_the_best_and_the_latest_are_looked_at() -> None:
-    found = effects_of(lineages(5.0, *[1.0] * 180, 2.0), UP)
-    assert found is not None
-    assert len(found._params) <= 100
-    assert {one["bucket"] for one in found._params} >= {0, 181}
+    result = effects_of(lineages(5.0, *[1.0] * 180, 2.0), UP)
+    assert result is not None
+    assert len(result._params) <= 100
+    assert {param["bucket"] for param in result._params} >= {0, 181}
 
 
 def test_a_duration_is_better_where_it_is_shorter() -> None:
     known = Lineages(group([trial(0, 4.0, 8), trial(1, 1.0, 2), trial(2, 2.0, 4)]).values())
-    found = effects_of(known, DOWN)
-    assert found is not None
-    assert found.best_size == 2
+    result = effects_of(known, DOWN)
+    assert result is not None
+    assert result.best_size == 2

@@ -35,7 +35,7 @@ def launch(stage: int, error: str = "", *, size: int = 4, stalled: bool = False,
 
 def stages(*trials: FrozenTrial) -> list[int]:
     """Return the stages that are avoided whatever the offload."""
-    return [one[ZERO_STAGE] for one in structure_failures(trials).avoided if set(one) == {ZERO_STAGE}]
+    return [item[ZERO_STAGE] for item in structure_failures(trials).avoided if set(item) == {ZERO_STAGE}]
 
 
 def test_one_error_at_two_stages_closes_those_above_too() -> None:
@@ -77,10 +77,10 @@ def test_one_stall_closes_its_structure() -> None:
 
 
 def test_a_larger_size_than_ran_may_be_the_cause() -> None:
-    found = structure_failures([launch(0), launch(1, ERROR, size=8), launch(2, ERROR, size=8)])
-    assert found.avoided == []
-    assert found.largest_first({ZERO_STAGE: 2}) == 4, "the next launch there tells size and structure apart"
-    assert found.largest_first({ZERO_STAGE: 0}) is None
+    result = structure_failures([launch(0), launch(1, ERROR, size=8), launch(2, ERROR, size=8)])
+    assert result.avoided == []
+    assert result.largest_first({ZERO_STAGE: 2}) == 4, "the next launch there tells size and structure apart"
+    assert result.largest_first({ZERO_STAGE: 0}) is None
     assert stages(launch(0), launch(1, ERROR, size=8), launch(2, ERROR)) == [1, 2, 3]
 
 

@@ -145,8 +145,8 @@ def test_running_trials_are_known_by_plan_or_by_what_they_were_enqueued_with() -
     waiting = make(1, state=WAITING, system={"fixed_params": {"zero_stage": 2, MICRO_BATCH: 5}})
     waiting.params = {}
     undecided = make(2, state=RUNNING, system={PLAN_ATTR: {"draw": 2}})
-    found = {o.params["zero_stage"]: o.running for o in group([planned, waiting, undecided]).values()}
-    assert found == {3: (7,), 2: (5,)}
+    result = {o.params["zero_stage"]: o.running for o in group([planned, waiting, undecided]).values()}
+    assert result == {3: (7,), 2: (5,)}
 
 
 def test_a_lineage_that_turned_into_another_is_unreachable() -> None:

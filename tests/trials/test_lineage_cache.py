@@ -40,10 +40,10 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BaseStor
 
 def knobs(chance: random.Random) -> dict[str, Any]:
     stage = chance.choice([1, 2, 3])
-    found: dict[str, Any] = {"zero_stage": stage}
+    result: dict[str, Any] = {"zero_stage": stage}
     if stage == 3:
-        found["offload_param"] = chance.choice(["none", "cpu"])
-    return {**found, "bucket": chance.choice([5e6, 5e7])}
+        result["offload_param"] = chance.choice(["none", "cpu"])
+    return {**result, "bucket": chance.choice([5e6, 5e7])}
 
 
 def finished(chance: random.Random) -> FrozenTrial:

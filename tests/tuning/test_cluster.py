@@ -22,10 +22,10 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[StudySpec]:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("pass\n")
     Path("ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
-    found: list[StudySpec] = []
-    monkeypatch.setattr(cluster, "check_cluster", found.append)
+    result: list[StudySpec] = []
+    monkeypatch.setattr(cluster, "check_cluster", result.append)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    return found
+    return result
 
 
 def spec_of(*, given: tuple[str, ...] = (), **options: Any) -> StudySpec:

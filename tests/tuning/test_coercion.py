@@ -48,11 +48,11 @@ PATH = str | os.PathLike[str]
     ],
 )
 def test_a_value_is_taken_as_the_type_says(value: Any, kind: Any, taken: Any) -> None:
-    found = coerced("it", value, kind)
-    assert found == taken
-    assert type(found) is type(taken)
+    result = coerced("it", value, kind)
+    assert result == taken
+    assert type(result) is type(taken)
     if isinstance(taken, tuple):
-        assert [type(one) for one in found] == [type(one) for one in taken]
+        assert [type(item) for item in result] == [type(item) for item in taken]
 
 
 @pytest.mark.parametrize(

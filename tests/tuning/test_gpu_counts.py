@@ -40,22 +40,22 @@ def given(**values: Any) -> Given:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Devices(
+    result = Devices(
         kind="cuda",
         devices=tuple(Device(index=at, visible_id=str(at), name="GPU", memory_bytes=24 * GIB) for at in range(2)),
         host_memory_bytes=64 * GIB,
     )
-    monkeypatch.setattr(autotuning, "detect_devices", lambda: found)
-    monkeypatch.setattr(devices, "detect_devices", lambda: found)
+    monkeypatch.setattr(autotuning, "detect_devices", lambda: result)
+    monkeypatch.setattr(devices, "detect_devices", lambda: result)
 
 
 def test_tune_keeps_what_the_config_gives_one_value(bench: EntryPointBench) -> None:
     zero = {"stage": 0, "overlap_comm": True, "reduce_bucket_size": [5e7, 5e8], "offload_optimizer": {"device": "cpu"}}
     write(bench, section={"enabled": True}, zero=zero)
-    found = prepare(None, given(cpu_ranks=2))
-    assert found.request.spec.zero_stages == (0,)
-    assert found.request.spec.no_tune == ("offload_optimizer", "overlap_comm")
-    (note,) = [note for note in found.notes if "Kept as your config says" in note]
+    result = prepare(None, given(cpu_ranks=2))
+    assert result.request.spec.zero_stages == (0,)
+    assert result.request.spec.no_tune == ("offload_optimizer", "overlap_comm")
+    (note,) = [note for note in result.notes if "Kept as your config says" in note]
     assert "zero_stage 0" in note
     assert "reduce_bucket_size" not in note
 
@@ -80,7 +80,7 @@ def test_a_named_method_and_a_config_for_no_other_tuner_search_all_stages(
 def test_a_list_of_numbers_of_gpus_is_a_search_at_each(bench: EntryPointBench) -> None:
     write(bench, section={"num_gpus": [2, 1, 8]})
     studies = prepare_each(None, given())
-    specs = [one.request.spec for one in studies]
+    specs = [study.request.spec for study in studies]
     assert [(spec.name, spec.slots_per_trial) for spec in specs] == [("train-guided-1gpu", 1), ("train-guided-2gpu", 2)]
     assert "autotuning.num_gpus 8 is not used: this machine offers 2 GPUs." in studies[0].notes
     (only,) = prepare_each(None, given(gpus_per_trial=2))
@@ -90,11 +90,11 @@ def test_a_list_of_numbers_of_gpus_is_a_search_at_each(bench: EntryPointBench) -
 @pytest.mark.usefixtures("two_gpus")
 def test_an_option_with_several_numbers_is_a_search_at_each(bench: EntryPointBench) -> None:
     write(bench, section={"num_gpus": [1, 2]})
-    specs = [one.request.spec for one in prepare_each("random", given(gpus_per_trial=(2, 1), study="mine"))]
+    specs = [item.request.spec for item in prepare_each("random", given(gpus_per_trial=(2, 1), study="mine"))]
     assert [(spec.name, spec.slots_per_trial) for spec in specs] == [("mine-1gpu", 1), ("mine-2gpu", 2)]
     (only,) = prepare_each("random", given(gpus_per_trial=[2]))
     assert (only.request.spec.name, only.request.spec.slots_per_trial) == ("train-random", 2)
-    ranks = [one.request.spec for one in prepare_each("random", given(cpu_ranks=[1, 2, 4]))]
+    ranks = [item.request.spec for item in prepare_each("random", given(cpu_ranks=[1, 2, 4]))]
     assert [(spec.name, spec.device) for spec in ranks] == [(f"train-random-{n}rank", "cpu") for n in (1, 2, 4)]
 
 
@@ -155,7 +155,7 @@ def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
     for count in ("1", "2"):
         assert again["by_gpus"][count]["launches"] == once_more["by_gpus"][count]["launches"]
     assert sum(again["launches"].values()) <= 3  # the profile, and two trials: those of the first run
-    assert [one["gpus"] for one in again["scaling"]] == [1, 2]
+    assert [item["gpus"] for item in again["scaling"]] == [1, 2]
     assert again["scaling"][1]["share_of_linear"] == pytest.approx(share, rel=1e-3)
 
 
@@ -181,13 +181,13 @@ def test_an_interrupted_sweep_goes_on_and_runs_nothing_twice(bench: EntryPointBe
     assert done.returncode == 130, done.stderr
     assert "Of this sweep train-random-2gpu are left: type the same command again." in done.stderr
     before = launched(bench, "train-random-1gpu")
-    assert len([one for one in before if one.startswith("trial")]) == 3
+    assert len([item for item in before if item.startswith("trial")]) == 3
     count = landscape.at.count(1)
     done = run_here(*sweep)
     assert done.returncode == 0, done.stderr
     assert launched(bench, "train-random-1gpu") == before
     assert landscape.at.count(1) == count, "nothing of the finished search is launched"
-    after = [one for one in launched(bench, "train-random-2gpu") if one.startswith("trial")]
+    after = [item for item in launched(bench, "train-random-2gpu") if item.startswith("trial")]
     assert len(after) == 3, "the one that was measured before, the one that was cut, and a third"
 
 
@@ -203,7 +203,10 @@ def test_the_function_returns_the_best_with_all(bench: EntryPointBench) -> None:
     write(bench, section={"num_gpus": [1, 2]})
     result = optuna_dsat.tune("train.py", "ds.json", metric="throughput", max_trials=2, confirm=0, quiet=True)
     assert result.study == "train-guided-2gpu"
-    assert {gpus: one.study for gpus, one in result.by_gpus.items()} == {1: "train-guided-1gpu", 2: "train-guided-2gpu"}
+    assert {gpus: item.study for gpus, item in result.by_gpus.items()} == {
+        1: "train-guided-1gpu",
+        2: "train-guided-2gpu",
+    }
 
 
 @pytest.fixture
@@ -237,8 +240,8 @@ def test_lists_of_the_section_are_searches_at_each_on_a_cluster_too(
     bench: EntryPointBench, section: dict[str, Any], studies: list[tuple[str, int, int]]
 ) -> None:
     write(bench, section=section)
-    found = prepare_each("random", given(on="slurm"))
-    specs = [one.request.spec for one in found]
+    result = prepare_each("random", given(on="slurm"))
+    specs = [item.request.spec for item in result]
     assert [(spec.name, spec.nodes_per_trial, spec.slots_per_trial) for spec in specs] == studies
-    unused = [note for note in found[0].notes if "num_nodes" in note]
+    unused = [note for note in result[0].notes if "num_nodes" in note]
     assert len(unused) == (section["num_nodes"] == [1, 2])

@@ -30,5 +30,5 @@ def test_all_searches_of_a_start_read_the_config_once(monkeypatch: pytest.Monkey
     read = Mock(side_effect=user_file.read)
     monkeypatch.setattr(user_file, "read", read)
     given = Given(options=AutotuningOptions(script="train.py", ds_config="ds.json", cpu_ranks=(1, 2)))
-    assert [one.request.spec.slots_per_trial for one in prepare_each(None, given)] == [1, 2]
+    assert [item.request.spec.slots_per_trial for item in prepare_each(None, given)] == [1, 2]
     read.assert_called_once_with(Path("ds.json"))

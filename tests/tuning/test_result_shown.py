@@ -63,8 +63,8 @@ def test_ones_own_config_is_no_multiple_of_itself(result: optuna_dsat.TuneResult
 def test_a_notebook_shows_a_table_whose_texts_stand_for_themselves(result: optuna_dsat.TuneResult) -> None:
     page = Text(result._repr_html_())
     assert page.tags <= {"div", "p", "b", "table", "tr", "th", "td"}
-    for told in (result.study, "samples/s", result.config_path, result.command, f"Trial {result.trial}"):
-        assert told in page.text
+    for words in (result.study, "samples/s", result.config_path, result.command, f"Trial {result.trial}"):
+        assert words in page.text
     foreign = replace(result, study="<script>alert(1)</script>", command="<img src=x>")
     assert Text(foreign._repr_html_()).tags == page.tags
     assert "<script>alert(1)</script>" in Text(foreign._repr_html_()).text
@@ -72,17 +72,17 @@ def test_a_notebook_shows_a_table_whose_texts_stand_for_themselves(result: optun
 
 def test_results_by_gpus_show_themselves_too(result: optuna_dsat.TuneResult) -> None:
     several = optuna_dsat.TuneResult.of(replace(result, by_gpus={1: result, 2: result}))
-    assert all(isinstance(one, optuna_dsat.TuneResult) for one in several.by_gpus.values())
+    assert all(isinstance(item, optuna_dsat.TuneResult) for item in several.by_gpus.values())
     assert f"On 2 {slot_name(result.device)}s" in Text(several._repr_html_()).text
 
 
 def test_a_table_of_pandas_has_the_rows_of_export(
     result: optuna_dsat.TuneResult, monkeypatch: pytest.MonkeyPatch, run_here: Run
 ) -> None:
-    found: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
 
     def frame(rows: Any, columns: Any) -> str:
-        found.update(rows=rows, columns=columns)
+        matches.update(rows=rows, columns=columns)
         return "a table"
 
     monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=frame))
@@ -92,10 +92,10 @@ def test_a_table_of_pandas_has_the_rows_of_export(
             io.StringIO(run_here("export", result.study, "--format", "csv", "--storage", result.storage).stdout)
         )
     )
-    assert found["columns"] == list(exported[0])
-    assert [str(row["number"]) for row in found["rows"]] == [row["number"] for row in exported]
-    assert "param:zero_stage" in found["columns"]
-    assert not any(isinstance(value, dict) for row in found["rows"] for value in row.values())
+    assert matches["columns"] == list(exported[0])
+    assert [str(row["number"]) for row in matches["rows"]] == [row["number"] for row in exported]
+    assert "param:zero_stage" in matches["columns"]
+    assert not any(isinstance(value, dict) for row in matches["rows"] for value in row.values())
 
 
 def test_the_table_itself(result: optuna_dsat.TuneResult) -> None:

@@ -58,15 +58,15 @@ def test_every_option_of_the_command_is_a_keyword_with_the_same_default() -> Non
 
 
 def test_what_options_and_request_both_have_has_one_default() -> None:
-    defaults = {one.name: one.default for one in dataclasses.fields(AutotuningOptions)}
-    request = {one.name: one.default for one in dataclasses.fields(StudyRequest)}
+    defaults = {field_.name: field_.default for field_ in dataclasses.fields(AutotuningOptions)}
+    request = {field_.name: field_.default for field_ in dataclasses.fields(StudyRequest)}
     assert (defaults["profile_reuse"], defaults["check_loss"]) == (request["reuse_profile"], request["check_loss"])
     assert options_in(AutotuningOptions)["cpu_ranks"].none == str(DEFAULT_CPU_RANKS)
 
 
 def test_every_option_of_methods_says_which_read_it() -> None:
-    shared = {one.name for one in dataclasses.fields(TuneOptions)}
-    for name in {one.name for one in dataclasses.fields(AutotuningOptions)} - shared - {"method"}:
+    shared = {field_.name for field_ in dataclasses.fields(TuneOptions)}
+    for name in {field_.name for field_ in dataclasses.fields(AutotuningOptions)} - shared - {"method"}:
         assert set(methods_of(name)) & set(METHODS), name
 
 
@@ -183,8 +183,8 @@ def test_an_argument_that_is_given_wins_over_the_autotuning_section_even_if_it_i
     monkeypatch.setattr(tune, "prepare_each", prepared)
     with pytest.raises(UsageError, match="seen enough"):
         optuna_dsat.tune("train.py", "ds.json", max_trials=64, cpu_ranks=2)
-    (found,) = seen
-    spec = found.request.spec
+    (result,) = seen
+    spec = result.request.spec
     assert (spec.method, spec.max_trials, spec.start_profile_step) == ("random", 64, 2)
 
 

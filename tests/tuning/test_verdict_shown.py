@@ -56,10 +56,10 @@ def test_nothing_slower_than_ones_own_config_is_handed_over_without_a_confirmati
     done = run_here("guided", *OPTIONS, *options)
     assert done.returncode == 0, done.stderr
     assert any(line.startswith("Your own config measured best in the search: ") for line in done.stdout.splitlines())
-    found = json.loads(run_here("guided", *OPTIONS, *options, "--json").stdout)
-    assert found["speed_up"] == 1.0
-    assert found["value"] == found["user_value"]
-    assert found["train_batch_size"] == 16
+    result = json.loads(run_here("guided", *OPTIONS, *options, "--json").stdout)
+    assert result["speed_up"] == 1.0
+    assert result["value"] == result["user_value"]
+    assert result["train_batch_size"] == 16
 
 
 def test_options_of_the_confirmation_and_the_batch_reach_the_study(bench: EntryPointBench, run_here: Run) -> None:
@@ -68,10 +68,10 @@ def test_options_of_the_confirmation_and_the_batch_reach_the_study(bench: EntryP
     options = ("--tie", "2%", "--batch", "keep", "--divisible-by", "2", "--dataset-size", "100")
     done = run_here("random", *OPTIONS, *options, "--confirm-time", "0", "--max-trials", "3", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["train_batch_size"], found["dataset_size"]) == (8, 100)
-    assert found["config"]["train_micro_batch_size_per_gpu"] % 2 == 0
-    assert found["verdict"]["kind"] == "unconfirmed", "no time for rounds"
+    result = json.loads(done.stdout)
+    assert (result["train_batch_size"], result["dataset_size"]) == (8, 100)
+    assert result["config"]["train_micro_batch_size_per_gpu"] % 2 == 0
+    assert result["verdict"]["kind"] == "unconfirmed", "no time for rounds"
     refused = run_here("random", *OPTIONS, "--tie", "little")
     assert refused.returncode == 2
     assert "--tie is 'little'; write a share such as 1% or 0.01." in refused.stderr

@@ -22,8 +22,8 @@ Patch = Callable[[ModuleType], None]
 def install() -> None:
     """Apply every stand-in to the modules that are imported already, and to the others as they are imported."""
     patches: dict[str, list[Patch]] = {}
-    for found in pkgutil.iter_modules(__path__, f"{__name__}."):
-        after: dict[str, Patch] = getattr(importlib.import_module(found.name), "AFTER", {})
+    for result in pkgutil.iter_modules(__path__, f"{__name__}."):
+        after: dict[str, Patch] = getattr(importlib.import_module(result.name), "AFTER", {})
         for module, patch in after.items():
             patches.setdefault(module, []).append(patch)
     sys.meta_path.insert(0, _Finder(patches))
@@ -46,8 +46,8 @@ class _Finder:
             return None
         self._searching.add(name)
         try:
-            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((one for one in found if one is not None), None)
+            result = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((item for item in result if item is not None), None)
         finally:
             self._searching.discard(name)
         if spec is not None and spec.loader is not None:

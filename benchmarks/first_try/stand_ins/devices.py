@@ -87,7 +87,7 @@ def _for_scripts(count: Callable[[], int]) -> Callable[[], int]:
 def _over_gloo(function: Callable[..., Any], keyword: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        args = tuple("gloo" if one == "nccl" else one for one in args)
+        args = tuple("gloo" if arg == "nccl" else arg for arg in args)
         if kwargs.get(keyword) == "nccl":
             kwargs[keyword] = "gloo"
         return function(*args, **kwargs)

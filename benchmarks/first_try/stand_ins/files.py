@@ -51,8 +51,8 @@ def _gzip_bytes(path: Path, *, size: int = 100_000_000) -> None:
 def _records(path: Path, *, fields: dict[str, int], rows: int = 256, lines: bool = False) -> None:
     """Write records of text as a JSON list, or as JSON lines; ``fields``: name -> words."""
     draw = random.Random(7)
-    found = [{name: _sentence(draw, words) for name, words in fields.items()} for _ in range(rows)]
-    text = "\n".join(map(json.dumps, found)) + "\n" if lines else json.dumps(found)
+    result = [{name: _sentence(draw, words) for name, words in fields.items()} for _ in range(rows)]
+    text = "\n".join(map(json.dumps, result)) + "\n" if lines else json.dumps(result)
     path.write_text(text, encoding="utf-8")
 
 
@@ -70,11 +70,11 @@ def _csv(path: Path, *, fields: dict[str, int], rows: int = 256) -> None:
 def _conversations(path: Path, *, rows: int = 256, roles: tuple[str, str] = ("user", "assistant")) -> None:
     """Write conversations of two turns as a JSON list, as LLaVA, FastChat and Qwen read them."""
     draw = random.Random(7)
-    found = [
+    result = [
         {"id": str(row), "conversations": [{"from": role, "value": _sentence(draw, 8)} for role in roles]}
         for row in range(rows)
     ]
-    path.write_text(json.dumps(found), encoding="utf-8")
+    path.write_text(json.dumps(result), encoding="utf-8")
 
 
 def _images(path: Path, *, kinds: int = 4, each: int = 32, size: int = 64) -> None:

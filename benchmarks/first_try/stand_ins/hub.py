@@ -107,7 +107,7 @@ def _write_tokenizer(folder: Path) -> None:
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
-    told = {
+    words = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 2048,
         "model_input_names": ["input_ids", "attention_mask"],
@@ -118,7 +118,7 @@ def _write_tokenizer(folder: Path) -> None:
         "mask_token": "[MASK]",
         "chat_template": _CHAT,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(words, indent=1), encoding="utf-8")
 
 
 def main(argv: Sequence[str]) -> None:

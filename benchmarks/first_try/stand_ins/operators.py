@@ -10,11 +10,11 @@ __all__ = ["AFTER"]
 
 
 def _declare(torch: ModuleType) -> None:
-    found = importlib.util.find_spec("torchvision")
-    if found is None or found.origin is None or torch.version.cuda is not None:
+    result = importlib.util.find_spec("torchvision")
+    if result is None or result.origin is None or torch.version.cuda is not None:
         return
     try:
-        torch.ops.load_library(str(Path(found.origin).parent / "_C.so"))
+        torch.ops.load_library(str(Path(result.origin).parent / "_C.so"))
     except (OSError, RuntimeError):  # built for CUDA, which this torch lacks
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

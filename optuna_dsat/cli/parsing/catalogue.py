@@ -121,18 +121,18 @@ class _Commands(MutableMapping[str, Any]):
 
 def _build(name: str, entry: _Entry) -> Any:
     """Import a command and return typer's command object."""
-    found = getattr(importlib.import_module(f"optuna_dsat.cli.{entry.module}"), entry.attribute)
-    if isinstance(found, typer.Typer):
-        command = typer.main.get_command(found)
+    result = getattr(importlib.import_module(f"optuna_dsat.cli.{entry.module}"), entry.attribute)
+    if isinstance(result, typer.Typer):
+        command = typer.main.get_command(result)
         command.name = name
     else:
         from optuna_dsat.cli.parsing.commands import first_options, takes_options, with_options
 
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(name, cls=HelpCommand)(with_options(found) if takes_options(found) else found)
+        alone.command(name, cls=HelpCommand)(with_options(result) if takes_options(result) else result)
         command = typer.main.get_command(alone)
         assert isinstance(command, HelpCommand)
-        command.first = first_options(found)
+        command.first = first_options(result)
         command.takes_launcher = name in SEARCHES
         command.allow_interspersed_args = name not in _TAKE_COMMAND
     command.rich_help_panel = entry.panel  # type: ignore[attr-defined]

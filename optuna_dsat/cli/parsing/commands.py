@@ -50,30 +50,33 @@ def with_options(run: Callable[..., None], doc: str | None = None) -> Callable[.
     def command(context: typer.Context, **values: Any) -> None:
         arguments: dict[str, Any] = {name: context for name in kinds if name not in classes}
         for name, kind in classes.items():
-            parsers = {one.name: _parser(one.annotation) for one in of_class[name]}
+            parsers = {parameter.name: _parser(parameter.annotation) for parameter in of_class[name]}
             arguments[name] = kind(**{field: parse(values[field]) for field, parse in parsers.items()})
         run(**arguments)
 
     own = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [own, *(one.replace(annotation=_for_typer(one)) for found in of_class.values() for one in found)]
+    parameters = [
+        own,
+        *(parameter.replace(annotation=_for_typer(parameter)) for result in of_class.values() for parameter in result),
+    ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = run.__doc__ if doc is None else doc
     return command
 
 
 def _parameters(options: Any) -> list[inspect.Parameter]:
     """Return the fields of a class of options as keyword-only parameters."""
-    found = [
+    parameters = [
         inspect.Parameter(
-            one.name,
+            field_.name,
             inspect.Parameter.KEYWORD_ONLY,
             annotation=annotation,
-            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+            default=inspect.Parameter.empty if field_.default is MISSING else field_.default,
         )
-        for one, annotation in fields_of(options)
+        for field_, annotation in fields_of(options)
     ]
-    return sorted(found, key=_place)
+    return sorted(parameters, key=_place)
 
 
 def _place(parameter: inspect.Parameter) -> int:
@@ -93,7 +96,7 @@ def _for_typer(parameter: inspect.Parameter) -> Any:
     if option is None:
         return parameter.annotation
     declared = get_args(parameter.annotation)[0]
-    is_list = {get_origin(one) for one in get_args(declared)} & {Sequence, Mapping}
+    is_list = {get_origin(arg) for arg in get_args(declared)} & {Sequence, Mapping}
     kind = option.text_type or (list[str] | None if is_list else declared)
     if option.panel is None:
         return Annotated[kind, typer.Argument(help=option.command_help, metavar=option.metavar, show_default=False)]

@@ -86,20 +86,20 @@ def kept_places(cwd: Path, folder: Path, *, given: Sequence[str]) -> list[str]:
     if output or "--output-dir" not in in_file:
         places += ["--output-dir", str(cwd.absolute() / (output or DEFAULT_OUTPUT_DIR))]
     if storage or "--storage" not in in_file:
-        scheme, found, name = (storage or DEFAULT_STORAGE).partition(":///")
-        if found and scheme.startswith("sqlite") and name and not name.startswith((":", "file:")):
+        scheme, result, name = (storage or DEFAULT_STORAGE).partition(":///")
+        if result and scheme.startswith("sqlite") and name and not name.startswith((":", "file:")):
             places += ["--storage", f"{scheme}:///{cwd.absolute() / name}"]
     return places
 
 
 def value_given(words: Sequence[str], option: str) -> str | None:
     """Return the value of an option on a command line; None if it is not given."""
-    found = None
+    result = None
     for word, following in zip(words, (*words[1:], ""), strict=False):
         name, equals, value = word.partition("=")
         if name == option:
-            found = value if equals else following
-    return found
+            result = value if equals else following
+    return result
 
 
 def _notes(experiment: Experiment, *, known: frozenset[str]) -> list[str]:
@@ -135,10 +135,10 @@ def _target(experiment: Experiment, named: str, *, rest: Sequence[str]) -> list[
     from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
 
     words = [*experiment.entry, *rest]
-    found = read_command(words, cwd=Path.cwd())
-    if found is None and words[0].endswith(".py"):
-        found = LaunchCommand(script=words[0], args=tuple(words[1:]))
-    if found is None:
+    command = read_command(words, cwd=Path.cwd())
+    if command is None and words[0].endswith(".py"):
+        command = LaunchCommand(script=words[0], args=tuple(words[1:]))
+    if command is None:
         raise UsageError(f"{named}: the entrypoint `{shlex.join(experiment.entry)}` runs no Python script or module.")
-    module = ["--module"] if found.is_module else []
-    return [*module, found.script, experiment.config or NO_CONFIG, "--", *found.args]
+    module = ["--module"] if command.is_module else []
+    return [*module, command.script, experiment.config or NO_CONFIG, "--", *command.args]

@@ -42,7 +42,7 @@ def placeholder(param: TyperOption) -> str:
         return param.metavar
     choices = param.type_descriptor.choices
     if choices:
-        return "|".join(str(getattr(one, "value", one)) for one in choices)
+        return "|".join(str(getattr(choice, "value", choice)) for choice in choices)
     kind = param.type_descriptor.annotation
     (inner,) = get_args(kind) or (kind,)
     return _PLACEHOLDERS.get(getattr(inner, "__name__", ""), "TEXT")
@@ -150,8 +150,8 @@ def _meaning(option: TyperOption) -> str:
 
 def _arguments(params: Iterable[object]) -> list[tuple[str, str]]:
     """Return the rows of a command's arguments."""
-    found = [one for one in params if isinstance(one, TyperArgument) and not one.hidden]
-    return [(_argument(one), _text(one.help)) for one in found]
+    arguments = [param for param in params if isinstance(param, TyperArgument) and not param.hidden]
+    return [(_argument(option), _text(option.help)) for option in arguments]
 
 
 def _argument(argument: TyperArgument) -> str:
@@ -162,8 +162,8 @@ def _argument(argument: TyperArgument) -> str:
 
 def _options(params: Iterable[object]) -> list[TyperOption]:
     """Return the options that help shows, without the help option."""
-    found = [one for one in params if isinstance(one, TyperOption) and not one.hidden]
-    return [one for one in found if _ALL not in one.opts]
+    options = [param for param in params if isinstance(param, TyperOption) and not param.hidden]
+    return [option for option in options if _ALL not in option.opts]
 
 
 _EXAMPLE = "deepspeed --num_gpus 8 train.py --deepspeed_config ds_config.json"
@@ -204,8 +204,8 @@ class HelpCommand(TyperCommand):
         page.section("Arguments", arguments)
         few = bool(self.first) and not ctx.meta.get(_WANTS_ALL)
         if few:
-            shown = [one for one in options if one.name in self.first]
-            page.section("Options that matter most", [(_names(one), _meaning(one)) for one in shown])
+            shown = [option for option in options if option.name in self.first]
+            page.section("Options that matter most", [(_names(option), _meaning(option)) for option in shown])
             page.lines.append("")
             more = len(options) - len(shown)
             page.paragraph(f"{more} more options: {ctx.command_path} {_ALL}", indent=0)

@@ -58,34 +58,34 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
     if first is None or not words:
         return list(argv)
     if is_experiment(words, cwd=cwd):
-        known = frozenset(name for one in search.params if isinstance(one, TyperOption) for name in one.opts)
+        known = frozenset(name for param in search.params if isinstance(param, TyperOption) for name in param.opts)
         return [*argv[: start + 1], *unfold_experiment(words, own=own, known=known, cwd=cwd)]
 
     from optuna_dsat.script.command.launch_command import read_command
 
     if _names_module(own):
-        found = None
+        command = None
     else:
-        found = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
-    if found is None and not _names_module(own):
+        command = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
+    if command is None and not _names_module(own):
         _refuse_missing(words, cwd=cwd)
         if first == "--":
-            found = LaunchCommand(script=words[0], args=tuple(words[1:]))
-    if found is None:
+            command = LaunchCommand(script=words[0], args=tuple(words[1:]))
+    if command is None:
         return [*argv[: start + 1], *own, *_with_config(words, search.params)]
-    own_notes = [] if first == "--" else _options_behind(found, words, search, cwd=cwd)
-    told = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
-    engine = value_given(told, "--on") or "here"
+    own_notes = [] if first == "--" else _options_behind(command, words, search, cwd=cwd)
+    parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
+    engine = value_given(parts, "--on") or "here"
     places = []
-    if found.folder is not None:
-        say_prose(f"Launches run in {found.folder}, where the command goes.", file=sys.stderr)
-        places = kept_places(cwd, Path(found.folder), given=own)
-        enter(Path(found.folder))
-        cwd = Path(found.folder)
-    notes = (*found.notes, *_note_on_nodes(found, engine=engine), *own_notes)
+    if command.folder is not None:
+        say_prose(f"Launches run in {command.folder}, where the command goes.", file=sys.stderr)
+        places = kept_places(cwd, Path(command.folder), given=own)
+        enter(Path(command.folder))
+        cwd = Path(command.folder)
+    notes = (*command.notes, *_note_on_nodes(command, engine=engine), *own_notes)
     for note in notes:
         say_prose(note, file=sys.stderr)
-    return [*argv[: start + 1], *own, *places, *_arguments(found, own=own, told=told, engine=engine, cwd=cwd)]
+    return [*argv[: start + 1], *own, *places, *_arguments(command, own=own, told=parts, engine=engine, cwd=cwd)]
 
 
 def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
@@ -171,7 +171,10 @@ def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:
 def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[int, str | None]:
     """Return index and word of the first argument that is neither an option nor its value; None if there is none."""
     options = {
-        spelling: one for one in params if isinstance(one, TyperOption) for spelling in (*one.opts, *one.secondary_opts)
+        spelling: param
+        for param in params
+        if isinstance(param, TyperOption)
+        for spelling in (*param.opts, *param.secondary_opts)
     }
     index = 0
     while index < len(argv):

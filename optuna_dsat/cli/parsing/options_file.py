@@ -129,9 +129,9 @@ class OptionsFile:
             UsageError: If the value is invalid; names the file and the key.
         """
         if isinstance(value, dict) and option.multiple:
-            value = [f"{key}={one if isinstance(one, str) else _as_json(one)}" for key, one in value.items()]
+            value = [f"{key}={item if isinstance(item, str) else _as_json(item)}" for key, item in value.items()]
         elif option.multiple:
-            value = [str(one) for one in (value if isinstance(value, list) else [value])]
+            value = [str(item) for item in (value if isinstance(value, list) else [value])]
         if option.is_flag is not isinstance(value, bool) or isinstance(value, dict):
             kind = "true or false" if option.is_flag else "a value such as on the command line"
             raise UsageError(f"{self.path}: {name} is {_as_json(value)}; it must be {kind}.")

@@ -41,6 +41,6 @@ def _in_words(name: str, value: Any) -> str:
     if name == "storage":
         return display_url(value)
     if isinstance(value, Mapping):
-        pairs = ((key, one if isinstance(one, str) else json.dumps(one)) for key, one in value.items())
+        pairs = ((key, item if isinstance(item, str) else json.dumps(item)) for key, item in value.items())
         return " ".join(without_secrets([f"{key}={text}" for key, text in pairs]))
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

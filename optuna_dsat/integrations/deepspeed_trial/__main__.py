@@ -94,10 +94,10 @@ def _class(entry: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:  # absent if the interpreter runs with -P
         sys.path.insert(0, here)
-    found = getattr(importlib.import_module(module), name, None)
-    if not (isinstance(found, type) and issubclass(found, DeepSpeedTrial)):
+    result = getattr(importlib.import_module(module), name, None)
+    if not (isinstance(result, type) and issubclass(result, DeepSpeedTrial)):
         raise TypeError(f"{entry} is no class derived from optuna_dsat.integrations.deepspeed_trial.DeepSpeedTrial.")
-    return found
+    return result
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class Callbacks:
     """
 
     def __init__(self, named: Any) -> None:
-        if not isinstance(named, Mapping) or not all(isinstance(one, PyTorchCallback) for one in named.values()):
+        if not isinstance(named, Mapping) or not all(isinstance(item, PyTorchCallback) for item in named.values()):
             raise TypeError(
                 "build_callbacks returns a mapping of names to PyTorchCallbacks of "
                 f"optuna_dsat.integrations.deepspeed_trial; got {named!r}."

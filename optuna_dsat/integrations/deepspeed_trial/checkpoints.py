@@ -27,8 +27,8 @@ def steps_completed_of(record: Mapping[str, Any]) -> int:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint with the most batches, or None."""
-    found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
-    complete = [path for path in found if (path / _STATE).is_file()]
+    paths = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+    complete = [path for path in paths if (path / _STATE).is_file()]
     return max(complete, key=lambda path: int(path.name.removeprefix(_PREFIX)), default=None)
 
 

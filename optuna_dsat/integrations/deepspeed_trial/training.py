@@ -316,16 +316,16 @@ class Training:
                 count = len(loader)
             except TypeError:
                 count = None
-        found = self._agreed(count)
-        if found is None:
+        result = self._agreed(count)
+        if result is None:
             raise ValueError("The validation data loader has no length: the ranks cannot agree on the batches of it.")
         each = self._accumulation if self._context.use_pipeline_parallel else 1
-        if found < each:
+        if result < each:
             raise ValueError(
-                f"The validation data has {found} batches on a rank, and a pipeline takes {each} of them at once "
+                f"The validation data has {result} batches on a rank, and a pipeline takes {each} of them at once "
                 "(gradient_accumulation_steps): give it more data, or accumulate less."
             )
-        self._validation_calls = found // each
+        self._validation_calls = result // each
 
     def _loader(self, method: str) -> Any:
         loader = getattr(self._trial, method)()

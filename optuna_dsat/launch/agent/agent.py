@@ -54,11 +54,11 @@ VERSIONED = ("optuna-dsat", "torch", "deepspeed")
 @cache
 def versions() -> Mapping[str, str]:
     """Return the versions of Python and of the packages that must be equal on all nodes."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    result = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in VERSIONED:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            result[name] = version(name)
+    return result
 
 
 def digest_of(path: Path) -> str:
@@ -202,8 +202,8 @@ class NodeAgent:
         self._say(
             "seen",
             why=why,
-            devices=[one.name for one in shown],
-            memory_bytes=min((one.memory_bytes for one in shown), default=0),
+            devices=[device.name for device in shown],
+            memory_bytes=min((device.memory_bytes for device in shown), default=0),
             doors=[] if self._doors is None else self._doors.open,
             interfaces=addresses() if order.get("listen") else [],
         )
@@ -216,12 +216,12 @@ class NodeAgent:
         """
         if kind == "cpu":
             return cpu_devices(slots)
-        found = detect_devices(environ=self._environ)
-        if found.kind != kind or found.per_launch < slots:
-            seen = found.per_launch if found.kind == kind else 0
-            reasons = "".join(f" {notice}" for notice in found.notices)
+        devices = detect_devices(environ=self._environ)
+        if devices.kind != kind or devices.per_launch < slots:
+            seen = devices.per_launch if devices.kind == kind else 0
+            reasons = "".join(f" {notice}" for notice in devices.notices)
             raise DsatError(f"it shows {seen} GPU{'s' * (seen != 1)} of the {slots} that a launch takes.{reasons}")
-        return found
+        return devices
 
     def _machine_of(self, devices: Devices) -> Machine:
         log = self._notes.begin().with_name("warm.log")

@@ -216,8 +216,8 @@ def needs_python_path(python: str = sys.executable) -> bool:
     """
     code = "import optuna_dsat; print(optuna_dsat.__file__)"
     answer = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False, cwd="/")
-    found = answer.stdout.strip()
-    return not found or Path(found).resolve().parent != package_dir()
+    result = answer.stdout.strip()
+    return not result or Path(result).resolve().parent != package_dir()
 
 
 @dataclass(frozen=True, kw_only=True)

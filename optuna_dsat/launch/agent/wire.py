@@ -43,10 +43,10 @@ def to_lines(node: int, message: Mapping[str, Any]) -> Iterator[bytes]:
 def decode_line(line: bytes) -> Mapping[str, Any] | None:
     """Return the JSON object in a line, or None."""
     try:
-        found = json.loads(line)
+        result = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return result if isinstance(result, dict) else None
 
 
 class Joiner:
@@ -61,7 +61,7 @@ class Joiner:
     def feed(self, data: bytes) -> list[tuple[int, Mapping[str, Any]]]:
         """Return the (node, message) pairs that ``data`` completes."""
         *lines, self._partial = (self._partial + data).split(b"\n")
-        found = []
+        result = []
         for line in lines:
             place = next((index for index, byte in enumerate(line[:12]) if byte in b"+."), -1)
             if place < 1 or not line[:place].isdigit():
@@ -74,8 +74,8 @@ class Joiner:
                 if message is None:
                     self._stray(line)
                 else:
-                    found.append((node, message))
-        return found
+                    result.append((node, message))
+        return result
 
     def _stray(self, line: bytes) -> None:
         self.strays = [*self.strays, line.decode("utf-8", errors="replace").strip()][-20:]

@@ -132,7 +132,7 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
     if text is None:
         return Visible(gpus=tuple(map(str, range(len(uuids)))))
     entries = [entry.strip() for entry in text.split(",")]
-    found: list[str] = []
+    result: list[str] = []
     twice: list[str] = []
     ended: str | None = None
     for place, entry in enumerate(entries):
@@ -142,20 +142,20 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
                 rest = ",".join(entries[place:])
                 ended = f"{VARIABLE} is {text!r}: {why}, so CUDA ignores {rest!r}."
             break
-        (twice if gpu in found else found).append(gpu)
+        (twice if gpu in result else result).append(gpu)
     notices = [] if ended is None else [ended]
     if twice:
         names = ", ".join(dict.fromkeys(twice))
         notices.append(
             f"{VARIABLE} is {text!r}: GPU {names} counts once; CUDA itself sees no GPU where one is repeated."
         )
-    return Visible(gpus=tuple(found), by_uuid=entries[0].startswith(_GPU), notices=tuple(notices))
+    return Visible(gpus=tuple(result), by_uuid=entries[0].startswith(_GPU), notices=tuple(notices))
 
 
 def _resolve(entry: str, first: str, uuids: Sequence[str]) -> tuple[str | None, str]:
     """Return the GPU of an entry; None and the reason if it is invalid or differs in kind from the first entry."""
     number = _NUMBER.match(entry)
-    kinds = [next((kind for kind in (_GPU, _PART) if one.startswith(kind)), "") for one in (entry, first)]
+    kinds = [next((kind for kind in (_GPU, _PART) if name.startswith(kind)), "") for name in (entry, first)]
     if kinds[0] != kinds[1]:
         return None, f"{entry!r} is of another kind than {first!r}, and indices, GPU- and MIG- UUIDs cannot be mixed"
     if kinds[0] == _PART:
@@ -344,7 +344,7 @@ def _look_at(visible: Visible, nvml: Nvml, *, host_memory: int) -> Devices:
     Raises:
         DeviceError: If no GPU responds.
     """
-    found: list[Device] = []
+    devices: list[Device] = []
     lost: list[str] = []
     for place, gpu in enumerate(visible.gpus):
         try:
@@ -352,17 +352,17 @@ def _look_at(visible: Visible, nvml: Nvml, *, host_memory: int) -> Devices:
         except NvmlError as error:
             lost.append(f"GPU {gpu} is left out, it does not answer ({error}). nvidia-smi and dmesg may say why.")
         else:
-            found.append(_device(gpu, facts, place=place, host_memory=host_memory))
-    if not found:
+            devices.append(_device(gpu, facts, place=place, host_memory=host_memory))
+    if not devices:
         raise DeviceError(f"No GPU answers. {' '.join(lost)} Repair them, {_ON_THE_CPU}")
     if lost or visible.by_uuid:
-        found = [replace(device, visible_id=device.certain_id) for device in found]
+        devices = [replace(device, visible_id=device.certain_id) for device in devices]
     notices = [*visible.notices, *lost]
-    if len(found) > 1 and is_part(found[0].visible_id):
+    if len(devices) > 1 and is_part(devices[0].visible_id):
         notices.append("These are parts of GPUs (MIG), of which a CUDA process sees one: a launch takes one of them.")
     return Devices(
         kind="cuda",
-        devices=tuple(found),
+        devices=tuple(devices),
         host_memory_bytes=host_memory,
         notices=tuple(notices),
         left_out=len(lost),

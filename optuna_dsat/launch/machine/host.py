@@ -125,7 +125,7 @@ class ActivityMonitor:
 
 def read_usage(keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessUsage]:
     """Return the resources used by each process, except for processes that have ended or cannot be read."""
-    found: dict[ProcessKey, ProcessUsage] = {}
+    result: dict[ProcessKey, ProcessUsage] = {}
     for key in keys:
         with suppress(psutil.Error):
             process = psutil.Process(key.pid)
@@ -136,8 +136,8 @@ def read_usage(keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessUsage]:
                 io_bytes=_io_bytes(process),
             )
             if key.alive:  # else the PID may have been reused
-                found[key] = reading
-    return found
+                result[key] = reading
+    return result
 
 
 def _io_bytes(process: psutil.Process) -> int:
@@ -170,13 +170,13 @@ def own_folder(*below: str, parent: Path | None = None) -> Path:
     root = (Path(tempfile.gettempdir()) if parent is None else parent) / f"optuna-dsat-{os.getuid()}"
     try:
         root.mkdir(mode=0o700, exist_ok=True)
-        found = root.lstat()
+        status = root.lstat()
     except OSError as error:
         text = f"{root} cannot be made: {error.strerror}. Set TMPDIR to a folder that can be written."
         raise UsageError(text) from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UsageError(f"{root} is another user's, or no folder. Remove it, or set TMPDIR to a folder of your own.")
-    if found.st_mode & _OTHERS:
+    if status.st_mode & _OTHERS:
         root.chmod(0o700)
     folder = root.joinpath(*below)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

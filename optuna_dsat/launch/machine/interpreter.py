@@ -38,6 +38,6 @@ def why_python_does_not_start(variables: Mapping[str, str]) -> str | None:
         return None  # a launch will report it
     if ended.returncode == 0:
         return None
-    said = ended.stderr.decode("utf-8", errors="replace").splitlines()
-    fatal = next((line for line in said if line.startswith(_FATAL)), "".join(said[-1:]))
+    messages = ended.stderr.decode("utf-8", errors="replace").splitlines()
+    fatal = next((line for line in messages if line.startswith(_FATAL)), "".join(messages[-1:]))
     return shortened(hidden(fatal.removeprefix(_FATAL)), _MOST_CHARS) or f"it ends with code {ended.returncode}"

@@ -117,8 +117,8 @@ def any_gone(folder: Path | None = None) -> bool:
     Args:
         folder: As for ``gone_tuners``.
     """
-    with _gone(folder) as found:
-        return bool(found)
+    with _gone(folder) as result:
+        return bool(result)
 
 
 @contextlib.contextmanager
@@ -131,11 +131,11 @@ def gone_tuners(folder: Path | None = None) -> Iterator[tuple[GoneTuner, ...]]:
     Raises:
         UsageError: If the user's folder cannot be used.
     """
-    with _gone(folder) as found:
-        yield tuple(found.values())
-        for own in found:
+    with _gone(folder) as result:
+        yield tuple(result.values())
+        for own in result:
             _remove(own)
-        if folder is None and found:
+        if folder is None and result:
             _leave_no_empty_folder(own_folder(_FOLDER))
 
 
@@ -241,16 +241,18 @@ class Removed:
     build_locks: int = 0
 
     def __add__(self, other: Removed) -> Removed:
-        return Removed(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        return Removed(
+            **{field_.name: getattr(self, field_.name) + getattr(other, field_.name) for field_ in fields(self)}
+        )
 
     def __bool__(self) -> bool:
-        return any(getattr(self, one.name) for one in fields(self))
+        return any(getattr(self, field_.name) for field_ in fields(self))
 
     def in_words(self) -> str:
         """Return a summary for the user; empty if nothing was removed."""
         counts = [(getattr(self, name), words) for name, words in _WORDS.items()]
-        found = [f"{count} {words[count > 1]}" for count, words in counts if count]
-        return f"Removed what a killed run had left: {', '.join(found)}." if found else ""
+        names = [f"{count} {words[count > 1]}" for count, words in counts if count]
+        return f"Removed what a killed run had left: {', '.join(names)}." if names else ""
 
 
 class LeftoverWatch:
@@ -374,9 +376,9 @@ def _remove_file(value: Any) -> bool:
 
 def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:
     """Return the files in shared memory made by processes of launches, judged by name and modification time."""
-    found: set[Path] = set()
-    for mark in {one.mark for one in processes}:
-        pids = [one.key.pid for one in processes if one.mark == mark]
+    paths: set[Path] = set()
+    for mark in {process.mark for process in processes}:
+        pids = [process.key.pid for process in processes if process.mark == mark]
         began: list[float] = []
         for pid in pids:
             with contextlib.suppress(psutil.Error):  # gone meanwhile
@@ -388,8 +390,8 @@ def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:
                     and MAKERS.match(path.name)
                     and path.stat().st_mtime >= min(began) - _CLOCK_S
                 ):
-                    found.add(path)
-    return found
+                    paths.add(path)
+    return paths
 
 
 def _remove_shared_memory(paths: Collection[Path]) -> int:
@@ -416,8 +418,8 @@ def _remove_partial_files(tuner: GoneTuner) -> Removed:
     """Remove partially written files of a killed tuner, in the folders of its study and launches."""
     if tuner.pid is None or tuner.output_dir is None:
         return Removed()
-    found = [*tuner.output_dir.glob(".*"), *tuner.output_dir.glob("*/.*")]
-    partial = [path for path in found if (m := _PARTIAL.fullmatch(path.name)) and int(m["pid"]) == tuner.pid]
+    paths = [*tuner.output_dir.glob(".*"), *tuner.output_dir.glob("*/.*")]
+    partial = [path for path in paths if (m := _PARTIAL.fullmatch(path.name)) and int(m["pid"]) == tuner.pid]
     partial = [path for path in partial if path.is_file() and not path.is_symlink()]
     for path in partial:
         path.unlink(missing_ok=True)

@@ -26,19 +26,19 @@ def machine_id() -> str:
 def addresses() -> list[tuple[str, str]]:
     """Return (interface, IPv4 address) pairs of this machine, without loopback addresses."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = [
-        (name, one.address)
+    result = [
+        (name, address.address)
         for name, all_ in psutil.net_if_addrs().items()
-        for one in all_
-        if one.family == socket.AF_INET and name in up and not one.address.startswith("127.")
+        for address in all_
+        if address.family == socket.AF_INET and name in up and not address.address.startswith("127.")
     ]
-    return sorted(found, key=lambda pair: pair[0].startswith(("docker", "virbr", "br-", "veth")))
+    return sorted(result, key=lambda pair: pair[0].startswith(("docker", "virbr", "br-", "veth")))
 
 
 def interface_of(address: str) -> str:
     """Return the interface with this address; empty if there is none."""
     for name, all_ in psutil.net_if_addrs().items():
-        if any(one.address == address for one in all_):
+        if any(item.address == address for item in all_):
             return name
     return ""
 
@@ -68,8 +68,8 @@ class Doorbell:
 
 def reached(doors: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
     """Return (address, local interface) for each of another node's addresses that accepts a connection."""
-    found = []
+    result = []
     for address, port in doors:
         with suppress(OSError), socket.create_connection((address, port), timeout=_REACH_S) as connection:
-            found.append((address, interface_of(connection.getsockname()[0])))
-    return found
+            result.append((address, interface_of(connection.getsockname()[0])))
+    return result

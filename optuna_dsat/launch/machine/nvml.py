@@ -183,13 +183,13 @@ class Nvml:
         except NvmlError:
             return None
         try:
-            graphics = {int(one.pid) for one in self._call("nvmlDeviceGetGraphicsRunningProcesses", handle)}
+            graphics = {int(item.pid) for item in self._call("nvmlDeviceGetGraphicsRunningProcesses", handle)}
         except NvmlError:
             graphics = set()
         return {
-            int(one.pid): int(getattr(one, "usedGpuMemory", None) or 0)
-            for one in compute
-            if int(one.pid) not in graphics
+            int(item.pid): int(getattr(item, "usedGpuMemory", None) or 0)
+            for item in compute
+            if int(item.pid) not in graphics
         }
 
     def throttle_reasons(self, gpu: str) -> tuple[str, ...]:

@@ -93,16 +93,16 @@ def lock_owner(path: Path) -> LockOwner | None:
 def _try_lock(path: Path) -> BaseFileLock | None:
     if path.is_symlink():
         raise UsageError(f"{path} is a link, which no lock of a GPU is. Remove it.")
-    found = FileLock(path, timeout=_TRY_S, poll_interval=_PAUSE_S, mode=0o600, fallback_to_soft=False)
+    result = FileLock(path, timeout=_TRY_S, poll_interval=_PAUSE_S, mode=0o600, fallback_to_soft=False)
     try:
-        found.acquire()
+        result.acquire()
     except Timeout:
         return None
     except PermissionError:
         if path.exists():
             return None  # only its owner may write it
         raise
-    return found
+    return result
 
 
 def _write(path: Path, text: str) -> None:
@@ -134,16 +134,16 @@ def foreign_holders(device: Device, use: GpuUse, nvml: Nvml) -> list[Holder]:
     If NVML lists no process, a large share of memory in use counts as an unnamed holder.
     """
     gpu = label(device, kind="cuda")
-    found = []
+    holders = []
     for pid, used in (use.processes or {}).items():
         name, user = _name_and_user(pid, nvml)
         if name != _MPS_SERVER:
             about = ", ".join(filter(None, (name, f"user {user}" if user else "")))
             who = f"process {pid} ({about})" if about else f"process {pid}"
-            found.append(Holder(device=gpu, who=who, used_bytes=used or None))
-    if not found and use.used_bytes is not None and use.used_bytes > _FOREIGN_SHARE * device.memory_bytes:
-        found.append(Holder(device=gpu, who=UNNAMED, used_bytes=use.used_bytes))
-    return found
+            holders.append(Holder(device=gpu, who=who, used_bytes=used or None))
+    if not holders and use.used_bytes is not None and use.used_bytes > _FOREIGN_SHARE * device.memory_bytes:
+        holders.append(Holder(device=gpu, who=UNNAMED, used_bytes=use.used_bytes))
+    return holders
 
 
 def another_tuner(device: Device, owner: LockOwner, use: GpuUse | None) -> Holder:

@@ -188,15 +188,15 @@ def has_mark(pid: int, mark: str) -> bool:
 
 def find_marked(mark: str | None = None) -> list[LaunchProcess]:
     """Return this user's living processes with ``mark`` (any mark for None), except for this process."""
-    found: list[LaunchProcess] = []
+    processes: list[LaunchProcess] = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         value = _mark_of(int(entry.name))
         key = ProcessKey.of(int(entry.name)) if value is not None else None
         if value is not None and key is not None and (mark is None or value == mark):
-            found.append(LaunchProcess(key, value))
-    return found
+            processes.append(LaunchProcess(key, value))
+    return processes
 
 
 def find_leftovers() -> list[LaunchProcess]:
@@ -206,14 +206,14 @@ def find_leftovers() -> list[LaunchProcess]:
 
 def children_of(keys: Iterable[ProcessKey]) -> set[ProcessKey]:
     """Return all living descendants of the given processes."""
-    found: set[ProcessKey] = set()
+    processes: set[ProcessKey] = set()
     for key in keys:
         if not key.alive:
             continue
         with contextlib.suppress(psutil.Error):
             pids = [child.pid for child in psutil.Process(key.pid).children(recursive=True)]
-            found.update(child for pid in pids if (child := ProcessKey.of(pid)) is not None)
-    return found
+            processes.update(child for pid in pids if (child := ProcessKey.of(pid)) is not None)
+    return processes
 
 
 def end_processes(keys: Iterable[ProcessKey]) -> None:
@@ -319,7 +319,7 @@ def _ticks() -> int:
 
 def _ask(keys: Iterable[ProcessKey]) -> None:
     """Send SIGTERM to each running process, parents first: a shell continues when its child ends."""
-    for key in sorted(keys, key=lambda one: (one.start_ticks, one.pid)):
+    for key in sorted(keys, key=lambda process: (process.start_ticks, process.pid)):
         with contextlib.suppress(psutil.Error):
             psutil.Process(key.pid).terminate()
 
@@ -382,8 +382,8 @@ def kill_leftovers(mark: str | None = None, *, timeout_s: float = KILL_LIMIT_S) 
     """
     began, ending = time.monotonic(), Ending()
     ended: set[int] = set()
-    while found := find_leftovers() if mark is None else find_marked(mark):
-        keys = {process.key for process in found}
+    while processes := find_leftovers() if mark is None else find_marked(mark):
+        keys = {process.key for process in processes}
         refuse_survivors(keys, since=began, limit_s=timeout_s)
         keys |= children_of(keys)
         ending.end(keys)

@@ -43,20 +43,20 @@ def free_shared_bytes() -> int | None:
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
     """Return the files in shared memory that processes have mapped or open."""
-    found: set[Path] = set()
+    paths: set[Path] = set()
     prefix = f"{SHARED_MEMORY}/"
     for pid in pids:
         with contextlib.suppress(OSError):  # another user's process, or gone
             lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
             mapped = (line[place:] for line in lines if (place := line.find(prefix)) >= 0)
-            found.update(Path(path) for path in mapped if not path.endswith(" (deleted)"))
+            paths.update(Path(path) for path in mapped if not path.endswith(" (deleted)"))
         with contextlib.suppress(OSError):
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     target = str(descriptor.readlink())
                     if target.startswith(prefix) and not target.endswith(" (deleted)"):
-                        found.add(Path(target))
-    return found
+                        paths.add(Path(target))
+    return paths
 
 
 def noted_path(value: Any) -> Path | None:
@@ -99,7 +99,7 @@ class SharedMemoryWatch:
 
     def check(self, now: float) -> None:
         """Look for the owners of new files; costs next to nothing if there are no new files."""
-        unknown = frozenset(one for one in _files() - self._before if SHARED_MEMORY / one[0] not in self._found)
+        unknown = frozenset(file for file in _files() - self._before if SHARED_MEMORY / file[0] not in self._found)
         if unknown - self._unknown:
             self._pause_s, self._look_at = _PAUSE_S, now
         self._unknown = unknown

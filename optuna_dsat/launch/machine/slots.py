@@ -137,8 +137,8 @@ class SlotPool:
         """
         seen = [] if self._gpus is None else [self._gpus.sight(device, own) for device in lease.devices]
         return GpuSight(
-            processes=tuple(one for sight in seen for one in sight.processes),
-            throttle_reasons=tuple(one for sight in seen for one in sight.throttle_reasons),
+            processes=tuple(process for sight in seen for process in sight.processes),
+            throttle_reasons=tuple(reason for sight in seen for reason in sight.throttle_reasons),
         )
 
     def _lock_path(self, device: Device) -> Path:

@@ -137,11 +137,11 @@ def end_children(*, but: Collection[ProcessKey] = ()) -> None:
 
 def _children(pid: int) -> set[int]:
     """Return the PIDs of a process's children, including zombies; cheap with any number of processes."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     with contextlib.suppress(OSError, ValueError):  # gone, or not supported by the kernel
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            found.update(map(int, (thread / "children").read_text(encoding="ascii").split()))
-    return found
+            numbers.update(map(int, (thread / "children").read_text(encoding="ascii").split()))
+    return numbers
 
 
 class OrphanWatch:
@@ -172,13 +172,13 @@ class OrphanWatch:
         return self._found
 
     def _descendants(self) -> set[ProcessKey]:
-        found: set[ProcessKey] = set()
+        processes: set[ProcessKey] = set()
         ahead = [key for key in self._roots() if key.alive]
         while ahead:
             keys = {key for pid in _children(ahead.pop().pid) if (key := ProcessKey.of(pid)) is not None}
-            ahead += keys - found
-            found |= keys
-        return found
+            ahead += keys - processes
+            processes |= keys
+        return processes
 
     def _note(self, key: ProcessKey) -> None:
         if self._record is not None:
@@ -297,8 +297,8 @@ class ProcessTree:
 
     def descendants(self) -> set[ProcessKey]:
         """Return the living descendants of torchrun, and of ranks that were re-parented."""
-        found: set[ProcessKey] = children_of(() if self._agent_key is None else (self._agent_key,))
-        return found | children_of(self.ranks - found)
+        processes: set[ProcessKey] = children_of(() if self._agent_key is None else (self._agent_key,))
+        return processes | children_of(self.ranks - processes)
 
     def living(self) -> set[ProcessKey]:
         """Return torchrun, the ranks, and all their living descendants."""
@@ -306,9 +306,9 @@ class ProcessTree:
         return self.descendants() | self.ranks | agent
 
     def _descendants_and_ranks(self) -> set[ProcessKey]:
-        found = self.descendants() | self.ranks
-        self._known |= found
-        return found
+        processes = self.descendants() | self.ranks
+        self._known |= processes
+        return processes
 
     def kill_ranks(self) -> None:
         """Kill everything but torchrun."""

@@ -109,7 +109,7 @@ class Cluster:
         """Return the launches and queued places, all of them this search's own: their wait is limited here."""
         running = [Holder(device=name, who="a launch of this search", own=True) for name in self._launches]
         queued = [place for place in self._held.values() if place.stage is not Stage.USABLE]
-        return [*running, *(Holder(device=one.place.name, who="a queued place", own=True) for one in queued)]
+        return [*running, *(Holder(device=item.place.name, who="a queued place", own=True) for item in queued)]
 
     def prepare(self, operators: Sequence[str]) -> None:
         """Set the operators that nodes compile; they begin with it at once, or once they are there."""

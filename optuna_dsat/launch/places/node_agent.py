@@ -77,22 +77,22 @@ def _told_to_end() -> Mapping[int, object]:
     The handler is implemented in C. A Python function could be interrupted by the next signal before its first
     instruction: a burst of signals would exceed the recursion limit.
     """
-    told: dict[int, object] = {}
+    parts: dict[int, object] = {}
     for number in ENDING:
-        signal.signal(number, told.setdefault)
-    return told
+        signal.signal(number, parts.setdefault)
+    return parts
 
 
 def main() -> int:
     """Serve a head; return the exit code."""
-    told = _told_to_end()
+    parts = _told_to_end()
     news_to = os.dup(1)
     os.dup2(2, 1)  # output printed by imports must not reach the message channel
     node, name = _number_and_name(sys.argv[1:], os.environ)
     agent = NodeAgent(node=node, name=name)
     try:
         with suppress(BrokenPipeError):
-            _serve(agent, node, news_to=news_to, told=told)
+            _serve(agent, node, news_to=news_to, told=parts)
     finally:
         for number in ENDING:  # SLURM sends several, and Python restores the default while it exits
             signal.signal(number, signal.SIG_IGN)

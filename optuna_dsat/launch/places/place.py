@@ -208,13 +208,13 @@ class HeldPlace:
             ClusterError: If there is none; names the node that reached the fewest.
         """
         doors = [str(address) for address, _ in self._seen[0]["doors"]]
-        common = [a for a in doors if all(a in dict(found) for found in self._reached.values())]
+        common = [a for a in doors if all(a in dict(result) for result in self._reached.values())]
         if not common:
             worst = min(self._reached, key=lambda node: len(self._reached[node]))
             shown = ", ".join(doors) or "none"
             raise ClusterError(f"{self.name_of(worst)} reaches no address of {self.name_of(0)} (tried: {shown}).")
         self._address = common[0]
-        self._interfaces = {node: dict(found)[common[0]] for node, found in self._reached.items()}
+        self._interfaces = {node: dict(result)[common[0]] for node, result in self._reached.items()}
         self._interfaces[0] = next((i for i, a in self._seen[0].get("interfaces", []) if a == common[0]), "")
 
     @property

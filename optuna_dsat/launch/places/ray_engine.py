@@ -117,9 +117,9 @@ class RayEngine:
                 self._changed.wait(timeout_s)
             if self._places and time.monotonic() - self._turned_at > LOST_S:
                 self._fail(f"Ray gives no answer for {LOST_S:g} s")
-            found = tuple(self._news)
+            events = tuple(self._news)
             self._news.clear()
-            return found
+            return events
 
     def release(self, place: Place) -> None:
         """Release an allocation without waiting."""
@@ -179,7 +179,7 @@ class RayEngine:
             self._failure = why
         for place in places:
             place.leave(why)
-        if goodbyes := [one for place in places for one in place.references()]:
+        if goodbyes := [reference for place in places for reference in place.references()]:
             ray.wait(goodbyes, num_returns=len(goodbyes), timeout=_GOODBYE_S)
         with self._changed:
             self._fail(why)
@@ -210,7 +210,7 @@ class RayEngine:
             place.give(order, node=node)
         for place in places if closing else released:
             place.leave()
-        waited = [one for place in places for one in place.references()]
+        waited = [reference for place in places for reference in place.references()]
         if waited:
             ray.wait(waited, num_returns=1, timeout=_TURN_S)
             ready, _ = ray.wait(waited, num_returns=len(waited), timeout=0)
@@ -219,11 +219,11 @@ class RayEngine:
             with self._changed:
                 self._changed.wait(_TURN_S)
         before = [place.state for place in places]
-        said = [one for place in places for one in place.advance(ready)]
-        changed = said or before != [place.state for place in places]
+        messages = [item for place in places for item in place.advance(ready)]
+        changed = messages or before != [place.state for place in places]
         with self._changed:
             self._places = [place for place in self._places if not place.is_gone]  # includes requests made meanwhile
-            self._news.extend(said)
+            self._news.extend(messages)
             if changed:
                 self._changed.notify_all()
             return bool(self._places) or not self._closing

@@ -87,9 +87,9 @@ class NodeRelay:
 
     def free_port(self) -> int:
         """Return a free port of this node."""
-        with socket.socket() as found:
-            found.bind(("", 0))
-            return int(found.getsockname()[1])
+        with socket.socket() as result:
+            result.bind(("", 0))
+            return int(result.getsockname()[1])
 
     def exchange(self, orders: bytes, wait_s: float) -> tuple[bytes, int | None]:
         """Write to the process; return its new output, and its exit code once it has ended and all output was read.
@@ -107,12 +107,12 @@ class NodeRelay:
         code = process.poll()
         if code is not None:
             reader.join(_LAST_WORDS_S)
-        said = b""
+        text = b""
         with suppress(queue.Empty):
-            said = self._said.get(timeout=wait_s if code is None else 0)
+            text = self._said.get(timeout=wait_s if code is None else 0)
             while True:
-                said += self._said.get_nowait()
-        return said, code
+                text += self._said.get_nowait()
+        return text, code
 
     def close(self) -> None:
         """End the process and its children, and wait for their end."""

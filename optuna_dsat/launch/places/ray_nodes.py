@@ -23,7 +23,7 @@ def bundle_of(slots: int) -> dict[str, int]:
 
 def fitting_nodes(resources: Sequence[Mapping[str, float]], *, slots: int) -> int:
     """Return how many nodes with these total resources could hold a bundle of an allocation."""
-    return sum(one.get("CPU", 0) >= 1 and one.get("GPU", 0) >= slots for one in resources)
+    return sum(resource.get("CPU", 0) >= 1 and resource.get("GPU", 0) >= slots for resource in resources)
 
 
 def named_nodes(alive: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -39,14 +39,14 @@ def named_nodes(alive: Sequence[Mapping[str, Any]], names: Sequence[str]) -> lis
     """
     if not names:
         return list(alive)
-    found = []
+    result = []
     for name in names:
-        one = next((node for node in alive if name in _names_of(node)), None) or _at(_address(name), alive)
-        if one is None:
+        record = next((node for node in alive if name in _names_of(node)), None) or _at(_address(name), alive)
+        if record is None:
             shown = ", ".join(sorted(str(node["NodeName"]) for node in alive))
             raise ClusterError(f"No node of the Ray cluster is called {name} (--ray-node); its nodes: {shown}.")
-        found.append(one)
-    return found
+        result.append(record)
+    return result
 
 
 def _names_of(node: Mapping[str, Any]) -> set[str]:
@@ -80,7 +80,7 @@ def refuse_impossible(*, nodes: int, slots: int, names: Sequence[str] = ()) -> N
     fitting = fitting_nodes(resources, slots=slots)
     if fitting >= nodes:
         return
-    most = max((int(one.get("GPU", 0)) for one in resources), default=0)
+    most = max((int(resource.get("GPU", 0)) for resource in resources), default=0)
     wanted = f"{nodes} node{'s' * (nodes > 1)} with " + (f"{things_in_words(slots, 'GPU')}" if slots else "a core")
     among = f"{things_in_words(len(chosen), 'node')}" + (" that --ray-node names" if names else "")
     raise ClusterError(

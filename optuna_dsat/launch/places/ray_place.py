@@ -147,9 +147,9 @@ class RayPlace:
         if self._phase in (_Phase.LEAVING, _Phase.GONE):
             return
         line = json.dumps(order).encode("ascii") + b"\n"
-        for index, one in enumerate(self._nodes):
+        for index, item in enumerate(self._nodes):
             if node in (None, index):
-                one.orders.append(line)
+                item.orders.append(line)
 
     def advance(self, ready: Sequence[Any]) -> Iterator[News]:
         """Process answers; yield messages of agents.
@@ -163,7 +163,7 @@ class RayPlace:
         elif self._phase is _Phase.TALKING:
             yield from self._talk(ready, now)
         elif self._phase is _Phase.LEAVING:
-            self._goodbyes = [one for one in self._goodbyes if one not in ready]
+            self._goodbyes = [item for item in self._goodbyes if item not in ready]
             if not self._goodbyes or now - self._left_at > _GOODBYE_S:
                 self._remove()
 
@@ -186,7 +186,7 @@ class RayPlace:
         from ray.util import placement_group_table
 
         if self._group is None:
-            without = [one for one, since in self._suspects.items() if now - since < _AVOIDED_S]
+            without = [item for item, since in self._suspects.items() if now - since < _AVOIDED_S]
             try:
                 self._group = group_of(nodes=self._count, slots=self._slots, names=self._names, without=without)
             except ClusterError as error:
@@ -244,13 +244,13 @@ class RayPlace:
             gone = node.spoke and isinstance(error, ray.exceptions.RayActorError)
             why = f"Ray's actor on {node.name} is gone" if gone else f"{node.name}: {cause_of(error)}"
             return self._lose(node, why)
-        said, ended = answer or (b"", None)
+        text, ended = answer or (b"", None)
         arrived = time.time()
-        if said:
+        if text:
             node.heard_at, node.spoke = now, True
-        for _, message in node.joiner.feed(said):
+        for _, message in node.joiner.feed(text):
             yield News(place=self, node=index, message=message, time=arrived)
-        if ended is not None and not said:
+        if ended is not None and not text:
             return self._lose(node, f"the agent on {node.name} ended with {ended}")
         orders, node.orders = b"".join(node.orders), []
         node.asked = node.actor.exchange.remote(orders, _WAIT_S)

@@ -154,10 +154,10 @@ def _follow(relays: Sequence[Any]) -> int:
         ask(node)
     while asked:
         ready, _ = ray.wait(list(asked), num_returns=1, timeout=_WAIT_S)
-        for one in ready:
-            node, _ = asked.pop(one)
-            said, code = ray.get(one)
-            sys.stdout.buffer.write(said)
+        for item in ready:
+            node, _ = asked.pop(item)
+            text, code = ray.get(item)
+            sys.stdout.buffer.write(text)
             sys.stdout.buffer.flush()
             if code is None:
                 ask(node)

@@ -112,15 +112,15 @@ def cause_in(lines: Sequence[str]) -> str:
 
     The end of a task counts as the cause only if no other line names a cause.
     """
-    told = [line.strip() for line in lines if line.strip() and not _NOISE.search(line)]
-    errors = [line for line in told if "error:" in line or "failure:" in line] or told
+    parts = [line.strip() for line in lines if line.strip() and not _NOISE.search(line)]
+    errors = [line for line in parts if "error:" in line or "failure:" in line] or parts
     errors.sort(key=lambda line: _END.search(line) is not None)
     return _PREFIX.sub("", errors[0]).rstrip(".") if errors else ""
 
 
 def job_in(lines: Sequence[str]) -> str | None:
     """Return the job number in srun's messages, or None."""
-    return next((found[1] for line in lines if (found := _JOB.search(line))), None)
+    return next((match[1] for line in lines if (match := _JOB.search(line))), None)
 
 
 def reason_command(job: str) -> list[str]:

@@ -92,12 +92,12 @@ class ParentState:
 
 def _open_descriptors() -> dict[int, tuple[int, int]]:
     """Return the open descriptors, each with device and inode of its file."""
-    found = {}
+    result = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor of the listing itself
             status = os.fstat(int(entry.name))
-            found[int(entry.name)] = (status.st_dev, status.st_ino)
-    return found
+            result[int(entry.name)] = (status.st_dev, status.st_ino)
+    return result
 
 
 def fork_child(run: Callable[[frozenset[int]], object]) -> int:

@@ -90,10 +90,10 @@ def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "no regular file", str(path))
-        size = found.st_size
+        size = status.st_size
         if size <= limit_bytes:
             return file.read()
         file.seek(size - limit_bytes)
@@ -239,10 +239,10 @@ def _is_ours(identifier: str) -> bool:
 
 def _present(attributes: Mapping[str, Any]) -> _Present:
     """Return the recorded artifacts that this module wrote."""
-    found: _Present = {}
+    result: _Present = {}
     for key, value in attributes.items():
         prefix, separator, identifier = key.rpartition(":")
         if not key.startswith((_STUDY_PREFIX, "dashboard:artifacts:")) or value == _REMOVED or not _is_ours(identifier):
             continue
-        found.setdefault((prefix + separator, str(json.loads(value)["filename"])), set()).add(key)
-    return found
+        result.setdefault((prefix + separator, str(json.loads(value)["filename"])), set()).add(key)
+    return result

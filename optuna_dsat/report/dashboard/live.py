@@ -137,23 +137,23 @@ class LiveStudy:
         states = read_states(self._store, self._name, now=now)
         rows = {name: row for state in states for name, row in state.rows.items()}
         running = [trial for trial in trials if trial.state is TrialState.RUNNING]
-        rows |= {str(one.number): _row_of(view, one) for one in running if str(one.number) not in rows}
+        rows |= {str(item.number): _row_of(view, item) for item in running if str(item.number) not in rows}
         ended = not rows and end_reason_of(attrs) is not None
         done = attributes.launches_used(trials) - len(running)
-        told = "The search has ended."
+        words = "The search has ended."
         if not ended:
             again = len(Rounds.of(attrs).launches)
-            told = _told(states, now=now, done=done, budget=view.spec.max_trials, running=len(rows), again=again)
+            words = _told(states, now=now, done=done, budget=view.spec.max_trials, running=len(rows), again=again)
         if not ended and not trials:
-            told = "No trial has begun yet: the profile launch comes first."
+            words = "No trial has begun yet: the profile launch comes first."
         best = None if view.best is None else view.best.samples_per_s
         limit = 0 if view.profiled is None else view.profiled.profile.device_memory_bytes
         return page_text(
             "_now.html",
             title="",
             has_figures=False,
-            told=told,
-            phases=[f"{one.phase}, {duration_in_words(now - one.phase_since)}" for one in states if one.phase],
+            told=words,
+            phases=[f"{state.phase}, {duration_in_words(now - state.phase_since)}" for state in states if state.phase],
             done=done,
             budget=view.spec.max_trials,
             ended=ended,
@@ -202,7 +202,7 @@ def _told(states: Sequence[LiveState], *, now: float, done: int, budget: int, ru
     """
     known = [left_s for state in states if (left_s := state.left_s(now)) is not None]
     left = f"; {time_left_in_words(max(known))}" if known else ""
-    confirming = next((one for one in states if one.ended_search), None)
+    confirming = next((state for state in states if state.ended_search), None)
     if confirming is None and (running or not again):
         return f"{done} of {things_in_words(budget, 'launch')} done, {running or 'none is'} running{left}."
     of = f"{things_in_words(again, 'launch')} so far"

@@ -102,8 +102,8 @@ class _CachedAttributes(RetryingStorage):
 
 def _trial_of(key: str) -> int | None:
     """Return Optuna's id of the trial whose note contains an attribute; None if it is not part of a trial's note."""
-    found = _NOTE_OF_TRIAL.match(key)
-    return None if found is None else int(found.group(1))
+    match = _NOTE_OF_TRIAL.match(key)
+    return None if match is None else int(match.group(1))
 
 
 def is_installed() -> bool:
@@ -190,9 +190,9 @@ def _save_notes(study: optuna.Study, view: StudyView, cached: _CachedAttributes)
 def _save_result(study: optuna.Study, view: StudyView) -> None:
     """Write the result as a user attribute of the study, which the dashboard lists next to the best trial."""
     verdict = view.verdict
-    told = "" if verdict is None else " ".join(verdict_in_words(verdict, metric=view.metric, device=view.spec.device))
-    if told and study.user_attrs.get(attributes.RESULT) != told:
-        study.set_user_attr(attributes.RESULT, told)
+    words = "" if verdict is None else " ".join(verdict_in_words(verdict, metric=view.metric, device=view.spec.device))
+    if words and study.user_attrs.get(attributes.RESULT) != words:
+        study.set_user_attr(attributes.RESULT, words)
 
 
 def _save_note(target: optuna.Study | Trial, text: str) -> bool:

@@ -130,12 +130,18 @@ class Explanation:
     def factors(self) -> tuple[Contribution, ...]:
         """All contributions with a factor; the factors multiply to ``speed_up``."""
         every = (*self.contributions, self.together, self.remainder)
-        return tuple(one for one in every if one is not None and one.factor is not None)
+        return tuple(
+            contribution for contribution in every if contribution is not None and contribution.factor is not None
+        )
 
     @property
     def explained(self) -> Contribution | None:
         """Product of all factors except the remainder; None without a remainder."""
-        return None if self.remainder is None else _product([one for one in self.factors if one is not self.remainder])
+        return (
+            None
+            if self.remainder is None
+            else _product([factor for factor in self.factors if factor is not self.remainder])
+        )
 
     @property
     def contradicted(self) -> bool:
@@ -146,7 +152,10 @@ class Explanation:
         left = self.remainder
         if left is None or left.low is None or left.high is None:
             return False
-        return all(one.factor is not None for one in self.contributions) and not left.low <= 1 <= left.high
+        return (
+            all(contribution.factor is not None for contribution in self.contributions)
+            and not left.low <= 1 <= left.high
+        )
 
     @property
     def bound(self) -> str | None:
@@ -170,24 +179,24 @@ def explain_study(study: StoredStudy) -> tuple[Explanation, str]:
     Raises:
         UsageError: If the study has no measurement, or its profile is gone.
     """
-    found = explained(study)
-    if found is None or study.best is None:
+    explanation = explained(study)
+    if explanation is None or study.best is None:
         raise UsageError(f"Nothing of the study {study.record.name!r} was measured: there is nothing to explain.")
-    return found, study.best.words
+    return explanation, study.best.words
 
 
 def explained(study: StoredStudy) -> Explanation | None:
     """Return the explanation of a study's winner; None if nothing was measured, or its profile is gone."""
     if study.best is None or study.planner is None:
         return None
-    found = explain(
+    explanation = explain(
         study.trials,
         planner=study.planner,
         winner=study.best,
         baseline=study.baseline,
         rounds=study.rounds,
     )
-    return found if study.verdict is None else replace(found, how_known=how_known(study.verdict))
+    return explanation if study.verdict is None else replace(explanation, how_known=how_known(study.verdict))
 
 
 def explain(
@@ -211,9 +220,9 @@ def explain(
     user = {} if baseline is None else visible_params(baseline.trial)
     best = visible_params(winner.trial)
     pairs = Pairs(trials, rounds or Rounds(), maximize=larger, assumed_noise=planner.noise(trials))
-    found = list(_contributions(trials, planner, pairs, winner=best, user=user))
-    found.sort(key=lambda one: -abs(math.log(one.factor)) if one.factor else 0.0)
-    together = _together(trials, planner, winner=best, user=user, found=found)
+    contributions = list(_contributions(trials, planner, pairs, winner=best, user=user))
+    contributions.sort(key=lambda contribution: -abs(math.log(contribution.factor)) if contribution.factor else 0.0)
+    together = _together(trials, planner, winner=best, user=user, found=contributions)
     ratio = None if baseline is None or winner.speed_up is None else _ratio(winner.speed_up, pairs)
     own = baseline is not None and baseline.trial.number == winner.trial.number
     searched = MICRO_BATCH in best  # the user's own config has no parameters if it is outside the space
@@ -233,11 +242,11 @@ def explain(
         metrics=winner.metrics,
         user_metrics={} if baseline is None else baseline.metrics,
         speed_up=None if ratio is None else ratio[0],
-        contributions=tuple(found),
+        contributions=tuple(contributions),
         together=together,
         remainder=None
         if ratio is None or own
-        else _remainder(*ratio, [*found, *([] if together is None else [together])]),
+        else _remainder(*ratio, [*contributions, *([] if together is None else [together])]),
         bounds=bounds,
         peak_bytes=winner.trial.user_attrs.get(attributes.PEAK_BYTES),
         device_bytes=planner.problem.device_bytes,
@@ -271,9 +280,9 @@ def _contributions(
         if own == value or own is None:
             continue
         other = _reverted(planner, winner, knob, own)
-        found = _measured(pairs, winner, other) or _modelled(trials, planner, knob, winner, other)
+        contribution = _measured(pairs, winner, other) or _modelled(trials, planner, knob, winner, other)
         brought = (name for name in sorted(_differing(winner, other)) if name != knob)
-        yield replace(found, brings=tuple(brought))
+        yield replace(contribution, brings=tuple(brought))
 
 
 def _measured(pairs: Pairs, winner: dict[str, Any], other: dict[str, Any]) -> Contribution | None:
@@ -348,11 +357,11 @@ def _together(
 
     The spread treats the formula's errors at these configurations as independent.
     """
-    single = [one for one in found if one.factor is not None]
+    single = [contribution for contribution in found if contribution.factor is not None]
     if len(single) < 2 or len(single) < len(found):
         return None
     before = {**planner.problem.space.completed(user), MICRO_BATCH: user[MICRO_BATCH]}
-    reverted = [_reverted(planner, winner, one.knob, one.user) for one in single]
+    reverted = [_reverted(planner, winner, contribution.knob, contribution.user) for contribution in single]
     metrics = planner.formula(trials, [_split(params) for params in (winner, before, *reverted)])
     if metrics is None:
         return None
@@ -374,16 +383,16 @@ def _remainder(ratio: float, spread: float, others: Sequence[Contribution]) -> C
     """Return the part of the measured ratio that the other factors do not explain."""
     explained = _product(others)
     mean = math.log(ratio) - math.log(explained.factor or 1.0)
-    unclaimed = any(one.note == NOT_SEPARATE for one in others)
+    unclaimed = any(contribution.note == NOT_SEPARATE for contribution in others)
     note = "the settings that were not measured separately" if unclaimed else "none of the above explains it"
     return _factor(REMAINDER, mean, math.hypot(explained.spread, spread), note=note)
 
 
 def _product(parts: Sequence[Contribution]) -> Contribution:
     """Return the product of factors. Spreads are added, because errors of shared launches are correlated."""
-    known = [one for one in parts if one.factor is not None]
-    mean = sum(math.log(one.factor) for one in known if one.factor is not None)
-    return _factor("product", mean, sum(one.spread for one in known))
+    known = [part for part in parts if part.factor is not None]
+    mean = sum(math.log(contribution.factor) for contribution in known if contribution.factor is not None)
+    return _factor("product", mean, sum(contribution.spread for contribution in known))
 
 
 def _factor(source: str, mean: float, spread: float, *, note: str = "") -> Contribution:

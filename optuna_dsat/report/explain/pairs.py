@@ -72,23 +72,23 @@ class Pairs:
 
     def __init__(self, trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, assumed_noise: float) -> None:
         self._params = {_key(trial): visible_params(trial) for trial in trials}
-        found = list(_measurements(trials, rounds, maximize=maximize))
-        self._keys = list(dict.fromkeys(one.key for one in found))
-        blocks = [one for one in dict.fromkeys(one.round for one in found) if one != _SEARCH]
-        design = np.zeros((len(found), len(self._keys) + len(blocks)))
-        for place, one in enumerate(found):
-            design[place, self._keys.index(one.key)] = 1
-            if one.round != _SEARCH:
-                design[place, len(self._keys) + blocks.index(one.round)] = 1
-        self._logs = np.array([one.log for one in found])
+        measurements = list(_measurements(trials, rounds, maximize=maximize))
+        self._keys = list(dict.fromkeys(item.key for item in measurements))
+        blocks = [number for number in dict.fromkeys(item.round for item in measurements) if number != _SEARCH]
+        design = np.zeros((len(measurements), len(self._keys) + len(blocks)))
+        for place, measurement in enumerate(measurements):
+            design[place, self._keys.index(measurement.key)] = 1
+            if measurement.round != _SEARCH:
+                design[place, len(self._keys) + blocks.index(measurement.round)] = 1
+        self._logs = np.array([item.log for item in measurements])
         self._solution = np.linalg.pinv(design)
         self._reproduced = self._solution @ design
         residuals = self._logs - design @ (self._solution @ self._logs)
-        self._degrees = len(found) - int(np.linalg.matrix_rank(design)) if found else 0
+        self._degrees = len(measurements) - int(np.linalg.matrix_rank(design)) if measurements else 0
         self.is_noise_measured = self._degrees > 0
         """Whether launches of any configuration were repeated."""
         variance = float(residuals @ residuals) / self._degrees if self.is_noise_measured else assumed_noise**2
-        self._variances = np.maximum(variance, [one.step_variance for one in found])
+        self._variances = np.maximum(variance, [item.step_variance for item in measurements])
         self.noise = math.sqrt(variance)
         """Relative standard deviation between launches."""
 
@@ -122,12 +122,12 @@ class Pairs:
         known = {rest: ratio for rest, ratio in ratios.items() if ratio is not None}
         return self._combined(list(known.values()), [rest != here for rest in known]) if known else None
 
-    def _ratio(self, one: str | None, other: str | None) -> Numbers | None:
+    def _ratio(self, name: str | None, other: str | None) -> Numbers | None:
         """Return the weights of the measurements in the logarithm of a ratio; None if they do not determine it."""
-        if one is None or other is None:
+        if name is None or other is None:
             return None
         wanted = np.zeros(len(self._solution))
-        wanted[self._keys.index(one)], wanted[self._keys.index(other)] = 1, -1
+        wanted[self._keys.index(name)], wanted[self._keys.index(other)] = 1, -1
         return wanted @ self._solution if np.allclose(wanted @ self._reproduced, wanted) else None
 
     def _combined(self, ratios: Sequence[Numbers], elsewhere: Sequence[bool]) -> Effect:
@@ -166,9 +166,9 @@ def _measurements(trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bo
             spread = _step_variance(trial, is_rate=maximize)
             yield _Measurement(key=keys[trial.number], round=_SEARCH, log=sign * math.log(value), step_variance=spread)
     for number, values in rounds.values().items():
-        for one, value in values.items():
+        for item, value in values.items():
             if value and number in keys:
-                yield _Measurement(key=keys[number], round=one, log=sign * math.log(value), step_variance=0.0)
+                yield _Measurement(key=keys[number], round=item, log=sign * math.log(value), step_variance=0.0)
 
 
 def _step_variance(trial: FrozenTrial, *, is_rate: bool) -> float:

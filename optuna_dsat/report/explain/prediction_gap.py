@@ -124,7 +124,7 @@ def _predicted(view: StudyView, config: Mapping[str, Any]) -> tuple[dict[str, fl
     columns = Columns.of([zero_settings(profile, config, hardware)])
     steps = float(config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
     fill = min(1.0, max(0.01, peak / hardware.device_memory_bytes))
-    at = [np.array([one], dtype=np.float64) for one in (micro_batch, steps, fill)]
+    at = [np.array([item], dtype=np.float64) for item in (micro_batch, steps, fill)]
     phases, slopes = model.slopes(prior, columns, *at)
     relative = slopes.sum(axis=0)[:, 0] / phases.sum()
     spread = math.hypot(math.sqrt(float(relative @ prior.covariance @ relative)), ERROR)
@@ -148,7 +148,7 @@ def _slow_phases(
     """Yield a cause for each phase that takes clearly longer than predicted, the largest excess first."""
     total = sum(measured.values())
     excess = {name: measured[name] - predicted[name] for name in PHASES}
-    for name in sorted(PHASES, key=lambda one: -excess[one]):
+    for name in sorted(PHASES, key=lambda name: -excess[name]):
         if excess[name] <= _WORTH_NAMING * total:
             continue
         if name == "other":

@@ -116,10 +116,10 @@ def proposals(now: Situation) -> list[str]:
 def proposals_by_name(now: Situation) -> dict[str, str]:
     """Return name -> what to change or buy next, largest gain first."""
     gains = [(change.gain(now), change) for change in _CHANGES if change.on(now)]
-    gains.sort(key=lambda one: one[0], reverse=True)
+    gains.sort(key=lambda item: item[0], reverse=True)
     worth = [(gain, change) for gain, change in gains if gain >= _WORTH_SAYING]
-    found = {change.name: f"{change.text(now)}: about {faster_in_words(gain)}." for gain, change in worth}
-    return {**found, **dict(_on_computation(now))}
+    result = {change.name: f"{change.text(now)}: about {faster_in_words(gain)}." for gain, change in worth}
+    return {**result, **dict(_on_computation(now))}
 
 
 def _on_computation(now: Situation) -> Iterator[tuple[str, str]]:

@@ -64,10 +64,14 @@ class Why:
 
 def why_of(view: StudyView) -> Why | None:
     """Return the explanation of a study's winner; None before a launch was measured."""
-    found = explained(view)
-    if found is None:
+    explanation = explained(view)
+    if explanation is None:
         return None
-    why = Why(rows=tuple(factor_rows(found)), told=(*told_of(found), *_doubt(found)), proposals=found.proposals)
+    why = Why(
+        rows=tuple(factor_rows(explanation)),
+        told=(*told_of(explanation), *_doubt(explanation)),
+        proposals=explanation.proposals,
+    )
     gap = prediction_gap(view)
     if gap is None or not gap.by_data_sheet:
         return why
@@ -89,32 +93,39 @@ def factor_rows(found: Explanation) -> list[FactorRow]:
     """Return the factors of the speed-up, largest effect first; empty without a baseline."""
     if found.remainder is None or found.speed_up is None:
         return []
-    small = [one for one in found.contributions if one.factor is not None and abs(one.factor - 1) < _WORTH_A_ROW]
+    small = [
+        contribution
+        for contribution in found.contributions
+        if contribution.factor is not None and abs(contribution.factor - 1) < _WORTH_A_ROW
+    ]
     if len(small) == 1:
         small = []
-    rows = [_row(one) for one in found.contributions if one not in small]
+    rows = [_row(contribution) for contribution in found.contributions if contribution not in small]
     if small:
-        names, product = ", ".join(one.knob for one in small), math.prod(one.factor or 1.0 for one in small)
+        names, product = (
+            ", ".join(contribution.knob for contribution in small),
+            math.prod(contribution.factor or 1.0 for contribution in small),
+        )
         rows.append(_plain(f"{len(small)} more", factor=times_in_words(product), by=f"hardly any effect: {names}"))
-    rows += [_row(one) for one in (found.together, found.remainder) if one is not None]
+    rows += [_row(contribution) for contribution in (found.together, found.remainder) if contribution is not None]
     return [*rows, _plain("all together", factor=times_in_words(found.speed_up), by="measured")]
 
 
-def _row(one: Contribution) -> FactorRow:
-    by = things_in_words(one.pairs, "measured pair") if one.source == "measured" else "fitted model"
-    if one.brings and one.factor is not None:
-        apply = "apply" if len(one.brings) > 1 else "applies"
-        by += f"; with {', '.join(one.brings)}, which {apply} to one of them only"
+def _row(contribution: Contribution) -> FactorRow:
+    by = things_in_words(contribution.pairs, "measured pair") if contribution.source == "measured" else "fitted model"
+    if contribution.brings and contribution.factor is not None:
+        apply = "apply" if len(contribution.brings) > 1 else "applies"
+        by += f"; with {', '.join(contribution.brings)}, which {apply} to one of them only"
     return FactorRow(
-        setting=one.knob,
-        own=_shown(one.user),
-        best=_shown(one.winner),
-        factor="" if one.factor is None else times_in_words(one.factor),
+        setting=contribution.knob,
+        own=_shown(contribution.user),
+        best=_shown(contribution.winner),
+        factor="" if contribution.factor is None else times_in_words(contribution.factor),
         between=""
-        if one.low is None or one.high is None
-        else f"{times_in_words(one.low)} to {times_in_words(one.high)}",
-        by=one.note or by,
-        is_setting=one.source not in (TOGETHER, REMAINDER),
+        if contribution.low is None or contribution.high is None
+        else f"{times_in_words(contribution.low)} to {times_in_words(contribution.high)}",
+        by=contribution.note or by,
+        is_setting=contribution.source not in (TOGETHER, REMAINDER),
     )
 
 
@@ -131,15 +142,15 @@ def told_of(found: Explanation) -> list[str]:
     """Return sentences on the winner's bottlenecks, memory use and GPU utilisation."""
     largest = sorted(found.bounds.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= _WORTH_A_ROW)
-    told = [f"A step of the winner goes into {shares} (fitted model): it is bound by {found.bound}."] if shares else []
+    parts = [f"A step of the winner goes into {shares} (fitted model): it is bound by {found.bound}."] if shares else []
     if found.peak_bytes is not None and found.device_bytes > 0:
         device = bytes_in_words(found.device_bytes)
-        told.append(
+        parts.append(
             f"The fullest rank takes {bytes_in_words(found.peak_bytes)} of the {device} that it may (measured)."
         )
     if found.utilisation is not None:
-        told.append(f"It reaches {found.utilisation:.0%} of the GPU's peak FLOPS (measured).")
-    return told
+        parts.append(f"It reaches {found.utilisation:.0%} of the GPU's peak FLOPS (measured).")
+    return parts
 
 
 def _doubt(found: Explanation) -> Iterator[str]:

@@ -80,14 +80,14 @@ def plot_metric(study: Source) -> go.Figure:
         study: Any Optuna study whose trials have a micro-batch, or a ``StudyView``.
     """
     require_plotly()
-    found = history_of(study)
+    history = history_of(study)
     return metric_figure(
-        found.trials,
-        metric=found.metric,
-        winner=found.winner,
-        maximize=found.maximize,
-        confirmed=found.confirmed,
-        device=found.device,
+        history.trials,
+        metric=history.metric,
+        winner=history.winner,
+        maximize=history.maximize,
+        confirmed=history.confirmed,
+        device=history.device,
     )
 
 
@@ -100,9 +100,13 @@ def plot_progress(study: Source) -> go.Figure:
         study: Any single-objective Optuna study, or a ``StudyView``.
     """
     require_plotly()
-    found = history_of(study)
+    history = history_of(study)
     return progress_figure(
-        found.trials, metric=found.metric, maximize=found.maximize, confirmed=found.result, device=found.device
+        history.trials,
+        metric=history.metric,
+        maximize=history.maximize,
+        confirmed=history.result,
+        device=history.device,
     )
 
 
@@ -149,9 +153,13 @@ def plot_finalists(study: Source) -> go.Figure:
     require_plotly()
     view = view_of(study)
     verdict = view.verdict
-    finalists = [] if verdict is None else [verdict.in_rounds(one.number) or one for one in verdict.contenders]
-    shown = [one for one in finalists if view.rounds.failure(one.number) is None]
-    shown.sort(key=lambda one: -one.value if view.maximize else one.value)
+    finalists = (
+        []
+        if verdict is None
+        else [verdict.in_rounds(contender.number) or contender for contender in verdict.contenders]
+    )
+    shown = [finalist for finalist in finalists if view.rounds.failure(finalist.number) is None]
+    shown.sort(key=lambda item: -item.value if view.maximize else item.value)
     return finalists_figure(
         shown, best=view.best, metric=view.metric, why_none=_why_no_finalist(view), device=view.spec.device
     )

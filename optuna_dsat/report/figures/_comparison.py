@@ -41,13 +41,13 @@ def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
     import plotly.graph_objects as go
 
     title, x = "Results side by side", Measure(_RATE).title
-    if not any(one.best for one in studies):
+    if not any(study.best for study in studies):
         return empty_figure("Nothing was measured in any of these studies.", title=title, x=x)
     rows = list(range(len(studies)))
     figure = go.Figure()
     for name, colour, values in (
-        ("your own config", NEUTRAL, [one.own for one in studies]),
-        ("the result", "#0072B2", [one.best for one in studies]),
+        ("your own config", NEUTRAL, [study.own for study in studies]),
+        ("the result", "#0072B2", [study.best for study in studies]),
     ):
         figure.add_trace(
             go.Bar(
@@ -60,8 +60,8 @@ def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
                 textposition="auto",
                 textangle=0,
                 hovertext=[
-                    f"{figure_text(one.name)}, {name}: {metric_in_words(_RATE, value) if value else 'not measured'}"
-                    for one, value in zip(studies, values, strict=True)
+                    f"{figure_text(study.name)}, {name}: {metric_in_words(_RATE, value) if value else 'not measured'}"
+                    for study, value in zip(studies, values, strict=True)
                 ],
                 hoverinfo="text",
             )
@@ -70,7 +70,7 @@ def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(
         tickvals=rows,
-        ticktext=[wrapped(one.name, most_lines=_MOST_LINES) for one in studies],
+        ticktext=[wrapped(study.name, most_lines=_MOST_LINES) for study in studies],
         range=[len(studies) - 0.5, -0.5],
     )
     return figure
@@ -81,29 +81,29 @@ def course_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
     import plotly.graph_objects as go
 
     title, x, y = "Best so far over the time of the search", "minutes since the first launch", Measure(_RATE).title
-    if not any(one.course for one in studies):
+    if not any(item.course for item in studies):
         return empty_figure("Nothing was measured in any of these studies.", title=title, x=x, y=y)
-    names = [f"{place}: {one.name}" for place, one in enumerate(studies, start=1)]
+    names = [f"{place}: {item.name}" for place, item in enumerate(studies, start=1)]
     palette, figure = Palette(names), go.Figure()
-    for name, one in zip(names, studies, strict=True):
-        if one.course:
+    for name, study in zip(names, studies, strict=True):
+        if study.course:
             figure.add_trace(
                 go.Scatter(
-                    x=[seconds / 60 for seconds, _ in one.course],
-                    y=[value for _, value in one.course],
+                    x=[seconds / 60 for seconds, _ in study.course],
+                    y=[value for _, value in study.course],
                     mode="lines+markers",
                     name=figure_text(name),
                     line={"color": palette[name], "shape": "hv", "width": 1.5},
                     marker={"symbol": palette.symbol(name), "size": 7},
                     hovertext=[
                         f"{figure_text(name)}<br>{metric_in_words(_RATE, value)} after {duration_in_words(seconds)}"
-                        for seconds, value in one.course
+                        for seconds, value in study.course
                     ],
                     hoverinfo="text",
                 )
             )
     lay_out(figure, title=title, x=x, y=y, showlegend=True)
-    ends = [one.course[-1][1] for one in studies if one.course]
+    ends = [item.course[-1][1] for item in studies if item.course]
     if max(ends) > _FAR_APART * min(ends):
         figure.update_yaxes(type="log")
     else:

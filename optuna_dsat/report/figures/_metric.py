@@ -95,8 +95,8 @@ def metric_figure(
 
 def _points(lineage: Lineage) -> list[tuple[int, float, FrozenTrial]]:
     """Return (micro-batch, metric, trial) of all trials with a metric, by micro-batch."""
-    found = [(lineage.size(t), value, t) for t in lineage.trials if (value := score(t)) is not None]
-    return sorted(found, key=lambda point: (point[0], point[2].number))
+    result = [(lineage.size(t), value, t) for t in lineage.trials if (value := score(t)) is not None]
+    return sorted(result, key=lambda point: (point[0], point[2].number))
 
 
 def _line(lineage: Lineage, words: str, palette: Palette, *, measure: Measure, named: bool) -> go.Scatter:

@@ -43,31 +43,31 @@ def scaling_figure(found: Sequence[AtCount], *, device: str) -> go.Figure:
 
     unit = slot_name(device)
     title, x, y = "Scaling", f"{unit}s", f"samples/s per {unit}"
-    measured = [one for one in found if one.each]
+    measured = [row for row in found if row.each]
     if len(measured) < 2:
         return empty_figure("Fewer than two numbers of devices were measured.", title=title, x=x, y=y)
-    shares = shares_of_linear([one.each for one in measured])
+    shares = shares_of_linear([row.each for row in measured])
     places, least = list(range(len(measured))), measured[0].each
-    told = [
-        f"{one.devices} {unit}{'s' * (one.devices > 1)}: {metric_in_words(_RATE, one.each or 0.0)} each, "
-        f"{metric_in_words(_RATE, one.samples_per_s or 0.0)} in all, {share or 0.0:.0%} of linear"
-        for one, share in zip(measured, shares, strict=True)
+    parts = [
+        f"{row.devices} {unit}{'s' * (row.devices > 1)}: {metric_in_words(_RATE, row.each or 0.0)} each, "
+        f"{metric_in_words(_RATE, row.samples_per_s or 0.0)} in all, {share or 0.0:.0%} of linear"
+        for row, share in zip(measured, shares, strict=True)
     ]
     figure = go.Figure(
         [
             go.Bar(
                 x=places,
-                y=[one.each for one in measured],
+                y=[row.each for row in measured],
                 name=f"samples/s per {unit}, and the scaling efficiency",
                 marker={"color": "#0072B2"},
                 text=[
-                    f"{count_in_words(one.each or 0.0)}<br>{share or 0.0:.0%}"
-                    for one, share in zip(measured, shares, strict=True)
+                    f"{count_in_words(row.each or 0.0)}<br>{share or 0.0:.0%}"
+                    for row, share in zip(measured, shares, strict=True)
                 ],
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
-                hovertext=told,
+                hovertext=parts,
                 hoverinfo="text",
             ),
             go.Scatter(
@@ -82,7 +82,7 @@ def scaling_figure(found: Sequence[AtCount], *, device: str) -> go.Figure:
     )
     lay_out(figure, title=title, x=x, y=y, showlegend=True, bargap=0.5)
     figure.update_xaxes(
-        tickvals=places, ticktext=[str(one.devices) for one in measured], range=[-0.5, len(measured) - 0.5]
+        tickvals=places, ticktext=[str(row.devices) for row in measured], range=[-0.5, len(measured) - 0.5]
     )
     figure.update_yaxes(rangemode="tozero")
     return figure

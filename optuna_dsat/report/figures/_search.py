@@ -91,8 +91,8 @@ def progress_figure(
     if not any(_outcome(trial) is Outcome.MEASURED for trial in ended):
         return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=measure.title)
     places = {trial.number: place for place, trial in enumerate(ended, start=1)}
-    found = {outcome: [t for t in ended if _outcome(t) is outcome] for outcome in Outcome}
-    figure = go.Figure([_outcome_trace(outcome, own, places, measure) for outcome, own in found.items() if own])
+    result = {outcome: [t for t in ended if _outcome(t) is outcome] for outcome in Outcome}
+    figure = go.Figure([_outcome_trace(outcome, own, places, measure) for outcome, own in result.items() if own])
     best = _best_so_far(ended, maximize=maximize)
     if best:
         figure.add_trace(
@@ -164,12 +164,12 @@ def _confirmed_trace(number: int, value: float, *, place: int, measure: Measure)
 
 def _best_so_far(ended: Sequence[FrozenTrial], *, maximize: bool) -> list[tuple[int, float]]:
     """Return (place, best metric so far) from the first measured launch to the last launch."""
-    found: list[tuple[int, float]] = []
+    result: list[tuple[int, float]] = []
     for place, trial in enumerate(ended, start=1):
         value = score(trial) if trial.state.name == "COMPLETE" else None
-        before = found[-1][1] if found else None
+        before = result[-1][1] if result else None
         if value is not None and (before is None or (value > before) == maximize):
             before = value
         if before is not None:
-            found.append((place, before))
-    return found
+            result.append((place, before))
+    return result

@@ -50,7 +50,7 @@ class History:
     def confirmed(self) -> Mapping[int, float]:
         """Trial -> its metric in rounds; empty if no rounds decided."""
         measured = {} if self.verdict is None else self.verdict.measured
-        return {number: one.value for number, one in measured.items() if one.rounds}
+        return {number: contender.value for number, contender in measured.items() if contender.rounds}
 
     @property
     def result(self) -> tuple[int, float] | None:

@@ -172,9 +172,9 @@ def _after(module: ModuleType, name: str, note: Callable[[Any, Any], None]) -> N
 
     @functools.wraps(original)
     def noting(source: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(source, *args, **kwargs)
-        note(source, found)
-        return found
+        result = original(source, *args, **kwargs)
+        note(source, result)
+        return result
 
     setattr(module, name, noting)
 

@@ -57,15 +57,15 @@ def default_config_option(config_path: str, *, user_config: str = "", on_found: 
 
     @functools.wraps(original)
     def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-        found = _config_action(self)
-        if found is not None and config_path and _is_open(found, user_config):
-            found.default, found.required = config_path, False
-            on_found(found.option_strings[0])
+        result = _config_action(self)
+        if result is not None and config_path and _is_open(result, user_config):
+            result.default, result.required = config_path, False
+            on_found(result.option_strings[0])
             for action in self._actions:
                 if _SWITCH in action.option_strings and action.nargs == 0:
                     action.default = True
-        elif found is not None and (_is_config(found.default) or _is_given_a_name(found, args, kwargs)):
-            on_found(found.option_strings[0])
+        elif result is not None and (_is_config(result.default) or _is_given_a_name(result, args, kwargs)):
+            on_found(result.option_strings[0])
         return original(self, *args, **kwargs)
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]

@@ -238,13 +238,13 @@ class HuggingFaceHook:
         ``TrainingArguments`` built from others (trl's trainers copy them, parsers merge a file with options) already
         contain the launch's batch sizes; only the first instance has the script's.
         """
-        found = self._given_values(arguments)
-        if self._own is not None and found[:2] == tuple(
+        result = self._given_values(arguments)
+        if self._own is not None and result[:2] == tuple(
             self._plan.overlay.get(key, own) for key, own in zip(TRAINER_FIELDS, self._own, strict=False)
         ):
             return self._own
-        self._own = found
-        return found
+        self._own = result
+        return result
 
     def _given_values(self, arguments: Any) -> tuple[int, int, bool]:
         own = (_OwnOptions.values or {}) if self._parses_command_line else {}

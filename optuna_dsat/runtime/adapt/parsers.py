@@ -88,8 +88,8 @@ class ParserWatch:
 
         @functools.wraps(original)
         def parse_known_args(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-            found = original(parser, *args, **kwargs)
-            values = vars(found[0])
+            result = original(parser, *args, **kwargs)
+            values = vars(result[0])
             for action in parser._actions:
                 value = values.get(action.dest, action.default)
                 self._note(action.option_strings, value)
@@ -98,7 +98,7 @@ class ParserWatch:
                         self.defaults.setdefault(option, action.default)
                     if isinstance(action.choices, Iterable) and means_stage(option):
                         self.choices.setdefault(option, [choice for choice in action.choices if is_stage(choice)])
-            return found
+            return result
 
         argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
 
@@ -113,7 +113,7 @@ class ParserWatch:
 
     def _note(self, spellings: Sequence[str], value: Any) -> None:
         """Record an option's value under the spellings used on the command line, or under all if it is not given."""
-        for option in [one for one in spellings if one in _given()] or spellings:
+        for option in [spelling for spelling in spellings if spelling in _given()] or spellings:
             if is_size(value) or (is_stage(value) and means_stage(option)):
                 self.options.setdefault(option, value)
 

@@ -70,7 +70,7 @@ def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
     def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces the method
         bound = signature.bind(*args, **kwargs)
         given = [bound.arguments.pop(name, None) for name in names]
-        wanted = next((one for one in given if one), None)
+        wanted = next((item for item in given if item), None)
         bound.arguments[names[0]] = str(folder / Path(str(wanted)).name if wanted else folder)
         original(*bound.args, **bound.kwargs)
 
@@ -105,9 +105,9 @@ def disable_checkpoints(engine_class: Any) -> None:
     Args:
         engine_class: ``deepspeed.DeepSpeedEngine``, the base class of pipeline engines; patched in place.
     """
-    said: list[str] = []
-    engine_class.save_checkpoint = _skipped(engine_class.save_checkpoint, said, lambda _engine: True)
-    engine_class.save_16bit_model = _skipped(engine_class.save_16bit_model, said, _would_gather)
+    messages: list[str] = []
+    engine_class.save_checkpoint = _skipped(engine_class.save_checkpoint, messages, lambda _engine: True)
+    engine_class.save_16bit_model = _skipped(engine_class.save_16bit_model, messages, _would_gather)
 
 
 def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[[Exception], bool]) -> None:

@@ -57,13 +57,13 @@ def enter_namespace() -> bool:
 
 def mount_points() -> dict[str, str]:
     """Return mount point -> type of file system; of several mounts on the same path, the last."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             words = line.split()
             path = words[4].encode("ascii", "surrogateescape").decode("unicode_escape")  # \040 for a blank
-            found[path.encode("latin-1", "replace").decode("utf-8", "surrogateescape")] = words[words.index("-") + 1]
-    return found
+            result[path.encode("latin-1", "replace").decode("utf-8", "surrogateescape")] = words[words.index("-") + 1]
+    return result
 
 
 def open_path(path: str) -> int:
@@ -91,11 +91,11 @@ def mount_overlay(target: str, *, lower: int, layers: int, name: str, unprivileg
     upper, work = f"{_named(layers)}/{name}/upper", f"{_named(layers)}/{name}/work"
     for folder in (upper, work):
         os.makedirs(folder, exist_ok=True)
-    found = os.fstat(lower)
-    os.chmod(upper, stat.S_IMODE(found.st_mode))
+    status = os.fstat(lower)
+    os.chmod(upper, stat.S_IMODE(status.st_mode))
     with contextlib.suppress(OSError):  # another user's folder, in a user namespace
-        os.chown(upper, found.st_uid, found.st_gid)
-    os.utime(upper, ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.chown(upper, status.st_uid, status.st_gid)
+    os.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))
     options = f"lowerdir={_named(lower)},upperdir={upper},workdir={work},"
     # Without redirect_dir a folder cannot be renamed (EXDEV); user namespaces do not have that option. A volatile
     # overlay is not synced to disk when it is unmounted, which is not needed: its files are removed anyway.

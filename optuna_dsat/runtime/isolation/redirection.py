@@ -78,11 +78,11 @@ class _Redirection:
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return name -> replacement for functions of ``os``."""
         own = ("open", "listdir", "scandir", "chdir", "getcwd", "getcwdb", "rename", "rmdir", "link", "symlink")
-        found = {name: getattr(self, name) for name in (*own, "unlink", "truncate")}
-        found |= {"open": self.os_open, "replace": self.rename, "remove": self.unlink}
-        found |= {name: self._reader(name) for name in _READERS}
-        found |= {name: self._changer(name) for name in _CHANGERS}
-        return found | {name: self._creator(name) for name in _CREATORS}
+        record = {name: getattr(self, name) for name in (*own, "unlink", "truncate")}
+        record |= {"open": self.os_open, "replace": self.rename, "remove": self.unlink}
+        record |= {name: self._reader(name) for name in _READERS}
+        record |= {name: self._changer(name) for name in _CHANGERS}
+        return record | {name: self._creator(name) for name in _CREATORS}
 
     def _find(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Location | None:
         """Return the location of a path; None outside of all folders, where no change is needed."""

@@ -183,14 +183,14 @@ def covered_folders(
     folders += [cwd, environ.get("HOME", ""), *temporary, *named_folders(cwd, arguments, environ)]
     wanted = {os.path.realpath(folder) for folder in folders if folder and os.path.isdir(folder)} - {"/"}
     wanted |= {point for point, kind in points.items() if kind not in _NO_FILES and _is_below(point, wanted)}
-    found: list[str] = []
+    names: list[str] = []
     for folder in sorted(wanted):
-        above = [other for other in found if _is_below(folder, [other])]
+        above = [other for other in names if _is_below(folder, [other])]
         if above and _mount_of(folder, points) == _mount_of(above[-1], points):
             continue
         if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
-            found.append(folder)
-    return found
+            names.append(folder)
+    return names
 
 
 def named_folders(cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -198,15 +198,15 @@ def named_folders(cwd: str, arguments: Sequence[str], environ: Mapping[str, str]
     words = [word for argument in arguments for word in (argument, argument.partition("=")[2])]
     words = [word for word in words if word and (os.sep in word or os.path.lexists(os.path.join(cwd, word)))]
     words += [value for value in environ.values() if value.startswith("/") and os.pathsep not in value]
-    found = set()
+    names = set()
     for word in words:
         with contextlib.suppress(OSError, ValueError):  # not a valid path
             path = os.path.realpath(os.path.join(cwd, word))
             while not os.path.isdir(path):
                 path = os.path.dirname(path)
             if not _is_of_system(path):
-                found.add(path)
-    return sorted(found)
+                names.add(path)
+    return sorted(names)
 
 
 def _is_of_system(path: str) -> bool:
@@ -229,23 +229,23 @@ def _real_paths(paths: Iterable[str]) -> tuple[str, ...]:
 
 def _caches(environ: Mapping[str, str]) -> list[str]:
     """Return cache folders of downloads and compiled code, which all runs share."""
-    found = [environ[name] for name in _CACHE_VARIABLES if environ.get(name, "").startswith("/")]
+    names = [environ[name] for name in _CACHE_VARIABLES if environ.get(name, "").startswith("/")]
     if home := environ.get("HOME"):
-        found += [os.path.join(home, name) for name in _CACHES_AT_HOME]
+        names += [os.path.join(home, name) for name in _CACHES_AT_HOME]
     with contextlib.suppress(OSError, KeyError):  # a user without a name
-        found.append(os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
-    return found
+        names.append(os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
+    return names
 
 
 def _sockets(folders: Collection[str]) -> list[str]:
     """Return the server sockets in covered folders; connecting does not work through an overlay (unix(7))."""
-    found = []
+    names = []
     with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             path = line.rstrip("\n").partition(" /")[2]
             if path and _is_below(f"/{path}", folders) and os.path.exists(f"/{path}"):
-                found.append(f"/{path}")
-    return found
+                names.append(f"/{path}")
+    return names
 
 
 class _Layers:
@@ -353,8 +353,8 @@ def _unmappable(path: str, used: Iterable[str]) -> str:
         names = os.listdir(folder)[:_MOST_ENTRIES] if os.access(folder, os.R_OK) else []
         for each in (folder, *above, *(os.path.join(folder, name) for name in names)):
             with contextlib.suppress(OSError):  # gone
-                found = os.lstat(each)
-                if found.st_uid == os.geteuid() and found.st_gid == unknown:
+                status = os.lstat(each)
+                if status.st_uid == os.geteuid() and status.st_gid == unknown:
                     return each
     return ""
 
@@ -369,13 +369,13 @@ def _new_caches(paths: Iterable[str], folder: Path) -> dict[str, int]:
     Returns:
         Path of the cache -> descriptor of its folder.
     """
-    found = {}
+    result = {}
     for path in paths:
         with contextlib.suppress(OSError):  # the launch then uses a private cache
             own = folder / path.lstrip("/").replace("/", "_")
             own.mkdir(parents=True, exist_ok=True)
-            found[path] = mounts.open_path(str(own))
-    return found
+            result[path] = mounts.open_path(str(own))
+    return result
 
 
 def rename_across_layers() -> None:

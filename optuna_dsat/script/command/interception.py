@@ -140,8 +140,8 @@ def starts_launcher(file: Path) -> bool:
         return False
     nodes = list(ast.walk(tree))
     functions = [node.func for node in nodes if isinstance(node, ast.Call)]
-    called = {one.attr for one in functions if isinstance(one, ast.Attribute)}
-    called |= {one.id for one in functions if isinstance(one, ast.Name)}
+    called = {function.attr for function in functions if isinstance(function, ast.Attribute)}
+    called |= {function.id for function in functions if isinstance(function, ast.Name)}
     if "initialize" in called:
         return False
     imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -154,7 +154,7 @@ def starts_launcher(file: Path) -> bool:
 def _names_launcher(node: ast.AST) -> bool:
     """Whether a literal is a launcher's command: a list of words, or a command line."""
     if isinstance(node, ast.List | ast.Tuple):
-        words = [one.value for one in node.elts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        words = [item.value for item in node.elts if isinstance(item, ast.Constant) and isinstance(item.value, str)]
         first = node.elts[0].value if node.elts and isinstance(node.elts[0], ast.Constant) else None
         is_name = isinstance(first, str) and Path(first).name in interceptor.LAUNCHERS and len(node.elts) > 1
         return is_name or ("-m" in words and bool(set(words) & set(interceptor.MODULES)))
@@ -195,30 +195,30 @@ def intercept(
         log = folder / "output"
         try:
             with log.open("wb") as output:
-                found = _first_record(
+                result = _first_record(
                     words, record, cwd=cwd, environ=environ, output=None if launcher is None else output
                 )
         except OSError as error:
             raise UsageError(f"{words[0]} cannot be run: {error.strerror}. {REMEDY}") from None
-        if isinstance(found, int) and launcher is not None:
-            raise UsageError(f"{launcher} started no rank here: {_reason(log, code=found)}. {REMEDY}")
-    if isinstance(found, int):
-        how = "" if found == 0 else f" with exit code {found}"
+        if isinstance(result, int) and launcher is not None:
+            raise UsageError(f"{launcher} started no rank here: {_reason(log, code=result)}. {REMEDY}")
+    if isinstance(result, int):
+        how = "" if result == 0 else f" with exit code {result}"
         raise UsageError(
             f"{line} ended{how} and launched no training: neither by deepspeed, torchrun or accelerate, nor by a "
             f"Python script that begins to train with DeepSpeed. {REMEDY}"
         )
-    if Path(found["prefix"]).resolve() != Path(sys.prefix).resolve():
+    if Path(result["prefix"]).resolve() != Path(sys.prefix).resolve():
         raise UsageError(
-            f"{line} trains with the Python environment {found['prefix']}, and this optuna-dsat belongs to "
+            f"{line} trains with the Python environment {result['prefix']}, and this optuna-dsat belongs to "
             f"{sys.prefix}. Install optuna-dsat in that environment, and start it from there."
         )
-    of_rank = found["environment"]
+    of_rank = result["environment"]
     ranks, nodes = _ranks_of_mpi(of_rank)
-    by = found.get("launcher", {"name": None, "words": found["words"], "environment": of_rank})
+    by = result.get("launcher", {"name": None, "words": result["words"], "environment": of_rank})
     return InterceptedRank(
-        words=tuple(found["words"]),
-        folder=Path(found["folder"]),
+        words=tuple(result["words"]),
+        folder=Path(result["folder"]),
         environment=_set_by_command({**by["environment"], **_of_plugin(of_rank)}, folder=folder),
         launcher=by["name"],
         launch_words=tuple(by["words"]),
@@ -283,9 +283,9 @@ def _first_record(
         while True:
             code = process.poll()  # polled first: the record may be written just before the exit
             if record.is_file():
-                found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-                groups.add(int(found["group"]))
-                return found
+                result: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+                groups.add(int(result["group"]))
+                return result
             if code is not None:
                 return code
             time.sleep(_POLL_S)
@@ -312,11 +312,11 @@ def _ranks_of_mpi(environment: Mapping[str, str]) -> tuple[int | None, int]:
 
 def _set_by_command(environment: Mapping[str, str], *, folder: Path) -> dict[str, str]:
     """Return the variables of a launch that differ from this process's and are relevant to it."""
-    found = {**environment, "PYTHONPATH": _without(folder, environment.get("PYTHONPATH", ""))}
+    result = {**environment, "PYTHONPATH": _without(folder, environment.get("PYTHONPATH", ""))}
     own = {"PYTHONPATH": "", **os.environ}
     return {
         name: value
-        for name, value in found.items()
+        for name, value in result.items()
         if own.get(name) != value
         and name not in _OF_PROCESSES | _OF_LAUNCHES | _OF_IMPORTS
         and not name.startswith((*_OF_WRAPPERS, "SLURM"))

@@ -70,7 +70,7 @@ def is_rank(words: Sequence[str]) -> bool:
 def write_down(words: Sequence[str]) -> NoReturn:
     """Record the rank in this process unless another process was first; then wait until the reader has exited."""
     record = Path(os.environ[RECORD])
-    found = {
+    result = {
         "words": list(words),
         "folder": str(Path.cwd()),
         "environment": dict(os.environ),
@@ -78,10 +78,10 @@ def write_down(words: Sequence[str]) -> NoReturn:
         "group": os.getpgrp(),
     }
     if LAUNCHER in os.environ:
-        found["launcher"] = json.loads(Path(os.environ[LAUNCHER]).read_text(encoding="utf-8"))
+        result["launcher"] = json.loads(Path(os.environ[LAUNCHER]).read_text(encoding="utf-8"))
     own = record.with_suffix(f".{os.getpid()}")
     try:
-        own.write_text(json.dumps(found), encoding="utf-8")
+        own.write_text(json.dumps(result), encoding="utf-8")
         os.link(own, record)
     except OSError:  # another process was first
         pass
@@ -109,7 +109,7 @@ def _start(name: str, given: Any, **more: Any) -> NoReturn:
     """Note a launcher's options and become its first rank."""
     _note(name, given, **more)
     options = vars(given)
-    script, args = (options.get(f"training_{one}", options.get(f"user_{one}")) for one in ("script", "script_args"))
+    script, args = (options.get(f"training_{item}", options.get(f"user_{item}")) for item in ("script", "script_args"))
     words = [script, *(given.user_args if args is None else args)]
     if not given.no_python:
         words = [sys.executable, *(["-m"] if given.module else []), *words]
@@ -147,11 +147,11 @@ def _accelerate(launch: Any) -> None:
 
     def validated(given: Any) -> Any:
         asked = given.num_processes
-        found = validate(given)
-        defaults = getattr(found[1], "__dict__", None)
-        _note("accelerate", found[0], asked=asked, defaults=defaults)
-        found[0].num_machines = 1
-        return found
+        result = validate(given)
+        defaults = getattr(result[1], "__dict__", None)
+        _note("accelerate", result[0], asked=asked, defaults=defaults)
+        result[0].num_machines = 1
+        return result
 
     launch._validate_launch_command = validated
 

@@ -116,8 +116,10 @@ def read_command(
     count = next((place for place, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
     if 0 < count < len(words):
         rest = words[count:]
-        found = read_command(rest, cwd=cwd, on_notice=on_notice) or LaunchCommand(script=rest[0], args=tuple(rest[1:]))
-        return _with_environment(found, dict(word.split("=", 1) for word in words[:count]))
+        command = read_command(rest, cwd=cwd, on_notice=on_notice) or LaunchCommand(
+            script=rest[0], args=tuple(rest[1:])
+        )
+        return _with_environment(command, dict(word.split("=", 1) for word in words[:count]))
     launcher = launcher_of(words[0], cwd=cwd) if words else None
     if launcher is None:
         wraps = bool(words) and is_wrapper(words[0], cwd=cwd)
@@ -147,14 +149,14 @@ def _wrapped(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None
 
 def of_rank(seen: InterceptedRank, *, cwd: Path) -> LaunchCommand:
     """Return the command of an intercepted rank."""
-    found = _python(seen.words, cwd=seen.folder, is_rank=True)
+    result = _python(seen.words, cwd=seen.folder, is_rank=True)
     if seen.launcher is not None:
-        found = replace(found, without_launcher=False, **facts_of(seen.launcher, seen.options))
+        result = replace(result, without_launcher=False, **facts_of(seen.launcher, seen.options))
     elif seen.ranks is not None:
         elsewhere = (f"{seen.nodes} nodes",) if seen.nodes > 1 else ()
-        found = replace(found, ranks=seen.ranks, nodes=seen.nodes, elsewhere=elsewhere, without_launcher=False)
+        result = replace(result, ranks=seen.ranks, nodes=seen.nodes, elsewhere=elsewhere, without_launcher=False)
     folder = None if seen.folder.resolve() == cwd.resolve() else str(seen.folder)
-    return _with_environment(replace(found, folder=folder), seen.environment)
+    return _with_environment(replace(result, folder=folder), seen.environment)
 
 
 def _as_typed(words: Sequence[str]) -> Sequence[str]:
@@ -176,8 +178,8 @@ def launcher_of(word: str, *, cwd: Path) -> str | None:
     if "/" in word or path.is_file():
         file = path if path.is_file() else None
     else:
-        found = shutil.which(word) or shutil.which(word, path=str(Path(sys.executable).parent))
-        file = None if found is None else Path(found)  # an environment need not be activated
+        result = shutil.which(word) or shutil.which(word, path=str(Path(sys.executable).parent))
+        file = None if result is None else Path(result)  # an environment need not be activated
     if file is None or file.is_dir():
         return None
     if _is_interpreter(file):

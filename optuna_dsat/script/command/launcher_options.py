@@ -64,7 +64,7 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
         least = f"{min(counts)} of each are used"
         notes.append(f"{', '.join(hosts)} have {', '.join(map(str, counts))} slots: {least}.")
     if without_effect := [
-        f"--{one}" for one in ("autotuning", "bind_cores_to_rank", "venv_script") if options.get(one)
+        f"--{item}" for item in ("autotuning", "bind_cores_to_rank", "venv_script") if options.get(item)
     ]:
         notes.append(f"{', '.join(without_effect)} has no effect on a trial.")
     several = len(hosts) > 1
@@ -99,7 +99,7 @@ def _deepspeed_node(options: Mapping[str, Any]) -> dict[str, Any]:
         "nodes": max(1, len(slots)),
         "hosts": hosts,
         "elsewhere": (f"its nodes {', '.join(hosts)}",) if hosts else (),
-        "gpus": None if hosts else _listed([slot for one in slots.values() for slot in one]) or None,
+        "gpus": None if hosts else _listed([slot for numbers in slots.values() for slot in numbers]) or None,
     }
 
 

@@ -135,7 +135,7 @@ class Confirmation:
         before = verdict_of(trials, rounds, self._spec)
         noise = None if before is None or before.noise is None else before.noise.relative_sd
         out = refuted(rounds, trials, spec=self._spec)
-        searched = self._estimate(trials, [one.number for one in candidates])
+        searched = self._estimate(trials, [candidate.number for candidate in candidates])
         numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, estimate=searched, out=out)
         estimate = None if searched is None else searched.among(_compared(numbers, rounds))
         return replace(
@@ -172,7 +172,7 @@ class Confirmation:
     def _allowed_s(self) -> float:
         """Return the device seconds for rounds beyond the first few: by default a share of the search's."""
         launches = self._context.store.launches(self._context.study_uuid)
-        return SEARCH_SHARE * sum(one.report.held_s for one in launches if one.purpose != "confirm")
+        return SEARCH_SHARE * sum(launch.report.held_s for launch in launches if launch.purpose != "confirm")
 
     def _launch(
         self, trial: FrozenTrial, *, round_number: int, noise: float, rounds: Rounds
@@ -274,13 +274,15 @@ def next_in_rounds(
     if not rounds.chosen or (spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time):
         return None
     for number in range(max(rounds.since, rounds.last), _MOST_ROUNDS + 1):
-        before = replace(rounds, launches=tuple(one for one in rounds.launches if one.round < number))
+        before = replace(rounds, launches=tuple(launch for launch in rounds.launches if launch.round < number))
         numbers = staying(before, trials, spec=spec)
         if number > rounds.last and _is_enough(before, numbers, trials, spec=spec, allowed_s=allowed_s):
             return None
         begun = rounds.begun(number)
-        left = [one for one in order_of_round(numbers, round_number=number, seed=spec.random_seed) if one not in begun]
-        left = [one for one in left if rounds.failure(one) is None]
+        left = [
+            item for item in order_of_round(numbers, round_number=number, seed=spec.random_seed) if item not in begun
+        ]
+        left = [item for item in left if rounds.failure(item) is None]
         if left:
             return number, left[0]
     return None
@@ -347,7 +349,11 @@ def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) 
     verdict = verdict_of(trials, rounds, spec)
     if verdict is None or verdict.baseline is None:
         return True
-    finalists = [one for one in verdict.contenders if one.number != verdict.baseline.number and not one.left]
-    told = [one.speed_up for one in finalists[:1]]
-    told += [one.speed_up for one in finalists if one.number == verdict.result.number]
-    return all(one is None or one.surely_below(1) or is_precise(one, verdict.noise) for one in told)
+    finalists = [
+        contender
+        for contender in verdict.contenders
+        if contender.number != verdict.baseline.number and not contender.left
+    ]
+    parts = [finalist.speed_up for finalist in finalists[:1]]
+    parts += [finalist.speed_up for finalist in finalists if finalist.number == verdict.result.number]
+    return all(ratio is None or ratio.surely_below(1) or is_precise(ratio, verdict.noise) for ratio in parts)

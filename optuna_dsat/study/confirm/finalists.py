@@ -119,39 +119,41 @@ def choose_finalists(
     """
     baseline = attributes.user_config_trial(trials)
     left_out = {*out, *_simplified(candidates, spec)} | (set() if baseline is None else {baseline.number})
-    others = [one for one in candidates if one.number not in left_out]
+    others = [candidate for candidate in candidates if candidate.number not in left_out]
     own = [] if baseline is None or not spec.confirm else [baseline.number]
     if not spec.confirm or not others:
         return own
     measured = attributes.best_trials(others, maximize=spec.maximize)
-    batches = {one.number: attributes.train_batch_size(one, slots=spec.slots_per_trial) for one in candidates}
+    batches = {
+        candidate.number: attributes.train_batch_size(candidate, slots=spec.slots_per_trial) for candidate in candidates
+    }
     best, sd = others[0].number, _USUAL_NOISE if noise is None else noise
     if estimate is None:
         margin = max(spec.tie, 2 * sd)
         value = abs(measured[0].values[0])
-        equal = [one.number for one in measured if abs(abs(one.values[0]) / value - 1) <= margin]
+        equal = [trial.number for trial in measured if abs(abs(trial.values[0]) / value - 1) <= margin]
     else:
         equal, possible = (
-            [one.number for one in others if not _is_below(one.number, best, estimate, sds=sds, tie=spec.tie)]
+            [trial.number for trial in others if not _is_below(trial.number, best, estimate, sds=sds, tie=spec.tie)]
             for sds in (1, _SURE_SDS)
         )
         equal = [number for number in equal if number == best or not are_alike(batches[number], batches[best])]
-    rank = {one.number: place for place, one in enumerate(others)}
+    rank = {trial.number: place for place, trial in enumerate(others)}
     smallest = min(equal, key=lambda number: (batches[number], rank[number]))
     more = others
     if estimate is not None:
-        seconds = {one.number: _launch_s(one, spec) for one in others}
+        seconds = {trial.number: _launch_s(trial, spec) for trial in others}
 
         def is_worth_it(number: int) -> bool:
             launches = MIN_ROUNDS * max(1.0, seconds[number] / seconds[smallest])
             return _gain_of_rounds(number, best, estimate, noise=sd) >= launches * spec.options.min_gain
 
-        more = [one for one in others if one.number in possible and is_worth_it(one.number)]
-    places = [best, smallest, measured[0].number, *(one.number for one in more)]
+        more = [trial for trial in others if trial.number in possible and is_worth_it(trial.number)]
+    places = [best, smallest, measured[0].number, *(trial.number for trial in more)]
     chosen = list(dict.fromkeys(places))[: spec.confirm]
     if baseline is not None and spec.confirm > 1:
         batch = attributes.train_batch_size(baseline, slots=spec.slots_per_trial)
-        same = [one.number for one in measured if batches[one.number] == batch]
+        same = [trial.number for trial in measured if batches[trial.number] == batch]
         chosen += [number for number in same[:1] if not set(same) & set(chosen)]
     return [*chosen, *own]
 
@@ -159,15 +161,15 @@ def choose_finalists(
 def _simplified(candidates: Sequence[FrozenTrial], spec: StudySpec) -> set[int]:
     """Return the trials that were measured without their settings, at most a tie slower."""
     by_number = {trial.number: trial for trial in candidates}
-    found = set()
+    numbers = set()
     for trial in candidates:
         complex_ = by_number.get(trial.user_attrs.get(attributes.SIMPLIFIES, -1))
         if complex_ is None:
             continue
         ratio = speed_up(trial.values[0], complex_.values[0], maximize=spec.maximize)
         if ratio is not None and ratio >= 1 - spec.tie:
-            found.add(complex_.number)
-    return found
+            numbers.add(complex_.number)
+    return numbers
 
 
 def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, tie: float) -> bool:
@@ -300,16 +302,16 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
         trials: All trials.
         spec: The study.
     """
-    out = {one.number for one in rounds.launches if rounds.failure(one.number) is not None}
+    out = {launch.number for launch in rounds.launches if rounds.failure(launch.number) is not None}
     verdict = verdict_of(trials, rounds, spec)
     if verdict is None:
         return frozenset(out)
-    for one in verdict.contenders:
-        ratio = one.speed_up
-        if one.is_user_config or ratio is None or ratio.rounds < MIN_ROUNDS:
+    for contender in verdict.contenders:
+        ratio = contender.speed_up
+        if contender.is_user_config or ratio is None or ratio.rounds < MIN_ROUNDS:
             continue
         if not ratio.surely_above_1 and ratio.value <= 1 + spec.tie:
-            out.add(one.number)
+            out.add(contender.number)
     return frozenset(out)
 
 
@@ -326,11 +328,11 @@ def without_failed(
     """
     last = rounds.launches[-1].number
     own = attributes.user_config_trial(trials)
-    failed = [one for one in rounds.chosen if rounds.failure(one) is not None]
+    failed = [number for number in rounds.chosen if rounds.failure(number) is not None]
     if last not in failed or (own is not None and last == own.number) or len(failed) > spec.confirm:
         return rounds
     out = {*rounds.chosen, *refuted(rounds, trials, spec=spec)}
-    waiting = [one.number for one in candidates if one.number not in out]
+    waiting = [candidate.number for candidate in candidates if candidate.number not in out]
     return replace(rounds, chosen=(*rounds.chosen, *waiting[:1]))
 
 
@@ -354,11 +356,11 @@ def with_next_best(
         return rounds
     own = None if verdict.baseline is None else verdict.baseline.number
     out = refuted(rounds, trials, spec=spec)
-    compared = {one for one in rounds.chosen if one != own}
-    heard = {one.number for one in rounds.launches if one.round >= rounds.since} - {own}
+    compared = {number for number in rounds.chosen if number != own}
+    heard = {launch.number for launch in rounds.launches if launch.round >= rounds.since} - {own}
     if compared - out or len(heard | compared) >= 2 * spec.confirm:
         return rounds
-    values = {one.number: float(one.values[0]) for one in candidates}
+    values = {candidate.number: float(candidate.values[0]) for candidate in candidates}
 
     def claims_more(number: int) -> bool:
         claimed = speed_up(values[number], values.get(own), maximize=spec.maximize) if own is not None else None
@@ -367,5 +369,5 @@ def with_next_best(
     waiting = [number for number in values if number not in {own, *compared, *heard, *out} and claims_more(number)]
     if not waiting:
         return rounds
-    kept = [one for one in rounds.chosen if one == own or rounds.failure(one) is not None]
+    kept = [number for number in rounds.chosen if number == own or rounds.failure(number) is not None]
     return replace(rounds, chosen=(*kept, waiting[0]))

@@ -136,7 +136,7 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossChe
         losses: Loss of each step of the three launches.
         precision: ``fp32``, ``fp16`` or ``bf16``.
     """
-    counts = {name: len(found) for name, found in losses.items()}
+    counts = {name: len(values) for name, values in losses.items()}
     if len(set(counts.values())) != 1 or not counts["user"]:
         return _undecided(precision, losses, "the script's losses could not be seen at every step")
     tolerance = TOLERANCES[precision]

@@ -96,25 +96,25 @@ class Rounds(Record):
     @property
     def last(self) -> int:
         """The latest round; 0 before the first."""
-        return max((one.round for one in self.launches), default=0)
+        return max((launch.round for launch in self.launches), default=0)
 
     @property
     def spent_s(self) -> float:
         """Seconds of device time of the launches since the latest choice of finalists."""
-        return sum(one.held_s for one in self.launches if one.round >= self.since)
+        return sum(launch.held_s for launch in self.launches if launch.round >= self.since)
 
     def values(self) -> dict[int, dict[int, float]]:
         """Return trial number -> round -> metric of the measured launches."""
-        found: dict[int, dict[int, float]] = {}
-        for one in self.launches:
-            if one.value is not None:
-                found.setdefault(one.number, {})[one.round] = one.value
-        return found
+        result: dict[int, dict[int, float]] = {}
+        for launch in self.launches:
+            if launch.value is not None:
+                result.setdefault(launch.number, {})[launch.round] = launch.value
+        return result
 
     def failure(self, number: int) -> RoundLaunch | None:
         """Return the failed launch due to which a trial was dropped; None if it is still compared."""
-        failed = [one for one in self.launches if one.number == number and one.value is None]
-        lasting = [one for one in failed if not Outcome(one.outcome).retryable]
+        failed = [launch for launch in self.launches if launch.number == number and launch.value is None]
+        lasting = [launch for launch in failed if not Outcome(launch.outcome).retryable]
         if lasting:
             return lasting[0]
         return failed[-1] if len(failed) >= _MOST_FAILURES else None
@@ -122,24 +122,24 @@ class Rounds(Record):
     def finalists(self) -> list[dict[str, Any]]:
         """Return the launches of each trial together, in launch order: ``finalists`` of ``best_ds_metrics.json``."""
         rows = []
-        for number in dict.fromkeys(one.number for one in self.launches):
-            launches = [one for one in self.launches if one.number == number]
-            measured = [one for one in launches if one.value is not None]
+        for number in dict.fromkeys(launch.number for launch in self.launches):
+            launches = [launch for launch in self.launches if launch.number == number]
+            measured = [launch for launch in launches if launch.value is not None]
             failed = self.failure(number)
             shown = failed or (measured or launches)[-1]
             row: dict[str, Any] = {"number": number, "value": None, "low": None, "high": None, "metrics": {}}
             if measured and failed is None:
-                mean = mean_in_rounds([one.value for one in measured if one.value is not None])
+                mean = mean_in_rounds([launch.value for launch in measured if launch.value is not None])
                 ends = (measured[0].low, measured[0].high) if mean.low is None else (mean.low, mean.high)
                 row |= {"value": mean.value, "low": ends[0], "high": ends[1], "metrics": mean_metrics(measured)}
-            steps = sum(one.steps for one in launches)
+            steps = sum(launch.steps for launch in launches)
             facts = {"steps": steps, "outcome": shown.outcome, "message": shown.message, "rounds": len(measured)}
             rows.append(row | facts)
         return rows
 
     def begun(self, round_number: int) -> Sequence[int]:
         """Return the trials that were already launched in a round."""
-        return [one.number for one in self.launches if one.round == round_number]
+        return [launch.number for launch in self.launches if launch.round == round_number]
 
 
 def order_of_round(numbers: Sequence[int], *, round_number: int, seed: int) -> list[int]:
@@ -194,7 +194,7 @@ def paired_ratio(
         The ratio; None if no round measured both.
     """
     sign = 1.0 if maximize else -1.0
-    logs = [sign * math.log(values[one] / others[one]) for one in sorted(values.keys() & others.keys())]
+    logs = [sign * math.log(values[key] / others[key]) for key in sorted(values.keys() & others.keys())]
     return _mean_of(logs, t) if logs else None
 
 
@@ -213,8 +213,8 @@ def _mean_of(logs: Sequence[float], t: float | None = None) -> Interval:
 
 def mean_metrics(launches: Sequence[RoundLaunch]) -> dict[str, float]:
     """Return all metrics of a configuration over launches: geometric means, the maximum of memory."""
-    names = dict.fromkeys(name for one in launches for name in one.metrics)
-    values = {name: [one.metrics[name] for one in launches if name in one.metrics] for name in names}
+    names = dict.fromkeys(name for launch in launches for name in launch.metrics)
+    values = {name: [launch.metrics[name] for launch in launches if name in launch.metrics] for name in names}
     return {name: max(all_) if name.endswith("_bytes") else _mean(all_) for name, all_ in values.items()}
 
 
@@ -241,11 +241,11 @@ def pooled_noise(values: Mapping[int, Mapping[int, float]], *, reference: int) -
         common = own.keys() & values[reference].keys()
         if number == reference or len(common) < 2:
             continue
-        squares += statistics.variance([math.log(own[one] / values[reference][one]) for one in common]) * (
+        squares += statistics.variance([math.log(own[item] / values[reference][item]) for item in common]) * (
             len(common) - 1
         )
         degrees += len(common) - 1
-        used |= {(number, one) for one in common} | {(reference, one) for one in common}
+        used |= {(number, item) for item in common} | {(reference, item) for item in common}
     if not degrees:
         return None
     return Noise(relative_sd=math.sqrt(squares / degrees / 2), launches=len(used), degrees=degrees)
@@ -270,7 +270,7 @@ def noise_of_search(values: Mapping[int, Mapping[int, float]], searched: Mapping
     ]
     if not logs:
         return None
-    square = statistics.fmean(one**2 for one in logs)
+    square = statistics.fmean(log**2 for log in logs)
     return Noise(relative_sd=math.sqrt(square), launches=len(logs), degrees=len(logs))
 
 

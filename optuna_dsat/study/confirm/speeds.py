@@ -68,7 +68,7 @@ class Speed:
         if interval.low is None or interval.high is None:
             return ""
         ends = (interval.low, interval.high)
-        low, high = (self.at(one).brief if self.metric in LARGER_IS_BETTER else self._metric(one) for one in ends)
+        low, high = (self.at(end).brief if self.metric in LARGER_IS_BETTER else self._metric(end) for end in ends)
         return f"95% between {range_in_words(low, high, joint=' and ')}"
 
     def at(self, value: float) -> Speed:
@@ -81,7 +81,8 @@ class Speed:
 
     def _times(self, factor: float, value: float) -> Speed:
         samples, tokens, share = (
-            None if one is None else one * factor for one in (self.samples_per_s, self.tokens_per_s, self.utilisation)
+            None if item is None else item * factor
+            for item in (self.samples_per_s, self.tokens_per_s, self.utilisation)
         )
         return replace(self, value=value, samples_per_s=samples, tokens_per_s=tokens, utilisation=share)
 
@@ -134,17 +135,17 @@ class Speeds:
             config: Its DeepSpeed config.
             value: The metric that is optimised.
         """
-        found = Speed(metric=self._metric, value=value, device=self._device)
+        result = Speed(metric=self._metric, value=value, device=self._device)
         samples_per_s = metrics.get("throughput")
         if not samples_per_s:
-            return found
+            return result
         tokens_per_s = metrics.get("tokens_per_s")  # older studies have it where inputs vary in size
         if tokens_per_s is None and self._tokens_per_sample is not None:
             tokens_per_s = samples_per_s * self._tokens_per_sample
         share = metrics.get(UTILISATION)
         if share is None and self._profile is not None:
             share = utilisation(self._profile, config, metrics)
-        return replace(found, samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, utilisation=share)
+        return replace(result, samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, utilisation=share)
 
 
 def with_utilisation(

@@ -106,8 +106,8 @@ class Verdict(Record):
 
     def in_rounds(self, number: int) -> Measured | None:
         """Return a trial as the rounds measured it; None if the search decided, or no round measured it."""
-        found = self.measured.get(number)
-        return found if found is not None and found.rounds else None
+        result = self.measured.get(number)
+        return result if result is not None and result.rounds else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain values: ``verdict`` of ``--json`` and of ``best_ds_metrics.json``."""
@@ -132,11 +132,11 @@ class Verdict(Record):
             "at_user_batch": _at_batch(self.at_user_batch),
             "at_own_batch": None if result.speed_up is None else _at_batch(result),
             "ties": self.ties,
-            "undecided": [asdict(one) for one in self.undecided],
+            "undecided": [asdict(number) for number in self.undecided],
             "noise": None if self.noise is None else asdict(self.noise),
             "search_noise": None if self.search_noise is None else asdict(self.search_noise),
             "warnings": self.warnings,
-            "contenders": [one.to_json() for one in self.contenders],
+            "contenders": [contender.to_json() for contender in self.contenders],
         }
 
 
@@ -154,10 +154,10 @@ def are_alike(batch: int, other: int) -> bool:
 
 def verdict_of(trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -> Verdict | None:
     """Return the verdict on a study by all trials and the rounds; None if nothing was measured."""
-    found = _Judge(trials, rounds, spec)
-    if not found.measured:
+    judge = _Judge(trials, rounds, spec)
+    if not judge.measured:
         return None
-    return found.by_rounds() if found.paired else found.by_search()
+    return judge.by_rounds() if judge.paired else judge.by_search()
 
 
 class _Judge:
@@ -172,10 +172,10 @@ class _Judge:
         self._trials = {trial.number: trial for trial in self.measured}
         own = attributes.user_config_trial(trials)
         self._baseline = None if own is None or own.number not in self._trials else own.number
-        self._values = {number: one for number, one in rounds.values().items() if number in self._trials}
+        self._values = {number: item for number, item in rounds.values().items() if number in self._trials}
         eligible = [number for number in self._values if rounds.failure(number) is None]
         needed = _needed_rounds([len(self._values[number]) for number in eligible])
-        self._eligible = [one for one in eligible if len(self._values[one]) >= needed]
+        self._eligible = [number for number in eligible if len(self._values[number]) >= needed]
         self._in_rounds = self._baseline is not None and self._baseline in eligible
         self._reference = self._baseline if self._in_rounds else _longest(self._values, self._eligible)
         self.noise = None if self._reference is None else pooled_noise(self._values, reference=self._reference)
@@ -195,7 +195,7 @@ class _Judge:
         """
         if self._reference is None or len(self._values[self._reference]) < 2:
             return False
-        launched = {one.number for one in self._rounds.launches}
+        launched = {launch.number for launch in self._rounds.launches}
         others = {*self._rounds.chosen, *launched} - {self._reference}
         return not others or any(
             len(self._values.get(number, {})) >= 2 or self._rounds.failure(number) is not None for number in others
@@ -204,8 +204,8 @@ class _Judge:
     def by_rounds(self) -> Verdict:
         """Return the verdict by the rounds."""
         best = max(self._eligible, key=lambda number: (self._score(number), -number))
-        tied = [one for one in self._eligible if one == best or self._is_tied(one, best)]
-        sure = [one for one in tied if not self._in_rounds or one == self._baseline or self._is_sure(one)]
+        tied = [number for number in self._eligible if number == best or self._is_tied(number, best)]
+        sure = [number for number in tied if not self._in_rounds or number == self._baseline or self._is_sure(number)]
         equals = sure or self._surely_better()
         pick = self._preferred(equals)
         ties = tuple(sorted(set(equals) - {pick}))
@@ -277,13 +277,13 @@ class _Judge:
     def _undecided(self, pick: int, equals: Sequence[int]) -> tuple[Undecided, ...]:
         """Return the trials that the rounds do not distinguish from the result, without its ties."""
         best = max(equals, key=lambda number: (self._score(number), -number))
-        found = []
+        contenders = []
         for number in sorted(set(self._eligible) - {*equals, pick}):
             with_pick, ratio = self._against(number, pick), self._against(number, best)
             if with_pick is None or with_pick.low is None or with_pick.high is None or ratio is None:
                 continue
             if with_pick.low <= 1 <= with_pick.high:
-                found.append(
+                contenders.append(
                     Undecided(
                         number=number,
                         train_batch_size=self._batch(number),
@@ -292,7 +292,7 @@ class _Judge:
                         allowed=self._allowed(ratio),
                     )
                 )
-        return tuple(found)
+        return tuple(contenders)
 
     def _preferred(self, tied: Sequence[int]) -> int:
         """Choose among tied trials: by global batch, settings that differ from the user's, then the metric.
@@ -303,7 +303,7 @@ class _Judge:
         smallest = [number for number in tied if are_alike(self._batch(number), least)]
         if self._estimate is not None and self._baseline not in smallest:
             best = max(map(self._score, smallest))
-            smallest = [one for one in smallest if self._score(one) >= best - _NEARNESS * self._tie]
+            smallest = [number for number in smallest if self._score(number) >= best - _NEARNESS * self._tie]
         return min(smallest, key=lambda number: (self._differing(number), -self._score(number)))
 
     def _batch(self, number: int) -> int:
@@ -313,7 +313,7 @@ class _Judge:
         """Return the number of settings that differ from the user's config; 0 without a baseline."""
         if self._baseline is None:
             return 0
-        own, other = (_flat(self._trials[one]) for one in (self._baseline, number))
+        own, other = (_flat(self._trials[item]) for item in (self._baseline, number))
         return sum(own.get(key) != other.get(key) for key in own.keys() | other.keys())
 
     def _ratio(self, number: int) -> Interval | None:
@@ -325,8 +325,8 @@ class _Judge:
     def _searched_ratio(self, number: int) -> Interval | None:
         if self._baseline is None:
             return None
-        found = speed_up(self._searched(number), self._searched(self._baseline), maximize=self._maximize)
-        return None if found is None else Interval(value=found)
+        result = speed_up(self._searched(number), self._searched(self._baseline), maximize=self._maximize)
+        return None if result is None else Interval(value=result)
 
     def _searched(self, number: int) -> float:
         return float(self._trials[number].values[0])
@@ -343,8 +343,10 @@ class _Judge:
 
     def _in_rounds_of(self, number: int, among: Collection[int] | None = None) -> Measured:
         """Return a trial as rounds measured it, or some of its rounds."""
-        launches = [one for one in self._rounds.launches if one.number == number]
-        counted = [one for one in launches if one.value is not None and (among is None or one.round in among)]
+        launches = [launch for launch in self._rounds.launches if launch.number == number]
+        counted = [
+            launch for launch in launches if launch.value is not None and (among is None or launch.round in among)
+        ]
         failed = self._rounds.failure(number)
         left = "" if failed is None else f"{outcome_in_words(failed.outcome)}: {failed.message}"
         ratio = self._against(number, self._baseline) if self._in_rounds else None
@@ -353,11 +355,11 @@ class _Judge:
             left = "clearly worse than the best" if better else "no better than your own config"
         return replace(
             self._as_searched(number),
-            interval=mean_in_rounds([one.value for one in counted if one.value is not None]),
+            interval=mean_in_rounds([item.value for item in counted if item.value is not None]),
             metrics=mean_metrics(counted) or self._trials[number].user_attrs.get(attributes.METRICS) or {},
             speed_up=ratio,
             differing=self._differing(number),
-            steps=sum(one.steps for one in launches),
+            steps=sum(launch.steps for launch in launches),
             left=left,
         )
 
@@ -365,14 +367,14 @@ class _Judge:
         """Return a trial as decided: by the rounds if these decide, with the speed-up of the search if need be."""
         if not self.paired or number not in self._values:
             return self._as_searched(number)
-        found = self._in_rounds_of(number, among)
-        return found if self._in_rounds else replace(found, speed_up=self._searched_ratio(number))
+        result = self._in_rounds_of(number, among)
+        return result if self._in_rounds else replace(result, speed_up=self._searched_ratio(number))
 
     def _at_batch(self, batch: int) -> Measured | None:
         """Return the trial with the best speed-up at a global batch, by the rounds if there are any."""
         numbers = self._eligible if self.paired else list(self._trials)
         known = [(ratio.value, n) for n in numbers if self._batch(n) == batch and (ratio := self._ratio(n)) is not None]
-        return self._decided(max(known, key=lambda one: one[0])[1]) if known else None
+        return self._decided(max(known, key=lambda ratio: ratio[0])[1]) if known else None
 
     def _verdict(
         self, kind: VerdictKind, pick: int, best: int, *, ties: tuple[int, ...], undecided: tuple[Undecided, ...]
@@ -383,16 +385,18 @@ class _Judge:
         result = self._decided(pick, both)
         baseline = None if own is None else self._as_searched(own) if both is None else self._decided(own, both)
         contenders = [self._in_rounds_of(number) for number in self._values]
-        contenders.sort(key=lambda one: (-self._score(one.number), one.number))
+        contenders.sort(key=lambda ratio: (-self._score(ratio.number), ratio.number))
         measured = {number: self._as_searched(number) for number in self._trials}
         if self.paired:
-            measured |= {one.number: one for one in (*contenders, *([baseline, result] if both and baseline else []))}
+            measured |= {
+                item.number: item for item in (*contenders, *([baseline, result] if both and baseline else []))
+            }
         return Verdict(
             kind=kind,
             result=result,
             baseline=baseline,
             best=self._decided(best),
-            rounds=len({one.round for one in self._rounds.launches if one.value is not None}),
+            rounds=len({launch.round for launch in self._rounds.launches if launch.value is not None}),
             at_user_batch=None if own is None else self._at_batch(self._batch(own)),
             ties=ties,
             undecided=undecided,
@@ -402,7 +406,7 @@ class _Judge:
             else noise_of_search(self._values, {number: self._searched(number) for number in self._values}),
             warnings=warnings_of(
                 self._rounds,
-                searched={one: self._searched(one) for one in (pick, own) if one is not None},
+                searched={item: self._searched(item) for item in (pick, own) if item is not None},
                 baseline=own,
                 noise=self.noise,
                 tie=self._tie,

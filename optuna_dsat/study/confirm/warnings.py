@@ -36,19 +36,19 @@ def warnings_of(
     """
     values = rounds.values()
     least = max(tie, 0.0 if noise is None else _DRIFT * noise.relative_sd)
-    found = [] if baseline is None else _drift(values.get(baseline, {}), least=least, noise=noise)
+    names = [] if baseline is None else _drift(values.get(baseline, {}), least=least, noise=noise)
     for number in sorted(searched):
         name = "Your own config" if number == baseline else f"Trial {number}"
-        found += _since_search(name, values.get(number, {}), searched[number], least=max(least, _SINCE_SEARCH))
-    return (*found, *_others(rounds), *_on_gpus(rounds))
+        names += _since_search(name, values.get(number, {}), searched[number], least=max(least, _SINCE_SEARCH))
+    return (*names, *_others(rounds), *_on_gpus(rounds))
 
 
 def _drift(values: Mapping[int, float], *, least: float, noise: Noise | None) -> list[str]:
     if noise is None or len(values) < 2:
         return []
     mean = statistics.fmean(math.log(value) for value in values.values())
-    strays = {one: math.log(value) - mean for one, value in values.items()}
-    worst = max(strays, key=lambda one: abs(strays[one]))
+    strays = {number: math.log(value) - mean for number, value in values.items()}
+    worst = max(strays, key=lambda number: abs(strays[number]))
     if abs(strays[worst]) <= least:
         return []
     return [
@@ -75,11 +75,11 @@ def _percent(log: float) -> str:
 
 
 def _others(rounds: Rounds) -> list[str]:
-    shares = [one.conditions.others_share for one in rounds.launches]
+    shares = [launch.conditions.others_share for launch in rounds.launches]
     busy = [share for share in shares if share is not None and share > _OTHERS_SHARE]
     if not busy:
         return []
-    cores = max(one.conditions.cores or 0 for one in rounds.launches)
+    cores = max(launch.conditions.cores or 0 for launch in rounds.launches)
     return [
         f"Other processes took up to {max(busy):.0%} of the time of {things_in_words(cores, 'core')} during "
         f"{len(busy)} of {things_in_words(len(rounds.launches), 'launch')} of the confirmation."
@@ -87,18 +87,18 @@ def _others(rounds: Rounds) -> list[str]:
 
 
 def _on_gpus(rounds: Rounds) -> list[str]:
-    facts, total = [one.conditions for one in rounds.launches], len(rounds.launches)
-    shared = [one.gpu_processes for one in facts if one.gpu_processes]
-    throttled = [one.throttle_reasons for one in facts if one.throttle_reasons]
-    found = []
+    facts, total = [launch.conditions for launch in rounds.launches], len(rounds.launches)
+    shared = [fact.gpu_processes for fact in facts if fact.gpu_processes]
+    throttled = [fact.throttle_reasons for fact in facts if fact.throttle_reasons]
+    names = []
     launches = things_in_words(total, "launch")
     if shared:
-        found.append(f"Others used the GPUs during {len(shared)} of {launches}: {_listed(shared)}.")
+        names.append(f"Others used the GPUs during {len(shared)} of {launches}: {_listed(shared)}.")
     if throttled:
         reasons = _listed(throttled)
-        found.append(f"The GPUs' clocks were held down during {len(throttled)} of {launches}: {reasons}.")
-    return found
+        names.append(f"The GPUs' clocks were held down during {len(throttled)} of {launches}: {reasons}.")
+    return names
 
 
 def _listed(groups: Sequence[Sequence[str]]) -> str:
-    return ", ".join(dict.fromkeys(one for group in groups for one in group))
+    return ", ".join(dict.fromkeys(name for group in groups for name in group))

@@ -47,17 +47,17 @@ def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
             "--confirm-time goes on."
         )
     if verdict.kind is VerdictKind.NO_BASELINE:
-        told = f"{name} is the best of what was measured again: {value}."
+        words = f"{name} is the best of what was measured again: {value}."
         if verdict.speed_up is None:
-            return f"{told} Your own config was not measured."
+            return f"{words} Your own config was not measured."
         return (
-            f"{told} Your own config could not be measured again. In the search it reached {own}, and this one "
+            f"{words} Your own config could not be measured again. In the search it reached {own}, and this one "
             f"{times_in_words(verdict.speed_up.value)} times as much as that."
         )
-    told = f"{name} measured best in the search: {value}. It was not confirmed."
+    words = f"{name} measured best in the search: {value}. It was not confirmed."
     if verdict.speed_up is None or verdict.is_baseline:
-        return told
-    return f"{told} Your own config reached {own}; that is {times_in_words(verdict.speed_up.value)} times as good."
+        return words
+    return f"{words} Your own config reached {own}; that is {times_in_words(verdict.speed_up.value)} times as good."
 
 
 def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
@@ -90,8 +90,12 @@ def ratio_in_words(ratio: Interval) -> str:
 
 def _runner_up(verdict: Verdict) -> Measured | None:
     """Return the best config of the rounds except the user's; None if the rounds compare no other config."""
-    others = [one for one in verdict.contenders if not one.is_user_config and one.speed_up is not None]
-    return next((one for one in others if one.number == verdict.best.number), others[0] if others else None)
+    others = [
+        contender for contender in verdict.contenders if not contender.is_user_config and contender.speed_up is not None
+    ]
+    return next(
+        (contender for contender in others if contender.number == verdict.best.number), others[0] if others else None
+    )
 
 
 def _runner_up_in_words(other: Measured | None) -> str:
@@ -109,48 +113,48 @@ def _by_batch(verdict: Verdict) -> str:
         return ""
     if own.is_user_config:
         again = " again" if verdict.is_by_rounds else ""
-        told = f"nothing better than your own config was measured{again}"
+        words = f"nothing better than your own config was measured{again}"
     else:
-        told = f"trial {own.number} is {ratio_in_words(own.speed_up)} it"
-    batches = [things_in_words(one.train_batch_size, "sample") for one in (own, winners)]
+        words = f"trial {own.number} is {ratio_in_words(own.speed_up)} it"
+    batches = [things_in_words(winner.train_batch_size, "sample") for winner in (own, winners)]
     return (
-        f"At the global batch of your own config, {batches[0]}, {told}; "
+        f"At the global batch of your own config, {batches[0]}, {words}; "
         f"at {batches[1]} trial {winners.number} is {ratio_in_words(winners.speed_up)} it."
     )
 
 
 def _ties(verdict: Verdict) -> str:
-    told = []
+    parts = []
     if verdict.ties:
-        names = ["your own config" if verdict.measured[one].is_user_config else f"trial {one}" for one in verdict.ties]
-        told.append(f"Equal to the result: {_listed(names)}.")
+        names = ["your own config" if verdict.measured[tie].is_user_config else f"trial {tie}" for tie in verdict.ties]
+        parts.append(f"Equal to the result: {_listed(names)}.")
     if verdict.undecided:
-        others = _listed([_why_not(one) for one in verdict.undecided])
-        told.append(f"Not distinguished from the result by the rounds, but not equal to it: {others}.")
-    if told:
-        told.append("Of equals the smallest global batch is taken, then what is nearest to your own config.")
-    return " ".join(told)
+        others = _listed([_why_not(item) for item in verdict.undecided])
+        parts.append(f"Not distinguished from the result by the rounds, but not equal to it: {others}.")
+    if parts:
+        parts.append("Of equals the smallest global batch is taken, then what is nearest to your own config.")
+    return " ".join(parts)
 
 
-def _why_not(one: Undecided) -> str:
+def _why_not(item: Undecided) -> str:
     """Describe a trial with the reason why it is not a tie with the result."""
-    if one.below <= one.allowed:
-        return f"trial {one.number} (not surely better than your own config)"
-    return f"trial {one.number} ({one.below:.1%} below trial {one.best}, and up to {one.allowed:.1%} is equal)"
+    if item.below <= item.allowed:
+        return f"trial {item.number} (not surely better than your own config)"
+    return f"trial {item.number} ({item.below:.1%} below trial {item.best}, and up to {item.allowed:.1%} is equal)"
 
 
 def _noise(verdict: Verdict) -> str:
     noise, search = verdict.noise, verdict.search_noise
     if noise is None:
         return ""
-    told = (
+    words = (
         f"Noise of the rounds: {noise.relative_sd:.1%}, the standard deviation of "
         f"{things_in_words(noise.launches, 'launch')} within their rounds."
     )
     if search is None:
-        return told
+        return words
     return (
-        f"{told} Noise of the search: {search.relative_sd:.1%}, by which the search's values of "
+        f"{words} Noise of the search: {search.relative_sd:.1%}, by which the search's values of "
         f"{things_in_words(search.launches, 'configuration')} differ from the rounds."
     )
 

@@ -93,13 +93,13 @@ where = partial(Option, panel="Where")
 running = partial(Option, panel="Where", budget=True)
 of_method = partial(Option, panel="Method")
 of_output = partial(Option, panel="Output")
-PANELS = tuple(one.keywords["panel"] for one in (what, limit, measured, where, of_method, of_output))
+PANELS = tuple(item.keywords["panel"] for item in (what, limit, measured, where, of_method, of_output))
 """Groups of a search's options in the order of its help."""
 
 
 def option_of(annotation: Any) -> Option | None:
     """Return the ``Option`` in the annotation of a field; None if it has none."""
-    return next((one for one in get_args(annotation)[1:] if isinstance(one, Option)), None)
+    return next((arg for arg in get_args(annotation)[1:] if isinstance(arg, Option)), None)
 
 
 def options_in(kind: type[Any]) -> dict[str, Option]:
@@ -112,11 +112,11 @@ def fields_of(kind: Any) -> list[tuple[Field[Any], Any]]:
     """Return the fields of a class of options with their annotations, in the order in which they are documented."""
     hints = get_type_hints(kind, include_extras=True)
     listed: list[Field[Any]] = []
-    for one in sorted(fields(kind), key=lambda one: bool(_before(hints[one.name]))):
+    for field_ in sorted(fields(kind), key=lambda item: bool(_before(hints[item.name]))):
         names = [other.name for other in listed]
-        before = _before(hints[one.name])
-        listed.insert(names.index(before) if before else len(listed), one)
-    return [(one, hints[one.name]) for one in listed]
+        before = _before(hints[field_.name])
+        listed.insert(names.index(before) if before else len(listed), field_)
+    return [(item, hints[item.name]) for item in listed]
 
 
 def _before(annotation: Any) -> str:

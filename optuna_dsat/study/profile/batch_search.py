@@ -57,17 +57,17 @@ def find_batch_rule(
         UsageError: If an option that the user mapped does not change the engine's inputs.
     """
     configured = int(overlay[ds_config.MICRO_BATCH])
-    own, found, engine = record.observed_micro_batch, record.batch_sources, record.engine
+    own, sources, engine = record.observed_micro_batch, record.batch_sources, record.engine
     if engine is None or own == configured or (engine.pipeline and own is None):
         return None
     if own is None:  # nothing was seen: what cannot be counted must not change
         return held(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present)
-    samples = None if found is None else samples_per_rank(found, own=own)
+    samples = None if sources is None else samples_per_rank(sources, own=own)
     if sizes := record.differing_micro_batches(samples=samples):
         return varying(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present, sizes=sizes)
     ranks = engine.data_parallel_size
-    if found is None or not spec.follow_batch:
-        return held(own, found=found, present=present, ranks=ranks)
+    if sources is None or not spec.follow_batch:
+        return held(own, found=sources, present=present, ranks=ranks)
     mapped = [spec.script.arg_mappings[key] for key in _BATCHES if key in spec.script.arg_mappings]
     fed: dict[int, int] = {configured: own}
     """Micro-batch of a launch -> rows that its engine was fed."""
@@ -77,7 +77,7 @@ def find_batch_rule(
             fed[size] = proof.observed_micro_batch
         return proof.observed_micro_batch == Fraction(*guess.rows) * size
 
-    possible = guesses(found, own=own, ranks=ranks, present=present, configured=configured)
+    possible = guesses(sources, own=own, ranks=ranks, present=present, configured=configured)
     for index, guess in enumerate(possible):
         if mapped and guess.kind != "config":
             continue
@@ -102,7 +102,7 @@ def find_batch_rule(
             f"micro-batch of {' and of '.join(str(size) for size in fed)}. Name the option that does with "
             "--arg-mapping, or name none."
         )
-    return held(own, found=found, present=present, ranks=ranks)
+    return held(own, found=sources, present=present, ranks=ranks)
 
 
 def find_trainer(
@@ -129,11 +129,11 @@ def find_trainer(
     if record.trainer is None:
         return None
     trainer = ScriptTrainer.from_event(record.trainer)
-    found, engine = record.batch_sources, record.engine
+    sources, engine = record.batch_sources, record.engine
     mapped = ds_config.MICRO_BATCH in spec.script.arg_mappings
-    if found is None or engine is None or trainer.micro_batch is None or mapped or not spec.follow_batch:
+    if sources is None or engine is None or trainer.micro_batch is None or mapped or not spec.follow_batch:
         return trainer
-    for index, guess in enumerate(trainer_guesses(trainer, found, ranks=engine.data_parallel_size)):
+    for index, guess in enumerate(trainer_guesses(trainer, sources, ranks=engine.data_parallel_size)):
         asked, expected = guess.proof_steps()
         proven = _is_proven(
             follow_trainer(spec, guess),

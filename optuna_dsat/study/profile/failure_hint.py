@@ -59,13 +59,13 @@ def failure_hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) ->
 
 def _of_values(message: str, config: Mapping[str, Any]) -> str:
     """Return the remedy for a key or value that an error names."""
-    if quoted := [found for found in _QUOTED_NUMBER.finditer(message) if found[2] != "'auto'"]:
-        return f". Write {', '.join(found[1] for found in quoted)} as a number or true or false, without quotes"
+    if quoted := [result for result in _QUOTED_NUMBER.finditer(message) if result[2] != "'auto'"]:
+        return f". Write {', '.join(result[1] for result in quoted)} as a number or true or false, without quotes"
     if unknown := _UNKNOWN_KEY.findall(message):
         names = (*(knob.name for knob in KNOBS), *_MORE_KEYS)
         return f". {'. '.join(correction(key, names) for key in unknown)}"
-    if found := _UNEXPECTED.search(message):
-        keys = [key for key in config if key in (f"optimizer.params.{found[1]}", f"scheduler.params.{found[1]}")]
+    if match := _UNEXPECTED.search(message):
+        keys = [key for key in config if key in (f"optimizer.params.{match[1]}", f"scheduler.params.{match[1]}")]
         return f". Remove {keys[0]} from the config: what DeepSpeed builds for it does not take it" if keys else ""
     if _NO_CPU_OPERATOR in message:
         keys = [key for key in _GPU_ONLY if config.get(key) and str(config[key]).lower() not in _CPU_OPTIMIZERS]

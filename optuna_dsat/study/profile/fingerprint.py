@@ -67,8 +67,8 @@ def _code_folders(spec: StudySpec) -> list[Path]:
     if not script.is_module:
         return [Path(script.script).parent]
     if script.script == RUNNER:
-        found = find_trial_class(script.args[0], cwd)
-        return sorted({cwd, found.file.parent})
+        trial_class = find_trial_class(script.args[0], cwd)
+        return sorted({cwd, trial_class.file.parent})
     file = module_file(script.script, cwd)
     return [cwd] if file is None else sorted({cwd, file.parent})
 

@@ -133,7 +133,7 @@ def measure_profile(
     tried: list[str] = []
     pipeline = only_zero_3 = False
     attempts, launches, least, accumulation = deque(profile_attempts(spec)), 0, 1, 1
-    told: Mapping[str, Sequence[Any]] = {}
+    parts: Mapping[str, Sequence[Any]] = {}
 
     def launch(attempt: ProfileAttempt) -> tuple[LaunchRequest, LaunchRecord, LaunchReport]:
         nonlocal launches
@@ -175,11 +175,11 @@ def measure_profile(
                 wait=wait,
             )
             trainer = find_trainer(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
-            found = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
-            found = replace(
-                found,
+            profiled = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
+            profiled = replace(
+                profiled,
                 option_defaults=_mapped_defaults(spec, record),
-                config_differences={**told, **found.config_differences},
+                config_differences={**parts, **profiled.config_differences},
                 stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
             )
             stage_option = find_stage_option(
@@ -187,13 +187,13 @@ def measure_profile(
                 launcher,
                 record,
                 overlay=request.overlay,
-                differences=found.config_differences,
+                differences=profiled.config_differences,
                 on_report=on_report,
                 wait=wait,
             )
-            return replace(found, stage_option=stage_option, only_zero_3=only_zero_3, least_micro_batch=least)
+            return replace(profiled, stage_option=stage_option, only_zero_3=only_zero_3, least_micro_batch=least)
         # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
-        told = {**record.config_differences, **told}
+        parts = {**record.config_differences, **parts}
         only_zero_3 |= record.needs_zero_3 and 3 in spec.stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
             own = own_batch(spec, record)

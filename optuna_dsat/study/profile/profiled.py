@@ -151,13 +151,13 @@ class Profiled(Record):
             settings_written: Whether a copy of the script's settings file has its batch size.
         """
         edits = self._edits(config, settings_written=settings_written)
-        found = [f"Without `optuna-dsat train`, change the script: {edits}"] if edits else []
+        names = [f"Without `optuna-dsat train`, change the script: {edits}"] if edits else []
         if self.trains_alike_with_zero and config.get("zero_allow_untested_optimizer") is True:
-            found.append(
+            names.append(
                 f"The config allows ZeRO with {self.profile.optimizer}, which DeepSpeed does not list as tested with "
                 f"ZeRO. With and without ZeRO: {self.zero_comparison}"
             )
-        return " ".join(found)
+        return " ".join(names)
 
     def trains_by_command(self, spec: StudySpec, config: Mapping[str, Any], *, settings_written: bool) -> bool:
         """Whether the script's own command, with a config's file, trains with all of that config.

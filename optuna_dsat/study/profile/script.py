@@ -106,8 +106,8 @@ def follow_trainer(
             own = _mapped_value(spec, key, defaults) or (None if trainer is None else trainer.script_value(key))
             if own is not None and _is_open(config.get(key)):
                 config[key] = own
-    found = {} if trainer is None else trainer.options
-    options = {key: _as_given(option, spec.script.args) for key, option in found.items()}
+    result = {} if trainer is None else trainer.options
+    options = {key: _as_given(option, spec.script.args) for key, option in result.items()}
     changes: dict[str, Any] = {"arg_mappings": {**options, **spec.script.arg_mappings}}
     if trainer is not None and trainer.source:
         changes["batch_source"] = _source_here(trainer.source, spec)

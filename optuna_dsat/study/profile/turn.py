@@ -96,8 +96,8 @@ class ProfileTurn:
             )
         if words := self._optimizer_in_words(profiled):
             self._context.say(words)
-        if told := _data_in_words(profiled.followed_by(self._spec), profiled):
-            self._context.say(told)
+        if text := _data_in_words(profiled.followed_by(self._spec), profiled):
+            self._context.say(text)
         if objective(self._spec, profiled) != self._spec.metric:
             self._context.say(
                 "FLOPs could not be counted for this model: throughput is optimised instead, "
@@ -203,11 +203,11 @@ class ProfileTurn:
             name="zero",
             steps=_COMPARED_STEPS,
         )
-        found = check.message
+        result = check.message
         if check.agrees is False:
             allowed = f"{check.precision} explains {check.tolerance:g}"
-            found = f"With ZeRO {stage} the first losses differ by {check.difference:.1e}, and {allowed}."
-        profiled = replace(profiled, trains_alike_with_zero=check.agrees is True, zero_comparison=found)
+            result = f"With ZeRO {stage} the first losses differ by {check.difference:.1e}, and {allowed}."
+        profiled = replace(profiled, trains_alike_with_zero=check.agrees is True, zero_comparison=result)
         self.fingerprint += _COMPARED
         with turn.held("store the profile"):
             self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
@@ -278,14 +278,14 @@ class ProfileTurn:
 
 def _passes_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady) -> str:
     """Return a note if a step takes more forward passes than the user's config specifies; else empty."""
-    passes, told = record.passes_per_micro_batch, engine.gradient_accumulation_steps
-    if passes == 1 or passes * told == own_batch(spec, record).gradient_accumulation_steps:
+    passes, configured = record.passes_per_micro_batch, engine.gradient_accumulation_steps
+    if passes == 1 or passes * configured == own_batch(spec, record).gradient_accumulation_steps:
         return ""
     return (
-        f"The script makes {passes * told} forward passes for each step of the optimizer, and "
-        f"gradient_accumulation_steps is {told}: samples/s count them all, global batches do not. If it accumulates by "
-        f"itself, let it call engine.step() after every backward and set gradient_accumulation_steps to "
-        f"{passes * told}."
+        f"The script makes {passes * configured} forward passes for each step of the optimizer, and "
+        f"gradient_accumulation_steps is {configured}: samples/s count them all, global batches do not. If it "
+        "accumulates by itself, let it call engine.step() after every backward and set gradient_accumulation_steps to "
+        f"{passes * configured}."
     )
 
 

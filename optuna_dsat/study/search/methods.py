@@ -103,8 +103,8 @@ class Ceiling:
         """Return the correction of the memory model for a history; it is updated only if the history changed."""
         if trials is not self._history:
             done = {trial.number: trial for trial in trials if trial.state.is_finished()}
-            replaced = [one for number, one in self._fitted.items() if one is not done.get(number)]
-            if any(not same_trial(one, done.get(one.number)) for one in replaced):
+            replaced = [trial for number, trial in self._fitted.items() if trial is not done.get(number)]
+            if any(not same_trial(trial, done.get(trial.number)) for trial in replaced):
                 self._reset()
             new = [trial for number, trial in done.items() if number not in self._fitted]
             self._fitted = done

@@ -57,9 +57,9 @@ def prior_knowledge_of(
         if stored is not None:
             return (PriorKnowledge.from_json(stored) if stored else None), False
         begun = any(attributes.LAUNCH_ID in trial.user_attrs for trial in study.get_trials(deepcopy=False))
-        found = None if begun else gather(store, spec, profiled, fingerprint=fingerprint)
-        study.set_user_attr(attributes.WARM_START, {} if found is None else found.to_json())
-        return found, found is not None
+        knowledge = None if begun else gather(store, spec, profiled, fingerprint=fingerprint)
+        study.set_user_attr(attributes.WARM_START, {} if knowledge is None else knowledge.to_json())
+        return knowledge, knowledge is not None
 
     return store.exclusively("look for earlier studies", work)
 
@@ -98,7 +98,7 @@ def gather(store: Store, spec: StudySpec, profiled: Profiled, *, fingerprint: st
         return None
     named = spec.options.warm_start
     if named is None:
-        same = [one for one in _others(store, spec.name) if one.fingerprint == fingerprint]
+        same = [item for item in _others(store, spec.name) if item.fingerprint == fingerprint]
         return _knowledge_of(same[:_MOST_STUDIES], same_model=True) if same else None
     check_warm_start(store, spec)
     earlier = _read(store, named)

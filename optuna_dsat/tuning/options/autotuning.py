@@ -41,7 +41,9 @@ def options_of(section: Autotuning) -> tuple[dict[str, Any], list[str]]:
         ``autotuning.results_dir is not used: --output-dir is used``.
     """
     declared = options_in(AutotuningOptions)
-    options = {name: getattr(section, one.autotuning) for name, one in declared.items() if one.autotuning is not None}
+    options = {
+        name: getattr(section, option.autotuning) for name, option in declared.items() if option.autotuning is not None
+    }
     notes = _not_honoured(section)
     if section.metric is not None:
         options["metric"] = _METRICS.get(section.metric.lower())
@@ -139,8 +141,8 @@ def _sweep_of_cluster(given: Given, section: Autotuning) -> tuple[Sweep | None, 
 
 
 def _gpus_here() -> int:
-    found = detect_devices()
-    return found.per_launch if found.kind == "cuda" else 0
+    devices = detect_devices()
+    return devices.per_launch if devices.kind == "cuda" else 0
 
 
 def _too_many(count: int, available: int) -> str:
@@ -200,8 +202,8 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
 def _places_of(options: TuneOptions, section: Autotuning) -> dict[str, int]:
     """Return the options for nodes of a cluster: DeepSpeed's ``num_gpus`` counts the GPUs of one node."""
     gpus = section.num_gpus if options.gpus_per_node is None and options.cpu_ranks is None else None
-    found = {"nodes_per_trial": section.num_nodes, "gpus_per_node": gpus}
-    return {name: count for name, count in found.items() if count is not None}
+    result = {"nodes_per_trial": section.num_nodes, "gpus_per_node": gpus}
+    return {name: count for name, count in result.items() if count is not None}
 
 
 def _single_values(options: TuneOptions, user: user_file.UserConfig) -> dict[str, Any]:

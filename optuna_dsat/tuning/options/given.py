@@ -30,7 +30,7 @@ class Given:
 
     def without(self, name: str) -> Given:
         """Return the options with one option reset to its default, as if it had not been given."""
-        default = next(one.default for one in fields(self.options) if one.name == name)
+        default = next(field_.default for field_ in fields(self.options) if field_.name == name)
         values: dict[str, Any] = {name: default}
         origins = {key: origin for key, origin in self.origins.items() if key != name}
         return Given(options=replace(self.options, **values), origins=origins)

@@ -43,23 +43,23 @@ def coerced(name: str, value: Any, kind: Any, *, alone: bool = True) -> Any:
     """
     if value is None:
         return None
-    for one in _alternatives(kind):
-        found = _as(name, value, one, alone=alone)
-        if found is not _NO:
-            return found
+    for alternative in _alternatives(kind):
+        result = _as(name, value, alternative, alone=alone)
+        if result is not _NO:
+            return result
     raise TypeError(f"{name} must be {_expected(kind)}{_example(value, kind)}; got {_shown(value)}.")
 
 
 def _alternatives(kind: Any) -> Sequence[Any]:
     """Return the types of a union, without None."""
     if get_origin(kind) in (Union, types.UnionType):
-        return [inner for one in get_args(kind) for inner in _alternatives(one) if inner is not type(None)]
+        return [inner for arg in get_args(kind) for inner in _alternatives(arg) if inner is not type(None)]
     return [kind]
 
 
 def _example(value: Any, kind: Any) -> str:
     """Suggest the list that a string was probably meant to be; empty if there is none."""
-    many = [get_args(one)[0] for one in _alternatives(kind) if get_origin(one) is Sequence]
+    many = [get_args(alternative)[0] for alternative in _alternatives(kind) if get_origin(alternative) is Sequence]
     if not isinstance(value, str) or not many:
         return ""
     try:
@@ -110,13 +110,13 @@ def _sequence(name: str, value: Any, kind: Any, *, alone: bool) -> Any:
         return (lone,) if alone else _NO
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return _NO
-    found = []
-    for index, one in enumerate(value):
-        element = _element(one, kind)
+    result = []
+    for index, item in enumerate(value):
+        element = _element(item, kind)
         if element is _NO:
-            raise TypeError(f"{name}[{index}] must be {_WORDS.get(kind, 'text')}; got {_shown(one)}.")
-        found.append(element)
-    return tuple(found)
+            raise TypeError(f"{name}[{index}] must be {_WORDS.get(kind, 'text')}; got {_shown(item)}.")
+        result.append(element)
+    return tuple(result)
 
 
 def _element(value: Any, kind: Any) -> Any:
@@ -138,11 +138,11 @@ def _mapping(name: str, value: Mapping[Any, Any], key_kind: Any, kind: Any) -> d
     del key_kind  # all our mappings have string keys
     if kind is Any:
         return dict(plain_data(value, name))
-    for key, one in value.items():
+    for key, item in value.items():
         if not isinstance(key, str):
             raise TypeError(f"The keys of {name} must be text; got {_shown(key)}.")
-        if not isinstance(one, kind):
-            raise TypeError(f"{name}[{key!r}] must be {_WORDS[kind]}; got {type(one).__name__}.")
+        if not isinstance(item, kind):
+            raise TypeError(f"{name}[{key!r}] must be {_WORDS[kind]}; got {type(item).__name__}.")
     return dict(value)
 
 
@@ -157,9 +157,9 @@ def plain_data(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"The keys of {name} must be text; got {_shown(wrong[0])}.")
-        return {key: plain_data(one, f"{name}[{key!r}]") for key, one in value.items()}
+        return {key: plain_data(item, f"{name}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_data(one, f"{name}[{index}]") for index, one in enumerate(value)]
+        return [plain_data(item, f"{name}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if _is_truth(value):
@@ -173,19 +173,19 @@ def plain_data(value: Any, name: str) -> Any:
 
 def _expected(kind: Any) -> str:
     """Describe the values that a type accepts."""
-    found = _alternatives(kind)
+    result = _alternatives(kind)
     words = []
-    for one in found:
-        origin = get_origin(one) or one
+    for first in result:
+        origin = get_origin(first) or first
         if origin is Literal:
-            words.append(" or ".join(repr(choice) for choice in get_args(one)))
+            words.append(" or ".join(repr(choice) for choice in get_args(first)))
         elif origin is Sequence:
-            words.append(f"a list of {_MANY[get_args(one)[0]]}")
+            words.append(f"a list of {_MANY[get_args(first)[0]]}")
         elif origin is Mapping:
             words.append("a dictionary")
         elif origin is os.PathLike:
             words.append("a path")
-        elif origin is not str or not any(get_origin(other) is os.PathLike for other in found):
+        elif origin is not str or not any(get_origin(other) is os.PathLike for other in result):
             words.append(_WORDS[origin])
     return " or ".join(words)
 
@@ -245,30 +245,30 @@ def with_keywords(options: Callable[P, TuneOptions]) -> Callable[[Callable[[Give
 
 def _fields(options: Any) -> list[tuple[Field[Any], Any]]:
     """Return the fields of a class of options with their annotations, positional fields first."""
-    return sorted(fields_of(options), key=lambda found: found[0].kw_only is True)
+    return sorted(fields_of(options), key=lambda match: match[0].kw_only is True)
 
 
 def _signature(options: Callable[..., TuneOptions]) -> inspect.Signature:
     return inspect.Signature([
         inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY if one.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            field_.name,
+            inspect.Parameter.KEYWORD_ONLY if field_.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
             annotation=get_args(hint)[0] if get_origin(hint) is Annotated else hint,
-            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+            default=inspect.Parameter.empty if field_.default is MISSING else field_.default,
         )
-        for one, hint in _fields(options)
+        for field_, hint in _fields(options)
     ])  # fmt: skip
 
 
 def _documented(options: Callable[..., TuneOptions]) -> str:
     """Return the entries of the section ``Args``; each lists the methods that read the option before its meaning."""
     entries = []
-    for one, hint in _fields(options):
+    for field_, hint in _fields(options):
         option = option_of(hint)
         if option is None:
-            raise TypeError(f"The field {one.name} says no meaning.")
-        methods = "".join(f"``{method}``, " for method in methods_of(one.name)).removesuffix(", ")
-        text = f"{one.name}: {methods}{': ' if methods else ''}{option.keyword_help}"
+            raise TypeError(f"The field {field_.name} says no meaning.")
+        methods = "".join(f"``{method}``, " for method in methods_of(field_.name)).removesuffix(", ")
+        text = f"{field_.name}: {methods}{': ' if methods else ''}{option.keyword_help}"
         entries.append("\n".join(_FILL.wrap(text)))
     return "\n".join(entries)
 
@@ -282,15 +282,15 @@ def _unknown(function: str, name: str, known: Mapping[str, Any]) -> str:
 def _in_keywords(text: str, options: Callable[..., TuneOptions]) -> str:
     """Rename options in a message to keywords, except in commands, which are in backticks."""
     keywords: dict[str, str] = {}
-    for one, hint in _fields(options):
+    for field_, hint in _fields(options):
         option = option_of(hint)
-        spelled = (f"--{one.name.replace('_', '-')}", *(() if option is None else option.flags))
+        spelled = (f"--{field_.name.replace('_', '-')}", *(() if option is None else option.flags))
         flags = [flag.split("/") for flag in spelled]
-        keywords |= {flag[0]: one.name for flag in flags}
-        if isinstance(one.default, bool):
-            keywords |= {off: f"{one.name}=False" for flag in flags for off in (f"--no-{flag[0][2:]}", *flag[1:])}
+        keywords |= {flag[0]: field_.name for flag in flags}
+        if isinstance(field_.default, bool):
+            keywords |= {off: f"{field_.name}=False" for flag in flags for off in (f"--no-{flag[0][2:]}", *flag[1:])}
     parts = text.split("`")
-    parts[::2] = [_FLAG.sub(lambda found: keywords.get(found[0], found[0]), part) for part in parts[::2]]
+    parts[::2] = [_FLAG.sub(lambda match: keywords.get(match[0], match[0]), part) for part in parts[::2]]
     return "`".join(parts)
 
 

@@ -239,6 +239,6 @@ _OF_METHOD: Mapping[str, type[TuneOptions]] = {
 
 def methods_of(option: str) -> tuple[str, ...]:
     """Return the methods that read an option; empty if it is not an option of methods."""
-    if any(one.name == option for one in fields(TuneOptions)):
+    if any(field_.name == option for field_ in fields(TuneOptions)):
         return ()
-    return tuple(method for method, kind in _OF_METHOD.items() if any(one.name == option for one in fields(kind)))
+    return tuple(method for method, kind in _OF_METHOD.items() if any(field_.name == option for field_ in fields(kind)))
