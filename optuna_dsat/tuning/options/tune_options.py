@@ -79,7 +79,9 @@ class TuneOptions(SearchSettings):
     check_loss: Annotated[
         bool,
         of_output(
-            help="At the end, check that the first losses under the best config are those under yours.", before="metric"
+            help="Compare the first losses under the best config and yours; before the search, those with and without "
+            "ZeRO for an optimizer that DeepSpeed has not tested with it.",
+            before="metric",
         ),
     ] = False
     module: Annotated[
