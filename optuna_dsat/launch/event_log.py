@@ -39,7 +39,7 @@ _CHUNK_BYTES = 2**20
 
 
 class GrowingFile:
-    """Reads what is appended to a file.
+    """Reads new content of a growing file.
 
     Args:
         path: The file; it need not exist yet. Nothing is read while it is not a regular file: a script may have put

@@ -215,7 +215,7 @@ class Launch:
         """Return the observations of the launch, once it is over or settled."""
         micro_batch = self.request.ds_config.get(MICRO_BATCH)
         if self.request.purpose == "profile":
-            micro_batch = None  # any batch will do: what is measured is divided by the samples seen
+            micro_batch = None  # any batch will do: measurements are divided by the observed samples
         if self.request.command.batch_source.get("kind") == "held":
             micro_batch = None  # the script makes its batches by itself, whatever the config says
         end = self.processes.end or EndFacts(agent_exit_code=self.processes.code)

@@ -156,10 +156,10 @@ class TorchrunLauncher:
         return RunDirectory(self._output_dir.resolve() / launch_id)
 
     def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
-        """Set what is imported before a fork, and the operators that are compiled before the next launch.
+        """Set the modules to import before a fork, and the operators that are compiled before the next launch.
 
         Args:
-            preload: What launches import.
+            preload: Modules imported by launches.
             operators: Class names of DeepSpeed's builders whose operators they may need.
         """
         self._places.prepare(operators)
@@ -196,7 +196,7 @@ class TorchrunLauncher:
         """Return what happened since the last call, waiting up to ``timeout_s`` for something to happen.
 
         Raises:
-            ClusterError: If nodes lack what the study needs, or the cluster refuses a place.
+            ClusterError: If nodes do not meet the study's requirements, or the cluster refuses a place.
             DeviceError: If no slots will become free, or not for too long.
             OutputError: If a launch failed because the disk is full; it has no outcome then, and can be repeated.
         """

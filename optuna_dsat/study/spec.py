@@ -78,7 +78,7 @@ class ScriptSpec(_Frozen):
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of the environment that the script is given beside those of the tuner's own."""
     batch_source: dict[str, Any] = Field(default_factory=dict)
-    """What the batch size follows by, apart from options: see ``optuna_dsat.runtime.adapt.batch_sources``."""
+    """Source of the batch size, apart from options: see ``optuna_dsat.runtime.adapt.batch_sources``."""
 
     @field_validator("arg_mappings")
     @classmethod
@@ -108,7 +108,7 @@ class StudySpec(_Frozen, SearchSettings):
     device_memory_bytes: int | None = Field(default=None, gt=0)
     """Memory that one rank may allocate, in bytes; None for all of the device's."""
     free_memory: bool = False
-    """Whether that is a share of what was available when the search was started, which differs from start to start."""
+    """Whether that is a share of the memory available when the search was started, which differs from start to start."""
 
     @model_validator(mode="before")
     @classmethod
@@ -165,7 +165,7 @@ class StudySpec(_Frozen, SearchSettings):
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """ZeRO stages to search; by default those of the method."""
+        """ZeRO stages to search; by default the method's stages."""
         stages = self.zero_stages
         return (stages,) if isinstance(stages, int) else tuple(stages or ())
 

@@ -43,7 +43,7 @@ def resume_request(
         workdir: Working directory on this machine; None for the stored one.
         conclude: As in ``StudyRequest``.
         on_notice: Called with each line for the user about the devices.
-        approve: Called with the lines that describe what the study would run, and whether this user already ran exactly
+        approve: Called with the lines that describe the study's commands, and whether this user already ran exactly
             that on this machine; raises ``UsageError`` to refuse.
 
     Raises:
@@ -84,7 +84,7 @@ def _edited_keys(spec: StudySpec) -> list[str]:
 
 
 def spec_here(study: StoredStudy, *, workdir: Path | None, approve: Callable[[Sequence[str], bool], None]) -> StudySpec:
-    """Return a stored study's spec with this machine's paths, once the user has approved what it runs.
+    """Return a stored study's spec with this machine's paths, once the user has approved its commands.
 
     Args:
         study: The study.

@@ -1,4 +1,4 @@
-"""Find what the ranks run: a script, module or model definition of the user, without importing it."""
+"""Find the program of the ranks: a script, module or model definition of the user, without importing it."""
 
 from __future__ import annotations
 

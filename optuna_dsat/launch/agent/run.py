@@ -255,12 +255,12 @@ class MachineLaunch:
 
 
 _USAGE_S = 2.0
-"""Time between two readings of what the processes use, while no rank writes events."""
+"""Interval between two readings of the processes' resource usage, while no rank writes events."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the launches of this node share."""
+    """State shared by the launches of this node."""
 
     node: int
     """Number of the node in its place."""
@@ -268,10 +268,10 @@ class Machine:
     environ: Mapping[str, str]
     forking: Forking
     new_folder: Callable[[], tuple[Path, Path]]
-    """Returns a folder for a run directory, and the file in which a launch notes what it may leave elsewhere."""
+    """Returns a folder for a run directory, and the journal of the files that a launch may leave elsewhere."""
     on_notice: Callable[[str], None]
     cpu_memory_bytes: int = 0
-    """What one rank on the CPU may allocate where the study does not say."""
+    """Memory limit of a rank on the CPU if the study sets none, in bytes."""
 
     def limited(self, request: LaunchRequest) -> LaunchRequest:
         """Return a launch with a limit of its memory, if it is on the CPU and has none."""
@@ -381,7 +381,7 @@ class NodeLaunch:
             self._say_gone(processes.end, processes.conditions)
 
     def _read(self, now: float, *, last: bool = False) -> list[Event]:
-        """Report what the files have grown by; return the events."""
+        """Report new content of the files; return the events."""
         events: list[Event] = []
         for rank, lines in self._files.event_lines():
             self._say("events", rank=rank, lines=lines)
@@ -400,7 +400,7 @@ class NodeLaunch:
         self._news.append({"news": kind, "launch_id": self.name, **content})
 
     def _return_devices(self, now: float) -> None:
-        """Hand over what trackers wrote, wait until the devices are free, and leave."""
+        """Send the files of trackers, wait until the devices are free, and leave."""
         if (piece := next(self._trackers, None)) is not None:
             self._say("tracker", **piece)
             return
@@ -428,7 +428,7 @@ class NodeLaunch:
             self._processes.kill_ranks()
 
     def end(self) -> None:
-        """Kill everything; ``advance`` says when it is gone."""
+        """Kill everything; ``advance`` reports the end."""
         self._is_stopped = True
         if self._processes is not None:
             self._processes.kill_all()

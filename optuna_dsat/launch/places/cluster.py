@@ -89,7 +89,7 @@ class Cluster:
         self._forking = forking
         self._operators: tuple[str, ...] = ()
         self._held: dict[Place, HeldPlace] = {}
-        """What the engine holds -> what its nodes have said."""
+        """Allocation of the engine -> messages of its nodes."""
         self._changes = FolderWatch(output_dir)
         self._launches: dict[str, tuple[Launch, RemoteLaunch]] = {}
         self._notified: set[str] = set()
@@ -195,7 +195,7 @@ class Cluster:
         """Receive news from the nodes; wait up to ``pause_s`` seconds for some.
 
         Raises:
-            ClusterError: If nodes lack what the study needs, or the cluster refuses a place.
+            ClusterError: If nodes do not meet the study's requirements, or the cluster refuses a place.
             DeviceError: If places are lost one after another before a launch ends in them.
         """
         for news in self._engine.news(pause_s):

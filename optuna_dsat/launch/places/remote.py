@@ -16,9 +16,9 @@ from optuna_dsat.runtime.events import Event
 __all__ = ["RemoteLaunch"]
 
 _OTHERS_S = 3.0
-"""Time for the other nodes' torchrun to end by themselves, after one has failed."""
+"""Time for torchrun to end on the other nodes after it failed on one."""
 _NODE_BITS = 32
-"""Process numbers of node N are told apart from those of others by N in the bits above these."""
+"""Process numbers of node N have N in the bits above these."""
 
 
 class RemoteLaunch:
@@ -44,7 +44,7 @@ class RemoteLaunch:
         self.failure = ""
         """Why a node could not start its ranks; empty if all could."""
         self.is_lost = False
-        """Whether the place is gone: what ran there ends by itself."""
+        """Whether the allocation is gone, which ends its processes."""
         self._launch_id = launch_id
         self._nodes = nodes
         self._slots = slots
@@ -114,7 +114,7 @@ class RemoteLaunch:
         return self.is_lost or not self.ordered or len(self._gone) == self._nodes
 
     def note(self, node: int, news: Mapping[str, Any]) -> None:
-        """Take what an agent reports about the launch."""
+        """Record an agent's message about the launch."""
         kind = news["news"]
         if kind == "started":
             self.forked[node] = bool(news["forked"])

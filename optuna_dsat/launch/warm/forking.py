@@ -83,13 +83,13 @@ class Forking:
         """Preloads that the server has not finished."""
         self._restarts = 0
         self._deaths = 0
-        """Servers that ended by themselves, or were killed."""
+        """Servers that exited or were killed."""
         self._failed = ""
         """Why no server gets through its imports; empty if none ended by itself there."""
         self._read: set[str] = set()
         """Environment variables that the server's imports have read."""
         self._proven: Preload | None = None
-        """What a forked launch had imported that has trained; None if there is none."""
+        """Imports of a forked launch that has trained; None if there is none."""
 
     @property
     def enabled(self) -> bool:
@@ -102,13 +102,13 @@ class Forking:
         return self._preload
 
     def prepare(self, preload: Preload) -> None:
-        """Set what launches share; imported at once if the server runs, else with the first launch."""
+        """Set the modules that launches share; imported at once if the server runs, else with the first launch."""
         if not self._enabled:
             return
         self._preload = replace(preload, left_out=tuple(sorted({*self._preload.left_out, *preload.left_out})))
         self._drop_if_ended()
         if self._server is not None and (self._preloads_pending or self._read & set(preload.environment)):
-            self._retire()  # it may have read what the script changes: another one is watched from its start
+            self._retire()  # it may have read a variable that the script changes: another one is watched from its start
         elif self._server is not None:
             with self._plain_if_unavailable():
                 self._order_preload(self._server)

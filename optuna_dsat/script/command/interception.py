@@ -1,4 +1,4 @@
-"""Run a command until it starts a rank, and return what this rank would get.
+"""Run a command until it starts a rank, and return this rank's script, arguments and environment.
 
 The command is run unchanged, with ``interceptor`` in each of its Python processes. The first rank is recorded instead
 of started; then all processes of the command are terminated.
@@ -108,7 +108,7 @@ class InterceptedRank:
     launch_words: tuple[str, ...] = ()
     """The launcher's command; that of the rank without a launcher."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The launcher's options as it parsed them, and what it concludes from them (``interceptor``)."""
+    """The launcher's options as it parsed them, and its conclusions (``interceptor``)."""
     ranks: int | None = None
     """Ranks on each node that mpirun or srun starts; None if neither is used."""
     nodes: int = 1

@@ -60,7 +60,7 @@ def _is_launcher(own: Sequence[str]) -> bool:
 
 
 def is_rank(words: Sequence[str]) -> bool:
-    """Whether this process runs what a launcher starts, or the script at the end of the user's command."""
+    """Whether this process runs a launcher's rank, or the script at the end of the user's command."""
     own = program(words)
     if not own or _is_launcher(own):
         return False
@@ -232,7 +232,7 @@ def _run_the_hidden_one() -> None:
 
 if __name__ == "sitecustomize" and RECORD in os.environ:
     _WORDS = list(sys.orig_argv)
-    _ENVIRONMENT = dict(os.environ)  # what a launcher sets as it is imported is not the user's
+    _ENVIRONMENT = dict(os.environ)  # variables that a launcher sets on import are not the user's
     if is_rank(_WORDS):
         write_down(_WORDS)
     if program(_WORDS)[:1] == ["-m"] and program(_WORDS)[1] in MODULES:

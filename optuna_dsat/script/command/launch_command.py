@@ -1,6 +1,6 @@
 """The training command as typed by the user: a launcher and its options, then a script or module and its options.
 
-A launcher is recognized by what it executes, not by its name: a Python interpreter, an executable script that imports
+A launcher is recognized by its code, not by its name: a Python interpreter, an executable script that imports
 the main function of ``deepspeed``, ``torchrun`` or ``accelerate``, or a console script of an installed package. A
 launcher, and any other program that is not Python (a shell script, ``make``, ``uv run``), is run until it starts a rank
 (``interception``). Anything else is the script itself.
@@ -95,7 +95,7 @@ class LaunchCommand:
     folder: str | None = None
     """Working directory of the launch; None for the command's working directory."""
     is_wrapped: bool = False
-    """Whether the command was run to find out what it launches."""
+    """Whether the command was run to find its launch."""
     notes: tuple[str, ...] = ()
     """Sentences about its parts that have no effect here."""
 
@@ -108,7 +108,7 @@ def read_command(
     Args:
         words: The command. Variables may be set in front of it, as in a shell.
         cwd: Its working directory.
-        on_notice: Called with the command that is run to find out what it launches.
+        on_notice: Called with the command that is run to find its launch.
 
     Raises:
         UsageError: If the launcher rejects its options, cannot start here, or starts nothing that can be tuned.
@@ -173,7 +173,7 @@ def _with_environment(found: LaunchCommand, variables: Mapping[str, str]) -> Lau
 
 
 def launcher_of(word: str, *, cwd: Path) -> str | None:
-    """Return what a command's first word runs: ``python``, or the module of a launcher or console script; else None."""
+    """Return ``python``, or the module of a launcher or console script, for a command's first word; else None."""
     path = cwd / word
     if "/" in word or path.is_file():
         file = path if path.is_file() else None

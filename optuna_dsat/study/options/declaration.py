@@ -44,7 +44,7 @@ class Option:
     first: bool = False
     """Whether the help shows it before one asks for all options."""
     none: str | None = None
-    """What None stands for, in words."""
+    """Meaning of None, in words."""
     none_if: str = ""
     """Condition under which it does."""
     python_help: str | None = None

@@ -248,7 +248,7 @@ class ResultSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
-    """Options of every method for what is tuned, its budget and its measurement."""
+    """Options of every method: space, budget and measurement."""
 
     metric: Annotated[
         str,

@@ -40,9 +40,9 @@ __all__ = ["ProfileTurn"]
 
 _COMPARED = "+zero"
 """Suffix of a profile's fingerprint if losses with and without ZeRO were compared: its search space may be larger, so
-that studies without this comparison keep a profile of their own."""
+that studies without this comparison keep another profile."""
 _COMPARED_STEPS = 20
-"""Steps of this comparison: optimizers differ by what they add up from step to step."""
+"""Steps of this comparison: differences between optimizers accumulate."""
 _WAIT_S = 1.0
 """Pause between two looks for a profile that another worker measures, in seconds."""
 

@@ -78,7 +78,7 @@ def _not_honoured(section: Autotuning) -> list[str]:
 
 
 _UNITS = {"gpus_per_trial": "gpu", "cpu_ranks": "rank", "gpus_per_node": "gpu", "nodes_per_trial": "node"}
-"""Option that says how many of something a launch takes -> what that is."""
+"""Option with a number of resources of a launch -> the resource."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Sweep:
     """Numbers of GPUs, CPU ranks or nodes, with one search for each."""
 
     option: str
-    """Name of the option that says the number."""
+    """Name of the option with the number."""
     counts: tuple[int, ...]
     origin: str
     """Where they come from."""

@@ -194,22 +194,22 @@ class TuneOptions(SearchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomOptions(RandomSettings, TuneOptions):
-    """Options of ``random``, with those of every method."""
+    """Options of ``random`` and of every method."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryOptions(BinarySettings, TuneOptions):
-    """Options of ``binary``, with those of every method."""
+    """Options of ``binary`` and of every method."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AshaOptions(AshaSettings, TuneOptions):
-    """Options of ``asha``, with those of every method."""
+    """Options of ``asha`` and of every method."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedOptions(GuidedSettings, TuneOptions):
-    """Options of ``guided``, with those of every method."""
+    """Options of ``guided`` and of every method."""
 
 
 @dataclass(frozen=True, kw_only=True)
