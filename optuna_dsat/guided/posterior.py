@@ -170,13 +170,7 @@ class Posterior:
             np.concatenate([measured.row, earlier.row, pending.row]),
             np.concatenate([size, earlier.micro_batch, pending.micro_batch]),
             np.concatenate(
-                [
-                    fill,
-                    *(
-                        self._fill(observations.row, observations.micro_batch, observations.peak)
-                        for observations in (earlier, pending)
-                    ),
-                ]
+                [fill, *(self._fill(known.row, known.micro_batch, known.peak) for known in (earlier, pending))]
             ),
             earlier=np.repeat([0.0, 1.0, 0.0], [len(measured.row), len(earlier.row), len(pending.row)]),
         )

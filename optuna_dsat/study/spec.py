@@ -108,7 +108,7 @@ class StudySpec(_Frozen, SearchSettings):
     device_memory_bytes: int | None = Field(default=None, gt=0)
     """Memory that one rank may allocate, in bytes; None for all of the device's."""
     free_memory: bool = False
-    """Whether that is a share of the memory available when the search was started, which differs from start to start."""
+    """Whether that is a share of the memory available when the search was started, which differs between starts."""
 
     @model_validator(mode="before")
     @classmethod
