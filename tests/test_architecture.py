@@ -293,3 +293,14 @@ def test_docstrings_and_comments_are_in_plain_english() -> None:
     words = len(text.split())
     rates = {pattern: 1e4 * len(re.findall(rf"\b(?:{pattern})\b", text, re.IGNORECASE)) / words for pattern in FOREIGN}
     assert not {pattern: rate for pattern, rate in rates.items() if rate > FOREIGN[pattern]}
+
+
+MOST_VAGUE_NAMES = 22
+
+
+def test_variables_are_named_after_the_thing() -> None:
+    nodes = [node for path in modules().values() for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    names += [node.arg for node in nodes if isinstance(node, ast.arg)]
+    vague = Counter(name for name in names if name in ("one", "found", "told", "said"))
+    assert vague.total() <= MOST_VAGUE_NAMES, vague

@@ -192,8 +192,8 @@ def _varied(tried: Iterable[Launch]) -> dict[str, Any]:
     }
 
 
-def _batches(found: Iterable[Launch]) -> str:
-    return "; ".join(f"config {item.micro_batch}, fed {item.fed}, stage {item.stage}" for item in list(found)[:3])
+def _batches(result: Iterable[Launch]) -> str:
+    return "; ".join(f"config {item.micro_batch}, fed {item.fed}, stage {item.stage}" for item in list(result)[:3])
 
 
 def _handed_over(result: Mapping[str, Any]) -> str:

@@ -52,18 +52,18 @@ def told_of(machine: RandomMachine) -> Told:
     return Told(throughputs=np.array([*best.values()]), noise=machine.drawn.noise)
 
 
-def distances(told: Told, dice: np.random.Generator, *, launches: int) -> list[float]:
+def distances(parts: Told, dice: np.random.Generator, *, launches: int) -> list[float]:
     """Return how far from the best what one search holds is after each of its launches; 1 before the first result.
 
     Args:
-        told: The machine.
+        parts: The machine.
         dice: Draws order and noise.
         launches: In all, those before the first structure among them.
     """
-    count = len(told.throughputs)
+    count = len(parts.throughputs)
     order = dice.permutation(count)
     sums, times = np.zeros(count), np.zeros(count, dtype=int)
-    top, result = float(told.throughputs.max()), [1.0] * _BEFORE
+    top, result = float(parts.throughputs.max()), [1.0] * _BEFORE
     while len(result) < launches:
         if len(result) - _BEFORE < count:
             item = int(order[len(result) - _BEFORE])
@@ -71,9 +71,9 @@ def distances(told: Told, dice: np.random.Generator, *, launches: int) -> list[f
             first, second = np.argsort(-sums / np.maximum(times, 1))[: min(2, count)][[0, -1]]
             item = int(first if times[first] <= times[second] else second)
         times[item] += 1
-        sums[item] += told.throughputs[item] * (1 + told.noise * dice.standard_normal())
+        sums[item] += parts.throughputs[item] * (1 + parts.noise * dice.standard_normal())
         held = int(np.argmax(sums / np.maximum(times, 1)))
-        result.append(1 - float(told.throughputs[held]) / top)
+        result.append(1 - float(parts.throughputs[held]) / top)
     return result
 
 

@@ -53,10 +53,10 @@ def dashboard(
             what = "read and delete studies: optuna-dashboard" if optuna_dashboard else "read this study: the page"
             _say(f"Whoever reaches {host} can {what} asks for no password.")
 
-        def show_address(found: int) -> None:
-            say(page_address(host, found))
+        def show_address(result: int) -> None:
+            say(page_address(host, result))
             if published is not None:
-                say(page_address(host, found, "dashboard", "studies", published.study_id))
+                say(page_address(host, result, "dashboard", "studies", published.study_id))
                 _say("The first page follows the study; start again to have its notes for optuna-dashboard anew.")
             _say("Press Ctrl-C to end.")
 

@@ -346,11 +346,11 @@ def _scaling(plan: Plan) -> tuple[AtCount, ...]:
     return () if devices == 1 else scaling(plan.subject, counts_up_to(devices))
 
 
-def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
+def _print_scaling(result: Sequence[AtCount], *, whose: str) -> None:
     """Print the expected throughput at each number of devices."""
     headings = (f"{whose}s", "samples/s", f"samples/s per {whose}", "scaling", "with")
     rows: list[tuple[str, ...]] = []
-    for row in found:
+    for row in result:
         if row.row is None:
             rows.append((str(row.devices), "does not fit", "", "", ""))
         else:
@@ -365,11 +365,11 @@ def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
             )
     say_prose(f"\nHow many {whose}s are worth it, each number with what to begin with on it:")
     print_table(headings, rows, right=headings[:-1])
-    if all(item.row is None for item in found):
+    if all(item.row is None for item in result):
         print()
         return
     option = "--gpus-per-trial" if whose == "GPU" else "--cpu-ranks"
-    counts = " ".join(str(item.devices) for item in found)
+    counts = " ".join(str(item.devices) for item in result)
     say_prose(
         f"Scaling is samples/s per {whose} over those of the smallest number without offload; the "
         f"global batch grows with the {whose}s. Measure it: `{option} {counts}` with any search.\n"

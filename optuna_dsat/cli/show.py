@@ -69,9 +69,9 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         say_prose(result.advice)
 
 
-def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = False) -> None:
+def show_by_gpus(result: Sequence[AtGpus], *, best: StudyResult, as_json: bool = False) -> None:
     """Print the results of searches at several numbers of GPUs and the best result's command, or everything as JSON."""
-    shares = shares_of_linear([item.samples_per_s_per_gpu for item in found])
+    shares = shares_of_linear([item.samples_per_s_per_gpu for item in result])
     if as_json:
         scaling = [
             {
@@ -81,14 +81,14 @@ def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = 
                 "samples_per_s_per_gpu": item.samples_per_s_per_gpu,
                 "share_of_linear": share,
             }
-            for item, share in zip(found, shares, strict=True)
+            for item, share in zip(result, shares, strict=True)
         ]
         print(json.dumps({**best.to_json(), "scaling": scaling}, indent=2))
         return
-    unit = slot_name(next((item.run.request.spec.device for item in found if item.run is not None), "cuda"))
+    unit = slot_name(next((item.run.request.spec.device for item in result if item.run is not None), "cuda"))
     headings = (f"{unit}s", "samples/s in all", f"samples/s per {unit}", "scaling", "speed-up", "study")
     rows = []
-    for row, share in zip(found, shares, strict=True):
+    for row, share in zip(result, shares, strict=True):
         speed_up = None if row.result is None else row.result.speed_up
         all_, each, times = (
             "-" if number is None else words(number)
@@ -101,13 +101,13 @@ def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = 
         rows.append((row.gpus, all_, each, "-" if share is None else f"{share:.0%}", times, row.study))
     print(f"By number of {unit}s:")
     print_table(headings, rows, right=headings[:-1])
-    _print_bars(found, shares, unit=unit)
+    _print_bars(result, shares, unit=unit)
     say(f"Most samples/s in all: {best.study}. Train with it:\n  {best.command}")
 
 
-def _print_bars(found: Sequence[AtGpus], shares: Sequence[float | None], *, unit: str) -> None:
+def _print_bars(rows: Sequence[AtGpus], shares: Sequence[float | None], *, unit: str) -> None:
     """Print the throughput at each number of GPUs as a bar; a dot marks linear scaling."""
-    measured = [(item, share) for item, share in zip(found, shares, strict=True) if item.samples_per_s and share]
+    measured = [(item, share) for item, share in zip(rows, shares, strict=True) if item.samples_per_s and share]
     if len(measured) < 2:
         return
     ideals = [(item.samples_per_s or 0.0) / share for item, share in measured]

@@ -181,7 +181,7 @@ def varying(own: int, *, sizes: Sequence[int]) -> BatchRule:
 
 
 def guesses(
-    found: BatchSourcesFound, *, own: int, ranks: int, present: int | None = None, configured: int | None = None
+    sources: BatchSourcesFound, *, own: int, ranks: int, present: int | None = None, configured: int | None = None
 ) -> list[BatchRule]:
     """Return candidate sources of the batch size, likeliest first: options, settings files, data loaders.
 
@@ -189,25 +189,25 @@ def guesses(
     first: each sample may be several rows (views, pairs, groups).
 
     Args:
-        found: Batch sources noted by the profile launch.
+        sources: Batch sources noted by the profile launch.
         own: Rows per rank and forward pass that its engine was fed.
         ranks: Data-parallel ranks.
         present: Micro-batch of the user's config; None if unknown.
         configured: Micro-batch of the profile launch, if the rows may be a multiple of it; None if they cannot.
     """
-    as_config = [] if present is None or present == own else _of_size(found, present, fed=own, ranks=ranks)
+    as_config = [] if present is None or present == own else _of_size(sources, present, fed=own, ranks=ranks)
     named = [rule for rule in as_config if _names_it(rule)]
     other = [
         rule
         for rule in as_config
         if not _names_it(rule) and rule.counts == MICRO_BATCH and not means_elsewhere(_last(rule.option or rule.key))
     ]
-    alike = _of_size(found, own, fed=own, ranks=ranks)
+    alike = _of_size(sources, own, fed=own, ranks=ranks)
     smaller = [
         rule
-        for size in sorted(_batch_sizes(found) - {present or own, own}, reverse=True)
+        for size in sorted(_batch_sizes(sources) - {present or own, own}, reverse=True)
         if 1 < size < own and own % size == 0
-        for rule in _of_size(found, size, fed=own, ranks=1)
+        for rule in _of_size(sources, size, fed=own, ranks=1)
         if _names_it(rule)
     ]
     follows = []
@@ -232,11 +232,11 @@ def _batch_sizes(found: BatchSourcesFound) -> set[int]:
     return {value for name, value in named if names_training_batch(name)} | loaded
 
 
-def _of_size(found: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> list[BatchRule]:
+def _of_size(sources: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> list[BatchRule]:
     """Return candidate sources of a batch of ``size`` samples, likeliest first.
 
     Args:
-        found: Batch sources noted by the profile launch.
+        sources: Batch sources noted by the profile launch.
         size: Samples per rank and forward pass.
         fed: Rows that the engine was fed.
         ranks: Data-parallel ranks.
@@ -244,9 +244,9 @@ def _of_size(found: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> li
     rows = Fraction(fed, size).as_integer_ratio()
     options = [
         BatchRule(kind="option", own=size, option=name, counts=counts, rows=rows)
-        for name, counts in _matching(found.options.items(), own=size, ranks=ranks)
+        for name, counts in _matching(sources.options.items(), own=size, ranks=ranks)
     ]
-    in_files = {(str(setting["file"]), str(setting["key"])): int(setting["value"]) for setting in found.settings}
+    in_files = {(str(setting["file"]), str(setting["key"])): int(setting["value"]) for setting in sources.settings}
     settings = [
         BatchRule(kind="setting", own=size, file=file, key=key, counts=counts, rows=rows)
         for (file, key), counts in _matching(
@@ -254,7 +254,7 @@ def _of_size(found: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> li
         )
     ]
     feeding = sorted(
-        (loader for loader in found.loaders if loader["batch_size"] == size), key=lambda record: not record["trains"]
+        (loader for loader in sources.loaders if loader["batch_size"] == size), key=lambda record: not record["trains"]
     )
     loaders = [
         BatchRule(kind="loader", own=size, file=str(record["file"]), line=int(record["line"]), rows=rows)
@@ -310,13 +310,13 @@ def samples_per_rank(found: BatchSourcesFound, *, own: int | None = None) -> int
     return None if loader is None else int(loader["samples"])
 
 
-def loads_all(found: BatchSourcesFound) -> bool:
+def loads_all(sources: BatchSourcesFound) -> bool:
     """Whether each rank's loader that feeds the engine loads all samples of its data set."""
-    loader = _counted_loader(found, own=None)
+    loader = _counted_loader(sources, own=None)
     return loader is not None and bool(loader.get("loads_all"))
 
 
-def _counted_loader(found: BatchSourcesFound, *, own: int | None) -> Mapping[str, Any] | None:
-    counted = [loader for loader in found.loaders if loader["trains"] and loader["samples"]]
+def _counted_loader(sources: BatchSourcesFound, *, own: int | None) -> Mapping[str, Any] | None:
+    counted = [loader for loader in sources.loaders if loader["trains"] and loader["samples"]]
     alike = [loader for loader in counted if loader["batch_size"] == own] or counted
     return min(alike, key=lambda loader: int(loader["samples"]), default=None)

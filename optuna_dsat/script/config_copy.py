@@ -56,15 +56,15 @@ def passes(found: Mapping[str, Any], *, own: Mapping[str, Any]) -> bool:
     return _told(found).items() <= _told(own).items()
 
 
-def best_of_file(found: Mapping[str, Any], config: Mapping[str, Any], *, own: Mapping[str, Any]) -> dict[str, Any]:
+def best_of_file(record: Mapping[str, Any], config: Mapping[str, Any], *, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the best config plus the settings of a file that it lacks but the script may read.
 
     Args:
-        found: The config in the file.
+        record: The config in the file.
         config: The best config, with all batch sizes.
         own: The config that the script itself passes.
     """
-    return merge(_untold(found), _without_added(config, own=own, found=found))
+    return merge(_untold(record), _without_added(config, own=own, record=record))
 
 
 def paths_among(args: Sequence[str], *, cwd: str) -> list[Path]:
@@ -79,13 +79,13 @@ def _yaml(config: Mapping[str, Any]) -> str:
     return text
 
 
-def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Drop from a config the settings that the script adds to its file and the search left unchanged."""
     kept = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and isinstance(own.get(key), Mapping) and isinstance(found.get(key), Mapping):
-            kept[key] = _without_added(value, own=own[key], found=found[key])
-        elif key in found or key in _BATCH_KEYS or key not in own or value != own[key]:
+        if isinstance(value, Mapping) and isinstance(own.get(key), Mapping) and isinstance(record.get(key), Mapping):
+            kept[key] = _without_added(value, own=own[key], record=record[key])
+        elif key in record or key in _BATCH_KEYS or key not in own or value != own[key]:
             kept[key] = value
     return kept
 
@@ -95,8 +95,8 @@ def _told(config: Mapping[str, Any]) -> dict[str, Any]:
     return settings_told({key: value for key, value in config.items() if key not in _BATCH_KEYS})
 
 
-def _untold(found: Mapping[str, Any]) -> dict[str, Any]:
+def _untold(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the other settings of a file, which the best config may lack and the script may read."""
-    parts = settings_told(found)
-    beside = {key: value for key, value in flatten(found).items() if key not in parts}
+    parts = settings_told(record)
+    beside = {key: value for key, value in flatten(record).items() if key not in parts}
     return {key: value for key, value in nest(beside).items() if key not in (*_BATCH_KEYS, "autotuning")}

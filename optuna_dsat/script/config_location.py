@@ -72,9 +72,9 @@ def looks_like_config(path: Path) -> bool:
     return path.suffix in (".json", ".hjson", "") and holds_config(read_settings(path))
 
 
-def holds_config(found: Any) -> TypeGuard[Mapping[str, Any]]:
+def holds_config(result: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether the content of a file is a DeepSpeed config, judged by its keys."""
-    return isinstance(found, Mapping) and (bool(_SURE & found.keys()) or len(_LIKELY & found.keys()) > 1)
+    return isinstance(result, Mapping) and (bool(_SURE & result.keys()) or len(_LIKELY & result.keys()) > 1)
 
 
 def _pairs(args: Sequence[str]) -> Iterable[tuple[str, str]]:
@@ -110,11 +110,11 @@ def read_settings(path: Path) -> Any:
         return None
 
 
-def _named_in(found: Any, *, folders: Sequence[Path], depth: int = 6, within: str = "") -> Iterator[tuple[str, Path]]:
+def _named_in(result: Any, *, folders: Sequence[Path], depth: int = 6, within: str = "") -> Iterator[tuple[str, Path]]:
     """Yield (dotted key, path) of the DeepSpeed configs that a settings file names."""
-    if depth == 0 or not isinstance(found, Mapping):
+    if depth == 0 or not isinstance(result, Mapping):
         return
-    for key, value in found.items():
+    for key, value in result.items():
         if key in _KEYS and isinstance(value, str):
             named = next((folder / value for folder in folders if looks_like_config(folder / value)), None)
             if named is not None:

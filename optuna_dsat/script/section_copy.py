@@ -57,11 +57,11 @@ def section_copy(
     return None
 
 
-def _sections(found: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+def _sections(result: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
     """Yield (key, content) of the DeepSpeed configs within a mapping."""
-    if not isinstance(found, Mapping) or len(key) >= _DEPTH:
+    if not isinstance(result, Mapping) or len(key) >= _DEPTH:
         return
-    for name, value in found.items():
+    for name, value in result.items():
         if holds_config(value):
             yield (*key, str(name)), value
         else:

@@ -127,7 +127,7 @@ class ScriptTrainer(Record):
         return asked, asked if follows else own
 
 
-def trainer_guesses(trainer: ScriptTrainer, found: BatchSourcesFound, *, ranks: int) -> list[ScriptTrainer]:
+def trainer_guesses(trainer: ScriptTrainer, sources: BatchSourcesFound, *, ranks: int) -> list[ScriptTrainer]:
     """Return variants of a trainer with candidate sources of its batch sizes, likeliest first.
 
     Candidates are options of the script's own parser, under any name, whose value equals the trainer's: for the
@@ -136,20 +136,20 @@ def trainer_guesses(trainer: ScriptTrainer, found: BatchSourcesFound, *, ranks: 
 
     Args:
         trainer: The trainer; if its own options are parsed from the command line, there are no guesses.
-        found: Batch sources noted by the profile launch.
+        sources: Batch sources noted by the profile launch.
         ranks: Data-parallel ranks.
     """
     own, steps = trainer.micro_batch, trainer.gradient_accumulation_steps
     if trainer.framework != "transformers" or ds_config.MICRO_BATCH in trainer.options or own is None or steps is None:
         return []
-    rules = guesses(found, own=own, ranks=1)
+    rules = guesses(sources, own=own, ranks=1)
     sizes = [rule.option for rule in rules if names_training_batch(rule.option)]
     settings = [rule for rule in rules if rule.kind == "setting" and names_training_batch(rule.key)]
     total = own * steps * ranks
     companions = [
-        *({ds_config.GRADIENT_ACCUMULATION: name} for name, value in found.options.items()
+        *({ds_config.GRADIENT_ACCUMULATION: name} for name, value in sources.options.items()
           if value == steps and "accum" in name.lower()),
-        *({ds_config.TRAIN_BATCH: name} for name, value in found.options.items()
+        *({ds_config.TRAIN_BATCH: name} for name, value in sources.options.items()
           if value == total != own and names_training_batch(name)),
     ]  # fmt: skip
     options = [{ds_config.MICRO_BATCH: size, **more} for size in sizes for more in (*companions[:1], {})]

@@ -58,8 +58,8 @@ def explained(study: optuna.Study) -> Explanation:
     return result
 
 
-def product(found: Explanation) -> float:
-    return math.prod(factor.factor for factor in found.factors if factor.factor is not None)
+def product(explanation: Explanation) -> float:
+    return math.prod(factor.factor for factor in explanation.factors if factor.factor is not None)
 
 
 def shown(found: Explanation, capsys: pytest.CaptureFixture[str]) -> str:
@@ -72,8 +72,8 @@ def value_of(trial: FrozenTrial) -> float:
     return trial.value
 
 
-def by_knob(found: Explanation) -> dict[str, Contribution]:
-    return {contribution.knob: contribution for contribution in found.contributions}
+def by_knob(explanation: Explanation) -> dict[str, Contribution]:
+    return {contribution.knob: contribution for contribution in explanation.contributions}
 
 
 def test_what_pairs_of_launches_show_is_said_as_measured() -> None:

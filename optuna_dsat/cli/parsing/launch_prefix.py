@@ -113,18 +113,18 @@ def _in_file(command: str, options: str | None, *, cwd: Path) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
-def _note_on_nodes(found: LaunchCommand, *, engine: str) -> Iterator[str]:
+def _note_on_nodes(command: LaunchCommand, *, engine: str) -> Iterator[str]:
     """Yield a sentence on parts of a command that name other nodes or a rendezvous, if they have no effect."""
     if engine != "here":
-        given, where = found.rendezvous, ""
+        given, where = command.rendezvous, ""
     else:
-        given, where = (*found.elsewhere, *found.rendezvous), "tuned on this machine alone, and "
-    more = f" With --on slurm or --on ray it is tuned on {found.nodes} nodes." if where and found.nodes > 1 else ""
+        given, where = (*command.elsewhere, *command.rendezvous), "tuned on this machine alone, and "
+    more = f" With --on slurm or --on ray it is tuned on {command.nodes} nodes." if where and command.nodes > 1 else ""
     if given:
         yield f"{', '.join(given)}: {where}each launch chooses its own rendezvous.{more}"
 
 
-def _options_behind(found: LaunchCommand, words: Sequence[str], search: TyperCommand, *, cwd: Path) -> list[str]:
+def _options_behind(command: LaunchCommand, words: Sequence[str], search: TyperCommand, *, cwd: Path) -> list[str]:
     """Return a note on options of the search after a script whose source declares options of the same name.
 
     Raises:
@@ -136,20 +136,20 @@ def _options_behind(found: LaunchCommand, words: Sequence[str], search: TyperCom
         if isinstance(option, TyperOption) and option.name != "module"
         for spelling in (*option.opts, *option.secondary_opts)
     }
-    passed = {word.partition("=")[0] for word in found.args}
-    of_script = len(words) - len(found.args) - 1  # only script arguments follow a "--" at or after this index
+    passed = {word.partition("=")[0] for word in command.args}
+    of_script = len(words) - len(command.args) - 1  # only script arguments follow a "--" at or after this index
     end = next((index for index, word in enumerate(words) if word == "--" and index >= of_script), len(words))
     typed = [word for word in dict.fromkeys(word.partition("=")[0] for word in words[1:end]) if word in options]
-    behind = [word for word in typed if word in passed or found.is_wrapped]
+    behind = [word for word in typed if word in passed or command.is_wrapped]
     if not behind:
         return []
     from optuna_dsat.script.command.own_ranks import declared_options
 
-    folder = Path(found.folder or cwd)
-    declared = declared_options(behind, script=found.script, is_module=found.is_module, cwd=folder)
+    folder = Path(command.folder or cwd)
+    declared = declared_options(behind, script=command.script, is_module=command.is_module, cwd=folder)
     if lost := [word for word in behind if word not in declared or word not in passed]:
         raise UsageError(
-            f"{', '.join(lost)}: behind the command, where an option is the script's, and {found.script} does not "
+            f"{', '.join(lost)}: behind the command, where an option is the script's, and {command.script} does not "
             f"declare it. Options of the search precede the command: optuna-dsat {search.name} {lost[0]} ... "
             f"{words[0]}. If it is the script's or the command's, write -- before the command."
         )
@@ -231,19 +231,19 @@ def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], eng
     return result
 
 
-def _is_alone(found: LaunchCommand, *, cwd: Path) -> bool:
+def _is_alone(command: LaunchCommand, *, cwd: Path) -> bool:
     """Whether a command trains in the single process that it starts."""
     from optuna_dsat.script.command.own_ranks import starts_own_ranks
 
-    own = found.without_launcher and starts_own_ranks(found.script, is_module=found.is_module, cwd=cwd)
-    return found.without_launcher and not own
+    own = command.without_launcher and starts_own_ranks(command.script, is_module=command.is_module, cwd=cwd)
+    return command.without_launcher and not own
 
 
-def _one_rank(found: LaunchCommand) -> list[str]:
+def _one_rank(command: LaunchCommand) -> list[str]:
     """Return the option for one rank, as with a command without a launcher; selects its GPUs."""
     from optuna_dsat.launch.machine.devices import detect_devices
 
-    devices = _selected(found, detect_devices())
+    devices = _selected(command, detect_devices())
     on_gpus, number = devices.kind == "cuda", devices.per_launch
     option = "--gpus-per-trial" if on_gpus else "--cpu-ranks"
     if number > 1:
@@ -256,16 +256,16 @@ def _one_rank(found: LaunchCommand) -> list[str]:
     return [option, "1"]
 
 
-def _selected(found: LaunchCommand, devices: Devices) -> Devices:
+def _selected(command: LaunchCommand, devices: Devices) -> Devices:
     """Select a command's GPUs for this process and return the command's devices."""
     from optuna_dsat.launch.machine.devices import detect_devices
 
-    if devices.kind != "cuda" or (found.gpus is None and found.without_gpus is None):
+    if devices.kind != "cuda" or (command.gpus is None and command.without_gpus is None):
         return devices
-    if found.gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = found.gpus
+    if command.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = command.gpus
     else:
-        left_out = set((found.without_gpus or "").split(","))
+        left_out = set((command.without_gpus or "").split(","))
         kept = [str(index) for index in range(len(devices.devices)) if str(index) not in left_out]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(kept)
     return detect_devices()

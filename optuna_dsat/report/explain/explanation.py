@@ -222,7 +222,7 @@ def explain(
     pairs = Pairs(trials, rounds or Rounds(), maximize=larger, assumed_noise=planner.noise(trials))
     contributions = list(_contributions(trials, planner, pairs, winner=best, user=user))
     contributions.sort(key=lambda contribution: -abs(math.log(contribution.factor)) if contribution.factor else 0.0)
-    together = _together(trials, planner, winner=best, user=user, found=contributions)
+    together = _together(trials, planner, winner=best, user=user, contributions=contributions)
     ratio = None if baseline is None or winner.speed_up is None else _ratio(winner.speed_up, pairs)
     own = baseline is not None and baseline.trial.number == winner.trial.number
     searched = MICRO_BATCH in best  # the user's own config has no parameters if it is outside the space
@@ -351,14 +351,14 @@ def _together(
     *,
     winner: dict[str, Any],
     user: dict[str, Any],
-    found: Sequence[Contribution],
+    contributions: Sequence[Contribution],
 ) -> Contribution | None:
     """Return the knobs' interaction by the formula: its ratio of winner to user over the product of its knobs' ratios.
 
     The spread treats the formula's errors at these configurations as independent.
     """
-    single = [contribution for contribution in found if contribution.factor is not None]
-    if len(single) < 2 or len(single) < len(found):
+    single = [contribution for contribution in contributions if contribution.factor is not None]
+    if len(single) < 2 or len(single) < len(contributions):
         return None
     before = {**planner.problem.space.completed(user), MICRO_BATCH: user[MICRO_BATCH]}
     reverted = [_reverted(planner, winner, contribution.knob, contribution.user) for contribution in single]

@@ -89,26 +89,28 @@ def _phases(gap: PredictionGap) -> Iterator[PhaseRow]:
         )
 
 
-def factor_rows(found: Explanation) -> list[FactorRow]:
+def factor_rows(explanation: Explanation) -> list[FactorRow]:
     """Return the factors of the speed-up, largest effect first; empty without a baseline."""
-    if found.remainder is None or found.speed_up is None:
+    if explanation.remainder is None or explanation.speed_up is None:
         return []
     small = [
         contribution
-        for contribution in found.contributions
+        for contribution in explanation.contributions
         if contribution.factor is not None and abs(contribution.factor - 1) < _WORTH_A_ROW
     ]
     if len(small) == 1:
         small = []
-    rows = [_row(contribution) for contribution in found.contributions if contribution not in small]
+    rows = [_row(contribution) for contribution in explanation.contributions if contribution not in small]
     if small:
         names, product = (
             ", ".join(contribution.knob for contribution in small),
             math.prod(contribution.factor or 1.0 for contribution in small),
         )
         rows.append(_plain(f"{len(small)} more", factor=times_in_words(product), by=f"hardly any effect: {names}"))
-    rows += [_row(contribution) for contribution in (found.together, found.remainder) if contribution is not None]
-    return [*rows, _plain("all together", factor=times_in_words(found.speed_up), by="measured")]
+    rows += [
+        _row(contribution) for contribution in (explanation.together, explanation.remainder) if contribution is not None
+    ]
+    return [*rows, _plain("all together", factor=times_in_words(explanation.speed_up), by="measured")]
 
 
 def _row(contribution: Contribution) -> FactorRow:

@@ -32,18 +32,18 @@ class AtCount:
         return None if self.samples_per_s is None else self.samples_per_s / self.devices
 
 
-def scaling_figure(found: Sequence[AtCount], *, device: str) -> go.Figure:
+def scaling_figure(rows: Sequence[AtCount], *, device: str) -> go.Figure:
     """Return the samples/s per device by number of devices, with the ratio to the smallest number's samples/s.
 
     Args:
-        found: Results by ascending number of devices.
+        rows: Results by ascending number of devices.
         device: ``cuda`` or ``cpu``.
     """
     import plotly.graph_objects as go
 
     unit = slot_name(device)
     title, x, y = "Scaling", f"{unit}s", f"samples/s per {unit}"
-    measured = [row for row in found if row.each]
+    measured = [row for row in rows if row.each]
     if len(measured) < 2:
         return empty_figure("Fewer than two numbers of devices were measured.", title=title, x=x, y=y)
     shares = shares_of_linear([row.each for row in measured])

@@ -106,7 +106,7 @@ class BatchSources:
         named = {value for name, value in [*self._parsers.options.items(), *settings] if names_training_batch(name)}
         return BatchNumbers(configured=configured, named=named, loaded=self._loaders.loaded)
 
-    def _note_settings(self, source: Any, found: Any) -> None:
+    def _note_settings(self, source: Any, result: Any) -> None:
         """Record the numbers of a settings file, and replace the batch size selected by ``follow``."""
         if not self._noting and self._follow.get("kind") != "setting":
             return
@@ -114,10 +114,10 @@ class BatchSources:
         if (
             file is None
             or not (self._noting or file == self._follow["file"])
-            or not isinstance(found, MutableMapping | MutableSequence)
+            or not isinstance(result, MutableMapping | MutableSequence)
         ):
             return
-        for holder, name, key, value in numbers(found):
+        for holder, name, key, value in numbers(result):
             self._settings.setdefault((file, key), value)
             if self._follows_setting(file, key) and self._micro_batch is not None:
                 holder[name] = self._micro_batch * int(self._follow.get("scale", 1))

@@ -167,7 +167,7 @@ def _would_gather(engine: Any) -> bool:
     return bool(not engine.zero_optimization_partition_weights() or engine.zero_gather_16bit_weights_on_model_save())
 
 
-def _skipped(original: Callable[..., Any], said: list[str], answer: Callable[[Any], bool]) -> Callable[..., bool]:
+def _skipped(original: Callable[..., Any], messages: list[str], answer: Callable[[Any], bool]) -> Callable[..., bool]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -175,8 +175,8 @@ def _skipped(original: Callable[..., Any], said: list[str], answer: Callable[[An
         given = signature.bind(*args, **kwargs).arguments
         if not given["save_dir"]:
             raise ValueError(f"save_dir must be a non-empty string, got {given['save_dir']!r}")
-        if not said:
-            said.append(original.__name__)
+        if not messages:
+            messages.append(original.__name__)
             print(
                 f"optuna-dsat: no checkpoint is written during a trial; {original.__name__} to "
                 f"{given['save_dir']} was skipped, and so are those that follow.",

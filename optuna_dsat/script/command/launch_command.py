@@ -165,11 +165,11 @@ def _as_typed(words: Sequence[str]) -> Sequence[str]:
     return (Path(words[1]).name, *words[2:]) if is_launcher else (Path(words[0]).name, *words[1:])
 
 
-def _with_environment(found: LaunchCommand, variables: Mapping[str, str]) -> LaunchCommand:
+def _with_environment(command: LaunchCommand, variables: Mapping[str, str]) -> LaunchCommand:
     """Return a command with variables set; GPUs that they select become its GPUs."""
     rest = {name: value for name, value in variables.items() if name != _VISIBLE}
-    gpus = found.gpus if found.gpus is not None or found.without_gpus is not None else variables.get(_VISIBLE)
-    return replace(found, environment={**rest, **found.environment}, gpus=gpus)
+    gpus = command.gpus if command.gpus is not None or command.without_gpus is not None else variables.get(_VISIBLE)
+    return replace(command, environment={**rest, **command.environment}, gpus=gpus)
 
 
 def launcher_of(word: str, *, cwd: Path) -> str | None:
