@@ -47,8 +47,7 @@ _TRAINS = {
 """(Module of a console script, its first argument) -> the module that trains in each rank.
 
 From the packages' sources: hiyouga/LLaMA-Factory ``src/llamafactory/launcher.py``, axolotl-ai-cloud/axolotl
-``src/axolotl/cli/train.py``. Other packages train in the module of the console script, or launch another module
-(``self_launch``).
+``src/axolotl/cli/train.py``. Other packages train in the module of the console script, or launch another module.
 """
 _LONGEST_SCRIPT = 2**16
 """Maximum size of a console script in bytes; larger executables are not parsed."""
