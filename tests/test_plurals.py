@@ -29,7 +29,7 @@ MORE_THAN_ONE = {
     "optuna_dsat/report/explain/proposals.py: {2 * now.size} samples",
     "optuna_dsat/config/space_builder.py: {world} ranks",
     "optuna_dsat/study/spec.py: {self.slots_per_trial} ranks",
-    "optuna_dsat/study/confirm/rounds.py: {count} trials",
+    "optuna_dsat/guided/joint_estimate.py: {count} trials",
     "optuna_dsat/launch/places/cluster.py: {self._losses} places",
 }
 """Where the number is never 1, by file and what stands there."""

