@@ -80,7 +80,7 @@ def test_a_search_from_python_is_warm(machine: Machine, tmp_path: Path) -> None:
     copy_example("gpt", tmp_path)
     search = Search(machine, folder, "tune.py", "--max-trials", "2", program=(str(machine.python),)).finish()
     assert search.output.rstrip().splitlines()[-1].startswith("Train with it: ")
-    assert len(search.trials) == 2
+    assert len(search.trials) in (2, 3)  # the third measures the best without its drawn settings
     ran_as_they_should(search, forked=True)
 
 
