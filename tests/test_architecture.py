@@ -260,7 +260,7 @@ def test_search_and_confirmation_meet_at_the_recorder() -> None:
 
 def test_the_way_of_one_trial_is_told_in_fifteen_modules() -> None:
     page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
-    words = page[page.index("## The way of one trial") : page.index("## What a study consists of")]
+    words = page[page.index("## Life of a trial") : page.index("## Data of a study")]
     assert len(re.findall(r"^\d+\. ", words, flags=re.MULTILINE)) <= 15
     for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)`", words):
         assert name.replace("/", ".") in modules(), name
