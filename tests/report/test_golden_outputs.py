@@ -46,7 +46,8 @@ def outputs(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> It
 
 
 def masked(text: str, names: Mapping[str, str]) -> str:
-    """Return a text without what differs from run to run and from machine to machine."""
+    """Return a text without the parts that differ between runs and machines; long commands are not folded."""
+    text = re.sub(r" \\\n\s*", " ", text)
     for name, shown in {**names, "\r\n": "\n"}.items():
         text = text.replace(name, shown)
     text = re.sub(r'("versions": )\{[^}]*\}|(\| versions \|).*', r"\1\2", text)
