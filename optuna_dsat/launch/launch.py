@@ -103,7 +103,7 @@ class Processes(Protocol):
         """Return the resources used by the ranks and all their descendants."""
 
     def ask_for_stacks(self) -> Collection[int]:
-        """Have all ranks write their stacks to their logs; return the ranks that were asked."""
+        """Have the ranks write their stacks to their logs; return all ranks."""
 
     def kill_ranks(self) -> None:
         """Kill everything but torchrun."""

@@ -45,7 +45,7 @@ class StackWatch:
             now: Monotonic time, as ``silent_since``.
             silent_since: Last event, or activity that counts.
             limit_s: Silence after which ranks that make no progress count as stalled.
-            ask: Asks all ranks for their stacks; returns the ranks that it could ask.
+            ask: Asks the ranks for their stacks; returns all ranks, of which those that cannot be asked do not answer.
         """
         if silent_since != self._silent_since:
             self._silent_since, self._asked_at, self._earlier = silent_since, None, {}
@@ -82,26 +82,26 @@ class StackWatch:
         return result
 
     def _ask(self, now: float, ask: Callable[[], Collection[int]]) -> None:
-        sizes = {path: path.stat().st_size for path in self._log_dir.glob(stacks_path(self._log_dir, "*").name)}
+        sizes: dict[Path, int] = {}
+        for path in self._log_dir.glob(stacks_path(self._log_dir, "*").name):
+            with suppress(OSError):
+                sizes[path] = path.stat().st_size
         self._asked_at = now
         self._offsets = {rank: sizes.get(stacks_path(self._log_dir, rank), 0) for rank in ask()}
 
 
-def request_stacks(log_dir: Path, ranks: Mapping[int, ProcessKey]) -> set[int]:
-    """Have ranks of this machine write their stacks; return the ranks that can.
+def request_stacks(log_dir: Path, ranks: Mapping[int, ProcessKey]) -> None:
+    """Have the ranks of this machine that can write their stacks.
 
     Args:
         log_dir: Folder of the ranks' files.
         ranks: Rank -> process.
     """
-    asked = set()
     for rank, key in ranks.items():
         # Without its file, a rank has no handler and the signal would end it.
         if STACK_SIGNAL is not None and key.alive and stacks_path(log_dir, rank).exists():
             with suppress(OSError):
                 os.kill(key.pid, STACK_SIGNAL)
-                asked.add(rank)
-    return asked
 
 
 def describe_stacks(stacks: Mapping[int, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,10 @@ second()
 """
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_a_rank_stands_still_if_its_stacks_stay_the_same(tmp_path: Path, moves: bool) -> None:
+@pytest.mark.parametrize(("moves", "unasked"), [(False, False), (True, False), (False, True)])
+def test_ranks_stand_still_if_the_stacks_of_all_of_them_stay_the_same(
+    tmp_path: Path, moves: bool, unasked: bool
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", RANK, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -40,12 +43,15 @@ def test_a_rank_stands_still_if_its_stacks_stay_the_same(tmp_path: Path, moves: 
         key = ProcessKey.of(process.pid)
         assert key is not None
         watch = StackWatch(tmp_path)
+        ranks = dict.fromkeys(range(2 if unasked else 1), key)  # rank 1 has no file, and so cannot be asked
+
+        def ask() -> Collection[int]:
+            request_stacks(tmp_path, ranks)
+            return ranks
 
         def look(now: float) -> bool:
             size = stacks_path(tmp_path, 0).stat().st_size
-            result = watch.stand_still(
-                now, silent_since=0.0, limit_s=30.0, ask=lambda: request_stacks(tmp_path, {0: key})
-            )
+            result = watch.stand_still(now, silent_since=0.0, limit_s=30.0, ask=ask)
             deadline = time.monotonic() + 10.0
             while now in (15.0, 30.0) and stacks_path(tmp_path, 0).stat().st_size == size:
                 assert time.monotonic() < deadline
@@ -58,7 +64,7 @@ def test_a_rank_stands_still_if_its_stacks_stay_the_same(tmp_path: Path, moves: 
             process.stdin.write("\n")
             process.stdin.flush()
             assert process.stdout.readline() == "moved\n"
-        assert [look(30.0), look(33.0)] == [False, not moves]
+        assert [look(30.0), look(33.0)] == [False, not (moves or unasked)]
         process.kill()
 
 

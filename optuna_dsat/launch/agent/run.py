@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -187,9 +187,10 @@ class MachineLaunch:
         """Return the resources used by the ranks and all their descendants."""
         return self._tree.usage()
 
-    def ask_for_stacks(self) -> set[int]:
-        """Have the ranks write their stacks to their logs; return the ranks that were asked."""
-        return request_stacks(self._directory.log_dir, self._tree.rank_keys)
+    def ask_for_stacks(self) -> Collection[int]:
+        """Have the ranks write their stacks to their logs; return the ranks seen so far."""
+        request_stacks(self._directory.log_dir, self._tree.rank_keys)
+        return self._tree.rank_keys
 
     def kill_ranks(self) -> None:
         """Kill everything but torchrun, which then records how the ranks ended."""

@@ -128,8 +128,9 @@ class Proposals:
             best = ranked[0]
             if any(trial.user_attrs.get(attributes.SIMPLIFIES) == best.number for trial in trials):
                 return False
-            kept = {name: best.params[name] for name in (*STRUCTURE, NVME, MICRO_BATCH) if name in best.params}
-            params = {**self._space.completed(kept), **{name: kept[name] for name in (MICRO_BATCH,) if name in kept}}
+            params = self._space.completed({name: best.params.get(name) for name in (*STRUCTURE, NVME)})
+            if MICRO_BATCH in best.params:
+                params[MICRO_BATCH] = best.params[MICRO_BATCH]
             launched = [trial.params for trial in trials if attributes.LAUNCH_ID in trial.user_attrs]
             if params in launched:
                 return False
