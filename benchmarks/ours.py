@@ -118,7 +118,7 @@ def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | No
     if study.profiled is None:
         raise RuntimeError("a session that ran has a profile")
     method = make_method(study.spec, study.profiled, study.space)
-    if method.posterior_means is None:
+    if method.posterior is None:
         raise ValueError(f"{study.spec.method} has no posterior")
     trials = {trial.user_attrs.get(attributes.LAUNCH_ID): trial for trial in study.trials}
     again = {f"confirm-{item.number:04d}-round-{item.round}": item for item in study.rounds.launches}

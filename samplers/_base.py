@@ -14,6 +14,7 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.samplers._draw import Usual, draw, draw_choice, generator
 from optuna_dsat.trials.attributes import PURPOSE
 from optuna_dsat.trials.failures import StructureFailures, structure_failures
@@ -33,8 +34,7 @@ from optuna_dsat.trials.lineage import (
     unused_micro_batches,
 )
 from optuna_dsat.trials.lineage_cache import StudyHistory, read_history, trial_notes
-from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, structure_edge
-from optuna_dsat.trials.reach import within_reach, worth_its_seconds
+from optuna_dsat.trials.lineage_index import Lineages
 
 __all__ = ["LineageSampler", "MaxMicroBatch", "Proposal"]
 
@@ -43,8 +43,6 @@ MaxMicroBatch = Callable[[Mapping[str, Any], Sequence[FrozenTrial]], int]
 
 _SEED_ATTR = "dsat:sampler_seed"
 _PLAN_ATTEMPTS = 3
-_COMPARED = 8
-"""Number of too large lineages whose memory is compared with another lineage."""
 _MISSING = object()
 
 
@@ -85,11 +83,8 @@ class LineageSampler(BaseSampler):
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these as in other lineages.
-        proven: Micro-batches that ran before the study, such as the baseline's. No launch exceeds twice the largest
-            micro-batch that fitted, including these, or a size at which a doubling gained too little
-            (``optuna_dsat.trials.reach``). Empty for no such limit.
-        profile_steps: Steps of a launch, to exclude launches that would take far longer than a launch at the largest of
-            ``proven``.
+        planner: Draws new lineages and limits micro-batches by its posterior; None to draw knobs by
+            ``optuna_dsat.samplers._draw``. Its micro-batch is named ``train_micro_batch_size_per_gpu``.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, or a categorical parameter
             of whole numbers, suggested last.
         seed: Seed of the draws; None draws a seed for the study and stores it there.
@@ -105,8 +100,7 @@ class LineageSampler(BaseSampler):
         search_range_factor: float = 1.0,
         max_micro_batch: MaxMicroBatch | None = None,
         usual: Usual | None = None,
-        proven: Sequence[int] = (),
-        profile_steps: int = 5,
+        planner: GuidedPlanner | None = None,
         micro_batch: str = MICRO_BATCH,
         seed: int | None = None,
     ) -> None:
@@ -116,11 +110,13 @@ class LineageSampler(BaseSampler):
             )
         if not isinstance(micro_batch, str) or not micro_batch:
             raise ValueError(f"micro_batch must name the micro-batch parameter of the study; got {micro_batch!r}")
+        if planner is not None and micro_batch != MICRO_BATCH:
+            raise ValueError(f"micro_batch is {micro_batch!r}; with a planner it must be {MICRO_BATCH!r}")
         self._factor = search_range_factor
         self._max_micro_batch = max_micro_batch
         self._usual = usual
-        self._proven = tuple(proven)
-        self._profile_steps = profile_steps
+        self._planner = planner
+        self._has_model = planner is not None or max_micro_batch is not None
         self._name = micro_batch
         self._seed = seed
 
@@ -261,7 +257,17 @@ class LineageSampler(BaseSampler):
             )
             if proposal is not None:
                 return {"draw": number, "lineage": dict(lineage.params), **_bounds_of(proposal)}
-        return {"draw": number}
+        if self._planner is None:
+            return {"draw": number}
+        drawn = self._planner.draw(history.trials, rng, fixed=fixed, hopeless=self._hopeless(study, history))
+        if drawn is None:
+            return {"draw": number}
+        params, size = drawn
+        distribution = self._planner.problem.micro_batches
+        first = _up_to(distribution, self._failures(history).largest_first(params))
+        size = unused_micro_batches(first.low, max(first.low, size), first)[-1]
+        high = max(size, self._ceiling(params, history.trials, distribution))
+        return {"draw": number, "lineage": dict(params), "micro_batch": size, "low": distribution.low, "high": high}
 
     def _ready(self, study: Study, history: StudyHistory, fixed: Mapping[str, Any]) -> Iterator[Lineage]:
         """Yield the lineages that another trial may continue, most urgent first."""
@@ -295,17 +301,26 @@ class LineageSampler(BaseSampler):
         notes: _TrialNotes,
         rng: random.Random,
     ) -> int:
-        params = _without(trial.params, self._name)
-        key = lineage_key(params)
         history = self._history(study, trial)
+        proposal = self._first(study, _without(trial.params, self._name), distribution, history, rng)
+        self._store_plan(study, trial, notes, {**notes.plan, **_bounds_of(proposal)})
+        return proposal.micro_batch
+
+    def _first(
+        self,
+        study: Study,
+        params: Mapping[str, Any],
+        distribution: IntDistribution,
+        history: StudyHistory,
+        rng: random.Random,
+    ) -> Proposal:
+        """Return the micro-batch of given knobs, which need not be a new lineage."""
+        key = lineage_key(params)
         empty = Lineage(key=key, params=params, trials=(), micro_batch=self._name)
         lineage = history.lineages.get(key, empty)
         distribution = _up_to(distribution, self._failures(history).largest_first(params))
         proposal = self._next(study, lineage, distribution, lineages=history.lineages, history=history.trials, rng=rng)
-        if proposal is None:
-            return self._leftover(study, lineage, distribution, history)
-        self._store_plan(study, trial, notes, {**notes.plan, **_bounds_of(proposal)})
-        return proposal.micro_batch
+        return proposal or self._leftover(lineage, distribution, history)
 
     def _next(
         self,
@@ -317,68 +332,38 @@ class LineageSampler(BaseSampler):
         history: Sequence[FrozenTrial],
         rng: random.Random,
     ) -> Proposal | None:
-        """Return the next micro-batch of a lineage within reach, None if the lineage is finished (``_propose``)."""
+        """Return the next micro-batch of a lineage worth a launch, None if the lineage is finished (``_propose``)."""
         proposal = self._propose(study, lineage, distribution, lineages=lineages, history=history, rng=rng)
-        top = self._top(study, lineage, distribution, lineages)
-        if proposal is None or proposal.micro_batch <= top:
+        if proposal is None:
+            return None
+        top = self._top(lineage.params, history, distribution)
+        if proposal.micro_batch <= top:
             return proposal
         low = max(distribution.low, (lineage.largest_fit or 0) + 1)
         left = unused_micro_batches(low, top, distribution, used=lineage.used)
         return replace(proposal, micro_batch=left[-1]) if left else None
 
-    def _top(self, study: Study, lineage: Lineage, distribution: IntDistribution, lineages: Lineages) -> int:
-        """Return the largest micro-batch that the history allows for a lineage, see ``optuna_dsat.trials.reach``."""
-        if not self._proven:
-            return distribution.high
-        direction, own = study.direction, max(self._proven)
-        top = within_reach(lineage, lineages, distribution, proven=self._proven, direction=direction)
-        paid = worth_its_seconds(lineage, lineages, own=own, profile_steps=self._profile_steps, direction=direction)
-        return int(min(distribution.high, top, paid))
+    def _top(self, params: Mapping[str, Any], history: Sequence[FrozenTrial], distribution: IntDistribution) -> int:
+        """Return the largest micro-batch of some knobs worth a launch, whether or not it fits."""
+        largest = None if self._planner is None else self._planner.largest_worth(history, params)
+        return distribution.high if largest is None else min(distribution.high, largest)
 
-    def _leftover(self, study: Study, lineage: Lineage, distribution: IntDistribution, history: StudyHistory) -> int:
+    def _leftover(self, lineage: Lineage, distribution: IntDistribution, history: StudyHistory) -> Proposal:
         """Return an unused micro-batch of a finished lineage, or any that may be launched if all were used."""
         top = self._ceiling(lineage.params, history.trials, distribution)
         if lineage.smallest_too_large is not None:
             top = min(top, lineage.smallest_too_large - 1)
-        top = min(top, self._top(study, lineage, distribution, history.lineages))
+        top = max(distribution.low, min(top, self._top(lineage.params, history.trials, distribution)))
         unused = unused_micro_batches(distribution.low, top, distribution, used=lineage.used)
-        return middle(unused or unused_micro_batches(distribution.low, max(top, distribution.low), distribution))
+        size = middle(unused or unused_micro_batches(distribution.low, top, distribution))
+        return Proposal(micro_batch=size, low=distribution.low, high=top)
 
     def _ceiling(self, params: Mapping[str, Any], history: Sequence[FrozenTrial], distribution: IntDistribution) -> int:
-        """Return the largest micro-batch worth a launch, within the distribution."""
-        largest = distribution.high if self._max_micro_batch is None else self._max_micro_batch(params, history)
+        """Return the largest micro-batch expected to fit, within the distribution."""
+        largest = None if self._planner is None else self._planner.largest_fit(history, params)
+        if largest is None:
+            largest = distribution.high if self._max_micro_batch is None else self._max_micro_batch(params, history)
         return int(min(distribution.high, max(distribution.low, self._factor * largest)))
-
-    def _edge(
-        self, lineage: Lineage, lineages: Lineages, history: Sequence[FrozenTrial], distribution: IntDistribution
-    ) -> int | None:
-        """Return the largest micro-batch still worth trying after failures in the same structure, None if unlimited.
-
-        A size too large for a lineage is too large for all lineages that need at least as much memory by the memory
-        model, unless it fitted a lineage that needs no less than they do. Without such a lineage, or without a model, a
-        size that was too large for some lineage and never fitted may be tried again: other buckets and flags may free
-        enough memory for it, but not for much more.
-        """
-        edge, group = structure_edge(lineage, lineages), lineages.structure_group(lineage.params)
-        if group is None or self._max_micro_batch is None or lineage.smallest_too_large is not None:
-            return edge
-        own = self._ceiling(lineage.params, history, distribution)
-        too_large = sorted((item.smallest_too_large or 0, item.first_number, item.key) for item in _failed(group))
-        fitted = sorted(
-            (-(member.largest_fit or 0), member.first_number, member.key) for member in group.members.values()
-        )
-        limits = (
-            size - 1
-            for size, _, key in too_large[:_COMPARED]
-            if self._ceiling(lineages[key].params, history, distribution) >= own
-        )
-        limit = min(limits, default=None)
-        if limit is None or any(
-            -size > limit and self._ceiling(lineages[key].params, history, distribution) <= own
-            for size, _, key in fitted[:_COMPARED]
-        ):
-            return edge
-        return limit
 
     def _failures(self, history: StudyHistory) -> StructureFailures:
         """Return the evidence from failed launches against structures."""
@@ -398,7 +383,7 @@ class LineageSampler(BaseSampler):
         The model is rarely wrong by a factor of two. It is trusted until a micro-batch of the upper half has fitted, or
         two were too large.
         """
-        if self._max_micro_batch is None or lineage.feasibilities.count(Feasibility.TOO_LARGE) > 1:
+        if not self._has_model or lineage.feasibilities.count(Feasibility.TOO_LARGE) > 1:
             return low
         return max(low, high // 2 + 1)
 
@@ -429,11 +414,6 @@ class LineageSampler(BaseSampler):
     def _store_plan(self, study: Study, trial: FrozenTrial, notes: _TrialNotes, plan: dict[str, Any]) -> None:
         study._storage.set_trial_system_attr(trial._trial_id, PLAN_ATTR, plan)
         notes.plan = plan
-
-
-def _failed(group: StructureGroup) -> Sequence[Lineage]:
-    """Return the lineages of a structure that ran out of memory at some micro-batch."""
-    return [member for member in group.members.values() if member.smallest_too_large is not None]
 
 
 def _without(params: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.samplers._base import LineageSampler, Proposal
 from optuna_dsat.trials.bisection import edge_interval, refine
 from optuna_dsat.trials.lineage import Lineage, middle, past_peak, search_interval, unused_micro_batches
-from optuna_dsat.trials.lineage_index import Lineages, best_lineage, best_of_all, best_score
+from optuna_dsat.trials.lineage_index import Lineages, best_lineage, best_of_all, best_score, structure_edge
 
 __all__ = ["BinarySearchSampler"]
 
@@ -64,11 +64,8 @@ class BinarySearchSampler(LineageSampler):
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these as in other lineages.
-        proven: Micro-batches that ran before the study, such as the baseline's. No launch exceeds twice the largest
-            micro-batch that fitted, including these, or a size at which a doubling gained too little
-            (``optuna_dsat.trials.reach``). Empty for no such limit.
-        profile_steps: Steps of a launch, to exclude launches that would take far longer than a launch at the largest of
-            ``proven``.
+        planner: Draws new lineages and limits micro-batches by its posterior; None to draw knobs by
+            ``optuna_dsat.samplers._draw``.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last; the first
             trial of a study raises ``ValueError`` if the parameter is missing or a float.
         seed: Seed of the draws; None draws a seed for the study and stores it there.
@@ -95,7 +92,7 @@ class BinarySearchSampler(LineageSampler):
             best_other = _best_other(lineage, lineages, direction)
             ceiling = self._ceiling(lineage.params, history, distribution)
             limits = (
-                self._edge(lineage, lineages, history, distribution),
+                structure_edge(lineage, lineages),
                 None if best_other is None else _first_slower(best_other, direction),
             )
             ceiling = min([ceiling, *(limit for limit in limits if limit is not None)])

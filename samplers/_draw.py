@@ -32,8 +32,6 @@ from optuna.distributions import (
 )
 from optuna.study import StudyDirection
 
-from optuna_dsat.samplers._structures import DEAD_FACTOR, HOPELESS_FACTOR, dead, draw_structure, largest_fit
-from optuna_dsat.trials.effects import effects_of
 from optuna_dsat.trials.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, agrees, structure
 from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_lineage
 
@@ -44,6 +42,10 @@ _OFFLOAD_WEIGHTS = (1 / 16, 1 / 2)
 """Bounds of the weight of offloading if a lineage fits without offload: 1 / (largest micro-batch that fits)."""
 _UNKNOWN_WEIGHT = 1 / 8
 """Weight of offloading while nothing was measured without offload."""
+_DEAD_FACTOR = 1 / 4
+"""Factor per lineage that did not fit at the smallest micro-batch or failed at any, if its structure never fitted."""
+_HOPELESS_FACTOR = 1 / 50
+"""Factor if all structures with this choice are hopeless."""
 _INHERITANCE_PROBABILITY = 1 / 2
 """Probability that a knob is inherited from the best lineage of its structure."""
 
@@ -94,24 +96,12 @@ def draw_choice(
         usual: Values of the first lineage of each structure; None to draw them as in other lineages.
     """
     context, choices = structure(params), distribution.choices
-    effects = effects_of(lineages, direction)
     left = [choice for choice in choices if not lineages.tree.closed({**params, name: choice})]
-    if name in STRUCTURE and effects is not None:
-        drawn = draw_structure(
-            generate("structure"), context, lineages, effects, hopeless=hopeless, direction=direction
-        )
-        if drawn is not None and drawn.get(name) in left:
-            return drawn[name]
     rng = generate(name)
     if name not in STRUCTURE:
         kept = _inherited(rng, name, params, context, lineages, opening, direction, usual)
-        if effects is not None and kept in choices and not _is_open(lineages, context):
-            kept = effects.better(name, kept, choices, params)
         if kept in left:
             return kept
-        if effects is not None and left:
-            values = effects.draw(rng, name, choices, params)
-            return max(left, key=lambda choice: values[choices.index(choice)])
     return _balanced(rng, name, choices, left, context=context, lineages=lineages, opening=opening, hopeless=hopeless)
 
 
@@ -142,12 +132,6 @@ def _balanced(
     return rng.choice([c for c, priority in zip(choices, priorities, strict=True) if priority == best])
 
 
-def _is_open(lineages: Lineages, context: Mapping[str, Any]) -> bool:
-    """Return whether a structure has a complete lineage."""
-    group = lineages.structure_group(context)
-    return group is not None and bool(group.complete)
-
-
 def _structural_weight(
     name: str,
     choice: Any,
@@ -164,11 +148,11 @@ def _structural_weight(
     weight = 1.0
     if name in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM) and choice not in _NO_OFFLOAD:
         weight = _offload_weight(name, context, groups)
-    if not any(largest_fit(group) is not None for group in matching):
-        weight *= DEAD_FACTOR ** sum(dead(group) for group in matching)
+    if not any(_largest_fit(group) is not None for group in matching):
+        weight *= _DEAD_FACTOR ** sum(_dead(group) for group in matching)
     known = [group.params for group in matching] or [{**context, name: choice}]
     if all(any(agrees(params, record, strict=True) for record in hopeless) for params in known):
-        weight *= HOPELESS_FACTOR
+        weight *= _HOPELESS_FACTOR
     return weight
 
 
@@ -197,11 +181,11 @@ def _inherited(
 def _offload_weight(name: str, context: Mapping[str, Any], groups: Sequence[StructureGroup]) -> float:
     """Return the weight of offloading, which trades time for memory and is useful if little fits without it."""
     without = [k for k in groups if agrees(k.params, context, strict=True) and k.params.get(name) in _NO_OFFLOAD]
-    fits = max((fit for group in without if (fit := largest_fit(group)) is not None), default=None)
+    fits = max((fit for group in without if (fit := _largest_fit(group)) is not None), default=None)
     if fits is not None:
         rare, common = _OFFLOAD_WEIGHTS
         return min(max(1 / fits, rare), common)
-    return 1.0 if any(dead(group) for group in without) else _UNKNOWN_WEIGHT
+    return 1.0 if any(_dead(group) for group in without) else _UNKNOWN_WEIGHT
 
 
 def _draw_int(rng: random.Random, distribution: IntDistribution) -> int:
@@ -220,3 +204,16 @@ def _draw_float(rng: random.Random, distribution: FloatDistribution) -> float:
         steps = math.floor((high - low) / step + 1e-9)
         return min(low + rng.randint(0, steps) * step, high)
     return rng.uniform(low, high)
+
+
+def _largest_fit(group: StructureGroup) -> int | None:
+    """Return the largest micro-batch that fitted a lineage of a group, else None."""
+    return group.derived(
+        "largest fit",
+        lambda: max((o.largest_fit for o in group.members.values() if o.largest_fit is not None), default=None),
+    )
+
+
+def _dead(group: StructureGroup) -> int:
+    """Return the number of lineages of a group that did not fit at the smallest micro-batch, or failed at any."""
+    return group.derived("dead", lambda: sum(o.dead or o.broken for o in group.members.values()))

@@ -8,11 +8,7 @@ from typing import Any
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.guided.planner import GuidedPlanner
-from optuna_dsat.samplers._base import MaxMicroBatch
 from optuna_dsat.samplers._binary import BinarySearchSampler
-from optuna_dsat.samplers._draw import Usual
-from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.trials.lineage_cache import StudyHistory, read_history
 
 __all__ = ["GuidedSampler"]
@@ -53,31 +49,7 @@ class GuidedSampler(BinarySearchSampler):
         usual: See ``BinarySearchSampler``.
         micro_batch: Name of the micro-batch's parameter.
         seed: Seed of the draws for lineages that the planner does not plan.
-
-    Raises:
-        ValueError: If the micro-batch has another name than the planner's.
     """
-
-    def __init__(
-        self,
-        *,
-        planner: GuidedPlanner | None = None,
-        search_range_factor: float = 1.0,
-        max_micro_batch: MaxMicroBatch | None = None,
-        usual: Usual | None = None,
-        micro_batch: str = MICRO_BATCH,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            search_range_factor=search_range_factor,
-            max_micro_batch=max_micro_batch,
-            usual=usual,
-            micro_batch=micro_batch,
-            seed=seed,
-        )
-        if planner is not None and micro_batch != MICRO_BATCH:
-            raise ValueError(f"micro_batch is {micro_batch!r}; with a planner it must be {MICRO_BATCH!r}")
-        self._planner = planner
 
     def exhausted(self, study: Study, classes: int | None = None) -> bool:
         """Return whether no candidate is worth a launch, with running launches counted as measured.

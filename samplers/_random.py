@@ -9,6 +9,7 @@ from optuna.distributions import IntDistribution
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.samplers._base import LineageSampler, MaxMicroBatch, Proposal
 from optuna_dsat.samplers._draw import Usual
 from optuna_dsat.trials.lineage import (
@@ -53,11 +54,8 @@ class LineageRandomSampler(LineageSampler):
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these as in other lineages.
-        proven: Micro-batches that ran before the study, such as the baseline's. No launch exceeds twice the largest
-            micro-batch that fitted, including these, or a size at which a doubling gained too little
-            (``optuna_dsat.trials.reach``). Empty for no such limit.
-        profile_steps: Steps of a launch, to exclude launches that would take far longer than a launch at the largest of
-            ``proven``.
+        planner: Draws new lineages and limits micro-batches by its posterior; None to draw knobs by
+            ``optuna_dsat.samplers._draw``.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
         seed: Seed of the draws; None draws a seed for the study and stores it there.
 
@@ -72,8 +70,7 @@ class LineageRandomSampler(LineageSampler):
         search_range_factor: float = 1.0,
         max_micro_batch: MaxMicroBatch | None = None,
         usual: Usual | None = None,
-        proven: Sequence[int] = (),
-        profile_steps: int = 5,
+        planner: GuidedPlanner | None = None,
         micro_batch: str = MICRO_BATCH,
         seed: int | None = None,
     ) -> None:
@@ -81,8 +78,7 @@ class LineageRandomSampler(LineageSampler):
             search_range_factor=search_range_factor,
             max_micro_batch=max_micro_batch,
             usual=usual,
-            proven=proven,
-            profile_steps=profile_steps,
+            planner=planner,
             micro_batch=micro_batch,
             seed=seed,
         )
@@ -116,7 +112,7 @@ class LineageRandomSampler(LineageSampler):
             if best is None:
                 return self._draw_upper_half(lineage, distribution.low, ceiling, distribution, rng)
             return _first_proposal(lineage, distribution, ceiling, best, edge, rng)
-        edge = self._edge(lineage, lineages, history, distribution)
+        edge = structure_edge(lineage, lineages)
         low, high = lineage.derived(
             ("bounds", ceiling, distribution, edge), lambda: bounds_left(lineage, ceiling, distribution, edge=edge)
         )

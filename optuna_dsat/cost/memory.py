@@ -11,14 +11,14 @@ written count as well; the model always counts them.
 Known limitations: model and expert parallelism are not modelled (the profile's parameter counts are assumed to be per
 rank). The CUDA context (0.3 to 0.6 GiB), NCCL's buffers (0.1 to 1 GiB) and fragmentation of the caching allocator (a
 few per cent) are not modelled either; ``torch.cuda.max_memory_allocated`` does not count them.
-:class:`Correction` contains the error shown by measured peaks, :mod:`optuna_dsat.cost.memory_fit` fits it.
+:mod:`optuna_dsat.cost.memory_posterior` corrects the error shown by measured peaks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -28,12 +28,9 @@ from optuna_dsat.cost.zero_states import Moment, ZeroSettings, moments, rank_hos
 from optuna_dsat.runtime.events import ProfileMeasured
 
 __all__ = [
-    "Correction",
     "Hardware",
     "MemoryEstimate",
     "ModelProfile",
-    "Sample",
-    "batch_free_key",
     "estimate",
     "largest_micro_batch",
     "rank_moments",
@@ -41,8 +38,6 @@ __all__ = [
 ]
 
 Config = Mapping[str, Any]
-Sample = tuple[Config, int, int]
-"""DeepSpeed config, micro-batch, measured peak in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +125,6 @@ def estimate(
     *,
     micro_batch: int,
     hardware: Hardware,
-    correction: Correction | None = None,
 ) -> MemoryEstimate:
     """Predict the peak memory of a step.
 
@@ -139,14 +133,13 @@ def estimate(
         ds_config: The DeepSpeed config; of its batch sizes only gradient accumulation is read.
         micro_batch: Samples per rank and forward pass.
         hardware: Where it runs.
-        correction: Fitted to measured peaks; None for the formulas alone.
 
     Raises:
         ValueError: If the micro-batch is negative.
     """
     if micro_batch < 0:
         raise ValueError(f"micro_batch is {micro_batch}; it must not be negative.")
-    candidates = rank_moments(profile, ds_config, hardware, correction)
+    candidates = rank_moments(profile, ds_config, hardware)
     peak = max(candidates, key=lambda moment: moment.bytes_at(micro_batch))
     parts = {**peak.parts, "activations": peak.bytes_per_sample * micro_batch}
     offloaded = sum(rank_host_parts(zero_settings(profile, ds_config, hardware)).values())
@@ -165,7 +158,6 @@ def largest_micro_batch(
     ds_config: Config,
     *,
     hardware: Hardware,
-    correction: Correction | None = None,
     margin: float = 0.0,
     cap: int = configs.MICRO_BATCH_CAP,
 ) -> int:
@@ -178,7 +170,6 @@ def largest_micro_batch(
         profile: The model.
         ds_config: The DeepSpeed config; its own batch sizes are ignored.
         hardware: Where it runs.
-        correction: Fitted to measured peaks; None for the formulas alone.
         margin: Share of the device's memory to keep free, in [0, 1).
         cap: Largest answer.
 
@@ -195,39 +186,13 @@ def largest_micro_batch(
     elif estimate(profile, ds_config, micro_batch=1, hardware=hardware).host_bytes > hardware.host_memory_bytes:
         return 0
     answer = cap
-    for moment in rank_moments(profile, ds_config, hardware, correction):
+    for moment in rank_moments(profile, ds_config, hardware):
         room = limit - moment.bytes_at(0)
         if room < 0:
             return 0
         if moment.bytes_per_sample > 0:
             answer = min(answer, room // moment.bytes_per_sample)
     return answer
-
-
-def batch_free_key(ds_config: Config) -> str:
-    """Return a key shared by configs that agree in everything but train batch and micro-batch."""
-    batch = (configs.TRAIN_BATCH, configs.MICRO_BATCH)
-    return configs.canonical_key({key: value for key, value in ds_config.items() if key not in batch})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Correction:
-    """Error of the memory model, fitted to measured peaks: a slope shared by all lineages, an offset per lineage.
-
-    Samples are few and noisy, so little is fitted. The slope (activation bytes per sample) is a property of the model
-    and hence shared; the memory that buckets, allocator and libraries take differs between lineages and is an offset.
-    """
-
-    bytes_per_sample: int | None = None
-    """Measured activation bytes per sample; None for the profile's."""
-    offsets: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Lineage key -> measured minus predicted bytes."""
-    default_offset: int = 0
-    """Bytes for lineages that were never measured: the median of the offsets."""
-
-    def offset(self, ds_config: Config) -> int:
-        """Return the bytes to add to every moment of this config."""
-        return self.offsets.get(batch_free_key(ds_config), self.default_offset)
 
 
 def zero_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> ZeroSettings:
@@ -245,10 +210,8 @@ def zero_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) 
     )
 
 
-def rank_moments(
-    profile: ModelProfile, ds_config: Config, hardware: Hardware, correction: Correction | None = None
-) -> tuple[Moment, ...]:
-    """Return the moments of a step at which a rank's memory may peak, corrected.
+def rank_moments(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> tuple[Moment, ...]:
+    """Return the moments of a step at which a rank's memory may peak.
 
     On CPU they include offloaded states, which stay in the rank's memory.
 
@@ -256,14 +219,10 @@ def rank_moments(
         profile: The model.
         ds_config: The DeepSpeed config.
         hardware: Where it runs.
-        correction: Fitted to measured peaks; None for the formulas alone.
     """
     settings = zero_settings(profile, ds_config, hardware)
-    result: Iterable[Moment] = moments(settings)
+    result = moments(settings)
     if hardware.device == "cpu":
         offloaded = rank_host_parts(settings)
-        result = [moment.plus({f"offloaded_{name}": size for name, size in offloaded.items()}) for moment in result]
-    if correction is not None:
-        offset = correction.offset(ds_config)
-        result = [moment.plus({"correction": offset}).with_slope(correction.bytes_per_sample) for moment in result]
+        return tuple(moment.plus({f"offloaded_{name}": size for name, size in offloaded.items()}) for moment in result)
     return tuple(result)

@@ -227,12 +227,6 @@ class Moment:
         """Return the moment with further allocations."""
         return replace(self, parts={**self.parts, **parts})
 
-    def with_slope(self, bytes_per_sample: int | None) -> Moment:
-        """Return the moment with measured activation bytes per sample, if it has activations and a value is given."""
-        if bytes_per_sample is None or self.name != "forward":
-            return self
-        return replace(self, bytes_per_sample=bytes_per_sample)
-
 
 def moments(s: ZeroSettings) -> tuple[Moment, ...]:
     """Return the moments of a step at which memory may peak.

@@ -35,7 +35,7 @@ from optuna_dsat.trials.lineage import (
     visible_params,
 )
 
-__all__ = ["CandidateTable", "Observations", "candidate_table"]
+__all__ = ["CandidateTable", "Observations", "candidate_table", "rank_within"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -367,3 +367,13 @@ def candidate_table(
 @lru_cache(maxsize=4)
 def _kept_table(inputs: _TableInputs) -> CandidateTable:
     return CandidateTable(profile=inputs.profile, hardware=inputs.hardware, config=inputs.config, space=inputs.space)
+
+
+def rank_within(groups: Numbers) -> Numbers:
+    """Return for each element the number of earlier elements of the same group."""
+    order = np.argsort(groups, kind="stable")
+    ordered = groups[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    ranks = np.empty(len(groups), dtype=np.int64)
+    ranks[order] = np.arange(len(groups)) - np.repeat(starts, np.diff(np.append(starts, len(groups))))
+    return ranks

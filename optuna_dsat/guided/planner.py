@@ -41,6 +41,7 @@ and the profile.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -50,6 +51,7 @@ import numpy as np
 import numpy.typing as npt
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.cost.memory import estimate
 from optuna_dsat.cost.step_time import ERROR, LogCoefficients
 from optuna_dsat.guided.acquisition import Acquisition
 from optuna_dsat.guided.candidates import Observations
@@ -59,7 +61,7 @@ from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.prospects import Prospects
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.failures import structure_failures
-from optuna_dsat.trials.lineage import agrees, lineage_key
+from optuna_dsat.trials.lineage import MICRO_BATCH, agrees, lineage_key
 
 __all__ = ["Candidate", "GuidedPlanner"]
 
@@ -104,6 +106,7 @@ class GuidedPlanner:
         self.min_gain = min_gain
         self._cached: tuple[Hashable, Candidate | None] | None = None
         """Key and result of the last call: a tuner first asks whether a candidate exists, then for the candidate."""
+        self._latest: tuple[Sequence[FrozenTrial], Posterior, Observations] | None = None
 
     def next(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any] = MappingProxyType({})) -> Candidate | None:
         """Return the configuration to launch next, None if the search is over.
@@ -118,6 +121,69 @@ class GuidedPlanner:
         if self._cached is None or self._cached[0] != key:
             self._cached = key, self._choose(observations, samples, self._open_rows(observations, fixed, avoided))
         return self._cached[1]
+
+    def draw(
+        self,
+        trials: Sequence[FrozenTrial],
+        rng: random.Random,
+        *,
+        fixed: Mapping[str, Any] = MappingProxyType({}),
+        hopeless: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[Mapping[str, Any], int] | None:
+        """Draw a lineage without trials with the probability that it contains the best configuration (Thompson 1933).
+
+        Before a metric was measured, return the lineage of the largest acquisition value.
+
+        Args:
+            trials: The study's trials, without the trial to suggest for.
+            rng: Random generator.
+            fixed: Knobs that this trial already has.
+            hopeless: Structures (partial knobs) to draw only if no other is left.
+
+        Returns:
+            The knobs, and the micro-batch at which they were drawn; None if no lineage is left.
+        """
+        posterior, observations = self._searched(trials)
+        for avoided in (hopeless, ()):
+            rows = self._open_rows(observations, fixed, avoided)
+            rows, sizes = posterior.shortlist(rows[~np.isin(rows, list(observations.used))])
+            if not len(rows):
+                continue
+            acquisition = posterior.acquisition(rows, sizes)
+            worth = np.flatnonzero((sizes <= posterior.paying_sizes(rows)) & ~posterior.is_dear(acquisition))
+            if len(worth):
+                rows, sizes, acquisition = rows[worth], sizes[worth], acquisition.take(worth)
+            prospects = posterior.prospects(rows, sizes)
+            best = int(np.argmax(acquisition.value)) if prospects is None else prospects.draw(rng)
+            return self.problem.table.lineages[int(rows[best])], int(sizes[best])
+        return None
+
+    def largest_fit(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any]) -> int | None:
+        """Return the largest micro-batch of a lineage expected to fit; None outside this space.
+
+        Args:
+            trials: The study's trials, without the trial to suggest for.
+            params: Knobs of the lineage.
+        """
+        row = self.problem.table.row_index(params)
+        return None if row is None else int(self._searched(trials)[0].all_edges[row])
+
+    def largest_worth(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any]) -> int | None:
+        """Return the largest micro-batch of a lineage worth a launch if it fits; None outside this space.
+
+        Args:
+            trials: The study's trials, without the trial to suggest for.
+            params: Knobs of the lineage.
+        """
+        row = self.problem.table.row_index(params)
+        return None if row is None else self._searched(trials)[0].largest_worth(row)
+
+    def _searched(self, trials: Sequence[FrozenTrial]) -> tuple[Posterior, Observations]:
+        """Return the posterior of the last trials asked for, which are asked for several times by a decision."""
+        if self._latest is None or self._latest[0] is not trials:
+            observations, samples = self._observed(trials)
+            self._latest = trials, Posterior(self.problem, observations, samples_limit=samples), observations
+        return self._latest[1:]
 
     def fitted_coefficients(self, trials: Sequence[FrozenTrial]) -> LogCoefficients:
         """Return the coefficients of the step-time model fitted to these trials."""
@@ -205,23 +271,22 @@ class GuidedPlanner:
         """Return the most likely relative standard deviation between launches."""
         return math.sqrt(self._posterior(trials).residuals.noise_variance)
 
-    def expected_peaks(
-        self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
-    ) -> list[int | None]:
-        """Return the expected peak of a rank in bytes, given some trials; None outside this space.
+    def expected_peak(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """Return the expected peak of a rank in bytes; outside this space, the formula's without measured errors.
 
         Args:
             trials: A snapshot of the study's trials.
-            configurations: Knobs and micro-batch of each.
+            params: Parameters of the configuration; empty outside the space.
+            config: Its DeepSpeed config.
         """
-        queried = [(self.problem.table.row_index(params), size) for params, size in configurations]
-        inside = [(row, size) for row, size in queried if row is not None]
-        if not inside:
-            return [None] * len(queried)
-        rows, sizes = (np.array(column, dtype=np.int64) for column in zip(*inside, strict=True))
+        size = int(config[MICRO_BATCH])
+        row = self.problem.table.row_index(params) if params else None
+        if row is None:
+            hardware = self.problem.hardware
+            return estimate(self.problem.profile, config, micro_batch=size, hardware=hardware).device_bytes
         memory = memory_posterior(self.problem, self.problem.table.observations_of_trials(trials))
-        result = iter(memory.predict(self.problem.table.memory_inputs(rows, sizes))[0])
-        return [None if row is None else round(float(next(result))) for row, _ in queried]
+        inputs = self.problem.table.memory_inputs(np.array([row]), np.array([size]))
+        return round(float(memory.predict(inputs)[0][0]))
 
     def formula(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,20 +17,21 @@ import numpy.typing as npt
 from optuna_dsat.cost.memory_posterior import normal_cdf
 from optuna_dsat.cost.step_time import Timings
 from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, heavy_tailed_improvement, learnt_spread
-from optuna_dsat.guided.candidates import Observations
+from optuna_dsat.guided.candidates import Observations, rank_within
 from optuna_dsat.guided.memory import memory_posterior, most_informative
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.prospects import Prospects
 from optuna_dsat.guided.residual_gp import Points, ResidualGP
 from optuna_dsat.guided.run_probability import RunProbability
-from optuna_dsat.guided.sizes import largest_size, paying_sizes, spread_sizes
+from optuna_dsat.guided.sizes import LEAST_GAIN, largest_size, paying_sizes, spread_sizes
 from optuna_dsat.metrics import LARGER_IS_BETTER
-from optuna_dsat.trials.reach import DEAR, LEAST_GAIN
 
 __all__ = ["DOUBTED_FORMULA", "Posterior", "Prediction"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
+_DEAR = 10.0
+"""Largest duration of a launch, relative to the baseline's micro-batch, that requires no matching gain."""
 _START_UP_WEIGHT = 2.0
 """Factor on start-up seconds: a launch also counts against the budget of launches."""
 _DEFAULT_START_UP_S = 30.0
@@ -140,6 +142,18 @@ class Posterior:
         result = paying_sizes(self._table.structure[measured.row], size, gain, count=count)
         return result[self._table.structure[rows]]
 
+    @cached_property
+    def all_edges(self) -> Numbers:
+        """Edges of all rows of the table."""
+        return self.edges(np.arange(len(self._table.lineages)))
+
+    def largest_worth(self, row: int) -> int:
+        """Return the largest micro-batch of a row that is within reach, pays and is not dear."""
+        least, most = self._problem.sizes[0], int(min(self._largest, self.paying_sizes(np.array([row]))[0]))
+        sizes = np.unique(spread_sizes(np.array([most])))
+        sizes = sizes[(least <= sizes) & (sizes <= most)]
+        return int(sizes[~self.is_dear(self.acquisition(np.full(len(sizes), row), sizes))].max(initial=least))
+
     def _fit(self, measured: Observations, formula_error: float) -> None:
         """Fit the coefficients, then the residuals; running launches count with their predicted metric."""
         problem = self._problem
@@ -198,11 +212,6 @@ class Posterior:
         )
         knobs = table.marginal_means(result) - means[table.structure][:, None]
         return structure, knobs
-
-    @property
-    def has_measured(self) -> bool:
-        """Whether any metric was measured."""
-        return self._incumbent is not None
 
     def _fill(self, row: Numbers, size: Numbers, peak: Numbers | None = None) -> Numbers:
         expected = self._memory.peaks(self._table.memory_inputs(row, size))
@@ -311,8 +320,8 @@ class Posterior:
         structures = self._table.structure[rows[order]]
         ties = np.unique(np.stack([structures, np.round(scores[order] * 1e6)]), axis=1, return_inverse=True)[1].ravel()
         neighbours = self._neighbours()
-        order = order[(_rank_within(ties) < _MAX_TIES) | np.isin(rows[order], neighbours)]
-        first = _rank_within(self._table.structure[rows[order]]) < _SHORTLISTED_PER_STRUCTURE
+        order = order[(rank_within(ties) < _MAX_TIES) | np.isin(rows[order], neighbours)]
+        first = rank_within(self._table.structure[rows[order]]) < _SHORTLISTED_PER_STRUCTURE
         first[:_SHORTLISTED] = True
         measured = np.isin(rows[order], self.residuals.points.row)
         first |= np.isin(rows[order], neighbours)
@@ -357,7 +366,7 @@ class Posterior:
             value: Their acquisition values.
         """
         order = np.argsort(-value, kind="stable")
-        chosen = order[_rank_within(rows[order]) == 0][:_REFINED]
+        chosen = order[rank_within(rows[order]) == 0][:_REFINED]
         fine = np.outer(sizes[chosen], _FINE)
         return self._unused(rows[chosen], np.concatenate([fine, fine // 8 * 8, fine // 64 * 64], axis=1))
 
@@ -446,17 +455,17 @@ class Posterior:
         return result
 
     def is_dear(self, acquisition: Acquisition) -> Numbers:
-        """Return a mask of launches that take over ``DEAR`` times as long as the baseline without a matching gain.
+        """Return a mask of launches that take over ``_DEAR`` times as long as the baseline without a matching gain.
 
-        A launch that takes k times ``DEAR`` as long as the baseline's micro-batch must be expected to gain k times
-        ``LEAST_GAIN``, as with the other methods (``optuna_dsat.trials.reach``). All False without a bound on the
-        reach, or before a metric was measured.
+        A launch that takes k times ``_DEAR`` as long as the baseline's micro-batch must be expected to gain k times
+        ``LEAST_GAIN``. All False without a bound on the reach, or before a metric was measured.
         """
         own = np.flatnonzero(self.measured.micro_batch >= self._problem.user_micro_batch)
         if self._problem.reach is None or not len(own):
             return np.zeros(len(acquisition.cost_s), dtype=bool)
         own_s = float(self._launch_s(self.residuals.points.latency[own]).min())
-        result: Numbers = acquisition.cost_s > DEAR * own_s * np.maximum(1.0, acquisition.gain / math.log1p(LEAST_GAIN))
+        matching = np.maximum(1.0, acquisition.gain / math.log1p(LEAST_GAIN))
+        result: Numbers = acquisition.cost_s > _DEAR * own_s * matching
         return result
 
     def prospects(self, rows: Numbers, sizes: Numbers) -> Prospects | None:
@@ -480,17 +489,8 @@ class Posterior:
         return Prospects(
             means,
             covariance,
+            index=hopeful,
             runs=fits[hopeful],
             held=len(hopeful) + int(np.argmax(self.residuals.posterior_means)),
             noise_variance=self.residuals.noise_variance,
         )
-
-
-def _rank_within(groups: Numbers) -> Numbers:
-    """Return for each element the number of earlier elements of the same group."""
-    order = np.argsort(groups, kind="stable")
-    ordered = groups[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    ranks = np.empty(len(groups), dtype=np.int64)
-    ranks[order] = np.arange(len(groups)) - np.repeat(starts, np.diff(np.append(starts, len(groups))))
-    return ranks

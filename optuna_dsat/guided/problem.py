@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from optuna.distributions import IntDistribution
 
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.gpus import priors_of_device
@@ -17,6 +18,7 @@ from optuna_dsat.cost.step_time import PHASES, StepTimeModel
 from optuna_dsat.guided.candidates import candidate_table
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.metrics import LARGER_IS_BETTER, METRICS
+from optuna_dsat.trials.lineage import MicroBatchSet
 
 __all__ = ["REACH", "Problem"]
 
@@ -88,6 +90,12 @@ class Problem:
         low, high = space.micro_batches
         self.sizes = np.array(space.micro_batch_values or range(low, high + 1), dtype=np.int64)
         """All micro-batches, ascending."""
+        self.micro_batches = (
+            MicroBatchSet(space.micro_batch_values)
+            if space.micro_batch_values
+            else IntDistribution(low, high, log=True)
+        )
+        """The micro-batch's distribution."""
         self.user_micro_batch = _user_micro_batch(config, low)
         """Micro-batch of the user's config; the smallest of the space if the config has none."""
         self._accumulation = np.array([space.accumulation(int(size)) for size in self.sizes], dtype=np.float64)

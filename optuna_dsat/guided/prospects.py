@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,12 +27,23 @@ class Prospects:
             together.
         held: Index of the incumbent.
         noise_variance: Noise variance of a measurement.
+        index: Index of each unmeasured configuration, as returned by ``draw``; None to count them.
     """
 
-    def __init__(self, means: Numbers, covariance: Numbers, *, runs: Numbers, held: int, noise_variance: float) -> None:
+    def __init__(
+        self,
+        means: Numbers,
+        covariance: Numbers,
+        *,
+        runs: Numbers,
+        held: int,
+        noise_variance: float,
+        index: Numbers | None = None,
+    ) -> None:
         self._means, self._covariance, self._held = means, covariance, held
         self.noise_variance = noise_variance
         self._unmeasured = len(runs)
+        self._index = np.arange(len(runs)) if index is None else index
         values, vectors = np.linalg.eigh(covariance)
         normal = np.random.default_rng(0).standard_normal((_DRAWS, len(means)))
         self._draws = means + normal * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
@@ -42,6 +54,12 @@ class Prospects:
         """Return the 90% quantile of the best configuration's gain."""
         gain = np.where(self._runs, self._draws - self._draws[:, [self._held]], 0.0)
         return float(np.quantile(gain.max(axis=1), _SURE))
+
+    def draw(self, rng: random.Random) -> int:
+        """Return the index of the best unmeasured configuration of a random draw."""
+        number = rng.randrange(_DRAWS)
+        hopes = self._draws[number] - 1e3 * ~self._runs[number]
+        return int(self._index[np.argmax(hopes[: self._unmeasured])])
 
     def worth_of_launches(self, launches: int) -> float:
         """Return the expected gain of some launches together.

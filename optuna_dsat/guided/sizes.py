@@ -1,7 +1,6 @@
 """Micro-batches to evaluate, at every scale up to the edge of memory, and their upper limits.
 
-The limits are the size of the dataset, a factor on the sizes that ran (``Problem.reach``), and the gains of doublings,
-as with the other methods (``optuna_dsat.trials.reach``).
+The limits are the size of the dataset, a factor on the sizes that ran (``Problem.reach``), and the gains of doublings.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ import numpy.typing as npt
 
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.problem import Problem
-from optuna_dsat.trials.reach import LEAST_GAIN
 
-__all__ = ["largest_size", "paying_sizes", "spread_sizes"]
+__all__ = ["LEAST_GAIN", "largest_size", "paying_sizes", "spread_sizes"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
+LEAST_GAIN = 0.02
+"""Relative gain of a doubling below which a larger micro-batch is not worth a launch."""
 _NEAR_EDGE, _AROUND_EDGE = 2, (0.75, 0.9, 1.03, 1.06, 1.12)
 """Number of micro-batches evaluated on either side of the predicted edge, and additional multiples of the edge."""
 

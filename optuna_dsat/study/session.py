@@ -149,8 +149,8 @@ class Session:
         reason = Tuner(self._context, study=study, space=space, profiled=profiled, method=method).run()
         self.interrupted = reason is EndReason.INTERRUPTED
         left = math.inf
-        if method.remaining is not None and not self.interrupted:
-            left = method.remaining(study.get_trials(deepcopy=False))
+        if method.posterior is not None and not self.interrupted:
+            left = method.posterior.remaining(study.get_trials(deepcopy=False))
         study.set_user_attr(attributes.HEADROOM, left if math.isfinite(left) else None)
         if math.isfinite(left):
             self._context.say(headroom_in_words(left, spent=reason in BUDGETS))

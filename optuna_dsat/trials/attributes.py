@@ -11,7 +11,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.config.ds_config import MICRO_BATCH, batch_triangle, effective
+from optuna_dsat.config.ds_config import batch_triangle, effective
 from optuna_dsat.outcome import Outcome
 
 __all__ = [
@@ -52,7 +52,6 @@ __all__ = [
     "data_parallel_size",
     "launches_since_best",
     "launches_used",
-    "measured_peaks",
     "repeated_script_error",
     "step_and_overhead_s",
     "step_facts",
@@ -197,19 +196,6 @@ def user_config_trial(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
         if trial.user_attrs.get(PURPOSE) == USER_CONFIG and trial.state is TrialState.COMPLETE:
             return trial
     return None
-
-
-def measured_peaks(trials: Sequence[FrozenTrial]) -> list[tuple[dict[str, Any], int, int]]:
-    """Return (DeepSpeed config, micro-batch, peak bytes of the worst rank) of every trial that ran a full step."""
-    return [
-        (
-            trial.user_attrs[CONFIG],
-            int(trial.user_attrs[CONFIG][MICRO_BATCH]),
-            int(trial.user_attrs[PEAK_BYTES]),
-        )
-        for trial in trials
-        if CONFIG in trial.user_attrs and trial.user_attrs.get(PEAK_BYTES, 0) > 0
-    ]
 
 
 def data_limit(trials: Sequence[FrozenTrial]) -> int | None:

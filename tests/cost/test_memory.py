@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,15 +10,11 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
 from optuna_dsat.cost.memory import (
-    Correction,
     Hardware,
     ModelProfile,
-    Sample,
-    batch_free_key,
     estimate,
     largest_micro_batch,
 )
-from optuna_dsat.cost.memory_fit import CorrectionFit
 from optuna_dsat.cost.zero_states import optimizer_bytes_per_param
 from optuna_dsat.runtime.events import ProfileMeasured
 
@@ -332,78 +327,6 @@ def test_the_cap_and_the_host_bound_the_answer() -> None:
     assert largest_micro_batch(profile(), config(2, **offload("optimizer")), hardware=tight) == 0
     assert largest_micro_batch(profile(), config(2), hardware=tight) > 0
     assert largest_micro_batch(profile(), config(0), hardware=hardware(device_memory_bytes=GIB)) == 0
-
-
-def fitted(samples: Sequence[Sample], model: ModelProfile, at: Hardware) -> Correction:
-    fit = CorrectionFit(model, at)
-    fit.add(samples)
-    return fit.correction()
-
-
-def test_without_samples_the_correction_is_the_identity() -> None:
-    correction = fitted([], profile(), hardware())
-    for stage in range(4):
-        plain = estimate(profile(), config(stage), micro_batch=9, hardware=hardware())
-        same = estimate(profile(), config(stage), micro_batch=9, hardware=hardware(), correction=correction)
-        assert plain == same
-
-
-def truth(ds_config: dict[str, Any], micro_batch: int, *, slope: int, offset: int) -> int:
-    real = profile(activation_bytes_per_sample=slope)
-    return estimate(real, ds_config, micro_batch=micro_batch, hardware=hardware()).device_bytes + offset
-
-
-def test_two_points_of_one_lineage_correct_slope_and_intercept_of_all() -> None:
-    slope, offset = int(1.7 * GIB), 3 * GIB
-    samples = [(config(2), m, truth(config(2), m, slope=slope, offset=offset)) for m in (16, 24)]
-    correction = fitted(samples, profile(), hardware())
-    assert correction.bytes_per_sample == slope
-    for ds_config in (config(2), config(3), config(1, reduce_bucket_size=5e7)):
-        for micro_batch in (16, 40):
-            predicted = estimate(
-                profile(), ds_config, micro_batch=micro_batch, hardware=hardware(), correction=correction
-            ).device_bytes
-            assert predicted == pytest.approx(truth(ds_config, micro_batch, slope=slope, offset=offset), rel=1e-6)
-    result = largest_micro_batch(profile(), config(2), hardware=hardware(), correction=correction)
-    assert truth(config(2), result, slope=slope, offset=offset) <= 80 * GIB
-    assert truth(config(2), result + 1, slope=slope, offset=offset) > 80 * GIB
-
-
-def test_points_of_several_lineages_give_a_slope_together() -> None:
-    slope = int(0.6 * GIB)
-    samples = [
-        (ds_config, m, truth(ds_config, m, slope=slope, offset=0))
-        for ds_config, m in ((config(1), 20), (config(2), 40), (config(3), 60))
-    ]
-    correction = fitted(samples, profile(), hardware())
-    assert correction.bytes_per_sample == pytest.approx(slope, rel=1e-6)
-
-
-def test_one_wild_sample_does_not_carry_the_fit() -> None:
-    slope = int(1.2 * GIB)
-    samples = [(config(2), m, truth(config(2), m, slope=slope, offset=0)) for m in (10, 14, 18, 22, 26)]
-    samples[2] = (config(2), 18, samples[2][2] + 15 * GIB)
-    correction = fitted(samples, profile(), hardware())
-    predicted = estimate(profile(), config(2), micro_batch=30, hardware=hardware(), correction=correction).device_bytes
-    assert predicted == pytest.approx(truth(config(2), 30, slope=slope, offset=0), rel=0.05)
-
-
-def test_a_slope_is_never_negative() -> None:
-    samples = [(config(2), 10, 30 * GIB), (config(2), 20, 20 * GIB)]
-    assert fitted(samples, profile(), hardware()).bytes_per_sample == 0
-
-
-def test_points_where_activations_do_not_count_say_nothing_of_the_slope() -> None:
-    light = profile(activation_bytes_per_sample=1000)
-    peak = estimate(light, config(0), micro_batch=1, hardware=hardware()).device_bytes
-    correction = fitted([(config(0), 1, peak), (config(0), 9, peak)], light, hardware())
-    assert correction.bytes_per_sample is None
-    assert correction.default_offset == 0
-
-
-def test_lineages_differ_in_everything_but_the_batch() -> None:
-    assert batch_free_key({**config(2), "train_micro_batch_size_per_gpu": 3}) == batch_free_key(config(2))
-    assert batch_free_key(config(2)) != batch_free_key(config(3))
 
 
 def test_a_profile_survives_json_and_comes_from_an_event() -> None:

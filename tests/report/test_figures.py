@@ -99,9 +99,13 @@ def test_the_memory_figure_has_the_peaks_that_were_predicted_at_proposal(
     profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
     peaks, formulas = {}, {}
     for trial in view.trials:
-        for config, size, peak in attributes.measured_peaks([trial]):
-            peaks[trial.number] = trial.user_attrs[attributes.PREDICTED_PEAK_BYTES], peak
-            formulas[trial.number] = memory.estimate(profile, config, micro_batch=size, hardware=hardware).device_bytes
+        attrs = trial.user_attrs
+        if attrs.get(attributes.PEAK_BYTES, 0) > 0:
+            size = attrs[attributes.CONFIG]["train_micro_batch_size_per_gpu"]
+            peaks[trial.number] = attrs[attributes.PREDICTED_PEAK_BYTES], attrs[attributes.PEAK_BYTES]
+            formulas[trial.number] = memory.estimate(
+                profile, attrs[attributes.CONFIG], micro_batch=size, hardware=hardware
+            ).device_bytes
     first, *later = sorted(peaks)
     assert peaks[first][0] == pytest.approx(formulas[first], abs=1), "nothing was known before the first launch"
     assert len(later) >= 4

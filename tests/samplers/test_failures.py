@@ -55,17 +55,18 @@ class Refusing(Machine):
 
 
 def method(name: str, space: Any) -> tuple[BaseSampler, BasePruner]:
+    config = {**CONFIG, "zero_optimization": {"stage": 0}}
+    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=config, space=space))
     if name == "guided":
-        config = {**CONFIG, "zero_optimization": {"stage": 0}}
-        problem = Problem(profile=PROFILE, hardware=HARDWARE, config=config, space=space)
-        return GuidedSampler(planner=GuidedPlanner(problem), seed=5), NopPruner()
-    if name == "random":
-        return LineageRandomSampler(seed=5), DeepSpeedPruner()
-    return BinarySearchSampler(seed=5), AshaPruner() if name == "asha" else NopPruner()
+        return GuidedSampler(planner=planner, seed=5), NopPruner()
+    if name.startswith("random"):
+        return LineageRandomSampler(planner=planner if name == "random" else None, seed=5), DeepSpeedPruner()
+    sampler = BinarySearchSampler(planner=None if name == "binary, plain" else planner, seed=5)
+    return sampler, AshaPruner() if name == "asha" else NopPruner()
 
 
 @pytest.mark.parametrize("least", [1, 2])
-@pytest.mark.parametrize("name", ["binary", "random", "asha", "guided"])
+@pytest.mark.parametrize("name", ["binary", "random", "asha", "guided", "binary, plain", "random, plain"])
 def test_few_launches_are_lost_to_stages_that_fail(kit: SimpleNamespace, name: str, least: int) -> None:
     space = space_from(0)
     study = kit.create(*method(name, space))

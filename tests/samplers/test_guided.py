@@ -21,11 +21,11 @@ from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.posterior import Posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.prospects import Prospects
+from optuna_dsat.guided.sizes import LEAST_GAIN
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, lineage_key
-from optuna_dsat.trials.reach import LEAST_GAIN
 from tests.harness.small_model import CONFIG, GIB, HARDWARE, KEPT, PROFILE, Machine, small_planner, small_space
 
 

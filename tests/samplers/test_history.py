@@ -29,8 +29,6 @@ METHODS: dict[str, Method] = {
     "random": (LineageRandomSampler, DeepSpeedPruner),
     "asha": (BinarySearchSampler, AshaPruner),
     "asha, guided": (GUIDED, AshaPruner),
-    "binary, by doubling": (partial(BinarySearchSampler, proven=(2,)), NopPruner),
-    "random, by doubling": (partial(LineageRandomSampler, proven=(2,)), DeepSpeedPruner),
 }
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import optuna
 import pytest
 from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.samplers import BinarySearchSampler
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.search.methods import Method
@@ -32,7 +36,7 @@ def test_trials_are_ranked_by_belief_where_there_is_one() -> None:
         sampler=BinarySearchSampler(),
         pruner=NopPruner(),
         classes=1,
-        posterior_means=lambda _: {0: 97.0, 1: 99.0, 2: 98.0},
+        posterior=cast(GuidedPlanner, SimpleNamespace(posterior_means=lambda _: {0: 97.0, 1: 99.0, 2: 98.0})),
     )
     assert [item.number for item in wise.ranked(trials, maximize=True)] == [1, 2, 0]
     assert [item.number for item in wise.ranked(trials, maximize=False)] == [0, 2, 1]
