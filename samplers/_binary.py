@@ -48,8 +48,9 @@ class BinarySearchSampler(LineageSampler):
     sample. With ``AshaPruner`` as the study's pruner it is the search of ``dsat asha``: the pruner then decides which
     lineages continue, and in which order.
 
-    Knobs are balanced over the choices drawn before or inherited from the best lineage, and offloading and stages that
-    do not fit or perform badly become rare; see ``optuna_dsat.samplers._draw``.
+    With a ``planner`` a new lineage, and its first micro-batch, is drawn with the probability that it is the best.
+    Without, knobs are balanced over the choices drawn before or inherited from the best lineage, and offloading and
+    stages that do not fit become rare; see ``optuna_dsat.samplers._draw``.
 
     Example:
         .. code-block:: python

@@ -1,15 +1,12 @@
-"""Draw the knobs of a new lineage by their estimated effects, or balanced over the lineages opened before.
+"""Draw the knobs of a new lineage without a planner, balanced over the lineages opened before.
 
-Pure functions of the history and of a random generator. Four rules, in this order:
+Pure functions of the history and of a random generator. Three rules, in this order:
 
 1. A choice whose completions were all opened before is not drawn: no lineage is opened twice.
-2. The first lineage of a structure (ZeRO stage and offload) has the usual values of all other knobs, if they are known:
-   the user's, or DeepSpeed's defaults, unless a choice is significantly better in other structures. In later lineages,
-   each of these knobs is inherited from the best lineage of the structure with probability 1/2 (uniform crossover with
-   a new draw; Syswerda 1989), so that good configurations are varied rather than forgotten.
-3. Once enough launches were measured (``optuna_dsat.trials.effects``), a structure is drawn in proportion to its
-   expected gain (``optuna_dsat.samplers._structures``), and a choice of a knob with its probability to be the best.
-4. Before that, choices are balanced rather than independent: with weights ``w`` and counts ``n`` of lineages opened so
+2. The first lineage of a structure (ZeRO stage and offload) has the usual values of all other knobs, if they are known.
+   In later lineages, each of these knobs is inherited from the best lineage of the structure with probability 1/2
+   (uniform crossover with a new draw; Syswerda 1989), so that good configurations are varied rather than forgotten.
+3. Otherwise choices are balanced rather than independent: with weights ``w`` and counts ``n`` of lineages opened so
    far, the choice with the largest ``w / (2 n + 1)`` is taken (highest averages of Sainte-Laguë), with random ties.
    With equal weights this is a coordinate of a Latin hypercube (McKay et al. 1979): every choice is drawn once before
    any is repeated. Weights are equal except for ``zero_stage`` and the offload knobs, which determine memory use: see
@@ -116,7 +113,7 @@ def _balanced(
     opening: Sequence[Mapping[str, Any]],
     hopeless: Sequence[Mapping[str, Any]],
 ) -> Any:
-    """Return the choice with the highest average (rule 4 of the module), or any choice if all were opened."""
+    """Return the choice with the highest average (rule 3 of the module), or any choice if all were opened."""
     groups = [group for group in lineages.structures.values() if group.complete]
     same_context = [group for group in groups if agrees(group.params, context)]
     being_opened = [p for p in opening if agrees(p, context)]

@@ -45,6 +45,8 @@ class LineageRandomSampler(LineageSampler):
     - the others start at ``b``, which compares their knobs with the best knobs at the same micro-batch, or, if larger
       micro-batches were slower, between the neighbours of ``b`` that the best lineage measured.
 
+    With a ``planner`` a new lineage, and its first micro-batch, is drawn with the probability that it is the best.
+
     Intended for use with ``DeepSpeedPruner``, which ends lineages that cannot win.
 
     Args:

@@ -40,8 +40,8 @@ class LineageSettings:
     free_batch: Annotated[
         bool,
         of_method(
-            help="Launch any micro-batch that memory is thought to hold, not only up to twice (guided: eight times) "
-            "the largest that fitted so far, and also where a doubling gained less than 2%."
+            help="Launch any micro-batch that memory is thought to hold, not only up to eight times the largest "
+            "that fitted so far, and also where a doubling gained less than 2%."
         ),
     ] = False
 

@@ -26,8 +26,6 @@ from optuna_dsat.trials import attributes
 
 __all__ = ["Method", "make_method", "make_planner"]
 
-_DOUBLING = 2.0
-"""Reach of the methods that raise a micro-batch step by step."""
 _UNKNOWN_SD = 1.0
 """Standard deviation of a log objective that the search does not estimate."""
 
@@ -123,7 +121,7 @@ def make_planner(
             metric=spec.metric,
             memory_margin=spec.options.memory_margin,
             profile_steps=spec.end_profile_step,
-            reach=None if spec.options.free_batch else REACH if spec.method == "guided" else _DOUBLING,
+            reach=None if spec.options.free_batch else REACH,
             prior_knowledge=prior_knowledge,
         ),
         min_gain=spec.options.min_gain,
