@@ -71,7 +71,7 @@ class StoredStudy:
 
     trials: Sequence[FrozenTrial]
     measured: Sequence[str]
-    """Canonical keys of the measured configurations."""
+    """Canonical keys of the measured configurations, without the trial that simplifies the best, as in the budget."""
     recorded: int
     """Number of launches in the store's record, without lost trials."""
 
@@ -83,7 +83,10 @@ class StoredStudy:
             assert record is not None
             launches = store.launches(record.uuid)
         done = [
-            t for t in trials if attributes.OUTCOME in t.user_attrs and t.user_attrs[attributes.OUTCOME] != Outcome.LOST
+            t
+            for t in trials
+            if t.user_attrs.get(attributes.OUTCOME, Outcome.LOST) != Outcome.LOST
+            and attributes.SIMPLIFIES not in t.user_attrs
         ]
         numbers = {trial.number for trial in done}
         return cls(
