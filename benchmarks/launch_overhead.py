@@ -34,8 +34,9 @@ from pathlib import Path
 from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
-from optuna_dsat.launch.protocol import Finished, LaunchRequest, Observed, Preload, ScriptCommand
+from optuna_dsat.launch.protocol import Finished, LaunchRequest, Observed, ScriptCommand
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import EngineReady, Event, ModulesImported, RankStarted, StepMeasured
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,9 @@ from typing import Any
 from benchmarks.named_landscapes import Computed
 from benchmarks.recorded import Recorded
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import Finished, Holder, LaunchRequest, LaunchUpdate, Observed, Preload, ScriptCommand
+from optuna_dsat.launch.protocol import Finished, Holder, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.preload import Preload
 from tests.harness.simulated import SimulatedLauncher
 
 __all__ = ["BudgetSpentError", "Launch", "Rig"]

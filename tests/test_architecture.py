@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"version"} | GROUND | PURE | {"runtime", "pruners", "guided", "launch", "store", "study"},
     "plan": GROUND | PURE | {"launch", "store", "study"},
     "display": GROUND | {"study"},
-    "doctor": GROUND | {"config", "launch", "store"},
+    "doctor": GROUND | {"config", "runtime", "launch", "store"},
     "tuning": GROUND | PURE | {"script", "launch", "store", "study", "display", "report"},
     "cli": GROUND
     | PURE
@@ -196,7 +196,7 @@ LEAST_LINES_OF_A_MODULE = 40
 """A shorter module with a single user belongs into its user, unless it is started by its name."""
 SUB_PACKAGES = {
     "launch": ("machine", "warm", "agent", "places"),
-    "runtime": ("isolation", "measure", "adapt"),
+    "runtime": ("isolation", "measure", "adapt", "agent"),
     "script": ("command",),
     "tuning": ("options",),
     "report": ("figures", "explain", "dashboard"),

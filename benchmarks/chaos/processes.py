@@ -11,7 +11,7 @@ from optuna_dsat.launch.machine.processes import find_marked
 __all__ = ["ROLES", "marked_of", "roles_of"]
 
 ROLES = ("tuner", "warm parent", "agent", "rank")
-_WARM_PARENT = "optuna_dsat.launch.warm.process"
+_WARM_PARENT = "optuna_dsat.runtime.agent.fork_server"
 
 
 def roles_of(tuners: Iterable[int]) -> dict[str, list[int]]:
@@ -41,7 +41,7 @@ def _below(tuner: psutil.Process) -> Iterator[tuple[str, int]]:
 
 
 def _is_agent(process: psutil.Process) -> bool:
-    return any("optuna_dsat.launch.machine.torchrun" in word for word in process.cmdline())
+    return any("optuna_dsat.runtime.agent.torchrun" in word for word in process.cmdline())
 
 
 def marked_of(tuners: Iterable[int]) -> list[int]:

@@ -9,11 +9,9 @@ from optuna_dsat.config.ds_config import effective
 from optuna_dsat.config.knobs import NVME, OFFLOAD_OPTIMIZER
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.config.structures import Structure
+from optuna_dsat.runtime.agent.operators import COMMUNICATION
 
-__all__ = ["COMMUNICATION", "operators_at_start", "operators_of"]
-
-COMMUNICATION = "ShareMemCommBuilder"
-"""Builder of the operator for communication on the CPU, which DeepSpeed loads wherever it has no other device."""
+__all__ = ["operators_at_start", "operators_of"]
 
 _ON_HOST = {
     "adagrad": "CPUAdagradBuilder",

@@ -8,7 +8,7 @@ from enum import StrEnum
 from optuna_dsat.doctor.finding import Finding, Status
 from optuna_dsat.doctor.libraries import Libraries
 from optuna_dsat.doctor.machine import compiler
-from optuna_dsat.launch.machine.operators import COMMUNICATION, is_built, operator_name
+from optuna_dsat.runtime.agent.operators import COMMUNICATION, is_built, operator_name
 
 __all__ = ["BuildState", "findings", "state_of"]
 

@@ -10,11 +10,12 @@ from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.event_log import EventLog, LogLimit
 from optuna_dsat.launch.facts import EndFacts, LaunchFacts, StopReason
 from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage
-from optuna_dsat.launch.machine.processes import ProcessKey
-from optuna_dsat.launch.protocol import Conditions, LaunchReport, LaunchRequest, Preload
+from optuna_dsat.launch.protocol import Conditions, LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.stacks import StackWatch, describe_stacks
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.runtime.process import EXIT_LIMIT_S
 

@@ -21,7 +21,6 @@ from optuna_dsat.launch.protocol import (
     LaunchRequest,
     LaunchUpdate,
     Observed,
-    Preload,
     Settled,
     SlotsBusyError,
     SlotsTakenError,
@@ -30,6 +29,7 @@ from optuna_dsat.launch.reports import complete_report, isolation_notice, report
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.preload import Preload
 
 __all__ = ["Places", "TorchrunLauncher", "local_launcher"]
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from optuna_dsat.config.record import Record
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import Event, ModulesImported
+from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.events import Event
 
 __all__ = [
-    "BASE_MODULES",
     "Conditions",
     "Finished",
     "Holder",
@@ -24,7 +24,6 @@ __all__ = [
     "LaunchUpdate",
     "Launcher",
     "Observed",
-    "Preload",
     "Rendezvous",
     "ScriptCommand",
     "Settled",
@@ -60,51 +59,6 @@ class Conditions(Record):
         if self.others_cpu_s is None or not self.window_s or not self.cores:
             return None
         return self.others_cpu_s / (self.window_s * self.cores)
-
-
-BASE_MODULES = (
-    "numpy",
-    "torch",
-    "torch.distributed.run",
-    "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
-    "torch._dynamo",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.original_muon",
-)
-"""Modules that every launch needs. NumPy is first, so that the threads of its OpenBLAS can be counted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preload(Record):
-    """Modules to import before ranks are forked."""
-
-    modules: tuple[str, ...] = BASE_MODULES
-    """In import order. A module that cannot be imported is skipped: the rank that needs it reports the error."""
-    operators: tuple[str, ...] = ()
-    """Names of compiled operators of DeepSpeed (``deepspeed_shm_comm``)."""
-    left_out: tuple[str, ...] = ()
-    """Excluded packages: neither they nor modules that import them are imported."""
-    environment: tuple[str, ...] = ()
-    """Environment variables that the script changes, which no import may read beforehand."""
-
-    @classmethod
-    def learned(cls, imported: ModulesImported) -> Preload:
-        """Return ``BASE_MODULES`` and the modules that a profile launch imported."""
-        return cls(
-            modules=(*BASE_MODULES, *imported.modules),
-            operators=tuple(imported.operators),
-            environment=tuple(imported.environment),
-        )
-
-    def changed(self, *, added: Sequence[str], left_out: Sequence[str]) -> Preload:
-        """Return a copy with added modules and excluded packages."""
-        return replace(self, modules=(*self.modules, *added), left_out=(*self.left_out, *left_out))
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Sequence[str]]) -> Preload:
-        """Build from the output of ``to_json``; imports nothing, as the warm process would pass it on to launches."""
-        return cls(**{name: tuple(names) for name, names in record.items()})
 
 
 _RANK = re.compile(r"^rank \d+: ")

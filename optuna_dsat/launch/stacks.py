@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from optuna_dsat.launch.machine.processes import ProcessKey
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.files import open_regular
 from optuna_dsat.runtime.stacks import STACK_SIGNAL, stacks_path
 from optuna_dsat.runtime.user_code import is_installed

@@ -127,8 +127,8 @@ def as_text(value: _Text) -> _Text | str:
 class EnvironmentWatch:
     """Records variables that are set or deleted, except by installed modules during their import.
 
-    Changes by imports are replayed in a forked rank (``launch/warm/forked.py``). Variables with their original value at
-    the time of the ``changed`` call count as unchanged, since accelerate clears the environment temporarily.
+    Changes by imports are replayed in a forked rank (``runtime/agent/forked.py``). Variables with their original value
+    at the time of the ``changed`` call count as unchanged, since accelerate clears the environment temporarily.
     """
 
     def __init__(self) -> None:

@@ -6,10 +6,10 @@ import functools
 import socket
 from pathlib import Path
 
-__all__ = ["process_space", "start_ticks"]
+__all__ = ["START_TIME_FIELD", "process_space", "start_ticks", "stat_fields"]
 
-_START_TIME_FIELD = 19
-"""Index of the start time (clock ticks since boot) after the command's name in ``/proc/PID/stat``: proc(5)."""
+START_TIME_FIELD = 19
+"""Index of the start time (clock ticks since boot) in ``stat_fields``."""
 
 
 @functools.cache
@@ -22,11 +22,16 @@ def process_space() -> str:
         return f"{socket.gethostname()}:0"
 
 
-def start_ticks(pid: int) -> int | None:
-    """Return a process's start time in clock ticks since boot; None if it has ended (also for zombies)."""
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` after the command's name (proc(5)); empty if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if not fields or fields[0] in ("Z", "X") else int(fields[_START_TIME_FIELD])
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return a process's start time in clock ticks since boot; None if it has ended (also for zombies)."""
+    fields = stat_fields(pid)
+    return None if not fields or fields[0] in ("Z", "X") else int(fields[START_TIME_FIELD])

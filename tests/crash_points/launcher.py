@@ -12,12 +12,12 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.agent.command import write_run_directory
-from optuna_dsat.launch.machine import processes
 from optuna_dsat.launch.machine.journal import TunerNotes, remove_noted
-from optuna_dsat.launch.machine.processes import kill_leftovers
+from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey, end_processes
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
 
@@ -81,12 +81,12 @@ class ProcessLauncher(SimulatedLauncher):
 
     def start(self, request: LaunchRequest) -> None:
         super().start(request)
-        record, mark = self._left.begin(), processes.new_mark()
+        record, mark = self._left.begin(), new_mark()
         directory = write_run_directory(request, self._output_dir, leavings=record)
         self._note(request, ended=False)
         process = subprocess.Popen(
             ["/bin/sleep", "600"],
-            env={processes.MARK_ENV: mark},
+            env={MARK_ENV: mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -113,8 +113,8 @@ class ProcessLauncher(SimulatedLauncher):
 
     def _end(self, launch_id: str) -> _Alive:
         launch = self._alive.pop(launch_id)
-        key = processes.ProcessKey.of(launch.process.pid)  # its mark is not to be seen before it has started to run
-        processes.end_processes([key] if key else ())
+        key = ProcessKey.of(launch.process.pid)  # its mark is not to be seen before it has started to run
+        end_processes([key] if key else ())
         kill_leftovers(launch.mark)
         launch.process.wait(_PATIENCE_S)
         remove_noted(launch.record)

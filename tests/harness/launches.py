@@ -21,10 +21,10 @@ from optuna_dsat.launch.protocol import (
     LaunchRequest,
     LaunchUpdate,
     Observed,
-    Preload,
     ScriptCommand,
 )
 from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.runtime.agent.preload import Preload
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 STUB = "stub_engine.py"

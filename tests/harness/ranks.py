@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.launch.warm.server import WarmOrder
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.events import Event, decode_event
 from optuna_dsat.runtime.overlay import merge
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan

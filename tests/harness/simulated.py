@@ -51,10 +51,10 @@ from optuna_dsat.launch.protocol import (
     LaunchRequest,
     LaunchUpdate,
     Observed,
-    Preload,
     SlotsBusyError,
 )
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import (
     EngineReady,
     Event,

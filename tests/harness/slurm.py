@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from optuna_dsat.launch.machine.processes import MARK_ENV
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 from tests.harness.workers import wait_until
 
 __all__ = ["SlurmCluster", "running_slurm", "stretched", "why_no_slurm"]

@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage, read_usage
-from optuna_dsat.launch.machine.processes import MARK_ENV, ProcessKey, kill_leftovers, new_mark
+from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
 from optuna_dsat.runtime.events import Event, RankStarted, StepMeasured, encode_event
 from optuna_dsat.runtime.stacks import stacks_path
 from tests.harness.launches import followed

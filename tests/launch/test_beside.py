@@ -15,9 +15,10 @@ from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine import host
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.host import BesideWatch, GpuSight, busy_seconds
-from optuna_dsat.launch.machine.processes import ProcessKey, cpu_seconds
+from optuna_dsat.launch.machine.processes import cpu_seconds
 from optuna_dsat.launch.protocol import Conditions, Finished
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event
 from tests.harness.launches import STUB, request, updates_until_finished
 from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.machine.operators import BuildWatch, is_built, operator_name
+from optuna_dsat.launch.machine.operators import BuildWatch
+from optuna_dsat.runtime.agent.operators import is_built, operator_name
 
 
 class Clock:

@@ -40,7 +40,7 @@ def test_the_command_is_the_golden_one(name: str, changes: dict[str, Any]) -> No
 def test_the_agent_gets_the_arguments_of_torchrun() -> None:
     command = torchrun_command(golden_request(), directory=DIRECTORY, python="python")
     agent = agent_command(command, record=Path("/run/agent.json"), tuner_pid=17)
-    assert agent[:6] == ["python", "-P", "-m", "optuna_dsat.launch.machine.torchrun", "/run/agent.json", "17"]
+    assert agent[:6] == ["python", "-P", "-m", "optuna_dsat.runtime.agent.torchrun", "/run/agent.json", "17"]
     assert tuple(agent[6:]) == command[3:]
 
 

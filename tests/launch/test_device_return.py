@@ -13,10 +13,11 @@ import pytest
 from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.nvml import DeviceError
-from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.places.here import Here
 from optuna_dsat.launch.protocol import Finished, LaunchReport
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 from tests.harness.launches import followed, processes_of
 from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid
 

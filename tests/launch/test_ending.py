@@ -13,17 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.machine.processes import (
-    MARK_ENV,
-    Ending,
-    ProcessKey,
-    end_with_descendants,
-    kill_leftovers,
-    new_mark,
-)
+from optuna_dsat.launch.machine.processes import end_with_descendants, kill_leftovers, new_mark
 from optuna_dsat.launch.machine.tree import ProcessTree, end_launch
-from optuna_dsat.launch.protocol import Preload
 from optuna_dsat.launch.warm.forking import Forking
+from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.agent.processes import MARK_ENV, Ending, ProcessKey
 from tests.harness.workers import ended, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +95,7 @@ def test_a_program_below_a_rank_removes_what_it_made_and_the_rank_saves_nothing(
 def test_an_agent_that_ends_asks_what_is_below_it(start: Started, temporary: Path) -> None:
     code = (
         "import subprocess, sys\n"
-        "from optuna_dsat.launch.machine.tree import adopt_orphans, end_children\n"
+        "from optuna_dsat.runtime.agent.processes import adopt_orphans, end_children\n"
         "adopt_orphans()\n"
         "subprocess.run(['sh', '-c', sys.argv[1] + ' &'])\n"
         "sys.stdin.readline()\n"

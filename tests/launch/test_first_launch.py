@@ -10,7 +10,8 @@ import pytest
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.places import here
-from optuna_dsat.launch.protocol import LaunchRequest, Preload, ScriptCommand
+from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+from optuna_dsat.runtime.agent.preload import Preload
 
 
 def test_operators_are_built_with_the_first_launch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.warm.forked import resolve_python_path
+from optuna_dsat.runtime.agent.forked import resolve_python_path
 
 
 def path_of_an_interpreter(python_path: str, cwd: Path) -> list[str]:
@@ -33,7 +33,7 @@ def test_relative_entries_of_the_path_mean_what_they_mean_to_a_fresh_interpreter
 
 DROPPED_BY_THE_PARENT = """
 import gc, os
-from optuna_dsat.launch.warm.forked import ParentState, fork_child
+from optuna_dsat.runtime.agent.forked import ParentState, fork_child
 state = ParentState.capture(without=(), started_with=os.environ)
 gc.disable()
 dropped = [open(os.devnull)]
@@ -59,7 +59,7 @@ def test_what_the_parent_has_dropped_closes_nothing_in_a_child() -> None:
 
 INTERRUPTED = """
 import os, signal
-from optuna_dsat.launch.warm.forked import fork_child
+from optuna_dsat.runtime.agent.forked import fork_child
 signal.signal(signal.SIGINT, signal.default_int_handler)
 _, status = os.waitpid(fork_child(lambda _: signal.raise_signal(signal.SIGINT)), 0)
 raise SystemExit(os.waitstatus_to_exitcode(status) != -signal.SIGINT)

@@ -14,9 +14,10 @@ import pytest
 
 from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.machine.journal import Removed, remove_noted
-from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY, note_shared_buffer, note_temporary_folders
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 from tests.harness.launches import followed
 
 RANK = """

@@ -28,9 +28,9 @@ from optuna_dsat.launch.machine.journal import (
     gone_tuners,
     remove_leftovers,
 )
-from optuna_dsat.launch.machine.processes import MARK_ENV
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.runtime.adapt.journal import note
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.process_identity import process_space
 from tests.harness.launches import request
 from tests.harness.workers import ended, wait_until

@@ -11,7 +11,7 @@ import pytest
 from optuna_dsat.launch.machine import devices as devices_module
 from optuna_dsat.launch.machine.host import host_memory_bytes
 from optuna_dsat.launch.machine.nvml import DeviceError, NvmlError
-from optuna_dsat.launch.machine.processes import ProcessKey
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from tests.harness.nvml_machine import (
     GPU_IS_LOST,
     MIB,

@@ -16,10 +16,11 @@ import pytest
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.journal import remove_leftovers
-from optuna_dsat.launch.machine.processes import MARK_ENV, ProcessKey, find_marked, has_mark, new_mark
+from optuna_dsat.launch.machine.processes import find_marked, has_mark, new_mark
 from optuna_dsat.launch.machine.tree import ProcessTree, end_launch, end_noted
 from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
 from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.runtime.process_identity import process_space
 from tests.harness.launches import (

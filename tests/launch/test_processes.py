@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.event_log import EventTail
-from optuna_dsat.launch.machine.operators import extensions_dir
 from optuna_dsat.launch.machine.processes import (
-    MARK_ENV,
     LaunchProcess,
-    ProcessKey,
     find_leftovers,
     find_marked,
     kernel_oom_kills,
@@ -23,6 +20,8 @@ from optuna_dsat.launch.machine.processes import (
     new_mark,
 )
 from optuna_dsat.launch.machine.tree import first_failure_code, read_exit_codes
+from optuna_dsat.runtime.agent.operators import extensions_dir
+from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
 from optuna_dsat.runtime.events import RankFinished, encode_event
 from optuna_dsat.runtime.process_identity import process_space
 from tests.harness.workers import wait_until
@@ -130,7 +129,8 @@ def test_launches_of_a_living_tuner_in_another_namespace_are_left_alone() -> Non
 def test_leftovers_of_a_dead_tuner_are_ended() -> None:
     code = (
         "import os, subprocess, sys\n"
-        "from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark\n"
+        "from optuna_dsat.launch.machine.processes import new_mark\n"
+        "from optuna_dsat.runtime.agent.processes import MARK_ENV\n"
         "env = {**os.environ, MARK_ENV: new_mark()}\n"
         "print(subprocess.Popen(['sleep', '600'], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)\n"
     )

@@ -12,8 +12,9 @@ import pytest
 
 from optuna_dsat.launch.classify import classify
 from optuna_dsat.launch.launch import Launch
-from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.reports import report_of
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.events import Event, RankFinished, RankStarted, StepMeasured
 from optuna_dsat.runtime.writer import EventWriter
 from tests.harness.launches import followed, processes_of

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.machine.journal import Removed, remove_leftovers, remove_noted
-from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch, shared_memory_of
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 from tests.harness.launches import followed, processes_of
 from tests.harness.workers import wait_until
 

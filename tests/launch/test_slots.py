@@ -14,8 +14,8 @@ from optuna_dsat.launch.machine.devices import (
     detect_devices,
 )
 from optuna_dsat.launch.machine.host import host_memory_bytes
-from optuna_dsat.launch.machine.processes import ProcessKey
 from optuna_dsat.launch.machine.slots import SlotPool
+from optuna_dsat.runtime.agent.processes import ProcessKey
 
 GIB = 2**30
 GONE = 2**22 + 1

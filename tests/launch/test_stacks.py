@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.machine.processes import ProcessKey
 from optuna_dsat.launch.stacks import StackWatch, describe_stacks, request_stacks
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.stacks import stacks_path
 from tests.harness.commands import ROOT
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.machine.processes import ProcessKey, exit_code_of
-from optuna_dsat.launch.protocol import Preload
+from optuna_dsat.launch.machine.processes import exit_code_of
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm import server as warm
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.launch.warm.server import WarmAgent, WarmOrder, WarmUnavailableError
+from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from tests.harness.workers import wait_until
 
 ENVIRON = {**os.environ, "DS_ACCELERATOR": "cpu"}

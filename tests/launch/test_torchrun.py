@@ -16,9 +16,10 @@ import pytest
 
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
-from optuna_dsat.launch.machine.processes import ProcessKey, find_marked, kill_leftovers
+from optuna_dsat.launch.machine.processes import find_marked, kill_leftovers
 from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, RankStarted, StepMeasured
 from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, updates_until_finished
 

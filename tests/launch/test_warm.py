@@ -17,12 +17,14 @@ import pytest
 
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
-from optuna_dsat.launch.machine.processes import ProcessKey, find_marked
-from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, Preload, ScriptCommand
+from optuna_dsat.launch.machine.processes import find_marked
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, ScriptCommand
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.launch.warm.server import WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
+from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import ModulesImported, RankFailed, RankStarted, StepMeasured
 from tests.harness.launches import DS_CONFIG, LIGHT, SCRIPTS, STUB, events, reports, request, updates_until_finished
 

@@ -19,12 +19,13 @@ import pytest
 
 from optuna_dsat.launch.launch import FailedFork
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
-from optuna_dsat.launch.machine.cuda import restore_cuda, use_named_gpu_count
 from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.launch.machine.nvml import GpuUse
-from optuna_dsat.launch.protocol import BASE_MODULES, LaunchReport, LaunchRequest, LaunchUpdate, Preload, ScriptCommand
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, ScriptCommand
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.cuda import restore_cuda, use_named_gpu_count
+from optuna_dsat.runtime.agent.preload import BASE_MODULES, Preload
 from optuna_dsat.runtime.events import EngineReady, ModulesImported, RankStarted
 from tests.harness.launches import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
 
@@ -136,7 +137,7 @@ class TestADriver:
     def test_says_itself_whether_it_is_initialised(self, driver: Path, before: str, initialised: bool) -> None:
         code = (
             f"import ctypes, sys\n{before}\n"
-            "from optuna_dsat.launch.machine.cuda import driver_is_initialised\n"
+            "from optuna_dsat.runtime.agent.cuda import driver_is_initialised\n"
             "print(driver_is_initialised())\n"
             "loaded = 'libcuda' in open('/proc/self/maps').read()\n"
             f"assert loaded == {bool(before)}, 'asking does not load it'\n"
@@ -270,7 +271,7 @@ def test_a_warm_launch_asks_cuda_nothing_before_the_fork(
     assert report.outcome is Outcome.MEASURED, report
     assert (were_forked(updates), notices) == ([True, True], [])
     lines = [line.split(maxsplit=2) for line in (folder / "spy.log").read_text().splitlines()]
-    (parent,) = {pid for pid, *what in lines if "optuna_dsat.launch.warm.process" in what[-1]}
+    (parent,) = {pid for pid, *what in lines if "optuna_dsat.runtime.agent.fork_server" in what[-1]}
     agent, *ranks = map(str, report.pids)
     assert [line for line in lines if line[0] in (parent, agent) and line[1] != "started"] == []
     assert {pid for pid, *_ in lines} <= {parent, agent, *ranks}

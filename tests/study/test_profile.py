@@ -15,8 +15,8 @@ from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import Preload
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import ConfigDiffers, RankFailed, TrainerFound
 from optuna_dsat.runtime.trial_config import PartitionedModelError
 from optuna_dsat.script.arg_mapping import STAGE

@@ -42,8 +42,9 @@ from optuna_dsat.launch.machine.journal import LeftoverWatch, TunerNotes
 from optuna_dsat.launch.machine.network import Doorbell, addresses, free_port, machine_id, reached
 from optuna_dsat.launch.machine.operators import BuildWatch, compile_operators
 from optuna_dsat.launch.machine.slots import SlotPool
-from optuna_dsat.launch.protocol import Preload, SlotsBusyError
+from optuna_dsat.launch.protocol import SlotsBusyError
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
+from optuna_dsat.runtime.agent.preload import Preload
 
 __all__ = ["VERSIONED", "NodeAgent", "digest_of", "versions"]
 

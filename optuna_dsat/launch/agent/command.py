@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.machine.devices import Device
-from optuna_dsat.launch.machine.processes import MARK_ENV
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
-from optuna_dsat.launch.machine.torchrun import LOOPBACK, LOOPBACK_ENVIRONMENT
 from optuna_dsat.launch.protocol import LaunchRequest, Rendezvous
 from optuna_dsat.launch.run_directory import _TRACKER_PLACES, RANK_VARIABLES, RunDirectory
 from optuna_dsat.runtime.adapt.journal import note
+from optuna_dsat.runtime.agent.processes import MARK_ENV
+from optuna_dsat.runtime.agent.torchrun import LOOPBACK, LOOPBACK_ENVIRONMENT
 from optuna_dsat.runtime.isolation.world import WorldPlan
 from optuna_dsat.runtime.rank import LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
 from optuna_dsat.script.arg_mapping import map_arguments
@@ -121,9 +121,9 @@ def _meeting(request: LaunchRequest, rendezvous: Rendezvous | None) -> tuple[str
 
 
 def agent_command(command: Sequence[str], *, record: Path, tuner_pid: int) -> list[str]:
-    """Return ``command`` (from ``torchrun_command``) run by ``machine/torchrun.py``, which ends with ``tuner_pid``."""
+    """Return ``command`` (from ``torchrun_command``) run by ``runtime/agent/torchrun.py``; it ends with the tuner."""
     python, _, _, *arguments = command
-    return [python, "-P", "-m", "optuna_dsat.launch.machine.torchrun", str(record), str(tuner_pid), *arguments]
+    return [python, "-P", "-m", "optuna_dsat.runtime.agent.torchrun", str(record), str(tuner_pid), *arguments]
 
 
 def launch_environment(

@@ -23,15 +23,17 @@ from optuna_dsat.launch.facts import EndFacts
 from optuna_dsat.launch.machine.host import BesideWatch, ProcessUsage
 from optuna_dsat.launch.machine.journal import remove_noted
 from optuna_dsat.launch.machine.operators import remove_stale_locks
-from optuna_dsat.launch.machine.processes import ProcessKey, kernel_oom_kills, new_mark
+from optuna_dsat.launch.machine.processes import kernel_oom_kills, new_mark
 from optuna_dsat.launch.machine.shared_memory import free_shared_bytes
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.machine.tree import AgentHandle, ProcessTree, end_launch
-from optuna_dsat.launch.protocol import Conditions, LaunchRequest, Preload, Rendezvous
+from optuna_dsat.launch.protocol import Conditions, LaunchRequest, Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.stacks import request_stacks
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.launch.warm.server import WarmOrder
+from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event, RankStarted, decode_event
 
 __all__ = ["Machine", "MachineLaunch", "NodeLaunch", "Started"]

@@ -19,8 +19,9 @@ from pathlib import Path
 import psutil
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.machine.processes import ProcessKey, cpu_seconds
+from optuna_dsat.launch.machine.processes import cpu_seconds
 from optuna_dsat.launch.protocol import Conditions
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import EngineReady, Event, StepMeasured
 from optuna_dsat.runtime.measure.memory import host_memory_bytes, memory_limits
 

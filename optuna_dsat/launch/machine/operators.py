@@ -1,11 +1,4 @@
-"""Compiles DeepSpeed's operators before the first trial, so that no measurement includes compilation.
-
-    python -P -m optuna_dsat.launch.machine.operators TUNER_PID BUILDER...
-
-prints a line of JSON for each builder, ``[builder, error]`` with an empty error on success. If a compiler is needed,
-``[builder]`` is printed first. This is a separate process because on a GPU the compilation queries CUDA for the
-device's capability.
-"""
+"""Compile DeepSpeed's operators before the first trial, so that no measurement includes compilation."""
 
 from __future__ import annotations
 
@@ -21,30 +14,18 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO
 
-from optuna_dsat.config.op_builders import COMMUNICATION
-from optuna_dsat.launch.machine.processes import MARK_ENV, kill_leftovers, new_mark
-from optuna_dsat.runtime.adapt.journal import guard_builds, is_held, remove_if_abandoned
-from optuna_dsat.runtime.process import die_with_parent
+from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
+from optuna_dsat.runtime.adapt.journal import is_held, remove_if_abandoned
+from optuna_dsat.runtime.agent.operators import extensions_dir, operator_name
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 
 __all__ = [
     "BUILDING",
-    "COMMUNICATION",
     "BuildWatch",
     "compile_operators",
-    "extensions_dir",
     "held_locks",
-    "is_built",
-    "operator_name",
     "remove_stale_locks",
 ]
-
-
-def extensions_dir(environ: Mapping[str, str]) -> Path:
-    """Return torch's folder of compiled extensions for an environment (``torch.utils.cpp_extension``)."""
-    if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(chosen)
-    cache = environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
 
 
 def remove_stale_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
@@ -72,35 +53,6 @@ def _locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
 
 BUILDING = "building {} (first use only, 1 to 3 min)"
 """Phase shown while waiting for a compiler."""
-_NAMES = {
-    "AsyncIOBuilder": "async_io",
-    "CPUAdagradBuilder": "cpu_adagrad",
-    "CPUAdamBuilder": "cpu_adam",
-    "CPULionBuilder": "cpu_lion",
-    "FusedAdamBuilder": "fused_adam",
-    "FusedLambBuilder": "fused_lamb",
-    "FusedLionBuilder": "fused_lion",
-    COMMUNICATION: "deepspeed_shm_comm",
-}
-"""Builder class -> its ``NAME`` in DeepSpeed 0.19.8, used for the folder and the library."""
-
-
-def operator_name(builder: str) -> str:
-    """Return the operator name of a builder; the builder's name if unknown."""
-    return _NAMES.get(builder, builder)
-
-
-def is_built(builder: str, environ: Mapping[str, str]) -> bool:
-    """Return whether torch's folder of compiled extensions has the operator of a builder.
-
-    Args:
-        builder: Class name of DeepSpeed's builder.
-        environ: Environment of the launches.
-    """
-    name, root = operator_name(builder), extensions_dir(environ)
-    return any(True for pattern in (f"{name}/{name}.so", f"*/{name}/{name}.so") for _ in root.glob(pattern))
-
-
 _LIMIT_S = 900.0
 """Time limit for compilation; an operator for CUDA takes some minutes."""
 _LOCKS_S = 5.0
@@ -117,7 +69,7 @@ def compile_operators(
         environ: Environment of the launches.
         on_phase: Called with the current activity, and with an empty string at the end.
     """
-    command = [sys.executable, "-P", "-m", "optuna_dsat.launch.machine.operators", str(os.getpid()), *builders]
+    command = [sys.executable, "-P", "-m", "optuna_dsat.runtime.agent.operators", str(os.getpid()), *builders]
     mark = new_mark()
     with (
         tempfile.TemporaryFile() as errors,
@@ -180,37 +132,6 @@ def _last_line(errors: IO[bytes]) -> str:
     errors.seek(0)
     lines = errors.read().decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "no answer"
-
-
-def _compile(name: str) -> str:
-    from deepspeed.accelerator import get_accelerator
-
-    try:
-        builder = get_accelerator().create_op_builder(name)
-        if builder is None or builder.NAME == "deepspeed_not_implemented":
-            return ""  # this device does not have or need such an operator
-        builder.load(verbose=False)
-    except Exception as error:  # noqa: BLE001 - any error is reported to the user
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ""
-
-
-def main(tuner_pid: int, builders: Sequence[str]) -> None:
-    """Compile and print the results; redirect the compilers' output to standard error. Ends with the tuner."""
-    die_with_parent(tuner_pid)
-    from torch.utils import file_baton
-
-    answer = os.dup(1)
-    os.dup2(2, 1)
-    guard_builds(file_baton)
-    for name in builders:
-        if not is_built(name, os.environ):
-            os.write(answer, json.dumps([name]).encode() + b"\n")
-        os.write(answer, json.dumps([name, _compile(name)]).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
 
 
 _LOOK_S = 1.0

@@ -15,8 +15,8 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Device
 from optuna_dsat.launch.machine.host import GpuSight
 from optuna_dsat.launch.machine.nvml import GpuUse, Nvml, NvmlError
-from optuna_dsat.launch.machine.processes import ProcessKey
 from optuna_dsat.launch.protocol import Holder
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.words import bytes_in_words
 
 __all__ = [

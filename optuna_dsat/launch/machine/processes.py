@@ -10,27 +10,18 @@ namespace can find launches whose tuner is gone. Processes without the variable 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import re
 import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from optuna_dsat.runtime.process_identity import process_space, start_ticks
+from optuna_dsat.runtime.agent.processes import KILL_LIMIT_S, MARK_ENV, Ending, ProcessKey, children_of
+from optuna_dsat.runtime.process_identity import START_TIME_FIELD, process_space, stat_fields
 
 __all__ = [
-    "KILL_LIMIT_S",
-    "MARK_ENV",
-    "Ending",
     "LaunchProcess",
-    "ProcessKey",
-    "children_of",
-    "end_processes",
     "end_with_descendants",
     "exit_code_of",
     "find_leftovers",
@@ -39,58 +30,20 @@ __all__ = [
     "kernel_oom_kills",
     "kill_leftovers",
     "new_mark",
-    "read_command",
     "refuse_survivors",
-    "stop_processes",
-    "take_mark",
 ]
 
-MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
-"""Environment variable that marks every process of a launch:
-``<uuid>:<pid of the tuner>:<its start time>:<boot id>:<PID namespace>``.
-"""
-
-_START_TIME_FIELD = 19
-"""Index of the start time (clock ticks since boot) after the command's name in ``/proc/PID/stat``: proc(5)."""
-
 _EXIT_STATUS_FIELD = 49
-"""Index of the exit status, as of ``wait``, in the same file."""
+"""Index of the exit status, as of ``wait``, in ``stat_fields``."""
 
 _CPU_TIME_FIELDS = (11, 12)
-"""Indices of the CPU time (clock ticks) in user and in kernel mode, in the same file."""
-
-_ENV_START_FIELD = 47
-"""Index of the address of the initial environment after the command's name in ``/proc/PID/stat``: proc(5)."""
-
-
-@dataclass(frozen=True)
-class ProcessKey:
-    """Identity of a process, distinct from a later process with the same PID."""
-
-    pid: int
-    start_ticks: int
-    """Clock ticks between the machine's boot and the process's start."""
-
-    @classmethod
-    def of(cls, pid: int) -> ProcessKey | None:
-        """Return the key of a living process; None if there is no such process (zombies count as dead)."""
-        start = start_ticks(pid)
-        return None if start is None else cls(pid, start)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process is still running."""
-        return ProcessKey.of(self.pid) == self
+"""Indices of the CPU time (clock ticks) in user and in kernel mode, in ``stat_fields``."""
 
 
 def cpu_seconds(key: ProcessKey) -> float | None:
     """Return the CPU time of a process without descendants, also of a zombie; None if it is gone."""
-    try:
-        text = Path(f"/proc/{key.pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    if not fields or int(fields[_START_TIME_FIELD]) != key.start_ticks:
+    fields = stat_fields(key.pid)
+    if not fields or int(fields[START_TIME_FIELD]) != key.start_ticks:
         return None
     return sum(int(fields[index]) for index in _CPU_TIME_FIELDS) / os.sysconf("SC_CLK_TCK")
 
@@ -100,23 +53,10 @@ def exit_code_of(key: ProcessKey) -> int | None:
 
     None while it runs, and after its parent has waited for it.
     """
-    try:
-        text = Path(f"/proc/{key.pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    if not fields or fields[0] != "Z" or int(fields[_START_TIME_FIELD]) != key.start_ticks:
+    fields = stat_fields(key.pid)
+    if not fields or fields[0] != "Z" or int(fields[START_TIME_FIELD]) != key.start_ticks:
         return None
     return os.waitstatus_to_exitcode(int(fields[_EXIT_STATUS_FIELD]))
-
-
-def read_command(pid: int) -> list[str]:
-    """Return the command line of a process; empty if it is gone or has none."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
-    return [os.fsdecode(word) for word in words if word]
 
 
 @dataclass(frozen=True)
@@ -145,30 +85,6 @@ def new_mark() -> str:
     own = ProcessKey.of(os.getpid())
     start = own.start_ticks if own is not None else 0
     return f"{uuid.uuid4()}:{os.getpid()}:{start}:{process_space()}"
-
-
-def take_mark(mark: str) -> None:
-    """Replace this process's mark by another mark of the same tuner.
-
-    ``/proc`` shows the environment that a process was *started* with, read from the process's memory. A fork has its
-    parent's, so the old mark is overwritten in memory (proc(5): ``environ``, field 50 of ``stat``).
-
-    Raises:
-        ValueError: If this process has no mark, or a mark of different length.
-        OSError: If ``/proc`` cannot be read.
-    """
-    initial = Path("/proc/self/environ").read_bytes()
-    place = initial.find(f"{MARK_ENV}=".encode())
-    if place < 0:
-        raise ValueError("this process was started without a mark")
-    place += len(MARK_ENV) + 1
-    length = initial.index(b"\0", place) - place
-    new = mark.encode()
-    if len(new) != length:
-        raise ValueError(f"a mark of {len(new)} bytes cannot take the place of one of {length}")
-    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    start = int(stat.rpartition(")")[2].split()[_ENV_START_FIELD])
-    ctypes.memmove(start + place, new, length)
 
 
 def _mark_of(pid: int) -> str | None:
@@ -204,34 +120,6 @@ def find_leftovers() -> list[LaunchProcess]:
     return [process for process in find_marked() if process.orphaned]
 
 
-def children_of(keys: Iterable[ProcessKey]) -> set[ProcessKey]:
-    """Return all living descendants of the given processes."""
-    processes: set[ProcessKey] = set()
-    for key in keys:
-        if not key.alive:
-            continue
-        with contextlib.suppress(psutil.Error):
-            pids = [child.pid for child in psutil.Process(key.pid).children(recursive=True)]
-            processes.update(child for pid in pids if (child := ProcessKey.of(pid)) is not None)
-    return processes
-
-
-def end_processes(keys: Iterable[ProcessKey]) -> None:
-    """Send SIGKILL to each process that is still running. Does not wait."""
-    for key in keys:
-        if key.alive:
-            with contextlib.suppress(psutil.Error):
-                psutil.Process(key.pid).kill()
-
-
-def stop_processes(keys: Iterable[ProcessKey]) -> None:
-    """Send SIGSTOP to each process that is still running."""
-    for key in keys:
-        if key.alive:
-            with contextlib.suppress(psutil.Error):
-                psutil.Process(key.pid).suspend()
-
-
 def kernel_oom_kills() -> int | None:
     """Return how many processes the kernel's OOM killer has killed; None if unknown.
 
@@ -255,88 +143,6 @@ def kernel_oom_kills() -> int | None:
         if counts.get("oom_kill", "").strip().isdigit():
             return int(counts["oom_kill"])
     return None
-
-
-KILL_LIMIT_S = 10.0
-"""Longest time for processes to end after SIGKILL."""
-
-_PROGRAMS_S = 1.0
-"""Time for programs to remove their temporary files after SIGTERM."""
-
-_CLEANERS_S = 1.0
-"""Time for cleaners."""
-
-_CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Commands of processes that remove shared memory once the processes that created it are gone."""
-
-_PYTHON = re.compile(r"python|pypy")
-"""Matches the name of a Python interpreter."""
-
-_PYTHON_LIBRARY = re.compile(rb"/lib(?:python|pypy)[^/\n]*$", re.MULTILINE)
-"""Matches a line of ``/proc/PID/maps`` that names the library of a Python interpreter."""
-
-
-class Ending:
-    """Terminate processes. Call ``end`` repeatedly until it returns an empty set.
-
-    Programs such as compilers, or shells with a trap, remove their temporary files on SIGTERM. They and their
-    children have ``_PROGRAMS_S`` for this. Python processes of a launch are killed at once: their handlers, which may
-    save a checkpoint, should not run. Cleaners exit when all other processes have ended, and get no signal before
-    ``_CLEANERS_S``.
-    """
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._began_ticks = 0
-        """The same time in clock ticks since boot, as for process starts."""
-        self._spared: set[ProcessKey] = set()
-        """Programs that have received SIGTERM, or have been started since."""
-
-    def end(self, keys: Iterable[ProcessKey]) -> set[ProcessKey]:
-        """Terminate or kill each running process except cleaners; return these processes. Does not wait."""
-        alive = {key for key in keys if key.alive}
-        if not alive:
-            return set()
-        is_first = self._began is None
-        if self._began is None:
-            self._began, self._began_ticks = time.monotonic(), _ticks()
-        waited_s = time.monotonic() - self._began
-        ended = {key for key in alive if waited_s >= _CLEANERS_S or not _is_cleaner(key.pid)}
-        if waited_s >= _PROGRAMS_S:
-            end_processes(ended)
-            return ended
-        new = {key for key in ended - self._spared if _is_program(key.pid)}
-        self._spared |= new
-        end_processes(ended - self._spared)
-        _ask({key for key in new if is_first or key.start_ticks < self._began_ticks})
-        return ended
-
-
-def _ticks() -> int:
-    """Return the clock ticks since the machine's boot."""
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-
-
-def _ask(keys: Iterable[ProcessKey]) -> None:
-    """Send SIGTERM to each running process, parents first: a shell continues when its child ends."""
-    for key in sorted(keys, key=lambda process: (process.start_ticks, process.pid)):
-        with contextlib.suppress(psutil.Error):
-            psutil.Process(key.pid).terminate()
-
-
-def _is_cleaner(pid: int) -> bool:
-    """Return whether a process removes leftover shared memory of other processes when these are gone."""
-    return any(name in word for word in read_command(pid) for name in _CLEANERS)
-
-
-def _is_program(pid: int) -> bool:
-    """Return whether a process runs a program other than Python; False if unknown."""
-    try:
-        if _PYTHON.search(Path(f"/proc/{pid}/exe").readlink().name):
-            return False
-        return not _PYTHON_LIBRARY.search(Path(f"/proc/{pid}/maps").read_bytes())
-    except OSError:  # gone, or another user's process
-        return False
 
 
 def refuse_survivors(keys: Iterable[ProcessKey], *, since: float, limit_s: float = KILL_LIMIT_S) -> None:

@@ -14,8 +14,8 @@ from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.launch.machine.host import GpuSight, own_folder
 from optuna_dsat.launch.machine.nvml import DeviceError, Nvml, NvmlError
 from optuna_dsat.launch.machine.owners import GpuMonitor, holders_in_words, label, lock, lock_owner, lock_path, unlock
-from optuna_dsat.launch.machine.processes import ProcessKey
 from optuna_dsat.launch.protocol import Holder, SlotsBusyError, SlotsTakenError
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.words import things_in_words
 
 __all__ = ["SlotLease", "SlotPool", "only_free"]

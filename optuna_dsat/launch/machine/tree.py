@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from optuna_dsat.launch.machine.host import ProcessUsage, read_usage
-from optuna_dsat.launch.machine.processes import (
-    KILL_LIMIT_S,
+from optuna_dsat.launch.machine.processes import end_with_descendants, find_marked, has_mark, refuse_survivors
+from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch
+from optuna_dsat.runtime.agent.processes import (
     Ending,
     ProcessKey,
+    child_pids,
     children_of,
     end_processes,
-    end_with_descendants,
-    find_marked,
-    has_mark,
-    refuse_survivors,
     stop_processes,
 )
-from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch
 from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.runtime.process_identity import process_space
 
@@ -34,12 +28,9 @@ __all__ = [
     "AgentHandle",
     "OrphanWatch",
     "ProcessTree",
-    "adopt_orphans",
-    "end_children",
     "end_launch",
     "end_noted",
     "first_failure_code",
-    "own_children",
     "read_exit_codes",
 ]
 
@@ -102,46 +93,8 @@ def first_failure_code(record: Path) -> int | None:
 # ``PR_SET_CHILD_SUBREAPER``): the agent or, if that was killed, the process from which launches are forked. Processes
 # that may outlive both are recorded, so that the next start ends them.
 
-_PR_SET_CHILD_SUBREAPER = 36
-"""``linux/prctl.h``."""
-
 _PAUSE_S = 0.5
 """Interval between checks of a launch's processes; each takes about a millisecond per rank."""
-
-
-def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process. Does nothing outside Linux."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def own_children() -> set[ProcessKey]:
-    """Return the living children of this process."""
-    return {key for pid in _children(os.getpid()) if (key := ProcessKey.of(pid)) is not None}
-
-
-def end_children(*, but: Collection[ProcessKey] = ()) -> None:
-    """End the descendants of this process, and wait until they are gone.
-
-    Args:
-        but: Children to spare, with all their descendants.
-    """
-    began, ending = time.monotonic(), Ending()
-    while time.monotonic() - began < KILL_LIMIT_S and (left := own_children() - {*but}):
-        ending.end(left | children_of(left))
-        time.sleep(0.005)
-    for pid in _children(os.getpid()) - {key.pid for key in but}:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)  # an adopted child remains a zombie until then
-
-
-def _children(pid: int) -> set[int]:
-    """Return the PIDs of a process's children, including zombies; cheap with any number of processes."""
-    numbers: set[int] = set()
-    with contextlib.suppress(OSError, ValueError):  # gone, or not supported by the kernel
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            numbers.update(map(int, (thread / "children").read_text(encoding="ascii").split()))
-    return numbers
 
 
 class OrphanWatch:
@@ -175,7 +128,7 @@ class OrphanWatch:
         processes: set[ProcessKey] = set()
         ahead = [key for key in self._roots() if key.alive]
         while ahead:
-            keys = {key for pid in _children(ahead.pop().pid) if (key := ProcessKey.of(pid)) is not None}
+            keys = {key for pid in child_pids(ahead.pop().pid) if (key := ProcessKey.of(pid)) is not None}
             ahead += keys - processes
             processes |= keys
         return processes

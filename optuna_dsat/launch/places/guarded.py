@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from optuna_dsat.launch.machine.processes import MARK_ENV, kill_leftovers, new_mark
+from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 
 __all__ = ["main"]
 

@@ -13,18 +13,13 @@ from optuna_dsat.launch.isolation import FolderWatch, why_no_overlay
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.journal import LeftoverWatch, TunerNotes, remove_noted
 from optuna_dsat.launch.machine.nvml import DeviceError
-from optuna_dsat.launch.machine.operators import (
-    COMMUNICATION,
-    BuildWatch,
-    compile_operators,
-    operator_name,
-    remove_stale_locks,
-)
+from optuna_dsat.launch.machine.operators import BuildWatch, compile_operators, remove_stale_locks
 from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.protocol import Holder, LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
+from optuna_dsat.runtime.agent.operators import COMMUNICATION, operator_name
 from optuna_dsat.runtime.isolation.world import NEW_CACHES
 
 __all__ = ["Here"]

@@ -9,9 +9,10 @@ from enum import Enum
 from typing import Any
 
 from optuna_dsat.launch.agent.agent import versions
-from optuna_dsat.launch.machine.torchrun import LOOPBACK
 from optuna_dsat.launch.places.engine import ClusterError, Engine, News, Place, PlaceState
-from optuna_dsat.launch.protocol import Preload, Rendezvous
+from optuna_dsat.launch.protocol import Rendezvous
+from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.agent.torchrun import LOOPBACK
 
 __all__ = ["HeldPlace", "Layout", "Stage"]
 

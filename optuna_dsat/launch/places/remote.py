@@ -8,9 +8,9 @@ from typing import Any
 
 from optuna_dsat.launch.facts import EndFacts
 from optuna_dsat.launch.machine.host import ProcessUsage
-from optuna_dsat.launch.machine.processes import ProcessKey
 from optuna_dsat.launch.places.place import HeldPlace
 from optuna_dsat.launch.protocol import Conditions
+from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event
 
 __all__ = ["RemoteLaunch"]

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from optuna_dsat.launch.classify import Verdict
 from optuna_dsat.launch.launch import FailedFork, Launch
-from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
-from optuna_dsat.launch.protocol import Preload
+from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.run_directory import RANK_VARIABLES, TRACKER_FOLDERS
 from optuna_dsat.launch.warm.server import ForkServer, WarmAgent, WarmOrder, WarmUnavailableError, can_fork
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.rank import LAUNCH_ENV
 
 __all__ = ["IMPORTING", "Forking"]

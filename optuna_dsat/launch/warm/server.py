@@ -1,4 +1,4 @@
-"""Warm launches: the tuner's end of the fork server (``launch/warm/process.py``).
+"""Warm launches: the tuner's end of the fork server (``runtime/agent/fork_server.py``).
 
 The fork server has imported torch, DeepSpeed and the other modules of the script. It forks torchrun's agent for each
 launch, and the agent forks the ranks, so that start-up time is mostly the script's.
@@ -20,16 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.launch.machine.processes import (
-    MARK_ENV,
-    ProcessKey,
-    children_of,
-    end_with_descendants,
-    exit_code_of,
-    kill_leftovers,
-)
-from optuna_dsat.launch.protocol import Preload
+from optuna_dsat.launch.machine.processes import end_with_descendants, exit_code_of, kill_leftovers
 from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey, children_of
 
 __all__ = ["ForkServer", "WarmAgent", "WarmOrder", "WarmUnavailableError", "can_fork"]
 
@@ -115,7 +109,7 @@ class ForkServer:
     def __init__(self, environ: Mapping[str, str], log: Path) -> None:
         self._mark = environ[MARK_ENV]
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-u", "-m", "optuna_dsat.launch.warm.process"]
+        command = [sys.executable, "-P", "-u", "-m", "optuna_dsat.runtime.agent.fork_server"]
         with theirs, log.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid())],

@@ -18,8 +18,9 @@ from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
 from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest, Preload
+from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule, loads_all, samples_per_rank

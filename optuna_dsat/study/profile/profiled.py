@@ -11,7 +11,7 @@ from optuna_dsat.config.op_builders import operators_of
 from optuna_dsat.config.record import Record
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import ModelProfile
-from optuna_dsat.launch.protocol import Preload
+from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer

@@ -12,10 +12,11 @@ from typing import Any
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.misspelt import misspelt_in_words
 from optuna_dsat.config.op_builders import operators_at_start
-from optuna_dsat.launch.machine.operators import is_built
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import LaunchReport, Preload
+from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.operators import is_built
+from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import EngineReady, Event
 from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.confirm.loss_check import check_loss

@@ -1,6 +1,6 @@
 """The fork server of warm launches: imports the shared modules of all launches once, and forks an agent per launch.
 
-    python -P -u -m optuna_dsat.launch.warm.process CONTROL_FD TUNER_PID
+    python -P -u -m optuna_dsat.runtime.agent.fork_server CONTROL_FD TUNER_PID
 
 It has a single thread, computes nothing and uses no device. Over its control socket it receives lines of JSON,
 ``{"do": "preload", ...}`` and ``{"do": "launch", ...}``, and sends the events ``ready``, ``started`` (or ``refused``)
@@ -19,13 +19,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from optuna_dsat.launch.machine import torchrun
-from optuna_dsat.launch.machine.cuda import driver_is_initialised
-from optuna_dsat.launch.machine.processes import ProcessKey, take_mark
-from optuna_dsat.launch.machine.tree import adopt_orphans, end_children, own_children
-from optuna_dsat.launch.protocol import Preload
-from optuna_dsat.launch.warm.forked import ParentState, become_agent, fork_child, forked_ranks
-from optuna_dsat.launch.warm.imports import load
+from optuna_dsat.runtime.agent import torchrun
+from optuna_dsat.runtime.agent.cuda import driver_is_initialised
+from optuna_dsat.runtime.agent.forked import ParentState, become_agent, fork_child, forked_ranks
+from optuna_dsat.runtime.agent.preload import Preload, load
+from optuna_dsat.runtime.agent.processes import ProcessKey, adopt_orphans, end_children, own_children, take_mark
 from optuna_dsat.runtime.process import die_with_parent
 
 __all__ = ["main"]

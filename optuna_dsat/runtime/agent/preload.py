@@ -18,20 +18,69 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from optuna_dsat.launch.machine.cuda import driver_is_initialised, restore_cuda, use_named_gpu_count
-from optuna_dsat.launch.protocol import Preload
 from optuna_dsat.runtime.adapt.journal import guard_builds
+from optuna_dsat.runtime.agent.cuda import driver_is_initialised, restore_cuda, use_named_gpu_count
+from optuna_dsat.runtime.events import ModulesImported
 from optuna_dsat.runtime.imports import ImportWatch, as_text
 
-__all__ = ["PreloadResult", "load"]
+__all__ = ["BASE_MODULES", "Preload", "PreloadResult", "load"]
+
+BASE_MODULES = (
+    "numpy",
+    "torch",
+    "torch.distributed.run",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch._dynamo",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.original_muon",
+)
+"""Modules that every launch needs. NumPy is first, so that the threads of its OpenBLAS can be counted."""
+
+
+@dataclass(frozen=True)
+class Preload:
+    """Modules to import before ranks are forked."""
+
+    modules: tuple[str, ...] = BASE_MODULES
+    """In import order. A module that cannot be imported is skipped: the rank that needs it reports the error."""
+    operators: tuple[str, ...] = ()
+    """Names of compiled operators of DeepSpeed (``deepspeed_shm_comm``)."""
+    left_out: tuple[str, ...] = ()
+    """Excluded packages: neither they nor modules that import them are imported."""
+    environment: tuple[str, ...] = ()
+    """Environment variables that the script changes, which no import may read beforehand."""
+
+    @classmethod
+    def learned(cls, imported: ModulesImported) -> Preload:
+        """Return ``BASE_MODULES`` and the modules that a profile launch imported."""
+        return cls(
+            modules=(*BASE_MODULES, *imported.modules),
+            operators=tuple(imported.operators),
+            environment=tuple(imported.environment),
+        )
+
+    def changed(self, *, added: Sequence[str], left_out: Sequence[str]) -> Preload:
+        """Return a copy with added modules and excluded packages."""
+        return replace(self, modules=(*self.modules, *added), left_out=(*self.left_out, *left_out))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Sequence[str]]) -> Preload:
+        """Build from the output of ``to_json``."""
+        return cls(**{name: tuple(names) for name, names in record.items()})
+
 
 _OWN = "optuna_dsat"
 

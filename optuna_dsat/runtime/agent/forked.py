@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from optuna_dsat.launch.machine.cuda import driver_is_initialised, restore_cuda
+from optuna_dsat.runtime.agent.cuda import driver_is_initialised, restore_cuda
 
 __all__ = ["ParentState", "become_agent", "fork_child", "forked_ranks", "resolve_python_path"]
 

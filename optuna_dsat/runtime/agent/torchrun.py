@@ -1,6 +1,6 @@
 """torchrun that ends with the tuner and records its ranks' exit codes.
 
-    python -m optuna_dsat.launch.machine.torchrun RECORD TUNER_PID TORCHRUN_ARGUMENTS...
+    python -m optuna_dsat.runtime.agent.torchrun RECORD TUNER_PID TORCHRUN_ARGUMENTS...
 
 The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with seven differences:
 
@@ -9,7 +9,7 @@ The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with seve
   never parsed from logs.
 - If a signal ends it, its exit code is 128 plus the signal, as in shells.
 - It serves a single machine, so it does not wait for others.
-- It never calls CUDA (``launch/machine/cuda.py``).
+- It never calls CUDA (``runtime/agent/cuda.py``).
 - It enters the launch's private view of the file system (``runtime/isolation/world.py``).
 - It ends after all processes that a measured launch has started (``launch/machine/tree.py``).
 """
@@ -25,8 +25,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.launch.machine.cuda import cuda_hidden
-from optuna_dsat.launch.machine.tree import adopt_orphans, end_children
+from optuna_dsat.runtime.agent.cuda import cuda_hidden
+from optuna_dsat.runtime.agent.processes import adopt_orphans, end_children
 from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.isolation.world import enter_world
 from optuna_dsat.runtime.process import AGENT_ENV, die_with_parent

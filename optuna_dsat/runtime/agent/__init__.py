@@ -1,0 +1,1 @@
+"""A launch before its ranks start: torchrun, and the process that warm launches are forked from."""
