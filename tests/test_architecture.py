@@ -36,13 +36,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "guided": GROUND | PURE,
     "samplers": {"trials", "guided"},
     "integrations": {"errors", "runtime", "script"},
-    "launch": GROUND | {"config", "runtime", "script"},
-    "store": GROUND | {"runtime", "trials", "launch"},
+    "launch": {"version"} | GROUND | {"config", "runtime", "script"},
+    "store": {"version"} | GROUND | {"runtime", "trials", "launch"},
     "study": GROUND | PURE | {"runtime", "script", "samplers", "pruners", "guided", "launch", "store"},
     "report": {"version"} | GROUND | PURE | {"runtime", "pruners", "guided", "launch", "store", "study"},
     "plan": GROUND | PURE | {"launch", "store", "study"},
     "display": GROUND | {"study"},
-    "doctor": GROUND | {"config", "runtime", "launch", "store"},
+    "doctor": GROUND | {"config", "runtime", "script", "launch", "store"},
     "tuning": GROUND | PURE | {"script", "launch", "store", "study", "display", "report"},
     "cli": GROUND
     | PURE

@@ -25,6 +25,8 @@ _FILLING = frozenset({"transformers", "trl", "accelerate", "lightning", "pytorch
 class _Use:
     """Information about the config in a training command."""
 
+    python: str | None = None
+    """Interpreter that the command names."""
     ranks: int | None = None
     """None if unknown."""
     fills_auto: bool | None = None
@@ -41,19 +43,27 @@ def check(
             show_default=False,
         ),
     ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option("--python", help="Python of the script, which has DeepSpeed.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what is wrong with a DeepSpeed config, all at once and without a launch; exit with 2 if anything is."""
     from optuna_dsat.config.user_file import read
     from optuna_dsat.doctor.config_check import check as findings_of
     from optuna_dsat.doctor.finding import Status, to_json
+    from optuna_dsat.script.interpreter import named_python, script_python
 
     raw = read(config)
     words = [word for at, word in enumerate(command or ()) if at or word != "--json"]
     as_json = as_json or words != list(command or ())
-    use = _use_of(words, config=config)
+    use = _use_of(words, config=config, python=None if python is None else named_python(python))
+    python = script_python(python or use.python) or sys.executable
     say_prose("Loading torch and DeepSpeed, which takes some seconds.", file=sys.stderr)
-    findings = findings_of(raw, ranks=use.ranks, fills_auto=use.fills_auto, trainer_arguments=use.trainer_arguments)
+    findings = findings_of(
+        raw, python=python, ranks=use.ranks, fills_auto=use.fills_auto, trainer_arguments=use.trainer_arguments
+    )
     wrong = sum(finding.status in (Status.FATAL, Status.PROBLEM) for finding in findings)
     if as_json:
         print(json.dumps({"usable": not wrong, "findings": to_json(findings)["findings"]}, indent=2))
@@ -65,7 +75,7 @@ def check(
         say_prose(f"{config}: nothing is wrong.")
 
 
-def _use_of(words: Sequence[str], *, config: Path) -> _Use:
+def _use_of(words: Sequence[str], *, config: Path, python: str | None) -> _Use:
     """Return the information about its config in a training command.
 
     Raises:
@@ -78,7 +88,7 @@ def _use_of(words: Sequence[str], *, config: Path) -> _Use:
     from optuna_dsat.script.config_location import find_config
 
     cwd = Path.cwd()
-    command = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
+    command = read_command(words, cwd=cwd, python=python, on_notice=lambda note: say_prose(note, file=sys.stderr))
     if command is None:
         command = LaunchCommand(script=words[0], args=tuple(words[1:]))
     folder = Path(command.folder or cwd)
@@ -90,6 +100,7 @@ def _use_of(words: Sequence[str], *, config: Path) -> _Use:
     arguments = _arguments(command.args)
     by_trainer = isinstance(arguments.get("deepspeed"), str)  # DeepSpeed's option of this name has no value
     return _Use(
+        python=command.python,
         ranks=1 if alone else None if command.ranks is None else command.ranks * command.nodes,
         fills_auto=True if by_trainer else None if packages & _FILLING or "deepspeed" not in packages else False,
         trainer_arguments=arguments if by_trainer else None,

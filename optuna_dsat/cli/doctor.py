@@ -59,6 +59,12 @@ def doctor(
             show_default=False,
         ),
     ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            "--python", help="Python of your script; without it the one that a search would choose.", show_default=False
+        ),
+    ] = None,
     on: Annotated[
         _Cluster | None,
         typer.Option("--on", help="Look at nodes of this cluster, too, holding them for a moment.", show_default=False),
@@ -89,7 +95,7 @@ def doctor(
     from optuna_dsat.doctor.examination import examine
     from optuna_dsat.doctor.finding import exit_code, to_json
 
-    findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme)
+    findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme, python=python)
     if on is not None:
         files = [Path.cwd(), *([] if script is None else [Path.cwd() / script])]
         findings += _of_nodes(

@@ -55,8 +55,8 @@ def _findings(place: HeldPlace, layout: Layout) -> Iterator[Finding]:
         text = f"{held.name} was not granted in {_WAIT_S:g} s{why}: its nodes were not looked at."
         yield Finding(area=_AREA, name="nodes", status=Status.PROBLEM, text=text)
         return
-    for name, hello, seen in place.nodes:
-        software = ", ".join(f"{package} {version}" for package, version in hello["versions"].items())
+    for name, seen in place.nodes:
+        software = ", ".join(f"{package} {version}" for package, version in seen["versions"].items())
         kinds = dict.fromkeys(seen["devices"])
         what = f"{len(seen['devices'])} x {', '.join(kinds)}" if layout.kind == "cuda" else f"{layout.slots} CPU ranks"
         yield Finding(
@@ -64,7 +64,7 @@ def _findings(place: HeldPlace, layout: Layout) -> Iterator[Finding]:
             name=name,
             status=Status.FINE,
             text=f"{name}: {what}; {software}.",
-            data={"versions": dict(hello["versions"]), "devices": list(seen["devices"])},
+            data={"versions": dict(seen["versions"]), "devices": list(seen["devices"])},
         )
     meeting = f"Nodes meet at {place.address}." if layout.nodes > 1 else "A launch stays on one node."
     yield Finding(area=_AREA, name="network", status=Status.FINE, text=meeting, data={"address": place.address})

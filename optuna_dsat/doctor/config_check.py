@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ _SEVERITY = (Status.FATAL, Status.PROBLEM, Status.NOTE)
 def check(
     config: Mapping[str, Any],
     *,
+    python: str = sys.executable,
     ranks: int | None = None,
     fills_auto: bool | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
@@ -58,6 +60,7 @@ def check(
 
     Args:
         config: The config as in its file.
+        python: Interpreter that has DeepSpeed.
         ranks: Data-parallel ranks; None if unknown.
         fills_auto: Whether the script's trainer fills in "auto" and batch sizes; None if unknown.
         trainer_arguments: Arguments of the Hugging Face Trainer in the command, by name.
@@ -68,7 +71,8 @@ def check(
     sound = ds_config.with_values(sound, {key: None if item == (ds_config.ALL,) else item[0] for key, item in lists})
     batches = list(_of_batches(sound, ranks))
     given = {"config": _filled(sound, bool(batches)), "ranks": ranks or _implied_ranks(sound)}
-    probed = run_probe("optuna_dsat.doctor.config_probe", environ={**os.environ, "DS_ACCELERATOR": "cpu"}, given=given)
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    probed = run_probe("optuna_dsat.doctor.config_probe", python=python, environ=environ, given=given)
     if "error" in probed:
         text = f"DeepSpeed cannot be imported, and the config is checked in part alone: {probed['error']}"
         findings.append(_finding(["deepspeed"], Status.FATAL, text, "optuna-dsat doctor says more"))

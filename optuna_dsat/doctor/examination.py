@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import platform
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from optuna_dsat.doctor import launchers, libraries, nvme, offloads, operators
 from optuna_dsat.doctor import storage as storage_check
-from optuna_dsat.doctor.finding import Finding
+from optuna_dsat.doctor.finding import Finding, Status
 from optuna_dsat.doctor.machine import device_findings, find_gpus, host_findings
+from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Nvml
+from optuna_dsat.script.interpreter import examined, script_python
 
 __all__ = ["examine"]
 
@@ -20,6 +24,7 @@ def examine(
     output_dir: Path,
     storage: str | None = None,
     nvme_path: Path | None = None,
+    python: str | None = None,
     environ: Mapping[str, str] | None = None,
     nvml: Nvml | None = None,
     ask: Callable[..., libraries.Libraries] = libraries.ask,
@@ -30,15 +35,18 @@ def examine(
         output_dir: Output directory of launches.
         storage: Storage URL to check; None to skip.
         nvme_path: Folder on the drive to measure for offload; None to skip.
+        python: Interpreter of the script; None for the one that a search would choose.
         environ: Environment of launches; None for this process's.
         nvml: NVML to query; None for the machine's.
         ask: Queries torch and DeepSpeed.
     """
     environ = os.environ if environ is None else environ
     gpus = find_gpus(environ=environ, nvml=nvml)
-    result = ask(cpu=gpus.count == 0, environ=environ)
+    python, interpreter = _interpreter(python)
+    result = ask(cpu=gpus.count == 0, python=python, environ=environ)
     findings = [
         *device_findings(gpus),
+        interpreter,
         *libraries.findings(result, gpus=gpus.count),
         *host_findings(output_dir=output_dir, environ=environ),
         launchers.finding(result),
@@ -50,3 +58,22 @@ def examine(
     if storage is not None:
         findings.append(storage_check.examine(storage))
     return findings
+
+
+def _interpreter(named: str | None) -> tuple[str, Finding]:
+    """Return the interpreter of launches and the finding on it."""
+    own = f"{sys.executable}: Python {platform.python_version()}"
+    try:
+        python = script_python(named) or sys.executable
+        text, status, versions = f"Launches run with {examined(python)}", Status.FINE, examined(python).all_versions
+    except UsageError as error:
+        python, text, status, versions = named or sys.executable, str(error), Status.FATAL, {}
+    if python != sys.executable:
+        text = f"{text.removesuffix('.')}. optuna-dsat runs with {own}"
+    return python, Finding(
+        area="software",
+        name="interpreter",
+        status=status,
+        text=text,
+        data={"python": python, "versions": versions, "tuner": sys.executable},
+    )

@@ -1,4 +1,4 @@
-"""Check torch and DeepSpeed of this environment, queried in a subprocess."""
+"""Check torch and DeepSpeed of the script's environment, queried in a subprocess."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.script.interpreter import module_command, with_package
 from optuna_dsat.words import things_in_words
 
 __all__ = ["Libraries", "ask", "findings", "run_probe"]
@@ -42,34 +43,40 @@ class Libraries:
         return bool(self.deepspeed.get("operators", {}).get(name, {}).get("installed", False))
 
 
-def ask(*, cpu: bool, environ: Mapping[str, str] | None = None) -> Libraries:
+def ask(*, cpu: bool, python: str = sys.executable, environ: Mapping[str, str] | None = None) -> Libraries:
     """Query versions and capabilities of torch and DeepSpeed in a subprocess.
 
     Args:
         cpu: Whether launches run on the CPU; DeepSpeed then does not look for GPUs.
+        python: Interpreter of the launches.
         environ: Environment of the subprocess; None for this process's.
     """
     base = dict(os.environ if environ is None else environ)
     if cpu:
         base.setdefault("DS_ACCELERATOR", "cpu")
-    facts = run_probe("optuna_dsat.doctor.probe", environ=base)
+    facts = run_probe("optuna_dsat.doctor.probe", environ=base, python=python)
     facts = {"torch": facts} if "error" in facts else facts
     return Libraries(torch=facts["torch"], deepspeed=facts.get("deepspeed", {"error": "torch cannot be imported"}))
 
 
-def run_probe(module: str, *, environ: Mapping[str, str], given: Any = None) -> dict[str, Any]:
+def run_probe(module: str, *, python: str, environ: Mapping[str, str], given: Any = None) -> dict[str, Any]:
     """Return the JSON output of a module that imports torch and DeepSpeed; ``error`` if it ends without output.
 
     Args:
         module: The module, run in a separate process.
+        python: Its interpreter.
         environ: Environment of the process.
         given: JSON data for its stdin.
     """
-    command = [sys.executable, "-m", module]
-    text = json.dumps(given)
     try:
         done = subprocess.run(
-            command, env=environ, input=text, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+            module_command(python, module),
+            env={**environ, "PYTHONPATH": with_package(environ.get("PYTHONPATH"))},
+            input=json.dumps(given),
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
         )
         facts: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
@@ -102,7 +109,7 @@ def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
             name="torch",
             status=Status.FATAL,
             text=f"torch cannot be imported: {torch['error']}",
-            remedy="Install torch into the environment of optuna-dsat: https://pytorch.org/get-started",
+            remedy="Install torch into the environment of your script: https://pytorch.org/get-started",
             data=dict(torch),
         )
     build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a build without CUDA"
@@ -144,7 +151,7 @@ def _deepspeed(deepspeed: Mapping[str, Any]) -> Finding:
             name="deepspeed",
             status=Status.FATAL,
             text=f"DeepSpeed cannot be imported: {deepspeed['error']}",
-            remedy="pip install 'deepspeed>=0.14.5' into the environment of optuna-dsat",
+            remedy="pip install 'deepspeed>=0.14.5' into the environment of your script",
             data=dict(deepspeed),
         )
     return Finding(

@@ -32,9 +32,14 @@ def in_folder(folder: str) -> list[str]:
     return [] if here.resolve() == Path(folder).resolve() else ["-C", folder]
 
 
-def program(name: str) -> str:
-    """Return the name of a program of this Python's environment, or its path if ``PATH`` finds another program."""
-    own, result = Path(sys.executable).with_name(name), shutil.which(name)
+def program(name: str, python: str | None = None) -> str:
+    """Return the name of a program of a Python's environment, or its path if ``PATH`` finds another program.
+
+    Args:
+        name: Name of the program.
+        python: The interpreter; None for the one of this process.
+    """
+    own, result = Path(python or sys.executable).with_name(name), shutil.which(name)
     is_found = result is not None and Path(result).parent.resolve() == own.parent.resolve()
     return name if is_found or not own.exists() else str(own)
 

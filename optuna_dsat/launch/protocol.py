@@ -6,6 +6,7 @@ A launcher may run on a different machine than the tuner: requests, updates and 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -94,6 +95,13 @@ class ScriptCommand:
     """Key of the DeepSpeed config -> script option that is set to its value."""
     batch_source: Mapping[str, Any] = field(default_factory=dict)
     """How the script derives its batch size, apart from its options: see ``runtime/adapt/batch_sources.py``."""
+    python: str | None = None
+    """Interpreter of the ranks; None for the one of the process that starts them."""
+
+    @property
+    def interpreter(self) -> str:
+        """Path of the interpreter of the ranks."""
+        return self.python or sys.executable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,11 +199,6 @@ class RunDirectory:
         """Folder for the launch's changes to the user's files; removed after the launch."""
         return self.root / "world"
 
-    @property
-    def python_path(self) -> Path:
-        """Folder with a link to the package, for ``PYTHONPATH`` if the package is not installed."""
-        return self.root / "pythonpath"
-
     def events(self, rank: int) -> Path:
         """Event file of a rank."""
         return self.events_dir / f"rank{rank}.jsonl"
@@ -260,13 +255,6 @@ class RunDirectory:
             OutputError: If it cannot be written.
         """
         self.write_json(self.report, asdict(report))
-
-    def link_package(self, package_dir: Path) -> Path:
-        """Link the package at ``package_dir`` into ``python_path``; return ``python_path``."""
-        with _readable_errors(self.python_path):
-            self.python_path.mkdir()
-            (self.python_path / package_dir.name).symlink_to(package_dir, target_is_directory=True)
-        return self.python_path
 
 
 RANK_VARIABLES = frozenset(

@@ -7,9 +7,9 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
+import optuna
 from optuna.exceptions import DuplicatedStudyError
 from optuna.storages import BaseStorage
 from optuna.storages._rdb.models import StudyModel, StudyUserAttributeModel
@@ -21,6 +21,7 @@ from optuna_dsat.errors import StudyConflictError, UsageError
 from optuna_dsat.runtime.files import storable
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, LaunchRow, StepRow, StudyRow, insert_or_skip
+from optuna_dsat.version import __version__
 
 __all__ = ["STUDY_UUID", "Registry", "StudyRecord"]
 
@@ -28,7 +29,6 @@ STUDY_UUID = "dsat_study_uuid"
 """User attribute of the Optuna study with the UUID by which our rows refer to it."""
 
 _STUDY_TABLES = (StepRow, LaunchRow, ClaimRow, HeartbeatRow)
-_PACKAGES = ("optuna-dsat", "optuna", "deepspeed", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,15 @@ class Registry:
         self._database = database
         self._storage = storage
 
-    def create(self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection) -> StudyRecord:
+    def create(
+        self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection, versions: Mapping[str, str]
+    ) -> StudyRecord:
         """Create a study, or return the existing study if its spec is equal.
 
         Args:
             name: Its name.
             spec: The validated spec, JSON values only.
+            versions: Python, torch and DeepSpeed in launches, and their versions.
             direction: Whether the metric is maximized or minimized.
 
         Returns:
@@ -73,9 +76,13 @@ class Registry:
                 optuna-dsat.
         """
         wanted = json.loads(json.dumps(spec, allow_nan=False))
-        return self._database.exclusively("create a study", lambda: self._create_locked(name, wanted, direction))
+        return self._database.exclusively(
+            "create a study", lambda: self._create_locked(name, wanted, direction, versions)
+        )
 
-    def _create_locked(self, name: str, wanted: dict[str, Any], direction: StudyDirection) -> StudyRecord:
+    def _create_locked(
+        self, name: str, wanted: dict[str, Any], direction: StudyDirection, versions: Mapping[str, str]
+    ) -> StudyRecord:
         existing = self.find(name)
         if existing is not None:
             if existing.spec != wanted:
@@ -87,7 +94,11 @@ class Registry:
             return existing
         study_id = self._optuna_study(name, direction)
         record = StudyRecord(
-            uuid=str(uuid.uuid4()), name=name, spec=wanted, created_at=time.time(), versions=_versions()
+            uuid=str(uuid.uuid4()),
+            name=name,
+            spec=wanted,
+            created_at=time.time(),
+            versions={"optuna-dsat": __version__, "optuna": optuna.__version__, **versions},
         )
         self._database.run(lambda session: insert_or_skip(session, StudyRow, [asdict(record)]))
         self._storage.set_study_user_attr(study_id, STUDY_UUID, record.uuid)
@@ -221,13 +232,3 @@ def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     keys = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
     shown = ", ".join(keys[:4])
     return f"it differs in {shown}" if len(keys) <= 4 else f"it differs in {shown} and {len(keys) - 4} more"
-
-
-def _versions() -> dict[str, str]:
-    result: dict[str, str] = {}
-    for package in _PACKAGES:
-        try:
-            result[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return result

@@ -163,11 +163,16 @@ class Store:
         self.close()
 
     def create_study(
-        self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection | str = "maximize"
+        self,
+        name: str,
+        spec: Mapping[str, Any],
+        *,
+        direction: StudyDirection | str = "maximize",
+        versions: Mapping[str, str] | None = None,
     ) -> StudyRecord:
         """Create a study, or return the existing study if its spec is equal. See ``Registry.create``."""
         wanted = StudyDirection[direction.upper()] if isinstance(direction, str) else direction
-        return self._registry.create(name, spec, direction=wanted)
+        return self._registry.create(name, spec, direction=wanted, versions=versions or {})
 
     def find_study(self, name: str) -> StudyRecord | None:
         """Return the study of this name; None if it does not exist or was not created by optuna-dsat."""

@@ -115,7 +115,9 @@ def _srun_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[s
     asked = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     asked += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
     prefix = shell_join(["srun", *asked, *(spec.slurm_arg or ()), *environment_words(spec, settings)])
-    torchrun = f"{shlex.quote(program('torchrun'))} --nnodes {nodes} --nproc_per_node {spec.slots_per_node}"
+    torchrun = (
+        f"{shlex.quote(program('torchrun', spec.python))} --nnodes {nodes} --nproc_per_node {spec.slots_per_node}"
+    )
     if nodes == 1:
         return f"{prefix} {torchrun} {shell_join(words)}"
     meeting = f"--node_rank $SLURM_PROCID --rdzv_backend static --master_addr {_MASTER} --master_port {_PORT}"
@@ -187,16 +189,24 @@ def training_command(
         completed = complete_training(args, config_path.parent / CHECKPOINTS)
         words = train_command(completed, config=str(config_path), device=spec.device, slots=spec.slots_per_trial)
         variables = [f"{name}={value}" for name, value in environment.items()]
-        return shell_join([*environment_words(spec, variables), program(words[0]), *words[1:]]), replaced
+        return shell_join([*environment_words(spec, variables), program(words[0], spec.python), *words[1:]]), replaced
     ranks = str(spec.slots_per_trial)
     deepspeed_launcher = profiled is not None and profiled.deepspeed_launcher  # gives every rank ``--local_rank``
     if profiled is not None and profiled.starts_ranks:
-        launcher = [program("python"), *(["-m"] if script.is_module else [])]
-    elif deepspeed_launcher or says_where_to_meet(script.script, is_module=script.is_module, cwd=Path(script.cwd)):
+        launcher = [program("python", spec.python), *(["-m"] if script.is_module else [])]
+    elif deepspeed_launcher or says_where_to_meet(
+        script.script, is_module=script.is_module, cwd=Path(script.cwd), python=spec.python
+    ):
         without = [] if deepspeed_launcher else ["--no_local_rank"]
-        launcher = [program("deepspeed"), "--num_gpus", ranks, *without, *(["--module"] if script.is_module else [])]
+        launcher = [
+            program("deepspeed", spec.python),
+            "--num_gpus",
+            ranks,
+            *without,
+            *(["--module"] if script.is_module else []),
+        ]
     else:
-        launcher = [program("torchrun"), "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
+        launcher = [program("torchrun", spec.python), "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
     settings = device_settings(spec)
     if host_threads:
         settings.append(f"OMP_NUM_THREADS={host_threads}")

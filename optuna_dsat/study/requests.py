@@ -27,6 +27,7 @@ def script_command(spec: StudySpec) -> ScriptCommand:
         config_path=script.config_path,
         arg_mappings=script.arg_mappings,
         batch_source=script.batch_source,
+        python=spec.python,
     )
 
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.errors import ConfigError, NothingRunnableError, StudyConflictError, UnreadableStudyError, UsageError
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.script.interpreter import script_versions
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store, StoredLaunch, StudyRecord
@@ -248,7 +249,8 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
     """
     result = store.find_study(spec.name)
     if result is None:
-        record = store.create_study(spec.name, spec.stored(), direction=spec.direction)
+        versions = script_versions(spec.python, on=spec.on)
+        record = store.create_study(spec.name, spec.stored(), direction=spec.direction, versions=versions)
         return record, spec
     read_stored(store, spec.name)  # both refuse what later steps could not read
     read_launches(store, result)

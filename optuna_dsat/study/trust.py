@@ -26,7 +26,7 @@ from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import names_in, value_of
 from optuna_dsat.secrecy.shapes import hidden
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.spec import ScriptSpec, StudySpec
+from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import things_in_words
 
 __all__ = ["missing_secrets", "ran_here", "remember", "require_secrets", "script_file", "what_runs"]
@@ -59,6 +59,8 @@ def _facts(spec: StudySpec, profiled: Profiled | None) -> Iterator[tuple[str, st
         names = dict.fromkeys((*(spec.preload or ()), *(name.partition(".")[0] for name in modules)))
         yield "imports", ", ".join(names) + (f" ({things_in_words(len(modules), 'module')})" if modules else "")
     yield "works in", script.cwd
+    if spec.python is not None:
+        yield "python", spec.python
     if script.config_path:
         yield "config", script.config_path
     yield "writes to", str(spec.study_dir)
@@ -71,7 +73,7 @@ def remember(spec: StudySpec, *, file: Path | None = None) -> None:
         spec: The study as stored.
         file: File of its script; None for the script in the spec.
     """
-    path = script_file(spec.script) if file is None else file
+    path = script_file(spec) if file is None else file
     if path is None:
         return
     try:
@@ -90,7 +92,7 @@ def ran_here(spec: StudySpec, *, file: Path | None = None) -> bool:
         spec: The study as stored.
         file: File of its script; None for the script in the spec.
     """
-    path = script_file(spec.script) if file is None else file
+    path = script_file(spec) if file is None else file
     try:
         note = json.loads(_note_of(spec).read_text(encoding="utf-8"))
         if path is None or not isinstance(note, dict):
@@ -101,9 +103,11 @@ def ran_here(spec: StudySpec, *, file: Path | None = None) -> bool:
         return False
 
 
-def script_file(script: ScriptSpec) -> Path | None:
+def script_file(spec: StudySpec) -> Path | None:
     """Return the file of a study's script; None if it is not on this machine."""
-    path = module_file(script.script, Path(script.cwd)) if script.is_module else Path(script.script)
+    script = spec.script
+    in_module = module_file(script.script, Path(script.cwd), python=spec.python) if script.is_module else None
+    path = in_module if script.is_module else Path(script.script)
     return path if path is not None and path.is_file() else None
 
 
@@ -118,6 +122,7 @@ def _note_of(spec: StudySpec) -> Path:
         "name": spec.name,
         "writes": spec.output_dir,
         "preload": [spec.preload, spec.no_preload],
+        **({} if spec.python is None else {"python": spec.python}),
     }
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
     home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")

@@ -75,7 +75,11 @@ def cluster_launcher(
         output_dir,
         engine=_engine(spec, on_notice),
         layout=Layout(
-            nodes=spec.nodes_per_trial, slots=spec.slots_per_node, kind=spec.device, gpus=spec.gpus_per_node or 0
+            nodes=spec.nodes_per_trial,
+            slots=spec.slots_per_node,
+            kind=spec.device,
+            gpus=spec.gpus_per_node or 0,
+            python=spec.python,
         ),
         limits=Limits(
             places=_most_places(spec),

@@ -16,7 +16,7 @@ from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store
 from optuna_dsat.study.config_changes import config_changes
-from optuna_dsat.study.spec import ScriptSpec, StudyRequest, StudySpec, make_spec
+from optuna_dsat.study.spec import StudyRequest, StudySpec, make_spec
 from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
 from optuna_dsat.study.trust import ran_here, remember, script_file, what_runs
 from optuna_dsat.words import things_in_words
@@ -105,8 +105,8 @@ def _spec_here(
     approve: Callable[[Sequence[str], bool], None],
 ) -> StudySpec:
     here = spec if workdir is None else _relocated(spec, workdir)
-    _check_script(here.script)
-    file = script_file(here.script)
+    _check_script(here)
+    file = script_file(here)
     approve(what_runs(here, study.profiled), ran_here(study.stored_spec, file=file))
     remember(study.stored_spec, file=file)
     return here
@@ -144,8 +144,9 @@ def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:
     return spec.model_copy(update={"script": script, "output_dir": moved(str(spec.output_dir))})
 
 
-def _check_script(script: ScriptSpec) -> None:
-    if script.is_module and module_file(script.script, Path(script.cwd)) is None:
+def _check_script(spec: StudySpec) -> None:
+    script = spec.script
+    if script.is_module and module_file(script.script, Path(script.cwd), python=spec.python) is None:
         raise UsageError(
             f"The module {script.script} is not found from {script.cwd}; say with --workdir where it lies."
         )

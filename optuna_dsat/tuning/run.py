@@ -19,9 +19,9 @@ from optuna_dsat.config.ds_config import write_json_atomic
 from optuna_dsat.errors import StorageError, StudyDeletedError, UsageError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.launcher import local_launcher
-from optuna_dsat.launch.machine.interpreter import why_python_does_not_start
 from optuna_dsat.launch.machine.journal import LeftoverWatch
 from optuna_dsat.launch.protocol import Launcher
+from optuna_dsat.script.interpreter import usable, why_python_does_not_start
 from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.store import Store
 from optuna_dsat.study.folder import set_others_aside
@@ -196,13 +196,17 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
 
 
 def _require_python(spec: StudySpec) -> None:
-    """Raise for a study whose environment variables prevent Python from starting here.
+    """Raise for a study whose script's Python does not start here, or has no torch or DeepSpeed.
 
     Raises:
         UsageError: With the reason.
     """
+    if spec.on != "here":
+        return  # the nodes check it
+    python = spec.python or sys.executable
+    usable(python)
     variables = resolved(dict(spec.script.environment))
-    if spec.on == "here" and variables and (reason := why_python_does_not_start(variables)) is not None:
+    if variables and (reason := why_python_does_not_start(variables, python=python)) is not None:
         raise UsageError(f"Python does not start with the variables of --env: {reason}.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.documents import is_pipe
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.machine.devices import Devices
+from optuna_dsat.launch.machine.devices import Devices, refuse_build
 from optuna_dsat.launch.machine.host import available_memory_bytes
 from optuna_dsat.script.arg_mapping import parse_mappings
 from optuna_dsat.script.command.module_file import is_importable
+from optuna_dsat.script.interpreter import examined, script_python
 from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.references import References, keep
 from optuna_dsat.study.options.parse import one_count
@@ -35,7 +37,12 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     Raises:
         UsageError: At the first invalid option.
     """
-    target = find_target(options)
+    python = options.python  # nodes of a cluster check it themselves
+    if options.on == "here":
+        python = script_python(python)
+        if options.cpu_ranks is None:
+            refuse_build(examined(python or sys.executable).versions["torch"])
+    target = find_target(options, python=python)
     path = config_path(options)
     user = user_config(options)
     config = ds_config.merge(user.raw, target.overwrites)
@@ -57,6 +64,7 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
             arg_mappings=parse_mappings(mappings),
             environment=secrets.data(_variables(options.env or {})),
         ),
+        "python": python,
         "ds_config": secrets.data(config),
         "device": devices.kind,
         "slots_per_trial": slots,
@@ -120,7 +128,7 @@ def _check_modules(spec: StudySpec) -> None:
     beside = Path(script.cwd) if script.is_module else Path(script.script).parent
     paths = [Path(path) for path in script.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     for name in spec.preload or ():
-        if not is_importable(name, [beside, *paths]):
+        if not is_importable(name, [beside, *paths], python=spec.python):
             raise UsageError(f"--preload is {name}: no such module is installed, and none lies in {beside}.")
 
 

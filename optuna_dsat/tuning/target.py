@@ -43,8 +43,12 @@ class Target:
     """Config of the hyperparameters, merged over the user's config."""
 
 
-def find_target(options: TuneOptions) -> Target:
+def find_target(options: TuneOptions, *, python: str | None) -> Target:
     """Return the target that the ranks run.
+
+    Args:
+        options: The options.
+        python: Interpreter of the ranks; None for the one of this process.
 
     Raises:
         UsageError: If it does not exist, or is not Python.
@@ -59,7 +63,7 @@ def find_target(options: TuneOptions) -> Target:
         return trial_target(entry, config, hparams, _with_experiment(rest, hparams))
     if hparams is not None:
         raise UsageError("--hparams is for a DeepSpeedTrial (NAME:CLASS); a script takes its arguments after --.")
-    name, stem = _module(entry) if options.module else _script(script)
+    name, stem = _module(entry, python) if options.module else _script(script)
     return Target(script=name, is_module=options.module, args=rest, stem=stem)
 
 
@@ -110,11 +114,11 @@ def _is_json(tree: ast.Module) -> bool:
     return len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Dict)
 
 
-def _module(name: str) -> tuple[str, str]:
+def _module(name: str, python: str | None) -> tuple[str, str]:
     """Return the name of a runnable module, and its last part."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"-m takes a module's name, such as package.module; got {name!r}.")
-    file = module_file(name, Path.cwd())
+    file = module_file(name, Path.cwd(), python=python)
     if file is None:
         path = name.replace(".", "/")
         raise UsageError(

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_dsat.launch.agent.agent import versions
 from optuna_dsat.launch.places.engine import News, Order, PlaceState
 from optuna_dsat.runtime.events import EngineReady, RankFinished, RankStarted, StepMeasured, encode_event
+from optuna_dsat.version import __version__
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,7 +61,7 @@ class FakeEngine:
             place.state = PlaceState.READY
             self._ready += 1
             for node in range(place.nodes):
-                own = {"name": f"n{node + 1}", "machine": self.machines[node], "versions": versions()}
+                own = {"name": f"n{node + 1}", "machine": self.machines[node], "version": __version__}
                 self.say(place, node, {"news": "hello", **own, **self.hello.get(node, {})})
 
     def say(self, place: FakePlace, node: int, message: Mapping[str, Any]) -> None:
@@ -76,7 +76,8 @@ class FakeEngine:
         do = order["do"]
         if do == "look":
             doors = [["10.0.0.1", 5], ["192.168.0.1", 6]] if order["listen"] else []
-            base = {"news": "seen", "why": "", "devices": [], "doors": doors, "interfaces": [["ib0", "192.168.0.1"]]}
+            base = {"news": "seen", "why": "", "versions": {"torch": "2.13"}, "devices": [], "doors": doors}
+            base["interfaces"] = [["ib0", "192.168.0.1"]]
             self.say(place, node, {**base, **self.seen.get(node, {})})
         elif do == "reach":
             self.say(place, node, {"news": "reached", "doors": self.reached.get(node, [])})

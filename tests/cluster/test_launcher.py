@@ -94,7 +94,8 @@ def test_nodes_meet_at_the_first_address_that_all_of_them_reached(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hello": {1: {"versions": {"torch": "1.0"}}}}, r"The nodes differ in \w+: n1 has .*, n2 has"),
+        ({"hello": {1: {"version": "0.0"}}}, r"n2 has optuna-dsat 0.0, this machine .*\. Install"),
+        ({"seen": {1: {"versions": {"torch": "1.0"}}}}, r"The nodes differ in torch: n1 has 2\.13, n2 has 1\.0"),
         ({"seen": {1: {"why": "/data/train.py is not there"}}}, r"n2 cannot run the study: /data/train.py is not"),
         ({"machines": ("a", "b")}, r"n2 reaches no address of n1 \(tried: 10.0.0.1, 192.168.0.1\)"),
     ],

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.agent.agent import NodeAgent, digest_of, versions
+from optuna_dsat.launch.agent.agent import NodeAgent, digest_of
 from optuna_dsat.launch.agent.files import TOKEN, LaunchFiles, TrackerFiles, write_tracker
 from optuna_dsat.launch.agent.wire import HEARD_S, Joiner, request_to_json
 from optuna_dsat.launch.event_log import GrowingFile
 from optuna_dsat.launch.machine.network import Doorbell, addresses, free_port, interface_of, reached
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
+from optuna_dsat.version import __version__
 from tests.harness.commands import ROOT
 from tests.harness.launches import STUB, request
 from tests.harness.workers import wait_until
@@ -61,7 +62,7 @@ def look(agent: NodeAgent, **changes: Any) -> dict[str, Any]:
 
 def test_it_says_first_who_it_is(agent: NodeAgent) -> None:
     (hello,) = agent.advance()
-    assert (hello["news"], hello["name"], hello["versions"]) == ("hello", "n2", versions())
+    assert (hello["news"], hello["name"], hello["version"]) == ("hello", "n2", __version__)
 
 
 def test_an_order_that_it_does_not_know_is_answered(agent: NodeAgent) -> None:

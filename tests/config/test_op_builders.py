@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,14 @@ def test_before_the_profile_it_is_what_the_own_config_needs(
 
 def test_what_cannot_be_compiled_is_said(tmp_path: Path) -> None:
     """Without a compiler on the path, and an empty folder of compiled operators."""
-    environ = device_environment(os.environ, kind="cpu") | {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    environ = device_environment(os.environ, kind="cpu", python=sys.executable) | {
+        "PATH": "/nowhere",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+    }
     phases: list[str] = []
-    failed = compile_operators(["ShareMemCommBuilder", "FusedLambBuilder"], environ, on_phase=phases.append)
+    failed = compile_operators(
+        ["ShareMemCommBuilder", "FusedLambBuilder"], environ, on_phase=phases.append, python=sys.executable
+    )
     assert phases[:2] == [
         "preparing DeepSpeed's operators", "building deepspeed_shm_comm (first use only, 1 to 3 min)",
     ]  # fmt: skip
@@ -104,12 +110,18 @@ def test_what_cannot_be_compiled_is_said(tmp_path: Path) -> None:
 
 def test_a_lock_of_a_build_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
     """As plain torch leaves it, a moment old and empty."""
-    environ = device_environment(os.environ, kind="cpu") | {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    environ = device_environment(os.environ, kind="cpu", python=sys.executable) | {
+        "PATH": "/nowhere",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+    }
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir()
     lock.touch()
     began = time.monotonic()
-    assert "ninja" in compile_operators(["ShareMemCommBuilder"], environ)["ShareMemCommBuilder"].lower()
+    assert (
+        "ninja"
+        in compile_operators(["ShareMemCommBuilder"], environ, python=sys.executable)["ShareMemCommBuilder"].lower()
+    )
     assert time.monotonic() - began < 60.0
     assert not lock.exists()
 
@@ -125,7 +137,10 @@ def test_a_build_that_is_cut_short_leaves_neither_its_processes_nor_its_lock(
     )
     ninja.chmod(0o755)
     compiler = f"{tools}:/usr/bin:/bin"
-    environ = device_environment(os.environ, kind="cpu") | {"PATH": compiler, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    environ = device_environment(os.environ, kind="cpu", python=sys.executable) | {
+        "PATH": compiler,
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+    }
     monkeypatch.setattr(operators, "_LOCKS_S", 0.2)
     monkeypatch.setattr(operators, "_LIMIT_S", 30.0)
 
@@ -137,7 +152,7 @@ def test_a_build_that_is_cut_short_leaves_neither_its_processes_nor_its_lock(
 
     monkeypatch.setattr(operators, "remove_stale_locks", one_look)
     with pytest.raises(KeyboardInterrupt):
-        compile_operators(["ShareMemCommBuilder"], environ)
+        compile_operators(["ShareMemCommBuilder"], environ, python=sys.executable)
     assert not (tmp_path / "deepspeed_shm_comm" / "lock").exists()
     compiler_pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: ended(compiler_pid), what="the compiler has ended", limit_s=10.0)

@@ -71,6 +71,7 @@ def started(launcher: str, words: Sequence[str]) -> InterceptedRank:
             note = json.loads(Path(environ[interceptor.LAUNCHER]).read_text(encoding="utf-8"))
             return InterceptedRank(
                 words=tuple(own),
+                python=sys.executable,
                 folder=Path.cwd(),
                 environment={name: value for name, value in environ.items() if name.startswith("ACCELERATE_")},
                 launcher=note["name"],

@@ -70,7 +70,7 @@ class WarmRanks:
 
     def begin(self, environment: Mapping[str, str]) -> None:
         """Import what all launches need, in the environment that they share."""
-        self._warm._ready_server(without_pytest(environment))
+        self._warm._ready_server(without_pytest(environment), python=sys.executable)
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> tuple[int, str]:
         """Run torchrun; return its exit code and output.
@@ -82,6 +82,7 @@ class WarmRanks:
         directory, mark = RunDirectory.create(folder, f"torchrun-{self._count}"), new_mark()
         agent = self._warm.fork(
             WarmOrder(
+                python=sys.executable,
                 launch_id=f"launch-{self._count}",
                 mark=mark,
                 arguments=arguments,

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.agent.command import agent_command, launch_environment, package_dir, torchrun_command
+from optuna_dsat.launch.agent.command import agent_command, launch_environment, torchrun_command
 from optuna_dsat.launch.machine.devices import Device, cpu_devices
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.script.interpreter import with_package
 from tests.harness.launches import request
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,7 +24,11 @@ GPUS = tuple(Device(index=i, visible_id=str(i), name="GPU", memory_bytes=1) for 
 
 def golden_request(**changes: Any) -> LaunchRequest:
     command = ScriptCommand(
-        script="train.py", args=("--epochs", "3"), cwd="/project", config_path="/project/ds_config.json"
+        script="train.py",
+        args=("--epochs", "3"),
+        cwd="/project",
+        config_path="/project/ds_config.json",
+        python="python",
     )
     return replace(request(Path("/project"), launch_id="trial-0007"), command=replace(command, **changes))
 
@@ -33,27 +38,31 @@ def golden_request(**changes: Any) -> LaunchRequest:
     [("torchrun_script.txt", {}), ("torchrun_module.txt", {"script": "package.train", "is_module": True})],
 )
 def test_the_command_is_the_golden_one(name: str, changes: dict[str, Any]) -> None:
-    command = torchrun_command(golden_request(**changes), directory=DIRECTORY, python="python")
+    command = torchrun_command(golden_request(**changes), directory=DIRECTORY)
     assert "\n".join(command) + "\n" == (GOLDEN / name).read_text(encoding="utf-8")
 
 
 def test_the_agent_gets_the_arguments_of_torchrun() -> None:
-    command = torchrun_command(golden_request(), directory=DIRECTORY, python="python")
+    command = torchrun_command(golden_request(python=sys.executable), directory=DIRECTORY)
     agent = agent_command(command, record=Path("/run/agent.json"), tuner_pid=17)
-    assert agent[:6] == ["python", "-P", "-m", "optuna_dsat.runtime.agent.torchrun", "/run/agent.json", "17"]
+    assert agent[:6] == [sys.executable, "-P", "-m", "optuna_dsat.runtime.agent.torchrun", "/run/agent.json", "17"]
     assert tuple(agent[6:]) == command[3:]
 
 
 def environment(base: dict[str, str], *, kind: str = "cpu", purpose: str = "trial", **options: Any) -> dict[str, str]:
     devices = GPUS if kind == "cuda" else cpu_devices(2).devices
+    launch = request(Path("/project"))
+    launch = replace(launch, command=replace(launch.command, python="/venv/bin/python"))
     return launch_environment(
         base,
-        request=replace(request(Path("/project")), purpose=purpose, env={"MINE": "1"}),
+        request=replace(
+            launch, command=replace(launch.command, python="/venv/bin/python"), purpose=purpose, env={"MINE": "1"}
+        ),
         directory=RunDirectory(Path("/out/trial-0000")),
         devices=devices,
         kind=kind,
         mark="mark",
-        **{"total_slots": 4, "cores": 16, "python": "/venv/bin/python", **options},
+        **{"total_slots": 4, "cores": 16, **options},
     )
 
 
@@ -107,9 +116,8 @@ def test_the_request_s_own_variables_are_added() -> None:
     assert environment({"MINE": "0"})["MINE"] == "1"
 
 
-def test_the_package_is_importable_through_the_link_and_nothing_else_is(tmp_path: Path) -> None:
-    directory = RunDirectory.create(tmp_path, "one")
-    link = directory.link_package(package_dir())
+def test_the_package_is_importable_and_nothing_else_is(tmp_path: Path) -> None:
+    link = Path(with_package(None))
     assert [path.name for path in link.iterdir()] == ["optuna_dsat"]
     code = "import optuna_dsat.runtime.rank as plan; print(plan.__file__)"
     done = subprocess.run(
@@ -120,4 +128,4 @@ def test_the_package_is_importable_through_the_link_and_nothing_else_is(tmp_path
         check=True,
         cwd=tmp_path,
     )
-    assert Path(done.stdout.strip()).is_relative_to(link)
+    assert Path(done.stdout.strip()) == link.parent / "runtime" / "rank.py"

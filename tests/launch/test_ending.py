@@ -170,7 +170,9 @@ def test_what_imports_have_started_ends_with_the_process_that_launches_are_forke
     launches = Forking(tmp_path / "warm.log", enabled=True, on_notice=print)
     try:
         launches.prepare(Preload(modules=("starts_services",)))
-        launches._ready_server({**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
+        launches._ready_server(
+            {**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}, python=sys.executable
+        )
         pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
         assert [ended(pid) for pid in pids] == [False, False]
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ ENVIRON = {**os.environ, "DS_ACCELERATOR": "cpu"}
 def launches(tmp_path: Path) -> Iterator[Forking]:
     made = Forking(tmp_path / "warm.log", enabled=True, on_notice=print)
     made.prepare(Preload(modules=("colorsys",)))  # nothing that takes long
-    made._ready_server(ENVIRON)
+    made._ready_server(ENVIRON, python=sys.executable)
     yield made
     made.close()
 
@@ -47,7 +48,7 @@ def test_the_end_of_an_agent_is_known_without_it(launches: Forking, monkeypatch:
         monkeypatch.setattr(warm, "_REPORT_LIMIT_S", 0.0)
         assert agent.poll() == 3
     process = server.process
-    launches.begin(ENVIRON)
+    launches.begin(ENVIRON, python=sys.executable)
     assert process.poll() == -signal.SIGKILL
     assert launches._server is not server
 
@@ -59,6 +60,7 @@ def test_one_that_leaves_an_order_unanswered_is_ended(
     server: Any = launches._server
     server.process.send_signal(signal.SIGSTOP)
     order = WarmOrder(
+        python=sys.executable,
         launch_id="trial-0000",
         mark="",
         arguments=(),

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -282,7 +283,7 @@ class TestWhatMustNotBeImported:
     def start(self, warm: Forking, tmp_path: Path, *modules: str) -> Preload:
         """Have the parent import, without torch, and return what it was left with."""
         warm.prepare(Preload(modules=modules))
-        warm._ready_server({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
+        warm._ready_server({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}, python=sys.executable)
         return warm.preload
 
     def test_a_parent_that_is_killed_is_started_again(self, warm: Forking, tmp_path: Path) -> None:
@@ -295,10 +296,10 @@ class TestWhatMustNotBeImported:
             seen.append(warm._server.process.pid)
             warm._server.process.kill()
             warm._server.process.wait()
-            warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
+            warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}, python=sys.executable)
         assert warm._server is not None
         warm._server.process.kill()  # before its imports are done
-        warm._ready_server(warm._environ)
+        warm._ready_server(warm._environ, python=sys.executable)
         assert warm._server.process.pid not in seen
         assert warm._server.process.poll() is None
         for _ in range(10):
@@ -306,9 +307,9 @@ class TestWhatMustNotBeImported:
                 warm._server.process.kill()
                 warm._server.process.wait()
             with contextlib.suppress(WarmUnavailableError):
-                warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)})
+                warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)}, python=sys.executable)
         with pytest.raises(WarmUnavailableError, match="killed 6 times"):
-            warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)})
+            warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)}, python=sys.executable)
 
     @pytest.mark.parametrize(
         ("code", "left_out"),
@@ -340,7 +341,7 @@ class TestWhatMustNotBeImported:
         with pytest.raises(WarmUnavailableError, match="has ended"):
             self.start(warm, tmp_path, "ending")
         with pytest.raises(WarmUnavailableError, match="ended with exit code 3"):
-            warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
+            warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}, python=sys.executable)
         assert (tmp_path / "warm.log").read_text().count("import") == 1
 
     def test_who_imports_it_is_left_out_too(self, warm: Forking, tmp_path: Path) -> None:

@@ -158,7 +158,9 @@ class TestADriver:
         warm = Forking(tmp_path / "warm.log", enabled=True, on_notice=print)
         try:
             warm.prepare(Preload(modules=("initialises", "good_package")))
-            warm._ready_server({**BASE_ENV, "PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(driver)})
+            warm._ready_server(
+                {**BASE_ENV, "PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(driver)}, python=sys.executable
+            )
             assert warm.preload.left_out == ("initialises",)
         finally:
             warm.close()
@@ -202,10 +204,14 @@ class TestVariablesThatTheScriptChanges:
         warm = Forking(tmp_path / "warm.log", enabled=True, on_notice=print)
         try:
             # The shell's value must be ignored like a missing value: the script's value counts.
-            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "ODD_HOME": "/shell", "OTHER": "1"})
+            warm.begin(
+                {**BASE_ENV, "PYTHONPATH": str(tmp_path), "ODD_HOME": "/shell", "OTHER": "1"}, python=sys.executable
+            )
             warm.prepare(Preload(modules=names, environment=environment))
-            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "ODD_HOME": "/shell", "OTHER": "1"})
-            warm._ready_server(warm._environ)
+            warm.begin(
+                {**BASE_ENV, "PYTHONPATH": str(tmp_path), "ODD_HOME": "/shell", "OTHER": "1"}, python=sys.executable
+            )
+            warm._ready_server(warm._environ, python=sys.executable)
             assert warm.preload.left_out == left_out
         finally:
             warm.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.script.command.launch_command import LaunchCommand, launcher_of, read_command
+from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
 from tests.harness.interceptor import launched
 
 ACCELERATE_CONFIG = """
@@ -45,13 +45,15 @@ def test_a_script_is_no_launcher(folder: Path) -> None:
 def test_a_script_that_bears_a_launchers_name_is_a_script(folder: Path) -> None:
     for name in ("deepspeed", "torchrun", "accelerate", "torchrun.py"):
         (folder / name).write_text("import torch\nfor step in range(3):\n    print(step)\n")
-        assert launcher_of(name, cwd=folder) is None
+        assert read(folder, f"{name} --lr 1") is None
 
 
 def test_a_launcher_under_another_name_is_a_launcher(folder: Path) -> None:
     own = folder / "start-it"
-    own.write_text("#!/usr/bin/python\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n")
-    assert launcher_of("./start-it", cwd=folder) == "torch.distributed.run"
+    own.write_text(f"#!{sys.executable}\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n")
+    command = read(folder, "./start-it --nproc_per_node 2 train.py")
+    assert command is not None
+    assert (command.script, command.ranks, command.python) == ("train.py", 2, sys.executable)
 
 
 @pytest.mark.parametrize("python", ["python", "python3", sys.executable])
@@ -279,4 +281,6 @@ def test_a_launcher_of_an_environment_that_is_not_activated_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    assert launcher_of("torchrun", cwd=folder) == "torch.distributed.run"
+    command = read(folder, "torchrun --nproc_per_node 2 train.py")
+    assert command is not None
+    assert (command.ranks, command.python) == (2, sys.executable)

@@ -141,4 +141,5 @@ def _target(experiment: Experiment, named: str, *, rest: Sequence[str]) -> list[
     if command is None:
         raise UsageError(f"{named}: the entrypoint `{shlex.join(experiment.entry)}` runs no Python script or module.")
     module = ["--module"] if command.is_module else []
+    module += [] if command.python is None else ["--python", command.python]
     return [*module, command.script, experiment.config or NO_CONFIG, "--", *command.args]

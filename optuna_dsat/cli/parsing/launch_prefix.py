@@ -62,11 +62,18 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
         return [*argv[: start + 1], *unfold_experiment(words, own=own, known=known, cwd=cwd)]
 
     from optuna_dsat.script.command.launch_command import read_command
+    from optuna_dsat.script.interpreter import named_python
 
     if _names_module(own):
         command = None
     else:
-        command = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
+        python = value_given(own, "--python")
+        command = read_command(
+            words,
+            cwd=cwd,
+            python=None if python is None else named_python(python),
+            on_notice=lambda note: say_prose(note, file=sys.stderr),
+        )
     if command is None and not _names_module(own):
         _refuse_missing(words, cwd=cwd)
         if first == "--":
@@ -146,7 +153,9 @@ def _options_behind(command: LaunchCommand, words: Sequence[str], search: TyperC
     from optuna_dsat.script.command.own_ranks import declared_options
 
     folder = Path(command.folder or cwd)
-    declared = declared_options(behind, script=command.script, is_module=command.is_module, cwd=folder)
+    declared = declared_options(
+        behind, script=command.script, is_module=command.is_module, cwd=folder, python=command.python
+    )
     if lost := [word for word in behind if word not in declared or word not in passed]:
         raise UsageError(
             f"{', '.join(lost)}: behind the command, where an option is the script's, and {command.script} does not "
@@ -203,6 +212,8 @@ def _arguments(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str],
         result += _nodes(found, own=own, told=told, engine=engine)
     elif not any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
         result += _ranks(found) if not _is_alone(found, cwd=cwd) else _one_rank(found)
+    if found.python is not None and value_given(own, "--python") is None:
+        result += ["--python", found.python]
     for name, value in found.environment.items():
         result += ["--env", f"{name}={value}"]
     config = found.config or find_config(found.args, cwd=cwd)
@@ -235,7 +246,9 @@ def _is_alone(command: LaunchCommand, *, cwd: Path) -> bool:
     """Whether a command trains in the single process that it starts."""
     from optuna_dsat.script.command.own_ranks import starts_own_ranks
 
-    own = command.without_launcher and starts_own_ranks(command.script, is_module=command.is_module, cwd=cwd)
+    own = command.without_launcher and starts_own_ranks(
+        command.script, is_module=command.is_module, cwd=cwd, python=command.python
+    )
     return command.without_launcher and not own
 
 

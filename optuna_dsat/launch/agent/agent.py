@@ -2,7 +2,7 @@
 
 Commands and messages are JSON objects with their kind in ``do`` and ``news``:
 
-    (none)    -> hello     identity: names, versions, machine
+    (none)    -> hello     identity: names, version, machine
     ping      -> pong      the node's time, for its clock offset
     look      -> seen      devices and files required by a study, and which are missing; node 0 starts to listen
     reach     -> reached   addresses of node 0 that answer from here
@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +43,10 @@ from optuna_dsat.launch.machine.slots import SlotPool
 from optuna_dsat.launch.protocol import SlotsBusyError
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
 from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.script.interpreter import usable
+from optuna_dsat.version import __version__
 
-__all__ = ["VERSIONED", "NodeAgent", "digest_of", "versions"]
-
-VERSIONED = ("optuna-dsat", "torch", "deepspeed")
-"""Packages whose versions must be equal on all nodes."""
-
-
-@cache
-def versions() -> Mapping[str, str]:
-    """Return the versions of Python and of the packages that must be equal on all nodes."""
-    result = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in VERSIONED:
-        with suppress(PackageNotFoundError):
-            result[name] = version(name)
-    return result
+__all__ = ["NodeAgent", "digest_of"]
 
 
 def digest_of(path: Path) -> str:
@@ -99,6 +86,8 @@ class NodeAgent:
         self._news: deque[dict[str, Any]] = deque()  # a compiling thread appends to it, too
         self._notes = TunerNotes(Path.cwd())
         self._machine: Machine | None = None
+        self._python = sys.executable
+        """Interpreter of the launches."""
         self._launches: dict[str, NodeLaunch] = {}
         self._doors: Doorbell | None = None
         self._compiling: threading.Thread | None = None
@@ -112,7 +101,7 @@ class NodeAgent:
             host=socket.gethostname(),
             machine=machine_id(),
             job=self._environ.get("SLURM_JOB_ID"),
-            versions=versions(),
+            version=__version__,
             time=time.time(),
         )
 
@@ -185,8 +174,10 @@ class NodeAgent:
     def _look(self, order: Mapping[str, Any]) -> None:
         """Check devices and files; ``why`` in the message describes missing items."""
         files = {path: digest for path, digest in order["files"].items() if digest_of(Path(path)) != digest}
-        why, devices = "", None
+        why, devices, libraries = "", None, dict[str, str]()
+        self._python = order["python"] or sys.executable
         try:
+            libraries = usable(self._python).all_versions
             LeftoverWatch(self._environ, on_notice=self._notice).begin()
             devices = self._devices(order["kind"], order["slots"])
             self._machine = self._machine_of(devices)
@@ -203,6 +194,7 @@ class NodeAgent:
         self._say(
             "seen",
             why=why,
+            versions=libraries,
             devices=[device.name for device in shown],
             memory_bytes=min((device.memory_bytes for device in shown), default=0),
             doors=[] if self._doors is None else self._doors.open,
@@ -259,8 +251,9 @@ class NodeAgent:
         enter = partial(self._phases.__setitem__, "operators")
 
         def compile_all() -> None:
-            environ = device_environment(self._environ, kind=kind)
-            self._say("prepared", failed=compile_operators(builders, environ, on_phase=enter))
+            environ = device_environment(self._environ, kind=kind, python=self._python)
+            failed = compile_operators(builders, environ, python=self._python, on_phase=enter)
+            self._say("prepared", failed=failed)
 
         if builders:
             self._compiling = threading.Thread(target=compile_all, name="compile", daemon=True)

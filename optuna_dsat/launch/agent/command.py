@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +19,7 @@ from optuna_dsat.runtime.isolation.world import WorldPlan
 from optuna_dsat.runtime.rank import LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.interception import is_of_rank
+from optuna_dsat.script.interpreter import module_command, with_package
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import resolved, values_for
 
@@ -30,8 +28,6 @@ __all__ = [
     "agent_command",
     "device_environment",
     "launch_environment",
-    "needs_python_path",
-    "package_dir",
     "prepare_launch",
     "rank_variables",
     "rank_words",
@@ -65,7 +61,6 @@ def torchrun_command(
     *,
     directory: RunDirectory,
     rendezvous: Rendezvous | None = None,
-    python: str = sys.executable,
 ) -> tuple[str, ...]:
     """Return the launch's command as plain torchrun; with ``rendezvous``, the command of a node.
 
@@ -73,7 +68,7 @@ def torchrun_command(
     not clash; the ranks' store shares this port.
     """
     return (
-        python,
+        request.command.interpreter,
         "-m",
         "torch.distributed.run",
         *_meeting(request, rendezvous),
@@ -123,7 +118,7 @@ def _meeting(request: LaunchRequest, rendezvous: Rendezvous | None) -> tuple[str
 def agent_command(command: Sequence[str], *, record: Path, tuner_pid: int) -> list[str]:
     """Return ``command`` (from ``torchrun_command``) run by ``runtime/agent/torchrun.py``; it ends with the tuner."""
     python, _, _, *arguments = command
-    return [python, "-P", "-m", "optuna_dsat.runtime.agent.torchrun", str(record), str(tuner_pid), *arguments]
+    return [*module_command(python, "optuna_dsat.runtime.agent.torchrun"), str(record), str(tuner_pid), *arguments]
 
 
 def launch_environment(
@@ -137,7 +132,6 @@ def launch_environment(
     mark: str,
     cores: int | None = None,
     rendezvous: Rendezvous | None = None,
-    python: str = sys.executable,
 ) -> dict[str, str]:
     """Return the environment of a launch.
 
@@ -151,8 +145,6 @@ def launch_environment(
         mark: Mark of the launch's processes.
         cores: CPU cores to share; None for the cores available to this process.
         rendezvous: Rendezvous of the launch's nodes; None for a launch on this machine alone.
-        python: Interpreter of the launch. Its folder is appended to ``PATH``: DeepSpeed looks there for ninja
-            when it compiles its operators, and the virtual environment may not be activated.
     """
     environ = {
         name: value
@@ -163,7 +155,7 @@ def launch_environment(
         environ.update(_tracker_settings(environ, directory))
     environ = {**_network(rendezvous), **environ, **resolved(request.env, base)}
     environ.update(values_for([request.command.args, request.ds_config, request.overlay], base))
-    environ = device_environment(environ, kind=kind, python=python)
+    environ = device_environment(environ, kind=kind, python=request.command.interpreter)
     if kind == "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible_id for device in devices)
     else:
@@ -183,9 +175,18 @@ def _network(rendezvous: Rendezvous | None) -> Mapping[str, str]:
     return {"GLOO_SOCKET_IFNAME": rendezvous.interface} if rendezvous.interface else {}
 
 
-def device_environment(base: Mapping[str, str], *, kind: str, python: str = sys.executable) -> dict[str, str]:
-    """Return ``base`` with variables that make DeepSpeed use a kind of device (``cuda`` or ``cpu``) and find ninja."""
-    environ = dict(base)
+def device_environment(base: Mapping[str, str], *, kind: str, python: str) -> dict[str, str]:
+    """Return the environment in which an interpreter imports ``optuna_dsat`` and DeepSpeed uses a kind of device.
+
+    The interpreter's folder is appended to ``PATH``: DeepSpeed looks there for ninja when it compiles its operators,
+    and the virtual environment may not be activated.
+
+    Args:
+        base: The environment to change.
+        kind: ``cuda`` or ``cpu``.
+        python: The interpreter.
+    """
+    environ = {**base, "PYTHONPATH": with_package(base.get("PYTHONPATH"))}
     if kind == "cuda":
         environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         environ.setdefault("DS_ACCELERATOR", "cuda")
@@ -201,23 +202,6 @@ def device_environment(base: Mapping[str, str], *, kind: str, python: str = sys.
 def _tracker_settings(environ: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
     settings = {name: value for name, value in _QUIET_TRACKERS.items() if environ.get(name) != "disabled"}
     return settings | {name: place(directory.trackers_dir) for name, place in _TRACKER_PLACES.items()}
-
-
-def package_dir() -> Path:
-    """Return the folder of the running optuna_dsat package."""
-    return Path(__file__).resolve().parents[2]
-
-
-@functools.cache
-def needs_python_path(python: str = sys.executable) -> bool:
-    """Return whether a fresh interpreter imports no optuna_dsat, or a different copy than this process.
-
-    This happens if the package was found through the working directory or a changed ``sys.path``.
-    """
-    code = "import optuna_dsat; print(optuna_dsat.__file__)"
-    answer = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False, cwd="/")
-    result = answer.stdout.strip()
-    return not result or Path(result).resolve().parent != package_dir()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,9 +274,6 @@ def prepare_launch(
         mark=mark,
         rendezvous=rendezvous,
     )
-    if needs_python_path():
-        link = str(directory.link_package(package_dir()))
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (link, environ.get("PYTHONPATH"))))
     directory.write_command(command, cwd=request.command.cwd, devices=lease.indices, environ=environ)
     return PreparedLaunch(
         directory=directory,

@@ -137,6 +137,7 @@ class MachineLaunch:
             environ=prepared.environ,
             cwd=request.command.cwd,
             directory=prepared.directory,
+            python=request.command.interpreter,
         )
         agent = None if forking is None else forking.start(order)
         # A fork may have waited for the imports; the launch begins here.
@@ -333,7 +334,7 @@ class NodeLaunch:
         self._files = LaunchFiles(self._directory, ranks=range(first, first + own), node=machine.node)
         self._trackers = self._hand_over_trackers(**order["trackers"])
         if self._warm:
-            machine.forking.begin(self._prepared.environ)
+            machine.forking.begin(self._prepared.environ, python=self._request.command.interpreter)
 
     @property
     def is_importing(self) -> bool:

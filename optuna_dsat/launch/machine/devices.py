@@ -6,7 +6,6 @@ The NVML part has not been run on a machine with a GPU yet.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -32,7 +31,7 @@ __all__ = [
     "is_part",
     "other_devices",
     "read_visible",
-    "refuse_other_builds",
+    "refuse_build",
 ]
 
 # Devices other than NVIDIA GPUs are not supported; the user is informed before a search runs on the CPU instead.
@@ -54,8 +53,8 @@ _DEV = Path("/dev")
 _SUPPORTED = "optuna-dsat tunes on NVIDIA GPUs that NVML knows, and on the CPU"
 
 
-def refuse_other_builds(environ: Mapping[str, str]) -> None:
-    """Raise for a build of torch, or a setting of DeepSpeed, for devices other than NVIDIA GPUs and the CPU.
+def refuse_other_devices(environ: Mapping[str, str]) -> None:
+    """Raise for a setting of DeepSpeed for devices other than NVIDIA GPUs and the CPU.
 
     Raises:
         UsageError: With the supported devices, and how to tune on the CPU.
@@ -65,13 +64,20 @@ def refuse_other_builds(environ: Mapping[str, str]) -> None:
         raise UsageError(
             f"DS_ACCELERATOR is {wanted!r}: {_SUPPORTED}. Unset it, or tune on the CPU with --cpu-ranks 2."
         )
-    version = _torch_version()
-    tag = re.match(r"[a-z]*", version.partition("+")[2])
+
+
+def refuse_build(torch_version: str) -> None:
+    """Raise for a build of torch for devices other than NVIDIA GPUs and the CPU.
+
+    Raises:
+        UsageError: With the supported devices, and how to tune on the CPU.
+    """
+    tag = re.match(r"[a-z]*", torch_version.partition("+")[2])
     built_for = _BUILDS.get(tag.group() if tag else "")
     if built_for is not None:
         raise UsageError(
-            f"torch {version} is a build for {built_for}: {_SUPPORTED}. Tune on the CPU with --cpu-ranks 2, or install "
-            "a build of torch for CUDA."
+            f"torch {torch_version} is a build for {built_for}: {_SUPPORTED}. Tune on the CPU with --cpu-ranks 2, or "
+            "install a build of torch for CUDA."
         )
 
 
@@ -82,13 +88,6 @@ def other_devices() -> tuple[str, ...]:
         for name, what in _NODES.items()
         if (_DEV / name).exists()
     )
-
-
-def _torch_version() -> str:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 # Parser of ``CUDA_VISIBLE_DEVICES`` that follows CUDA's rules, including the entries that CUDA ignores.
@@ -299,7 +298,7 @@ def detect_devices(
     cpu = cpu_devices(DEFAULT_CPU_RANKS if cpu_ranks is None else cpu_ranks)
     if environ.get(VARIABLE, "0").strip() in ("", "-1") or environ.get("DS_ACCELERATOR") == "cpu":
         return cpu
-    refuse_other_builds(environ)
+    refuse_other_devices(environ)
     try:
         nvml = Nvml() if nvml is None else nvml
         count = nvml.count()

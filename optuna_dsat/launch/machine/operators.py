@@ -6,7 +6,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
 from optuna_dsat.runtime.adapt.journal import is_held, remove_if_abandoned
 from optuna_dsat.runtime.agent.operators import extensions_dir, operator_name
 from optuna_dsat.runtime.agent.processes import MARK_ENV
+from optuna_dsat.script.interpreter import module_command
 
 __all__ = [
     "BUILDING",
@@ -60,16 +60,21 @@ _LOCKS_S = 5.0
 
 
 def compile_operators(
-    builders: Sequence[str], environ: Mapping[str, str], *, on_phase: Callable[[str], None] = lambda _: None
+    builders: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    python: str,
+    on_phase: Callable[[str], None] = lambda _: None,
 ) -> dict[str, str]:
     """Compile the missing operators; return builder -> error for those that failed.
 
     Args:
         builders: Class names of DeepSpeed's builders.
         environ: Environment of the launches.
+        python: Interpreter of the launches.
         on_phase: Called with the current activity, and with an empty string at the end.
     """
-    command = [sys.executable, "-P", "-m", "optuna_dsat.runtime.agent.operators", str(os.getpid()), *builders]
+    command = [*module_command(python, "optuna_dsat.runtime.agent.operators"), str(os.getpid()), *builders]
     mark = new_mark()
     with (
         tempfile.TemporaryFile() as errors,

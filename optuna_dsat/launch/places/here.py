@@ -81,13 +81,14 @@ class Here:
         """Set the operators that are compiled with the first launch, as that takes a process with torch."""
         self._operators = operators
 
-    def admit(self, _request: LaunchRequest) -> None:
+    def admit(self, request: LaunchRequest) -> None:
         """Compile the operators that are not compiled yet."""
         wanted, self._operators = self._operators, ()
         if not wanted:
             return
-        environ = device_environment(self._base_env, kind=self._pool.kind)
-        for name, why in compile_operators(wanted, environ, on_phase=self._on_phase).items():
+        python = request.command.interpreter
+        environ = device_environment(self._base_env, kind=self._pool.kind, python=python)
+        for name, why in compile_operators(wanted, environ, python=python, on_phase=self._on_phase).items():
             means = "gloo alone is used" if name == COMMUNICATION else "what needs it will fail, too"
             self._notify(f"DeepSpeed's {operator_name(name)} cannot be built here, and {means}: {why}.")
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from optuna_dsat.launch.agent.agent import versions
 from optuna_dsat.launch.places.engine import ClusterError, Engine, News, Place, PlaceState
 from optuna_dsat.launch.protocol import Rendezvous
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.torchrun import LOOPBACK
+from optuna_dsat.version import __version__
 
 __all__ = ["HeldPlace", "Layout", "Stage"]
 
@@ -31,6 +31,8 @@ class Layout:
     """``cuda`` or ``cpu``."""
     gpus: int
     """GPUs per node to request from the cluster; 0 for none."""
+    python: str | None = None
+    """Interpreter of the ranks on each node; None for the agent's."""
 
     @property
     def ranks(self) -> int:
@@ -90,9 +92,9 @@ class HeldPlace:
         return tuple(str(self._hellos[node]["name"]) for node in sorted(self._hellos))
 
     @property
-    def nodes(self) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-        """Name of each node, its hello message, and its report of devices and files."""
-        return [(self.name_of(node), self._hellos[node], self._seen[node]) for node in sorted(self._seen)]
+    def nodes(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Name of each node, and its report of devices, files and versions."""
+        return [(self.name_of(node), self._seen[node]) for node in sorted(self._seen)]
 
     @property
     def is_idle(self) -> bool:
@@ -157,7 +159,13 @@ class HeldPlace:
         elif self.stage is Stage.QUEUED and len(self._hellos) == self._layout.nodes:
             self._check_versions()
             for node in self._hellos:
-                order = {"do": "look", "kind": self._layout.kind, "slots": self._layout.slots, "files": self._files}
+                order = {
+                    "do": "look",
+                    "kind": self._layout.kind,
+                    "slots": self._layout.slots,
+                    "files": self._files,
+                    "python": self._layout.python,
+                }
                 self.order({**order, "listen": node == 0 and not self._is_one_machine}, node=node)
             self.stage = Stage.LOOKING
         elif self.stage is Stage.LOOKING and len(self._seen) == self._layout.nodes:
@@ -178,20 +186,11 @@ class HeldPlace:
         return len({hello["machine"] for hello in self._hellos.values()}) == 1
 
     def _check_versions(self) -> None:
-        here = versions()
         for node, hello in self._hellos.items():
-            there = hello["versions"]
-            first = self._hellos[0]["versions"]
-            unlike = [name for name in first if there.get(name) != first[name]]
-            if unlike:
+            if hello["version"] != __version__:
                 raise ClusterError(
-                    f"The nodes differ in {unlike[0]}: {self.name_of(0)} has {first[unlike[0]]}, "
-                    f"{self.name_of(node)} has {there.get(unlike[0], 'none')}. Install the same on all."
-                )
-            if there.get("optuna-dsat") != here.get("optuna-dsat"):
-                raise ClusterError(
-                    f"{self.name_of(node)} has optuna-dsat {there.get('optuna-dsat', 'of no known version')}, this "
-                    f"machine {here.get('optuna-dsat', 'one of no known version')}. Install the same on all."
+                    f"{self.name_of(node)} has optuna-dsat {hello['version']}, this machine {__version__}. "
+                    "Install the same on all."
                 )
 
     def _check_seen(self) -> None:
@@ -200,6 +199,13 @@ class HeldPlace:
                 raise ClusterError(
                     f"{self.name_of(node)} cannot run the study: {seen['why']}. Script, config and working directory "
                     "must be on every node under the same paths (docs/how-to/clusters.md)."
+                )
+        first = self._seen[0]["versions"]
+        for node, seen in self._seen.items():
+            if unlike := [name for name in first if seen["versions"].get(name) != first[name]]:
+                raise ClusterError(
+                    f"The nodes differ in {unlike[0]}: {self.name_of(0)} has {first[unlike[0]]}, "
+                    f"{self.name_of(node)} has {seen['versions'].get(unlike[0], 'none')}. Install the same on all."
                 )
 
     def _choose_address(self) -> None:

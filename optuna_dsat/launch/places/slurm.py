@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from optuna_dsat.launch.agent.command import needs_python_path, package_dir
 from optuna_dsat.launch.agent.wire import Joiner
 from optuna_dsat.launch.places.engine import LOST_S, PING_S, ClusterError, News, Order, Place, PlaceState, ping_order
+from optuna_dsat.script.interpreter import with_package
 from optuna_dsat.words import things_in_words
 
 __all__ = [
@@ -63,10 +63,7 @@ def srun_command(*, nodes: int, slots: int, arguments: Sequence[str]) -> list[st
 
 def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of srun, inherited by its tasks."""
-    own = dict(environ)
-    if needs_python_path():
-        own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(package_dir().parent), own.get("PYTHONPATH"))))
-    return own
+    return {**environ, "PYTHONPATH": with_package(environ.get("PYTHONPATH"))}
 
 
 def check_request(*, nodes: int, slots: int, arguments: Sequence[str], environ: Mapping[str, str]) -> None:

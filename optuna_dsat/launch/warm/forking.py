@@ -114,11 +114,11 @@ class Forking:
             with self._plain_if_unavailable():
                 self._order_preload(self._server)
 
-    def begin(self, environ: Mapping[str, str]) -> None:
+    def begin(self, environ: Mapping[str, str], *, python: str) -> None:
         """Start the imports for launches in ``environ``, unless already started; does not wait."""
         if self._enabled:
             with self._plain_if_unavailable():
-                self._begin(environ)
+                self._begin(environ, python=python)
 
     @property
     def is_ready(self) -> bool:
@@ -219,7 +219,7 @@ class Forking:
             self._retired.remove(server)
             server.close()
 
-    def _begin(self, environ: Mapping[str, str]) -> None:
+    def _begin(self, environ: Mapping[str, str], *, python: str) -> None:
         """Start the server for launches in ``environ``, if it does not run, and its imports; does not wait.
 
         Raises:
@@ -238,7 +238,7 @@ class Forking:
         hidden = _WATCHED | {LAUNCH_ENV, *self._preload.environment}
         own = {name: value for name, value in environ.items() if name not in hidden}
         own[MARK_ENV] = new_mark()  # it outlives the launch that ``environ`` belongs to
-        self._server = ForkServer(own, self._log)
+        self._server = ForkServer(own, self._log, python=python)
         self._preloads_pending = 0
         self._read = set()
         self._order_preload(self._server)
@@ -275,9 +275,9 @@ class Forking:
             WarmUnavailableError: If it cannot be forked.
         """
         while True:
-            self._begin(order.environ)
+            self._begin(order.environ, python=order.python)
             self._check_environment(order.environ)
-            server = self._ready_server(order.environ)
+            server = self._ready_server(order.environ, python=order.python)
             try:
                 server.order(
                     do="launch",
@@ -304,10 +304,10 @@ class Forking:
         if changed:
             raise WarmUnavailableError(f"the environment of this launch differs in {', '.join(sorted(changed))}")
 
-    def _ready_server(self, environ: Mapping[str, str]) -> ForkServer:
+    def _ready_server(self, environ: Mapping[str, str], *, python: str) -> ForkServer:
         while True:
             if self._server is None:
-                self._begin(environ)
+                self._begin(environ, python=python)
             if (server := self._server) is None:
                 raise WarmUnavailableError("there is no process to fork from")
             refused: dict[str, str] = {}

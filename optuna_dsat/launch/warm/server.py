@@ -24,6 +24,7 @@ from optuna_dsat.launch.machine.processes import end_with_descendants, exit_code
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey, children_of
+from optuna_dsat.script.interpreter import module_command
 
 __all__ = ["ForkServer", "WarmAgent", "WarmOrder", "WarmUnavailableError", "can_fork"]
 
@@ -52,6 +53,8 @@ class WarmOrder:
     environ: Mapping[str, str]
     cwd: str
     directory: RunDirectory
+    python: str
+    """Interpreter of the ranks."""
 
 
 def can_fork() -> bool:
@@ -106,10 +109,10 @@ class WarmAgent:
 class ForkServer:
     """The process that launches are forked from, and the connection to it."""
 
-    def __init__(self, environ: Mapping[str, str], log: Path) -> None:
+    def __init__(self, environ: Mapping[str, str], log: Path, *, python: str) -> None:
         self._mark = environ[MARK_ENV]
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-u", "-m", "optuna_dsat.runtime.agent.fork_server"]
+        command = module_command(python, "optuna_dsat.runtime.agent.fork_server", "-u")
         with theirs, log.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid())],

@@ -100,6 +100,8 @@ class InterceptedRank:
 
     words: tuple[str, ...]
     """The command of the rank: Python and a script or module."""
+    python: str
+    """Path of its interpreter."""
     folder: Path
     environment: Mapping[str, str]
     """Variables that the command and accelerate set for it, except for rank and rendezvous."""
@@ -162,20 +164,26 @@ def _names_launcher(node: ast.AST) -> bool:
 
 
 def intercept(
-    words: Sequence[str], *, cwd: Path, launcher: str | None = None, on_notice: Callable[[str], None] = lambda _: None
+    words: Sequence[str],
+    *,
+    cwd: Path,
+    python: str | None = None,
+    launcher: str | None = None,
+    on_notice: Callable[[str], None] = lambda _: None,
 ) -> InterceptedRank:
     """Run a command and return the first rank that it starts.
 
     Args:
         words: The command. It is run without input.
         cwd: Its working directory.
+        python: Interpreter in whose environment programs that ``PATH`` lacks are searched for; None for this process's.
         launcher: The launcher that it is, whose output is read for its error; None for another program, whose output
             goes to stderr.
         on_notice: Called with a message before another program is run, which may take as long as it needs to reach its
             launch.
 
     Raises:
-        UsageError: If it ends without starting a rank, or trains with a different Python.
+        UsageError: If it ends without starting a rank.
     """
     line = f"`{shlex.join(without_secrets(words))}`"
     if launcher is None:
@@ -183,7 +191,7 @@ def intercept(
     with tempfile.TemporaryDirectory(prefix="optuna-dsat-launch-") as made:
         folder = Path(made)
         record = folder / "launch.json"
-        _install_interceptor(folder)
+        _install_interceptor(folder, python or sys.executable)
         starts_another = any(word.endswith(".py") and starts_launcher(cwd / word) for word in words)
         environ = {
             **os.environ,
@@ -208,16 +216,12 @@ def intercept(
             f"{line} ended{how} and launched no training: neither by deepspeed, torchrun or accelerate, nor by a "
             f"Python script that begins to train with DeepSpeed. {REMEDY}"
         )
-    if Path(result["prefix"]).resolve() != Path(sys.prefix).resolve():
-        raise UsageError(
-            f"{line} trains with the Python environment {result['prefix']}, and this optuna-dsat belongs to "
-            f"{sys.prefix}. Install optuna-dsat in that environment, and start it from there."
-        )
     of_rank = result["environment"]
     ranks, nodes = _ranks_of_mpi(of_rank)
     by = result.get("launcher", {"name": None, "words": result["words"], "environment": of_rank})
     return InterceptedRank(
         words=tuple(result["words"]),
+        python=result["python"],
         folder=Path(result["folder"]),
         environment=_set_by_command({**by["environment"], **_of_plugin(of_rank)}, folder=folder),
         launcher=by["name"],
@@ -245,11 +249,11 @@ def _reason(log: Path, *, code: int) -> str:
     return shortened(_REFUSED.sub("", last).rstrip("."), _SHOWN_CHARS)
 
 
-def _install_interceptor(folder: Path) -> None:
+def _install_interceptor(folder: Path, python: str) -> None:
     """Fill a folder for the front of PATH and PYTHONPATH: Python runs ``interceptor``, even if PYTHONPATH is reset."""
     shutil.copyfile(interceptor.__file__, folder / "sitecustomize.py")
     for name in (*interceptor.LAUNCHERS, *_PYTHONS):
-        real = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+        real = shutil.which(name) or shutil.which(name, path=str(Path(python).parent))
         if real is None:
             continue
         shim = folder / name

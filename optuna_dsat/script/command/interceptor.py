@@ -55,6 +55,13 @@ def program(words: Sequence[str]) -> list[str]:
     return rest
 
 
+def typed_words() -> list[str]:
+    """Return the command line of this process; Python 3.9 does not keep it."""
+    if sys.version_info >= (3, 10):
+        return list(sys.orig_argv)
+    return [os.fsdecode(word) for word in Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]]
+
+
 def _is_launcher(own: Sequence[str]) -> bool:
     return own[1] in MODULES if own[0] == "-m" and own[1:] else os.path.basename(own[0]) in LAUNCHERS  # noqa: PTH119
 
@@ -74,7 +81,7 @@ def write_down(words: Sequence[str]) -> NoReturn:
         "words": list(words),
         "folder": str(Path.cwd()),
         "environment": dict(os.environ),
-        "prefix": sys.prefix,
+        "python": sys.executable,
         "group": os.getpgrp(),
     }
     if LAUNCHER in os.environ:
@@ -96,8 +103,8 @@ def _note(name: str, given: Any, **more: Any) -> None:
         return
     note = {
         "name": name,
-        "words": list(sys.orig_argv),
-        "environment": _ENVIRONMENT if _is_launcher(program(sys.orig_argv) or [""]) else dict(os.environ),
+        "words": typed_words(),
+        "environment": _ENVIRONMENT if _is_launcher(program(typed_words()) or [""]) else dict(os.environ),
         "options": {**vars(given), **more},
     }
     path = f"{os.environ[RECORD]}.{os.getpid()}"
@@ -231,7 +238,7 @@ def _run_the_hidden_one() -> None:
 
 
 if __name__ == "sitecustomize" and RECORD in os.environ:
-    _WORDS = list(sys.orig_argv)
+    _WORDS = typed_words()
     _ENVIRONMENT = dict(os.environ)  # variables that a launcher sets on import are not the user's
     if is_rank(_WORDS):
         write_down(_WORDS)

@@ -9,8 +9,7 @@ launcher, and any other program that is not Python (a shell script, ``make``, ``
 from __future__ import annotations
 
 import ast
-import importlib.metadata
-import importlib.util
+import os
 import re
 import shlex
 import shutil
@@ -26,9 +25,10 @@ from optuna_dsat.script.command.interception import InterceptedRank, intercept, 
 from optuna_dsat.script.command.interceptor import LAUNCHERS
 from optuna_dsat.script.command.launcher_options import facts_of
 from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.script.interpreter import has_console_script, interpreter_of, module_command, package_folders
 from optuna_dsat.secrecy.command import without_secrets
 
-__all__ = ["LaunchCommand", "launcher_of", "of_rank", "read_command"]
+__all__ = ["LaunchCommand", "of_rank", "read_command"]
 
 MAINS = {
     "deepspeed.launcher.runner": "deepspeed",
@@ -93,6 +93,8 @@ class LaunchCommand:
     """Variables that the launcher would set for the script, except for rank and rendezvous."""
     folder: str | None = None
     """Working directory of the launch; None for the command's working directory."""
+    python: str | None = None
+    """Interpreter that the launcher runs the script with; None if the command names none."""
     is_wrapped: bool = False
     """Whether the command was run to find its launch."""
     notes: tuple[str, ...] = ()
@@ -100,13 +102,18 @@ class LaunchCommand:
 
 
 def read_command(
-    words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None] = lambda _: None
+    words: Sequence[str],
+    *,
+    cwd: Path,
+    python: str | None = None,
+    on_notice: Callable[[str], None] = lambda _: None,
 ) -> LaunchCommand | None:
     """Parse a command; return None if its first word is a script, not a launcher.
 
     Args:
         words: The command. Variables may be set in front of it, as in a shell.
         cwd: Its working directory.
+        python: Interpreter that the user named, whose launchers are used.
         on_notice: Called with the command that is run to find its launch.
 
     Raises:
@@ -115,32 +122,35 @@ def read_command(
     count = next((place for place, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
     if 0 < count < len(words):
         rest = words[count:]
-        command = read_command(rest, cwd=cwd, on_notice=on_notice) or LaunchCommand(
+        command = read_command(rest, cwd=cwd, python=python, on_notice=on_notice) or LaunchCommand(
             script=rest[0], args=tuple(rest[1:])
         )
         return _with_environment(command, dict(word.split("=", 1) for word in words[:count]))
-    launcher = launcher_of(words[0], cwd=cwd) if words else None
-    if launcher is None:
+    file = _program(words[0], cwd=cwd, python=python) if words else None
+    launcher = None if file is None else _launcher_of(file)
+    if file is None or launcher is None:
         wraps = bool(words) and is_wrapper(words[0], cwd=cwd)
-        return _wrapped(words, cwd=cwd, on_notice=on_notice) if wraps else None
+        return _wrapped(words, cwd=cwd, python=python, on_notice=on_notice) if wraps else None
     if launcher == "python":
-        return _python(words, cwd=cwd, on_notice=on_notice)
+        return _python(words, cwd=cwd, python=python or os.path.abspath(file), on_notice=on_notice)  # noqa: PTH100
+    own = python or interpreter_of(file) or sys.executable
     if launcher in MAINS:
-        return _launched(launcher, list(words[1:]), cwd=cwd)
-    return _console_script(launcher, words, cwd=cwd, on_notice=on_notice)
+        return _launched(launcher, list(words[1:]), cwd=cwd, python=own)
+    return _console_script(launcher, words, cwd=cwd, python=own, on_notice=on_notice)
 
 
-def _launched(module: str, words: list[str], *, cwd: Path) -> LaunchCommand:
+def _launched(module: str, words: list[str], *, cwd: Path, python: str) -> LaunchCommand:
     """Run a launcher until it starts a rank; folders in ``cwd`` do not shadow its packages."""
     name = MAINS[module]
     if name == "accelerate" and words[:1] != ["launch"]:
         raise UsageError(f"accelerate: only `accelerate launch` trains; got `accelerate {' '.join(words[:1])}`.")
-    return of_rank(intercept([sys.executable, "-P", "-m", module, *words], cwd=cwd, launcher=name), cwd=cwd)
+    command = [*module_command(python, module), *words]
+    return of_rank(intercept(command, cwd=cwd, python=python, launcher=name), cwd=cwd)
 
 
-def _wrapped(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None]) -> LaunchCommand:
+def _wrapped(words: Sequence[str], *, cwd: Path, python: str | None, on_notice: Callable[[str], None]) -> LaunchCommand:
     """Run another program until it starts a rank."""
-    seen = intercept(words, cwd=cwd, on_notice=on_notice)
+    seen = intercept(words, cwd=cwd, python=python, on_notice=on_notice)
     shown = shortened(shlex.join(without_secrets(_as_typed(seen.launch_words))), _SHOWN_CHARS)
     on_notice(f"It launches `{shown}`.")
     return replace(of_rank(seen, cwd=cwd), is_wrapped=True)
@@ -148,7 +158,7 @@ def _wrapped(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None
 
 def of_rank(seen: InterceptedRank, *, cwd: Path) -> LaunchCommand:
     """Return the command of an intercepted rank."""
-    result = _python(seen.words, cwd=seen.folder, is_rank=True)
+    result = _python(seen.words, cwd=seen.folder, python=seen.python, is_rank=True)
     if seen.launcher is not None:
         result = replace(result, without_launcher=False, **facts_of(seen.launcher, seen.options))
     elif seen.ranks is not None:
@@ -171,22 +181,34 @@ def _with_environment(command: LaunchCommand, variables: Mapping[str, str]) -> L
     return replace(command, environment={**rest, **command.environment}, gpus=gpus)
 
 
-def launcher_of(word: str, *, cwd: Path) -> str | None:
-    """Return ``python``, or the module of a launcher or console script, for a command's first word; else None."""
+def _program(word: str, *, cwd: Path, python: str | None) -> Path | None:
+    """Return the file of a command's first word; the environment of an interpreter need not be activated.
+
+    Args:
+        word: The first word.
+        cwd: Working directory of the command.
+        python: Interpreter that the user named, in whose environment programs are searched for first.
+    """
     path = cwd / word
     if "/" in word or path.is_file():
-        file = path if path.is_file() else None
-    else:
-        result = shutil.which(word) or shutil.which(word, path=str(Path(sys.executable).parent))
-        file = None if result is None else Path(result)  # an environment need not be activated
-    if file is None or file.is_dir():
-        return None
+        return path if path.is_file() else None
+    folders = [] if python is None else [str(Path(python).parent)]
+    folders += [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+    result = next((file for folder in folders if (file := shutil.which(word, path=folder))), None)
+    return None if result is None else Path(result)
+
+
+def _launcher_of(file: Path) -> str | None:
+    """Return ``python``, or the module of a launcher or console script, for a program; None for another program."""
     if _is_interpreter(file):
         return "python"
     main = _main_module(file)
     if main is None or (file.suffix == ".py" and main not in MAINS):
         return None
-    return main if main in MAINS or _is_console_script(file.name, main) else None
+    if main in MAINS:
+        return main
+    python = interpreter_of(file) or sys.executable
+    return main if has_console_script(file.name, main, python=python) else None
 
 
 def _is_interpreter(file: Path) -> bool:
@@ -220,28 +242,25 @@ def _main_module(file: Path) -> str | None:
     return next((module for name, module in imported.items() if name in called), None)
 
 
-def _is_console_script(name: str, module: str) -> bool:
-    points = importlib.metadata.entry_points(group="console_scripts", name=name)
-    return any(point.module == module for point in points)
-
-
-def _console_script(module: str, words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None]) -> LaunchCommand:
+def _console_script(
+    module: str, words: Sequence[str], *, cwd: Path, python: str, on_notice: Callable[[str], None]
+) -> LaunchCommand:
     """Return the command of a console script, with its arguments: its own launch, else its module."""
     trains = _TRAINS.get((module, words[1] if len(words) > 1 else ""))
     if trains is not None:
-        return LaunchCommand(script=trains, is_module=True, args=tuple(words[2:]))
-    if _launches(module):
-        return _wrapped(words, cwd=cwd, on_notice=on_notice)
-    return LaunchCommand(script=module, is_module=True, args=tuple(words[1:]))
+        return LaunchCommand(script=trains, is_module=True, args=tuple(words[2:]), python=python)
+    if _launches(module, python):
+        return _wrapped(words, cwd=cwd, python=python, on_notice=on_notice)
+    return LaunchCommand(script=module, is_module=True, args=tuple(words[1:]), python=python)
 
 
-def _launches(module: str) -> bool:
+def _launches(module: str, python: str) -> bool:
     """Whether the sources of a console script's package mention a launcher."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return False
-    folder = Path(spec.origin).parent
-    files = folder.rglob("*.py") if spec.submodule_search_locations else folder.glob("*.py")
+    top, *rest = module.split(".")
+    files: list[Path] = []
+    for installed in package_folders(top, python):
+        path = installed.joinpath(top, *rest)
+        files += path.rglob("*.py") if path.is_dir() else path.parent.glob("*.py")
     return any(sign in file.read_text(encoding="utf-8", errors="replace") for file in files for sign in _SIGNS)
 
 
@@ -253,6 +272,7 @@ def _python(
     words: Sequence[str],
     *,
     cwd: Path,
+    python: str,
     on_notice: Callable[[str], None] = lambda _: None,
     is_rank: bool = False,
 ) -> LaunchCommand:
@@ -261,6 +281,7 @@ def _python(
     Args:
         words: The command.
         cwd: Its working directory.
+        python: The interpreter.
         on_notice: Called with the command that is run.
         is_rank: Whether a script is known to train in this process.
     """
@@ -277,21 +298,24 @@ def _python(
     if not rest:
         raise UsageError(f"{' '.join(words)} names no script.")
     if not rest[0].startswith("-m"):
-        module = launcher_of(rest[0], cwd=cwd)
+        file = _program(rest[0], cwd=cwd, python=python)
+        module = None if file is None else _launcher_of(file)
         if module in MAINS:
-            return _launched(module, rest[1:], cwd=cwd)
+            return _launched(module, rest[1:], cwd=cwd, python=python)
         if is_rank and module not in (None, "python"):  # a console script, which trains in its own process
-            return LaunchCommand(script=module, is_module=True, args=tuple(rest[1:]))
+            return LaunchCommand(script=module, is_module=True, args=tuple(rest[1:]), python=python)
         if not is_rank and starts_launcher(cwd / rest[0]):
-            return _wrapped([words[0], *rest], cwd=cwd, on_notice=on_notice)
-        return LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes)
+            return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice)
+        return LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes, python=python)
     module = rest[0].removeprefix("-m") or (rest[1] if len(rest) > 1 else "")
     args = rest[1:] if len(rest[0]) > len("-m") else rest[2:]
     if not module:
         raise UsageError(f"{' '.join(words)} names no module.")
     if module in MAINS:
-        return _launched(module, args, cwd=cwd)
-    file = None if is_rank else module_file(module, cwd)
+        return _launched(module, args, cwd=cwd, python=python)
+    file = None if is_rank else module_file(module, cwd, python=python)
     if file is not None and starts_launcher(file):
-        return _wrapped([words[0], *rest], cwd=cwd, on_notice=on_notice)
-    return LaunchCommand(script=module, is_module=True, args=tuple(args), without_launcher=True, notes=notes)
+        return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice)
+    return LaunchCommand(
+        script=module, is_module=True, args=tuple(args), without_launcher=True, notes=notes, python=python
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.user_code import parsed_source
+from optuna_dsat.script.interpreter import package_folders
 
 __all__ = ["importable_file", "is_importable", "module_file", "python_tree"]
 
@@ -33,7 +34,7 @@ def python_tree(file: Path, what: str) -> ast.Module:
         raise UsageError(f"{what} cannot be read: {error.strerror}.") from None
 
 
-def module_file(name: str, cwd: Path) -> Path | None:
+def module_file(name: str, cwd: Path, *, python: str | None = None) -> Path | None:
     """Return the file that ``python -m name`` runs in ``cwd``; None if there is none.
 
     The file is ``package/module.py``, or ``package/module/__main__.py`` for a package. As in Python, the working
@@ -43,8 +44,9 @@ def module_file(name: str, cwd: Path) -> Path | None:
     Args:
         name: Dotted name of a module.
         cwd: Working directory of the launch.
+        python: The interpreter; None for the one of this process.
     """
-    return _file(name, cwd, "__main__.py")
+    return _file(name, "__main__.py", (cwd, *package_folders(name.partition(".")[0], python)))
 
 
 def importable_file(name: str, cwd: Path) -> Path | None:
@@ -54,42 +56,25 @@ def importable_file(name: str, cwd: Path) -> Path | None:
         name: Dotted name of a module.
         cwd: Working directory of the launch.
     """
-    return _file(name, cwd, "__init__.py")
+    return _file(name, "__init__.py", (cwd, *package_folders(name.partition(".")[0], None)))
 
 
-def is_importable(name: str, folders: Iterable[Path]) -> bool:
+def is_importable(name: str, folders: Iterable[Path], *, python: str | None) -> bool:
     """Return whether the top-level package of a module is installed, built in or in one of the folders.
 
     Nothing is imported.
     """
     top = name.partition(".")[0]
-    if PathFinder.find_spec(top, [str(folder) for folder in folders]) is not None:
+    if top in sys.builtin_module_names or PathFinder.find_spec(top, [str(folder) for folder in folders]) is not None:
         return True
-    try:
-        return importlib.util.find_spec(top) is not None
-    except (ImportError, ValueError):  # a module without a spec
-        return False
+    return bool(package_folders(top, python))
 
 
-def _file(name: str, cwd: Path, of_package: str) -> Path | None:
+def _file(name: str, of_package: str, folders: Iterable[Path]) -> Path | None:
     top, *rest = name.split(".")
-    for folder in (cwd, *_installed(top)):
+    for folder in folders:
         base = folder.joinpath(top, *rest)
         for file in (base / of_package, base.with_name(f"{base.name}.py")):
             if file.is_file():
                 return file
     return None
-
-
-def _installed(top: str) -> Iterator[Path]:
-    """Yield the folders that contain an importable top-level module or package."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # not a valid name, or a module without a spec
-        return
-    if spec is None:
-        return
-    if spec.submodule_search_locations is not None:
-        yield from (Path(location).parent for location in spec.submodule_search_locations)
-    elif spec.origin is not None:
-        yield Path(spec.origin).parent

@@ -18,34 +18,35 @@ _SPAWNERS = frozenset({"spawn", "start_processes"})
 _MOST_FILES = 200
 
 
-def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
+def starts_own_ranks(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> bool:
     """Detect scripts that start one process per device themselves, also through user files that they import.
 
     Args:
         script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
         is_module: Whether it is a module.
         cwd: The working directory.
+        python: Interpreter of the script; None for the one of this process.
     """
     return any(
         _spawns(nodes, imported) or any(name.partition(".")[0] in _LAUNCHING for name in imported)
-        for nodes, imported in _files(script, is_module=is_module, cwd=cwd)
+        for nodes, imported in _files(script, is_module=is_module, cwd=cwd, python=python)
     )
 
 
-def imported_packages(script: str, *, is_module: bool, cwd: Path) -> set[str]:
+def imported_packages(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> set[str]:
     """Return the packages imported by a script and by user files that it imports; arguments as ``starts_own_ranks``."""
-    files = _files(script, is_module=is_module, cwd=cwd)
+    files = _files(script, is_module=is_module, cwd=cwd, python=python)
     return {name.partition(".")[0] for _, imported in files for name in imported}
 
 
-def says_where_to_meet(script: str, *, is_module: bool, cwd: Path) -> bool:
+def says_where_to_meet(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> bool:
     """Detect scripts (and imported user files) that set ``MASTER_PORT``: under torchrun they would wait."""
     return any(
         isinstance(node, ast.Subscript)
         and isinstance(node.ctx, ast.Store)
         and isinstance(node.slice, ast.Constant)
         and node.slice.value == "MASTER_PORT"
-        for nodes, _ in _files(script, is_module=is_module, cwd=cwd)
+        for nodes, _ in _files(script, is_module=is_module, cwd=cwd, python=python)
         for node in nodes
     )
 
@@ -56,7 +57,9 @@ _SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_p
 """Packages that derive options from fields or parameters, such as ``HfArgumentParser`` and ``fire.Fire``."""
 
 
-def declared_options(options: Sequence[str], *, script: str, is_module: bool, cwd: Path) -> set[str]:
+def declared_options(
+    options: Sequence[str], *, script: str, is_module: bool, cwd: Path, python: str | None = None
+) -> set[str]:
     """Return the subset of options that a script, or a user file that it imports, visibly declares.
 
     An option is declared if its name occurs in a call such as ``add_argument`` or in a comparison, as with
@@ -68,11 +71,12 @@ def declared_options(options: Sequence[str], *, script: str, is_module: bool, cw
         script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
         is_module: Whether it is a module.
         cwd: The working directory.
+        python: Interpreter of the script; None for the one of this process.
     """
     spellings: set[str] = set()
     names: set[str] = set()
     imported: set[str] = set()
-    for nodes, modules in _files(script, is_module=is_module, cwd=cwd):
+    for nodes, modules in _files(script, is_module=is_module, cwd=cwd, python=python):
         imported |= {module.partition(".")[0] for module in modules}
         for node in nodes:
             spellings.update(_spellings(node))
@@ -110,9 +114,11 @@ def _spawns(nodes: Sequence[ast.AST], imported: Sequence[str]) -> bool:
     return bool(called & _SPAWNERS) and any(name.startswith("torch.multiprocessing") for name in imported)
 
 
-def _files(script: str, *, is_module: bool, cwd: Path) -> Iterator[tuple[list[ast.AST], list[str]]]:
+def _files(
+    script: str, *, is_module: bool, cwd: Path, python: str | None = None
+) -> Iterator[tuple[list[ast.AST], list[str]]]:
     """Yield the syntax nodes and the imported modules of a script and of the user files that it imports."""
-    first = module_file(script, cwd) if is_module else cwd / script
+    first = module_file(script, cwd, python=python) if is_module else cwd / script
     waiting: list[Path] = [] if first is None else [first]
     seen: set[Path] = set()
     while waiting and len(seen) < _MOST_FILES:

@@ -137,6 +137,14 @@ class PlaceSettings:
             "imports ready; plain torchrun where that is unsafe) or always torchrun."
         ),
     ] = "warm"
+    python: Annotated[
+        str | None,
+        running(
+            help="Python of your script: an interpreter with torch and DeepSpeed, or the folder of its environment.",
+            none="the launcher's, else the first with both of: the active environment's, this command's, PATH's",
+            metavar="PYTHON",
+        ),
+    ] = None
     preload: Annotated[
         Texts,
         running(

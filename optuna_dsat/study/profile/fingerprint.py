@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import itertools
 import json
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from pathlib import Path
 from optuna_dsat.config import ds_config
 from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.script.interpreter import script_versions
 from optuna_dsat.script.trial_class import RUNNER, find_trial_class, hparams_of
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 
@@ -35,6 +35,7 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
         device_names: Name of each device.
     """
     outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
+    versions = script_versions(spec.python, on=spec.on)
     parts = {
         "code": _code_hashes(_code_folders(spec)),
         **_hparams_hash(spec.script),
@@ -49,7 +50,7 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
         "slots": spec.slots_per_trial,
         **({} if spec.nodes_per_trial == 1 else {"nodes": spec.nodes_per_trial}),
         "device_memory_bytes": "free" if spec.free_memory else spec.device_memory_bytes,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
+        "versions": {name: text for name, text in versions.items() if name != "python"},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -69,7 +70,7 @@ def _code_folders(spec: StudySpec) -> list[Path]:
     if script.script == RUNNER:
         trial_class = find_trial_class(script.args[0], cwd)
         return sorted({cwd, trial_class.file.parent})
-    file = module_file(script.script, cwd)
+    file = module_file(script.script, cwd, python=spec.python)
     return [cwd] if file is None else sorted({cwd, file.parent})
 
 
