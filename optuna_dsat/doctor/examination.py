@@ -13,7 +13,7 @@ from optuna_dsat.doctor import storage as storage_check
 from optuna_dsat.doctor.finding import Finding, Status
 from optuna_dsat.doctor.machine import device_findings, find_gpus, host_findings
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.machine.devices import Nvml
+from optuna_dsat.launch.machine.devices import Nvml, refuse_build
 from optuna_dsat.script.interpreter import examined, script_python
 
 __all__ = ["examine"]
@@ -43,9 +43,11 @@ def examine(
     environ = os.environ if environ is None else environ
     gpus = find_gpus(environ=environ, nvml=nvml)
     python, interpreter = _interpreter(python)
+    builds = _other_builds(interpreter.data["versions"].get("torch", ""))
     result = ask(cpu=gpus.count == 0, python=python, environ=environ)
     findings = [
         *device_findings(gpus),
+        *builds,
         interpreter,
         *libraries.findings(result, gpus=gpus.count),
         *host_findings(output_dir=output_dir, environ=environ),
@@ -58,6 +60,16 @@ def examine(
     if storage is not None:
         findings.append(storage_check.examine(storage))
     return findings
+
+
+def _other_builds(torch_version: str) -> list[Finding]:
+    """Return the finding on a torch for devices on which launches do not run."""
+    try:
+        refuse_build(torch_version)
+    except UsageError as error:
+        text, _, remedy = str(error).partition(". ")
+        return [Finding(area="devices", name="accelerator", status=Status.PROBLEM, text=f"{text}.", remedy=remedy)]
+    return []
 
 
 def _interpreter(named: str | None) -> tuple[str, Finding]:

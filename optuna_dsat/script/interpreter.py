@@ -237,7 +237,7 @@ def interpreter_of(program: Path) -> str | None:
         return found if found and "python" in Path(found).name else None
     if Path(word).name == "sh" and (behind := _EXEC.search(first)) is not None:
         word = os.fsdecode(behind[1]).strip('"')
-    return word if "python" in Path(word).name else None
+    return word if "python" in Path(word).name and Path(word).is_file() else None
 
 
 def module_command(python: str, module: str, *options: str) -> list[str]:

@@ -57,7 +57,9 @@ def answer(agent: NodeAgent, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def look(agent: NodeAgent, **changes: Any) -> dict[str, Any]:
-    return answer(agent, {"do": "look", "kind": "cpu", "slots": 2, "files": {}, "listen": False, **changes})
+    return answer(
+        agent, {"do": "look", "kind": "cpu", "slots": 2, "files": {}, "python": None, "listen": False, **changes}
+    )
 
 
 def test_it_says_first_who_it_is(agent: NodeAgent) -> None:
@@ -113,7 +115,7 @@ def test_what_takes_long_on_a_node_is_told_until_it_is_over(
     look(agent, slots=1)
     assert agent._machine is not None
     ready: list[bool] = []
-    monkeypatch.setattr(Forking, "begin", lambda *_: None)
+    monkeypatch.setattr(Forking, "begin", lambda *_, **__: None)
     monkeypatch.setattr(Forking, "is_ready", property(lambda _: bool(ready)))
     wire = request_to_json(request(tmp_path, script=STUB, slots=1))
     order = {"do": "launch", "request": wire, "environ": {}, "warm": True, "rendezvous": None}

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from optuna_dsat.doctor import probe
+from optuna_dsat.doctor import examination, probe
 from optuna_dsat.doctor.examination import examine
 from optuna_dsat.doctor.finding import Finding, Status, exit_code
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine import devices as accelerators
-from optuna_dsat.launch.machine.devices import detect_devices
+from optuna_dsat.launch.machine.devices import detect_devices, refuse_build
+from optuna_dsat.script.interpreter import examined
 from tests.doctor.test_doctor import told
 from tests.harness.nvml_machine import GPU_IS_LOST, NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
 
@@ -137,23 +138,19 @@ def test_the_probe_asks_nvcc_where_torch_looks_for_it(
 def test_a_torch_for_other_gpus_is_refused_and_says_what_is_supported(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, version: str, maker: str
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     with pytest.raises(UsageError, match=rf"is a build for {maker}.*NVIDIA GPUs.*--cpu-ranks"):
-        machine.detect()
-    assert machine.detect("").kind == "cpu"
+        refuse_build(version)
+    installation = replace(examined(sys.executable), versions={"torch": version, "deepspeed": "0.19.8"})
+    monkeypatch.setattr(examination, "examined", lambda _: installation)
     result = look(machine)
     assert result["accelerator"].status is Status.PROBLEM
     assert maker in result["accelerator"].text
     assert "--cpu-ranks" in result["accelerator"].remedy
-    assert result["cpu"].status is Status.NOTE
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.6.0a0+ecf3bae40a.nv25.01"])
-def test_a_torch_for_cuda_or_the_cpu_is_not_refused(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
-    assert machine.detect().kind == "cuda"
+def test_a_torch_for_cuda_or_the_cpu_is_not_refused(version: str) -> None:
+    refuse_build(version)  # raises nothing
 
 
 def test_an_accelerator_that_deepspeed_knows_and_we_do_not_is_refused(machine: Machine) -> None:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -82,7 +83,7 @@ def started(launcher: str, words: Sequence[str]) -> InterceptedRank:
 
 def launched(launcher: str, words: Sequence[str]) -> LaunchCommand:
     """Return the command that a launcher would launch."""
-    return of_rank(started(launcher, words), cwd=Path.cwd())
+    return replace(of_rank(started(launcher, words), cwd=Path.cwd()), python=None)
 
 
 def intercept_here(

@@ -69,6 +69,7 @@ def environment(base: dict[str, str], *, kind: str = "cpu", purpose: str = "tria
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_the_environment_is_the_golden_one(kind: str) -> None:
     made = environment({"PATH": "/bin", "MASTER_PORT": "29500", "PET_NNODES": "3"}, kind=kind)
+    assert made.pop("PYTHONPATH") == with_package(None)
     golden = (GOLDEN / f"environment_{kind}.json").read_text(encoding="utf-8")
     assert json.dumps(made, indent=2, sort_keys=True) + "\n" == golden
 

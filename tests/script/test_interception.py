@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import venv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read(folder: Path, *words: str, notices: list[str] | None = None) -> LaunchCommand | None:
     result = read_command(words, cwd=folder, on_notice=([] if notices is None else notices).append)
     assert not (folder / "begun").exists()
-    return result
+    if result is None or result.python is None:
+        return result
+    assert Path(result.python).parent == Path(sys.executable).parent
+    return replace(result, python=None)
 
 
 def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
@@ -176,11 +181,10 @@ def test_what_launches_nothing_says_so(folder: Path) -> None:
 
 
 def test_another_environment_is_named(folder: Path) -> None:
-    import venv
-
     venv.create(folder / "other", with_pip=False)
-    with pytest.raises(UsageError, match="other, and this optuna-dsat belongs to"):
-        read(folder, "env", f"{folder}/other/bin/python", "train.py")
+    command = read_command(["env", f"{folder}/other/bin/python", "train.py"], cwd=folder)
+    assert command is not None
+    assert command.python == f"{folder}/other/bin/python"
 
 
 @pytest.mark.parametrize("rest", [("train.py", "--lr", "3"), ("-m", "train", "--lr", "3")])

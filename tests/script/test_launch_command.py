@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(folder: Path, command: str) -> LaunchCommand | None:
-    return read_command(command.split(), cwd=folder)
+    """Return the command; its interpreter is that of these tests, and left out."""
+    result = read_command(command.split(), cwd=folder)
+    if result is None or result.python is None:
+        return result
+    assert Path(result.python).parent == Path(sys.executable).parent
+    return replace(result, python=None)
 
 
 def test_a_script_is_no_launcher(folder: Path) -> None:
@@ -51,9 +55,7 @@ def test_a_script_that_bears_a_launchers_name_is_a_script(folder: Path) -> None:
 def test_a_launcher_under_another_name_is_a_launcher(folder: Path) -> None:
     own = folder / "start-it"
     own.write_text(f"#!{sys.executable}\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n")
-    command = read(folder, "./start-it --nproc_per_node 2 train.py")
-    assert command is not None
-    assert (command.script, command.ranks, command.python) == ("train.py", 2, sys.executable)
+    assert read(folder, "./start-it --nproc_per_node 2 train.py") == LaunchCommand(script="train.py", ranks=2)
 
 
 @pytest.mark.parametrize("python", ["python", "python3", sys.executable])
@@ -80,11 +82,19 @@ def test_what_runs_no_file_is_refused(folder: Path, command: str) -> None:
 
 def test_console_scripts_come_to_the_module_that_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = folder / "llamafactory-cli"
-    tool.write_text("#!/usr/bin/python\nimport sys\nfrom llamafactory.cli import main\nsys.exit(main())\n")
-    points = (EntryPoint("llamafactory-cli", "llamafactory.cli:main", "console_scripts"),)
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: points)
+    tool.write_text(f"#!{sys.executable}\nimport sys\nfrom llamafactory.cli import main\nsys.exit(main())\n")
+    declare_console_script(folder, "llamafactory-cli", "llamafactory.cli:main", monkeypatch)
     result = read(folder, "./llamafactory-cli train run.yaml")
     assert result == LaunchCommand(script="llamafactory.launcher", is_module=True, args=("run.yaml",))
+
+
+def declare_console_script(folder: Path, name: str, runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter find an installed package in a folder that declares a console script."""
+    metadata = folder / "tool-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tool\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[console_scripts]\n{name} = {runs}\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
 @pytest.fixture
@@ -93,9 +103,7 @@ def tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "installed").mkdir()
     (folder / "tool-cli").write_text(f"#!{sys.executable}\nimport sys\nfrom tool import main\nsys.exit(main())\n")
     (folder / "tool-cli").chmod(0o755)
-    points = (EntryPoint("tool-cli", "tool:main", "console_scripts"),)
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: points)
-    monkeypatch.setenv("PYTHONPATH", str(folder / "installed"), prepend=os.pathsep)
+    declare_console_script(folder / "installed", "tool-cli", "tool:main", monkeypatch)
     monkeypatch.syspath_prepend(str(folder / "installed"))
     return folder / "installed" / "tool.py"
 
@@ -281,6 +289,4 @@ def test_a_launcher_of_an_environment_that_is_not_activated_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    command = read(folder, "torchrun --nproc_per_node 2 train.py")
-    assert command is not None
-    assert (command.ranks, command.python) == (2, sys.executable)
+    assert read(folder, "torchrun --nproc_per_node 2 train.py") == LaunchCommand(script="train.py", ranks=2)
