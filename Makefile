@@ -19,7 +19,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/pip install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[here,dev,docs]'
 	touch $@
 
 # DeepSpeed's operator for communication on the CPU takes a compiler half a minute: once, and in no launch that is timed.
@@ -60,7 +60,7 @@ test-cuda: setup $(if $(filter .venv-cuda,$(CUDA_VENV)),.venv-cuda/.installed)
 .venv-cuda/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-cuda || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	.venv-cuda/bin/pip install --quiet $(TORCH_CUDA_PIP_ARGS) $(shell sed -n 's/^torch==/torch===/p' constraints.txt) numpy
-	.venv-cuda/bin/pip install --quiet --constraint constraints.txt --editable '.[huggingface,lightning]'
+	.venv-cuda/bin/pip install --quiet --constraint constraints.txt --editable '.[here,huggingface,lightning]'
 	.venv-cuda/bin/python -c "import torch; assert torch.version.cuda, 'this torch is no CUDA build: see CONTRIBUTING.md'"
 	touch $@
 

@@ -17,7 +17,7 @@ from optuna_dsat.escape.terminal import say, say_prose
 if TYPE_CHECKING:
     from optuna_dsat.study.spec import StudyRequest, StudySpec
 
-__all__ = ["Approval", "Trust", "Workdir", "ask_for_secrets", "resume", "worker"]
+__all__ = ["Approval", "Python", "Trust", "Workdir", "ask_for_secrets", "resume", "worker"]
 
 _MaxTrials = Annotated[
     int | None, typer.Option("--max-trials", help="New number of launches of trials.", show_default=False)
@@ -46,6 +46,12 @@ Workdir = Annotated[
 ]
 
 
+Python = Annotated[
+    str | None,
+    typer.Option(
+        "--python", help="Python of the script on this machine: an interpreter, or its folder.", show_default=False
+    ),
+]
 Trust = Annotated[
     bool,
     typer.Option(
@@ -64,6 +70,7 @@ def resume(
     confirm_time: _ConfirmTime = None,
     wait_for_gpus: _WaitForGpus = None,
     workdir: Workdir = None,
+    python: Python = None,
     trust: Trust = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -76,7 +83,9 @@ def resume(
         "wait_for_gpus": wait_for_gpus,
     }
     given = {field: limit for field, limit in limits.items() if limit is not None}
-    request = _request(name, storage, limits=given, workdir=workdir, approve=Approval(trust, quiet), conclude=True)
+    request = _request(
+        name, storage, limits=given, workdir=workdir, python=python, approve=Approval(trust, quiet), conclude=True
+    )
     run_request(request, quiet=quiet, as_json=as_json)
 
 
@@ -84,11 +93,14 @@ def worker(
     name: Name,
     storage: Storage = DEFAULT_STORAGE,
     workdir: Workdir = None,
+    python: Python = None,
     trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Join a study from another process or machine; whoever started it confirms and exports the winner."""
-    request = _request(name, storage, limits={}, workdir=workdir, approve=Approval(trust, quiet), conclude=False)
+    request = _request(
+        name, storage, limits={}, workdir=workdir, python=python, approve=Approval(trust, quiet), conclude=False
+    )
     run_request(request, quiet=quiet, as_json=False)
 
 
@@ -134,6 +146,7 @@ def _request(
     *,
     limits: Mapping[str, float],
     workdir: Path | None,
+    python: str | None,
     approve: Approval,
     conclude: bool,
 ) -> StudyRequest:
@@ -144,6 +157,7 @@ def _request(
         storage,
         limits=limits,
         workdir=workdir,
+        python=python,
         conclude=conclude,
         on_notice=lambda text: say_prose(text, file=sys.stderr),
         approve=approve,

@@ -12,7 +12,7 @@ import typer
 
 from optuna_dsat.cli.parsing.commands import origins_of
 from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Storage, complete_studies
-from optuna_dsat.cli.resume import Approval, Trust, Workdir, ask_for_secrets
+from optuna_dsat.cli.resume import Approval, Python, Trust, Workdir, ask_for_secrets
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Length, is_trial_class
@@ -55,6 +55,7 @@ class TrainOptions:
         typer.Option(help="Study: train with the config of this trial.  \\[default: the best config]", min=0),
     ] = None
     workdir: Workdir = None
+    python: Python = None
     trust: Trust = False
     hparams: Annotated[Path | None, typer.Option(help="Hyperparameters (YAML or JSON).")] = None
     max_length: Annotated[str, typer.Option(metavar=_LENGTH, help="How long: 100batches, 3epochs or 5000records.")] = (
@@ -103,6 +104,7 @@ def train(context: typer.Context, options: TrainOptions) -> None:
         trial=options.trial,
         args=options.words or (),
         workdir=options.workdir,
+        python=options.python,
         on_notice=lambda text: say_prose(text, file=sys.stderr),
         approve=Approval(options.trust, quiet=True),
         ask_for_secrets=ask_for_secrets,

@@ -106,6 +106,7 @@ def _ray_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[st
     shape = ["--nodes", str(spec.nodes_per_trial), "--ranks", str(spec.slots_per_node)]
     shape += ["--gpus", str(spec.gpus_per_node)] if spec.gpus_per_node else []
     shape += [word for name in spec.ray_node or () for word in ("--node", name)]
+    shape += [] if spec.python is None else ["--python", spec.python]
     runner = [sys.executable, "-m", "optuna_dsat.launch.places.ray_train", *where, *shape]
     return shell_join([*environment_words(spec, settings), *runner, "--", *words])
 

@@ -113,6 +113,7 @@ def _engine(spec: StudySpec, on_notice: Callable[[str], None] = lambda _: None) 
         slurm_arg=spec.slurm_arg or (),
         ray_address=spec.ray_address,
         ray_node=spec.ray_node or (),
+        agent_python=spec.agent_python,
         on_notice=on_notice,
     )
 
@@ -123,6 +124,7 @@ def engine_of(
     slurm_arg: Sequence[str],
     ray_address: str | None,
     ray_node: Sequence[str] = (),
+    agent_python: str | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """Return the engine that allocates nodes in a cluster.
@@ -132,12 +134,13 @@ def engine_of(
         slurm_arg: Options for srun.
         ray_address: Address of the Ray cluster; None for the cluster of this machine.
         ray_node: Nodes of the Ray cluster that may be used; empty for all.
+        agent_python: Interpreter of the agents; None for this process's, or for that of Ray's workers.
         on_notice: Called with lines for the user.
     """
     if on == "slurm":
         from optuna_dsat.launch.places.slurm import SlurmEngine
 
-        return SlurmEngine(slurm_arg)
+        return SlurmEngine(slurm_arg, python=agent_python)
     from optuna_dsat.launch.places.ray_engine import RayEngine
 
-    return RayEngine(ray_address, names=ray_node, on_notice=on_notice)
+    return RayEngine(ray_address, names=ray_node, python=agent_python, on_notice=on_notice)

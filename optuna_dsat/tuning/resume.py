@@ -11,6 +11,7 @@ from optuna_dsat.config.documents import is_pipe
 from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.script.interpreter import script_python
 from optuna_dsat.script.trial_class import RUNNER
 from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.secrecy.shapes import hidden_data
@@ -30,6 +31,7 @@ def resume_request(
     *,
     limits: Mapping[str, float],
     workdir: Path | None,
+    python: str | None = None,
     conclude: bool,
     on_notice: Callable[[str], None],
     approve: Callable[[Sequence[str], bool], None],
@@ -41,6 +43,7 @@ def resume_request(
         storage: URL of its database.
         limits: Field of ``StudySpec`` or ``MethodOptions`` -> its new value, which is stored.
         workdir: Working directory on this machine; None for the stored one.
+        python: Interpreter of the script on this machine; None for the stored one.
         conclude: As in ``StudyRequest``.
         on_notice: Called with each line for the user about the devices.
         approve: Called with the lines that describe the study's commands, and whether this user already ran exactly
@@ -58,14 +61,20 @@ def resume_request(
             raise UsageError(f"--min-gain is an option of guided; this study is searched by {spec.method}.")
         if limits:
             spec = make_spec(**_with_limits(spec.model_dump(), limits))
-        here = _spec_here(study, spec, workdir=workdir, approve=approve)
+        here = _spec_here(study, spec, workdir=workdir, python=python, approve=approve)
         if edited := _edited_keys(here):
             on_notice(f"{here.script.config_path} was edited; the study keeps its config: {', '.join(edited)}.")
         if limits:
             store.update_spec(record.uuid, spec.stored())
     spec = here
     devices = devices_for(spec, on_notice)
-    return StudyRequest(spec=spec, devices=devices, storage=storage, conclude=conclude, relocated=workdir is not None)
+    return StudyRequest(
+        spec=spec,
+        devices=devices,
+        storage=storage,
+        conclude=conclude,
+        relocated=workdir is not None or python is not None,
+    )
 
 
 def _edited_keys(spec: StudySpec) -> list[str]:
@@ -83,18 +92,25 @@ def _edited_keys(spec: StudySpec) -> list[str]:
     ]
 
 
-def spec_here(study: StoredStudy, *, workdir: Path | None, approve: Callable[[Sequence[str], bool], None]) -> StudySpec:
+def spec_here(
+    study: StoredStudy,
+    *,
+    workdir: Path | None,
+    python: str | None = None,
+    approve: Callable[[Sequence[str], bool], None],
+) -> StudySpec:
     """Return a stored study's spec with this machine's paths, once the user has approved its commands.
 
     Args:
         study: The study.
         workdir: Working directory on this machine; None for the stored one.
+        python: Interpreter of the script on this machine; None for the stored one.
         approve: As in ``resume_request``.
 
     Raises:
         UsageError: If the script is not on this machine, or is not approved.
     """
-    return _spec_here(study, study.stored_spec, workdir=workdir, approve=approve)
+    return _spec_here(study, study.stored_spec, workdir=workdir, python=python, approve=approve)
 
 
 def _spec_here(
@@ -102,9 +118,12 @@ def _spec_here(
     spec: StudySpec,
     *,
     workdir: Path | None,
+    python: str | None,
     approve: Callable[[Sequence[str], bool], None],
 ) -> StudySpec:
     here = spec if workdir is None else _relocated(spec, workdir)
+    if python is not None:
+        here = here.model_copy(update={"python": script_python(python) if spec.on == "here" else python})
     _check_script(here)
     file = script_file(here)
     approve(what_runs(here, study.profiled), ran_here(study.stored_spec, file=file))

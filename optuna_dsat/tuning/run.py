@@ -21,7 +21,7 @@ from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.journal import LeftoverWatch
 from optuna_dsat.launch.protocol import Launcher
-from optuna_dsat.script.interpreter import usable, why_python_does_not_start
+from optuna_dsat.script.interpreter import examined, usable, why_python_does_not_start
 from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.store import Store
 from optuna_dsat.study.folder import set_others_aside
@@ -160,6 +160,8 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     spec = request.spec
     require_secrets(spec)
     _require_python(spec)
+    if spec.on == "here":
+        notify(f"Launches run with {examined(spec.python or sys.executable)}.")
     if not request.relocated:
         remember(spec)
     kept = KeptResults(observer)

@@ -37,6 +37,7 @@ def train_study(
     trial: int | None,
     args: Sequence[str],
     workdir: Path | None,
+    python: str | None,
     on_notice: Callable[[str], None],
     approve: Callable[[Sequence[str], bool], None],
     ask_for_secrets: Callable[[StudySpec], None],
@@ -49,6 +50,7 @@ def train_study(
         trial: Number of the trial whose configuration is used; None for the selected configuration.
         args: Arguments appended to the script's.
         workdir: Working directory on this machine; None for the stored one.
+        python: Interpreter of the script on this machine; None for the stored one.
         on_notice: Called with each line for the user.
         approve: As in ``resume_request``.
         ask_for_secrets: Called before the secrets of the study are required.
@@ -62,7 +64,7 @@ def train_study(
     """
     with Store.open(storage, create=False) as store:
         study = read_stored(store, name)
-    here = spec_here(study, workdir=workdir, approve=approve)
+    here = spec_here(study, workdir=workdir, python=python, approve=approve)
     chosen, words = study.selected() if trial is None else _trial(study, trial)
     on_notice(f"Training with {words}")
     ask_for_secrets(here)

@@ -320,7 +320,7 @@ def test_a_training_that_loses_a_node_leaves_no_rank(cluster: RayCluster, tmp_pa
 def test_each_node_runs_torchrun_with_its_own_number_and_the_address_of_the_first() -> None:
     words = torchrun_words(["-m", "pkg.train", "--lr", "3"], nodes=2, node=1, ranks=4, address="10.0.0.1", port=29)
     assert words == [
-        *("-m", "optuna_dsat.launch.places.guarded"),
+        *("-m", "optuna_dsat.launch.places.guarded", ""),
         *("-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "4"),
         *("--rdzv_backend", "static", "--master_addr", "10.0.0.1", "--master_port", "29"),
         *("-m", "pkg.train", "--lr", "3"),

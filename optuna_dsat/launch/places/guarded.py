@@ -1,4 +1,6 @@
-"""``python -m optuna_dsat.launch.places.guarded WORDS...``: ``python WORDS...`` that leaves no process behind.
+"""``python -m optuna_dsat.launch.places.guarded PYTHON WORDS...``: ``PYTHON WORDS...`` that leaves no process behind.
+
+An empty PYTHON is the interpreter of this process.
 
 It ends when its standard input closes, which happens when the process that started it ends, even if it was killed.
 Processes started by torchrun have separate sessions and parents by then, so they are found by a mark in their
@@ -43,7 +45,10 @@ def main(words: Sequence[str]) -> int:
 def _guard(words: Sequence[str]) -> int:
     mark = new_mark()
     process = subprocess.Popen(
-        [sys.executable, *words], stdin=subprocess.DEVNULL, env={**os.environ, MARK_ENV: mark}, start_new_session=True
+        [words[0] or sys.executable, *words[1:]],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, MARK_ENV: mark},
+        start_new_session=True,
     )
     while process.poll() is None and not _input_ended():
         pass

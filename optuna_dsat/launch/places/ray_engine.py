@@ -43,6 +43,7 @@ class RayEngine:
     Args:
         address: ``HOST:PORT`` of the cluster's head; None or ``auto`` for ``RAY_ADDRESS`` or this machine's cluster.
         names: Nodes that may be used (see ``named_nodes``); all for none.
+        python: Interpreter of the agents; None for the one of Ray's workers.
         on_notice: Called with lines for the user.
     """
 
@@ -51,10 +52,12 @@ class RayEngine:
         address: str | None = None,
         *,
         names: Sequence[str] = (),
+        python: str | None = None,
         on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._address = address_of(address)
         self._names = tuple(names)
+        self._python = python
         self._on_notice = on_notice
         self._places: list[RayPlace] = []
         self._released: list[RayPlace] = []
@@ -100,7 +103,14 @@ class RayEngine:
         self._connect()
         with self._changed:
             self._asked += 1
-            place = RayPlace(nodes=nodes, slots=slots, number=self._asked, names=self._names, suspects=self._suspects)
+            place = RayPlace(
+                nodes=nodes,
+                slots=slots,
+                number=self._asked,
+                names=self._names,
+                suspects=self._suspects,
+                python=self._python,
+            )
             self._places.append(place)
         return place
 

@@ -63,17 +63,26 @@ class NodeRelay:
         self._reader: threading.Thread | None = None
         self._parent = os.getppid()
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str], cwd: str, *, errors: bool = False) -> None:
-        """Start a process with this node's Python.
+    def start(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: str,
+        *,
+        errors: bool = False,
+        python: str | None = None,
+    ) -> None:
+        """Start a Python process.
 
         Args:
             words: Options and arguments of Python.
             environment: Environment of the head.
             cwd: Working directory of the head, used if it exists on this node.
             errors: Whether to forward standard error together with standard output.
+            python: The interpreter; None for the one of Ray's worker on this node.
         """
         self._process = subprocess.Popen(
-            [sys.executable, *words],
+            [python or sys.executable, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if errors else None,

@@ -99,8 +99,10 @@ class RayPlace:
         number: int,
         names: Sequence[str] = (),
         suspects: dict[str, float] | None = None,
+        python: str | None = None,
     ) -> None:
         self._slots = slots
+        self._python = python
         self._names = names
         self._suspects = {} if suspects is None else suspects
         self._count = nodes
@@ -211,7 +213,8 @@ class RayPlace:
         for index, name in enumerate(names):
             actor = relay_on(self._group, index, gpus=self._slots)
             words = ["-P", "-m", "optuna_dsat.launch.places.node_agent", str(index), name]
-            asked = actor.start.remote(words, agent_environment(os.environ), str(Path.cwd()))
+            environ = agent_environment(os.environ)
+            asked = actor.start.remote(words, environ, str(Path.cwd()), python=self._python)
             node_id = str(where[index].get("NodeID", ""))
             self._nodes.append(_Node(id=node_id, name=name, actor=actor, asked=asked, heard_at=now))
         self._why = "its agents start"

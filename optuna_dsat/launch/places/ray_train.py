@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, required=True, help="Ranks of a node.")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of a node.")
     parser.add_argument("--node", action="append", default=[], help="Node that may be used (repeatable).")
+    parser.add_argument("--python", help="Interpreter of the script on each node.")
     parser.add_argument("words", nargs="+", help="The script, or -m and a module, with arguments, after --.")
     given = parser.parse_args(argv)
     for number in set(ENDING) - {signal.SIGINT}:
@@ -80,7 +81,9 @@ def _end(number: int, _frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def torchrun_words(words: Sequence[str], *, nodes: int, node: int, ranks: int, address: str, port: int) -> list[str]:
+def torchrun_words(
+    words: Sequence[str], *, nodes: int, node: int, ranks: int, address: str, port: int, python: str | None = None
+) -> list[str]:
     """Return the arguments of Python on a node.
 
     Args:
@@ -90,10 +93,12 @@ def torchrun_words(words: Sequence[str], *, nodes: int, node: int, ranks: int, a
         ranks: Ranks per node.
         address: Address of node 0.
         port: Free port of node 0.
+        python: Interpreter of the script; None for the node's.
     """
     where = ["--rdzv_backend", "static", "--master_addr", address, "--master_port", str(port)]
     shape = ["--nnodes", str(nodes), "--node_rank", str(node), "--nproc_per_node", str(ranks)]
-    return ["-m", "optuna_dsat.launch.places.guarded", "-m", "torch.distributed.run", *shape, *where, *words]
+    command = [python or "", "-m", "torch.distributed.run", *shape, *where, *words]
+    return ["-m", "optuna_dsat.launch.places.guarded", *command]
 
 
 def _train(given: argparse.Namespace) -> int:
@@ -132,7 +137,13 @@ def _start(given: argparse.Namespace, relays: Sequence[Any], *, address: str) ->
     begun = []
     for index, relay in enumerate(relays):
         words = torchrun_words(
-            given.words, nodes=given.nodes, node=index, ranks=given.ranks, address=address, port=port
+            given.words,
+            nodes=given.nodes,
+            node=index,
+            ranks=given.ranks,
+            address=address,
+            port=port,
+            python=given.python,
         )
         begun.append(relay.start.remote(words, environ, cwd, errors=True))
     ray.get(begun, timeout=_BEGIN_S)

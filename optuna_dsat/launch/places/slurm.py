@@ -51,10 +51,10 @@ def place_arguments(*, nodes: int, slots: int, arguments: Sequence[str]) -> list
     return [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *gpus, *arguments]
 
 
-def srun_command(*, nodes: int, slots: int, arguments: Sequence[str]) -> list[str]:
+def srun_command(*, nodes: int, slots: int, arguments: Sequence[str], python: str | None = None) -> list[str]:
     """Return the command that holds an allocation: an agent per node, tied to this process."""
     tied = [sys.executable, "-P", "-m", "optuna_dsat.launch.places.tied", str(os.getpid())]
-    agent = [sys.executable, "-P", "-m", "optuna_dsat.launch.places.node_agent"]
+    agent = [python or sys.executable, "-P", "-m", "optuna_dsat.launch.places.node_agent"]
     own = ["--kill-on-bad-exit=1", "--export=ALL"]
     if not any(word.startswith(("--job-name", "-J")) for word in arguments):
         own.append("--job-name=optuna-dsat")
@@ -221,10 +221,14 @@ class SlurmEngine:
 
     Args:
         arguments: The user's options for srun.
+        python: Interpreter of the agents; None for this process's.
         environ: Environment of srun and of all tasks; None for the environment of this process.
     """
 
-    def __init__(self, arguments: Sequence[str], *, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, python: str | None = None, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._python = python
         self._arguments = tuple(arguments)
         self._environ = dict(os.environ if environ is None else environ)
         self._inside = bool(self._environ.get("SLURM_JOB_ID"))
@@ -250,7 +254,7 @@ class SlurmEngine:
 
     def request(self, *, nodes: int, slots: int) -> Place:
         """Start srun for an allocation. The calling thread must live as long as the allocation."""
-        command = srun_command(nodes=nodes, slots=slots, arguments=self._arguments)
+        command = srun_command(nodes=nodes, slots=slots, arguments=self._arguments, python=self._python)
         place = SlurmPlace(nodes=nodes, command=command, environ=agent_environment(self._environ))
         place.job = self._environ["SLURM_JOB_ID"] if self._inside else None
         with self._changed:

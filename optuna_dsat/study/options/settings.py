@@ -97,6 +97,15 @@ class ClusterSettings:
             places=("ray",),
         ),
     ] = None
+    agent_python: Annotated[
+        str | None,
+        running(
+            help="Python on the nodes that has optuna-dsat; --python names the script's.",
+            none="as on this machine; with Ray as its workers",
+            metavar="PYTHON",
+            places=("slurm", "ray"),
+        ),
+    ] = None
     queue_timeout: Annotated[
         float | None,
         running(
