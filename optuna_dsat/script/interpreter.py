@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import inspect
 import json
 import os
 import re
@@ -279,6 +278,8 @@ def module_places(top: str) -> list[str]:
 
 @functools.cache
 def _places_elsewhere(top: str, python: str, _python_path: str) -> list[str]:
+    import inspect
+
     source = f"from __future__ import annotations\nimport importlib.util, json, sys\n{inspect.getsource(module_places)}"
     code = f"{source}\nprint(json.dumps(module_places(sys.argv[1])))"
     ended = subprocess.run([python, "-c", code, top], cwd="/", capture_output=True, check=False)

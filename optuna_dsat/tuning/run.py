@@ -160,8 +160,6 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     spec = request.spec
     require_secrets(spec)
     _require_python(spec)
-    if spec.on == "here":
-        notify(f"Launches run with {examined(spec.python or sys.executable)}.")
     if not request.relocated:
         remember(spec)
     kept = KeptResults(observer)
@@ -171,6 +169,8 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     try:
         with quiet_optuna(), Store.open(request.storage) as store, notes.kept_in(store):
             shown = store.url
+            if spec.on == "here":
+                notify(f"Launches run with {examined(spec.python or sys.executable)}.")
             session = Session(request, store=store, launcher=launcher, observer=notes)
             try:
                 result = session.run()

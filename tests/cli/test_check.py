@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Mapping[str,
     """Return what the probe is given: a stand-in for it refuses nothing."""
     given: list[Mapping[str, Any]] = []
 
-    def run_probe(_module: str, *, environ: Mapping[str, str], given: Any, _all: Any = given) -> dict[str, Any]:
+    def run_probe(
+        _module: str, *, python: str, environ: Mapping[str, str], given: Any, _all: Any = given
+    ) -> dict[str, Any]:
+        assert python == sys.executable
         assert environ["DS_ACCELERATOR"] == "cpu"
         _all.append(given)
         return {"version": "1", "refused": [], "asked": {}, "quoted": [], "models": {}, "choices": {}}

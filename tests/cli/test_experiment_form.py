@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def test_a_script_is_run_with_its_arguments(places: Path, capsys: pytest.Capture
     (places / "train.py").write_text("")
     text = "entrypoint: python3 -m determined.launch.deepspeed python3 train.py --lr 1"
     (places / "exp.yaml").write_text(text)
-    assert unfolded(places, "exp.yaml", ".") == ["train.py", "-", "--", "--lr", "1"]
+    python = ["--python", str(shutil.which("python3"))]
+    assert unfolded(places, "exp.yaml", ".") == [*python, "train.py", "-", "--", "--lr", "1"]
     assert "hyperparameters reach it as its own arguments" in capsys.readouterr().err
 
 

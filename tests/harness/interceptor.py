@@ -87,16 +87,21 @@ def launched(launcher: str, words: Sequence[str]) -> LaunchCommand:
 
 
 def intercept_here(
-    words: Sequence[str], *, cwd: Path, launcher: str | None = None, on_notice: Callable[[str], None] = lambda _: None
+    words: Sequence[str],
+    *,
+    cwd: Path,
+    python: str | None = None,
+    launcher: str | None = None,
+    on_notice: Callable[[str], None] = lambda _: None,
 ) -> InterceptedRank:
     """Intercept a launcher in this process, and everything else in its own; takes the place of ``intercept``."""
     if launcher not in MODULES:
-        return intercept(words, cwd=cwd, launcher=launcher, on_notice=on_notice)
+        return intercept(words, cwd=cwd, python=python, launcher=launcher, on_notice=on_notice)
     before = Path.cwd()
     os.chdir(cwd)
     try:
         return started(launcher, words[4:])
     except (ValueError, RuntimeError, SystemExit):  # its own output is looked at
-        return intercept(words, cwd=cwd, launcher=launcher, on_notice=on_notice)
+        return intercept(words, cwd=cwd, python=python, launcher=launcher, on_notice=on_notice)
     finally:
         os.chdir(before)
