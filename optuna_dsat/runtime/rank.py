@@ -17,9 +17,9 @@ from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
 __all__ = [
     "LAUNCH_ENV",
     "MANUAL_INIT_ENV",
+    "GroupRank",
     "LaunchPlan",
     "Rank",
-    "World",
     "current_plan",
     "initializes_distributed_manually",
 ]
@@ -113,14 +113,36 @@ _MANUAL_INIT = (MANUAL_INIT_ENV, "DET_MANUAL_INIT_DISTRIBUTED")
 _OFF = frozenset({"", "0", "false", "no", "off"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """A process of a launch, as described by torchrun (``RANK``, ``LOCAL_RANK``, ...)."""
+@dataclass(frozen=True)
+class GroupRank:
+    """Rank and size of a process group started by torchrun (``RANK``, ``LOCAL_RANK``, ...), in a launch or not."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> GroupRank:
+        """Read the environment (this process's unless given); without torchrun the size is 1.
+
+        Raises:
+            ValueError: If a rank variable is not a number.
+        """
+        env = os.environ if environ is None else environ
+        size = _number(env, "WORLD_SIZE", 1)
+        return GroupRank(
+            rank=_number(env, "RANK", 0),
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            world_size=size,
+            local_world_size=_number(env, "LOCAL_WORLD_SIZE", size),
+        )
+
+
+@dataclass(frozen=True)
+class Rank(GroupRank):
+    """A process of a launch."""
+
     host: str
     launch_path: str
     """Path of ``launch.json``."""
@@ -135,20 +157,15 @@ class Rank:
             ValueError: If the variable of the launch description is missing, or a rank variable is not a number.
         """
         env = os.environ if environ is None else environ
-        launch_path = env.get(LAUNCH_ENV, "")
-        if not launch_path:
+        if not env.get(LAUNCH_ENV):
             raise ValueError(
                 f"{LAUNCH_ENV} names no launch description. The runtime is started by optuna-dsat; "
                 "to train with a config, run the script itself with torchrun or deepspeed."
             )
-        world_size = _number(env, "WORLD_SIZE", 1)
         return cls(
-            rank=_number(env, "RANK", 0),
-            local_rank=_number(env, "LOCAL_RANK", 0),
-            world_size=world_size,
-            local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
+            **vars(GroupRank.from_environment(env)),
             host=socket.gethostname(),
-            launch_path=launch_path,
+            launch_path=env[LAUNCH_ENV],
             can_compile=_can_compile(env),
         )
 
@@ -157,32 +174,6 @@ class Rank:
         """Global ranks on this host (torchrun numbers them contiguously)."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """Rank and size of a process group started by torchrun, in a launch or not."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
-        """Read the environment (this process's unless given); without torchrun the size is 1.
-
-        Raises:
-            ValueError: If a variable is not a number.
-        """
-        env = os.environ if environ is None else environ
-        size = _number(env, "WORLD_SIZE", 1)
-        return cls(
-            rank=_number(env, "RANK", 0),
-            size=size,
-            local_rank=_number(env, "LOCAL_RANK", 0),
-            local_size=_number(env, "LOCAL_WORLD_SIZE", size),
-        )
 
 
 def initializes_distributed_manually(environ: Mapping[str, str] | None = None) -> bool:

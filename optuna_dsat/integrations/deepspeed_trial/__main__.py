@@ -11,11 +11,11 @@ from typing import Any
 
 import torch.distributed
 
+from optuna_dsat.integrations.deepspeed_trial.checkpoints import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
-from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
-from optuna_dsat.runtime.rank import LaunchPlan, World, current_plan, initializes_distributed_manually
+from optuna_dsat.runtime.rank import GroupRank, LaunchPlan, current_plan, initializes_distributed_manually
 from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Hparams, Length, overwrites_of
 
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
         hparams.with_config(arguments.deepspeed_config, keep_overwrites=keep),
         experiment=hparams.experiment,
         tensorboard_dir=_tensorboard_dir(arguments.checkpoint_dir, plan),
-        world=World.from_environment(),
+        group=GroupRank.from_environment(),
         seed=arguments.seed,
         measuring=measuring,
     )
