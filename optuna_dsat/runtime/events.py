@@ -98,9 +98,8 @@ class BatchSourcesFound(Event):
     """Numbers in settings files that the script read: ``file`` (relative if inside the working directory), ``key``
     (dotted) and ``value``."""
     loaders: Sequence[Mapping[str, Any]] = ()
-    """Data loaders and other sources of batches: ``batch_size``, ``file`` and ``line``; ``samples`` per rank and epoch
-    (None if unknown); ``trains``, whether the engine received inputs during the iteration; and ``attribute``, the
-    ``CLASS.NAME`` of a dataset's attribute with the batch size (empty for other sources)."""
+    """Data loaders: ``batch_size``, ``file`` and ``line``; ``samples`` per rank and epoch (None if unknown); and
+    ``trains``, whether the engine received inputs during the iteration."""
     fed_at: Sequence[Mapping[str, Any]] = ()
     """``file`` and ``line`` of the user's frames in the call that fed the engine first, innermost first."""
 

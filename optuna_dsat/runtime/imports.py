@@ -1,7 +1,11 @@
-"""Modules that the script has imported by the end of a profile launch; the warm launcher preloads them."""
+"""Functions replaced and modules watched in the script's process; the modules and variables that a script sets.
+
+The warm launcher preloads the modules that the script has imported by the end of a profile launch.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import site
 import sys
@@ -21,6 +25,7 @@ __all__ = [
     "imported_modules",
     "installed_folders",
     "loaded_operators",
+    "patch",
     "replace_function",
 ]
 
@@ -189,3 +194,38 @@ def replace_function(module: ModuleType, name: str, replacement: Callable[..., A
         if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, replacement)
     setattr(module, name, replacement)
+
+
+def patch(
+    owner: Any, name: str, *, copies: bool = False
+) -> Callable[[Callable[..., Any]], Callable[[], None]]:
+    """Return a decorator that replaces a function of a module, class or object.
+
+    The decorated function gets the original as its first argument. The decorator returns a function that restores the
+    original.
+
+    Args:
+        owner: The module, class or object.
+        name: Name of the function.
+        copies: Whether to replace it also where ``from module import name`` copied it.
+    """
+    own, original = vars(owner).get(name), getattr(owner, name)
+
+    def decorate(function: Callable[..., Any]) -> Callable[[], None]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        if copies:
+            replace_function(owner, name, replacement)
+        setattr(owner, name, replacement)
+
+        def undo() -> None:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        return undo
+
+    return decorate

@@ -3,7 +3,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,56 +93,6 @@ def test_a_parameter_of_a_function_that_python_fire_calls_follows_the_rank(monke
     assert run(command=["train"]) == {"local_rank": 3, "other": 0}
     assert result
     assert run(command=["train", "--local_rank=1", "--other=2"]) == {"local_rank": 1, "other": 2}
-
-
-PARSERS = {
-    "absl.flags._flagvalues": """
-class FlagValues(dict):
-    def set_default(self, name, value):
-        self[name] = value
-    def __call__(self, argv):
-        self.update(word[2:].split("=") for word in argv[1:])
-        return argv[:1]
-""",
-    "jsonargparse._core": """
-import argparse
-class ArgumentParser(argparse.ArgumentParser):
-    def parse_args(self, args):
-        return self._parse_known_args(args, argparse.Namespace(**{one.dest: one.default for one in self._actions}))[0]
-    def parse_known_args(self, *_):
-        raise NotImplementedError("typos in configs would go unnoticed")
-""",
-}
-"""Stubs, as far as needed, for modules of libraries that the suite does not install."""
-
-
-@pytest.mark.parametrize("name", PARSERS)
-def test_parsers_of_libraries_that_are_imported_later_follow_the_rank(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = types.ModuleType(name)
-    exec(PARSERS[name], module.__dict__)
-    monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    for other in ("click.core", "typer._click.core"):
-        if (click := sys.modules.get(other)) is not None:
-            monkeypatch.setattr(click.Command, "parse_args", click.Command.parse_args)
-    result: list[None] = []
-    default_local_rank(3, on_found=lambda: result.append(None))
-    if name.startswith("absl"):
-        flags = module.FlagValues(local_rank=-1)
-        flags(["train.py"])
-        assert flags["local_rank"] == 3
-        flags(["train.py", "--local_rank=1"])
-        assert flags["local_rank"] == "1"
-        module.FlagValues(other=1)(["train.py"])
-    else:
-        parser = module.ArgumentParser(add_help=False)
-        parser.add_argument("--local_rank", type=int, default=-1)
-        assert parser.parse_args([]).local_rank == 3
-        assert parser.parse_args(["--local_rank=1"]).local_rank == 1
-        module.ArgumentParser(add_help=False).parse_args([])
-    assert len(result) == 2, "and not of a parser without the option"
 
 
 @pytest.mark.parametrize(

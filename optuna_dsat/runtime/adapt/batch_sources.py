@@ -37,10 +37,9 @@ class BatchSources:
 
     Args:
         micro_batch: Samples per rank and forward pass in the launch's config; None if unspecified.
-        follow: The source to change, with the script's original number B: ``{"kind": "loader", "own": B}``,
-            ``{"kind": "attribute", "key": "CLASS.NAME", "own": B}`` of a dataset, or ``{"kind": "setting", "file": F,
-            "key": K, "own": B, "scale": S}``, where a setting counts S micro-batches (ranks times accumulation).
-            Empty to change nothing. May also contain ``rows`` of ``sample_counter``.
+        follow: The source to change, with the script's original number B: ``{"kind": "loader", "own": B}``, or
+            ``{"kind": "setting", "file": F, "key": K, "own": B, "scale": S}``, where a setting counts S micro-batches
+            (ranks times accumulation). Empty to change nothing. May also contain ``rows`` of ``sample_counter``.
         fed: Returns the number of micro-batches that the engine has received.
         noting: Whether to record settings files; False if ``follow`` is known, so that only its file is read.
         repeat: Whether to restart data loaders that feed the engine when they are exhausted.

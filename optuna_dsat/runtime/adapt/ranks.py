@@ -3,8 +3,8 @@
 Scripts for the ``deepspeed`` launcher, which passes ``--local_rank=N`` to every rank, often have a default that is
 valid for a single rank only. torchrun sets the environment variable ``LOCAL_RANK`` instead; DeepSpeed raises an error
 if the two differ. Therefore the option's default is set to this rank's number, in the parsers of argparse, click,
-Typer, absl, jsonargparse and Python Fire; an explicit argument takes precedence. For scripts that search ``sys.argv``,
-the option is added there.
+Typer and Python Fire; an explicit argument takes precedence. For scripts that search ``sys.argv``, the option is added
+there.
 """
 
 from __future__ import annotations
@@ -94,31 +94,6 @@ def _default_in(parser: argparse.ArgumentParser, local_rank: int, on_found: Call
             on_found()
 
 
-def _jsonargparse_imported(local_rank: int, on_found: Callable[[], None], core: ModuleType) -> None:
-    """Set the default in jsonargparse, whose parsers derive from argparse's but do not use ``parse_known_args``."""
-    original = core.ArgumentParser.parse_args
-
-    @functools.wraps(original)
-    def parse_args(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _default_in(self, local_rank, on_found)
-        return original(self, *args, **kwargs)
-
-    core.ArgumentParser.parse_args = parse_args
-
-
-def _absl_imported(local_rank: int, on_found: Callable[[], None], module: ModuleType) -> None:
-    original = module.FlagValues.__call__
-
-    @functools.wraps(original)
-    def parse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _NAME in self:
-            self.set_default(_NAME, local_rank)
-            on_found()
-        return original(self, *args, **kwargs)
-
-    module.FlagValues.__call__ = parse
-
-
 def _fire_imported(local_rank: int, on_found: Callable[[], None], core: ModuleType) -> None:
     """Pass ``local_rank`` to functions with such a parameter that Python Fire calls."""
     original = core._ParseKeywordArgs
@@ -149,11 +124,8 @@ def _click_imported(local_rank: int, on_found: Callable[[], None], click: Module
 
 
 _WATCHED: dict[str, Callable[[int, Callable[[], None], ModuleType], None]] = {
-    "absl.flags._flagvalues": _absl_imported,
     "click.core": _click_imported,
     "fire.core": _fire_imported,
-    "jsonargparse._core": _jsonargparse_imported,
-    "jsonargparse.core": _jsonargparse_imported,
     "typer._click.core": _click_imported,  # a copy, included in newer versions of Typer
 }
 """Module with a library's parser -> function to call when it has been imported."""
