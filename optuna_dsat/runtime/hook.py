@@ -19,11 +19,11 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.adapt import own_rendezvous, spawned_ranks
 from optuna_dsat.runtime.adapt.accelerate import how_to_train_with_deepspeed, join_ranks
 from optuna_dsat.runtime.adapt.batch_sources import BatchSources
 from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
 from optuna_dsat.runtime.adapt.lightning import LightningHook
+from optuna_dsat.runtime.adapt.ranks import join_group, spawn_in_place
 from optuna_dsat.runtime.adapt.side_effects import (
     disable_checkpoints,
     redirect_accelerates_tensorboard,
@@ -32,7 +32,7 @@ from optuna_dsat.runtime.adapt.side_effects import (
 )
 from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event
 from optuna_dsat.runtime.failure import diagnose
-from optuna_dsat.runtime.imports import ImportWatch
+from optuna_dsat.runtime.imports import ImportWatch, patch
 from optuna_dsat.runtime.measure.clock import Clock, DeviceClock, HostClock
 from optuna_dsat.runtime.measure.engine import (
     SHM_OPERATOR,
@@ -122,10 +122,10 @@ class DeepSpeedHook:
         watched: dict[str, Callable[[ModuleType], None]] = {
             "torch": self._torch_imported,
             "deepspeed": self._deepspeed_imported,
+            "torch.distributed": join_group(self._rank),
+            "torch.multiprocessing": self._multiprocessing_imported,
             "accelerate.state": functools.partial(join_ranks, rank=self._rank, on_join=self._joins_ranks),
         }
-        watched |= spawned_ranks.callbacks(self._rank, on_spawn=self._starts_ranks)
-        watched |= own_rendezvous.callbacks(self._rank)
         for kind in _TRAINERS:
             watched |= kind(plan=self._plan, rank=self._rank, write=self._writer.write).callbacks()
         if self._plan.measures or self._plan.batch_source:
@@ -139,8 +139,11 @@ class DeepSpeedHook:
             watched["accelerate.tracking"] = self._trackers_imported
         ImportWatch(watched).install()
 
-    def _starts_ranks(self) -> None:
-        self._state.starts_ranks = True
+    def _multiprocessing_imported(self, multiprocessing: ModuleType) -> None:
+        def starts_ranks() -> None:
+            self._state.starts_ranks = True
+
+        spawn_in_place(self._rank, multiprocessing, on_spawn=starts_ranks)
 
     def _joins_ranks(self) -> None:
         self._state.joins_ranks = True
@@ -189,7 +192,7 @@ class DeepSpeedHook:
             support_uuid_visible_devices(self._accelerator)
         self._spans["imports"] = [self._started, time.time() - self._started]
         self._time_init_distributed()
-        self._deepspeed.initialize = self._wrap(self._deepspeed.initialize)
+        self._wrap_initialize(self._deepspeed)
         self._wrap_engine_class(self._deepspeed.DeepSpeedEngine)
         self._wrap_zero_init(self._deepspeed.zero.Init)
         if self._plan.measures:
@@ -200,16 +203,13 @@ class DeepSpeedHook:
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available():
             return
-        original = distributed.init_process_group
 
-        @functools.wraps(original)
-        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        @patch(distributed, "init_process_group")
+        def init_process_group(original: Any, *args: Any, **kwargs: Any) -> Any:
             started = time.time()
             result = original(*args, **kwargs)
             self._spans.setdefault("init_distributed", [started, time.time() - started])
             return result
-
-        distributed.init_process_group = init_process_group
 
     def _is_mismatch(self, error: Exception) -> bool:
         """Return whether a checkpoint mismatch can explain an error: neither memory nor communication failed."""
@@ -232,23 +232,20 @@ class DeepSpeedHook:
             limit_process_memory(limit, memory.baseline)
             self._state.limited = True
 
-    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def _wrap_initialize(self, deepspeed: Any) -> None:
+        signature = inspect.signature(deepspeed.initialize)
 
-        @functools.wraps(original)
-        def initialize(*args: Any, **kwargs: Any) -> Any:
+        @patch(deepspeed, "initialize")
+        def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             return self._build(bound, lambda: original(*bound.args, **bound.kwargs), engine_of=itemgetter(0))
 
-        return initialize
-
     def _wrap_engine_class(self, cls: Any) -> None:
         """Apply the overlay and measure also if a script constructs an engine, or a subclass, directly."""
-        original = cls.__init__
-        signature = inspect.signature(original)
+        signature = inspect.signature(cls.__init__)
 
-        @functools.wraps(original)
-        def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces the method
+        @patch(cls, "__init__")
+        def init(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
             if self._state.phase == "initialize":
                 original(engine, *args, **kwargs)
                 return
@@ -266,8 +263,6 @@ class DeepSpeedHook:
                 original(*bound.args, **bound.kwargs)
 
             self._build(bound, build, engine_of=lambda _: engine)
-
-        cls.__init__ = __init__
 
     def _build(
         self, bound: inspect.BoundArguments, build: Callable[[], _Built], *, engine_of: Callable[[_Built], Any]
@@ -342,21 +337,18 @@ class DeepSpeedHook:
 
     def _wrap_zero_init(self, init_class: Any) -> None:
         """Make ``deepspeed.zero.Init(config_dict_or_path=...)`` use the trial's config; patches the class in place."""
-        original = init_class.__init__
-        signature = inspect.signature(original)
+        signature = inspect.signature(init_class.__init__)
 
-        @functools.wraps(original)
-        def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces the method
+        @patch(init_class, "__init__")
+        def init(original: Any, *args: Any, **kwargs: Any) -> None:
             before, self._state.phase = self._state.phase, "initialize"
             bound = signature.bind(*args, **kwargs)
             # DeepSpeed's precedence.
             name = "config_dict_or_path" if bound.arguments.get("config") is None else "config"
-            if isinstance(bound.arguments.get(name), str | os.PathLike | Mapping):
+            if isinstance(bound.arguments.get(name), (str, os.PathLike, Mapping)):
                 bound.arguments[name] = self._config.apply_overlay(bound.arguments[name])
             original(*bound.args, **bound.kwargs)
             self._state.phase = before
-
-        init_class.__init__ = __init__
 
     def trial_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the trial's overlay applied."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 __all__ = [
@@ -197,7 +197,7 @@ def replace_function(module: ModuleType, name: str, replacement: Callable[..., A
 
 
 def patch(
-    owner: Any, name: str, *, copies: bool = False
+    owner: Any, name: str, *, copies: bool = False, is_method: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[[], None]]:
     """Return a decorator that replaces a function of a module, class or object.
 
@@ -208,6 +208,8 @@ def patch(
         owner: The module, class or object.
         name: Name of the function.
         copies: Whether to replace it also where ``from module import name`` copied it.
+        is_method: Whether the replacement is a bound method, whose object is then an argument, too. torch's schedulers
+            need one.
     """
     own, original = vars(owner).get(name), getattr(owner, name)
 
@@ -218,7 +220,7 @@ def patch(
 
         if copies:
             replace_function(owner, name, replacement)
-        setattr(owner, name, replacement)
+        setattr(owner, name, MethodType(replacement, owner) if is_method else replacement)
 
         def undo() -> None:
             if own is None:

@@ -33,7 +33,7 @@ def trainer() -> Any:
     )
     rank = Rank(rank=0, local_rank=0, world_size=2, local_world_size=2, host="h", launch_path="", can_compile=False)
     hook = LightningHook(plan=plan, rank=rank, write=print)
-    hook.callbacks()["lightning.pytorch.trainer.trainer"](SimpleNamespace(Trainer=Trainer))  # type: ignore[arg-type]
+    hook.callbacks()["lightning.pytorch.trainer.trainer"](SimpleNamespace(Trainer=Trainer))
     return Trainer
 
 

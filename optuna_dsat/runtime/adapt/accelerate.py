@@ -7,7 +7,6 @@ with the best config contains them too.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from optuna_dsat.runtime.events import EnvironmentSet, Event
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import LaidConfig, flatten, read_config
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
@@ -54,19 +54,17 @@ class AccelerateConfig:
         Args:
             module: ``accelerate.accelerator``.
         """
-        cls = module.Accelerator
-        init, prepare = cls.__init__, cls.prepare
-        signature = inspect.signature(init)
+        signature = inspect.signature(module.Accelerator.__init__)
 
-        @functools.wraps(init)
-        def patched_init(*args: Any, **kwargs: Any) -> None:
+        @patch(module.Accelerator, "__init__")
+        def init(original: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(*args, **kwargs).arguments
             if not any(given.get(name) for name in _DECIDED_IN_CODE) and not module.AcceleratorState._shared_state:
                 self.provide()
-            init(*args, **kwargs)
+            original(*args, **kwargs)
 
-        @functools.wraps(prepare)
-        def patched_prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        @patch(module.Accelerator, "prepare")
+        def prepare(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             plugin = accelerator.state.deepspeed_plugin
             if plugin is not None:
                 self.note_accumulation(plugin.deepspeed_config, accelerator.gradient_accumulation_steps)
@@ -74,9 +72,7 @@ class AccelerateConfig:
                 for section, (own, dummy) in _SECTIONS.items():
                     if any(_is_a(arg, own) and not _is_a(arg, dummy) for arg in args):
                         plugin.deepspeed_config.pop(section, None)
-            return prepare(accelerator, *args, **kwargs)
-
-        cls.__init__, cls.prepare = patched_init, patched_prepare
+            return original(accelerator, *args, **kwargs)
 
     def note_accumulation(self, config: Any, steps: int) -> None:
         """Record accumulation steps from arguments or environment of ``DeepSpeedPlugin``, else of ``Accelerator``.
@@ -133,28 +129,22 @@ class AccelerateConfig:
             return
         self._provided = True
         os.environ.update({_USE: "true", _CONFIG_FILE: self._plan.config_path})
-        if self._rank.rank == 0:
-            self._write(
-                EnvironmentSet(
-                    rank=0,
-                    time=time.time(),
-                    variables={_USE: "true", _CONFIG_FILE: self._plan.user_config_path},
-                )
-            )
-            print(
-                f"optuna-dsat: the script does not say that it trains with DeepSpeed: {_USE}=true and {_CONFIG_FILE} "
-                "are set for it.",
-                file=sys.stderr,
-            )
+        self._announce(
+            {_USE: "true", _CONFIG_FILE: self._plan.user_config_path},
+            f"the script does not say that it trains with DeepSpeed: {_USE}=true and {_CONFIG_FILE} are set for it.",
+        )
 
     def _withdraw(self) -> None:
         """Unset the variables again."""
         self._provided = False
         for name in (_USE, _CONFIG_FILE):
             os.environ.pop(name, None)
+        self._announce({}, "the script names its DeepSpeed config after all: these are unset.")
+
+    def _announce(self, variables: Mapping[str, str], message: str) -> None:
         if self._rank.rank == 0:
-            self._write(EnvironmentSet(rank=0, time=time.time(), variables={}))
-            print("optuna-dsat: the script names its DeepSpeed config after all: these are unset.", file=sys.stderr)
+            self._write(EnvironmentSet(rank=0, time=time.time(), variables=variables))
+            print(f"optuna-dsat: {message}", file=sys.stderr)
 
 
 def join_ranks(module: Any, *, rank: Rank, on_join: Callable[[], None]) -> None:
@@ -165,18 +155,14 @@ def join_ranks(module: Any, *, rank: Rank, on_join: Callable[[], None]) -> None:
         rank: This rank.
         on_join: Called if accelerate selected no backend.
     """
-    cls = module.PartialState
-    original = cls._prepare_backend
 
-    @functools.wraps(original)
-    def prepare_backend(*args: Any, **kwargs: Any) -> Any:
+    @patch(module.PartialState, "_prepare_backend")
+    def prepare_backend(original: Any, *args: Any, **kwargs: Any) -> Any:
         backend, kind = original(*args, **kwargs)
         if backend is None and rank.world_size > 1:
             on_join()
             backend = "gloo"
         return backend, kind
-
-    cls._prepare_backend = prepare_backend
 
 
 def how_to_train_with_deepspeed() -> str:

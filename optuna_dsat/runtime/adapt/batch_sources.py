@@ -8,11 +8,10 @@ replaced in the arguments instead (``optuna_dsat.script.arg_mapping``).
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ from optuna_dsat.runtime.adapt.loaders import LoaderWatch
 from optuna_dsat.runtime.adapt.parsers import ParserWatch, names_training_batch, numbers
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.runtime.files import read_regular
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.inputs import BatchNumbers
 from optuna_dsat.runtime.user_code import Place, is_installed
 
@@ -71,7 +71,7 @@ class BatchSources:
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return module name -> function to call when the module has been imported."""
-        files = {"json": self._json_imported, "yaml": self._yaml_imported, "tomllib": self._json_imported}
+        files = dict.fromkeys(("json", "yaml", "tomllib"), self._note_results)
         return {**self._parsers.callbacks(), **self._loaders.callbacks(), **files}
 
     def event(self, *, rank: int, places: Sequence[Place] = ()) -> BatchSourcesFound:
@@ -110,28 +110,24 @@ class BatchSources:
         if not self._noting and self._follow.get("kind") != "setting":
             return
         file = self._texts.file_of(source) if isinstance(source, str) else _name_of(source)
-        if (
-            file is None
-            or not (self._noting or file == self._follow["file"])
-            or not isinstance(result, MutableMapping | MutableSequence)
-        ):
+        followed = self._follow["key"] if file is not None and file == self._follow.get("file") else None
+        if file is None or not (self._noting or followed):
             return
-        for holder, name, key, value in numbers(result):
+        for container, name, key, value in numbers(result):
             self._settings.setdefault((file, key), value)
-            if self._follows_setting(file, key) and self._micro_batch is not None:
-                holder[name] = self._micro_batch * int(self._follow.get("scale", 1))
+            if key == followed and self._micro_batch is not None:
+                container[name] = self._micro_batch * int(self._follow.get("scale", 1))
 
-    def _follows_setting(self, file: str, key: str) -> bool:
-        follow = self._follow
-        return follow.get("kind") == "setting" and follow.get("file") == file and follow.get("key") == key
+    def _note_results(self, module: Any) -> None:
+        """Record the settings that functions of a module for JSON, YAML or TOML return."""
+        for name in ("load", "loads", "safe_load", "full_load", "unsafe_load"):
+            if hasattr(module, name):
 
-    def _json_imported(self, module: ModuleType) -> None:
-        for name in ("load", "loads"):
-            _after(module, name, self._note_settings)
-
-    def _yaml_imported(self, module: ModuleType) -> None:
-        for name in ("load", "safe_load", "full_load", "unsafe_load"):
-            _after(module, name, self._note_settings)
+                @patch(module, name)
+                def noting(original: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+                    result = original(source, *args, **kwargs)
+                    self._note_settings(source, result)
+                    return result
 
 
 class _ArgumentTexts:
@@ -146,7 +142,7 @@ class _ArgumentTexts:
         if self._arguments != sys.argv:
             self._arguments = list(sys.argv)
             named = {arg.rpartition("=")[2] for arg in sys.argv[1:]}
-            self._files = {read: os.path.realpath(name) for name in named if (read := _settings_text(name))}
+            self._files = {content: os.path.realpath(name) for name in named if (content := _settings_text(name))}
         return self._files.get(text)
 
 
@@ -161,21 +157,6 @@ def _settings_text(name: str) -> str:
         return read_regular(name, most_bytes=_MOST_TEXT_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _after(module: ModuleType, name: str, note: Callable[[Any, Any], None]) -> None:
-    """Wrap a function to call ``note`` with its first argument and its result."""
-    original = getattr(module, name, None)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def noting(source: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(source, *args, **kwargs)
-        note(source, result)
-        return result
-
-    setattr(module, name, noting)
 
 
 def _name_of(source: Any) -> str | None:

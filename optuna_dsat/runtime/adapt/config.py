@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import functools
 import io
-import itertools
 import os
 import re
 import runpy
@@ -23,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import read_config
 
 __all__ = [
@@ -53,10 +52,9 @@ def default_config_option(config_path: str, *, user_config: str = "", on_found: 
         on_found: Called with the name of an option whose default was replaced or is a DeepSpeed config, and with the
             name of the Trainer's option if its argument is not a file.
     """
-    original = argparse.ArgumentParser.parse_known_args
 
-    @functools.wraps(original)
-    def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+    @patch(argparse.ArgumentParser, "parse_known_args")
+    def parse_known_args(original: Any, self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         result = _config_action(self)
         if result is not None and config_path and _is_open(result, user_config):
             result.default, result.required = config_path, False
@@ -67,8 +65,6 @@ def default_config_option(config_path: str, *, user_config: str = "", on_found: 
         elif result is not None and (_is_config(result.default) or _is_given_a_name(result, args, kwargs)):
             on_found(result.option_strings[0])
         return original(self, *args, **kwargs)
-
-    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def _config_action(parser: argparse.ArgumentParser) -> argparse.Action | None:
@@ -95,7 +91,8 @@ def _is_given_a_name(action: argparse.Action, args: Sequence[Any], kwargs: Mappi
     given = args[0] if args else kwargs.get("args")
     words = [str(word) for word in (sys.argv[1:] if given is None else given)]
     values = [word.partition("=")[2] for word in words if word.startswith(f"{_SWITCH}=")]
-    values += [value for word, value in itertools.pairwise(words) if word == _SWITCH and not value.startswith("-")]
+    following = zip(words, words[1:])  # noqa: B905, RUF007 - Python 3.9
+    values += [value for word, value in following if word == _SWITCH and not value.startswith("-")]
     return bool(values) and not Path(values[-1]).exists()
 
 
@@ -109,7 +106,7 @@ def _is_config(default: object) -> bool:
         return False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ScriptCommand:
     """The user's script or module with its arguments."""
 
@@ -154,16 +151,14 @@ def replace_config_paths(args: Sequence[str], *, user_config: str, config: str) 
 
     An argument, or the value in ``--flag=path``, matches if it is the same text or refers to the same file.
     """
-    return tuple(_replaced(arg, user_config, config) for arg in args)
-
-
-def _replaced(arg: str, user_config: str, config: str) -> str:
-    if is_same_file(arg, user_config):
-        return config
-    flag, equals, value = arg.partition("=")
-    if equals and is_same_file(value, user_config):
-        return f"{flag}={config}"
-    return arg
+    result = []
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        if is_same_file(arg, user_config):
+            result.append(config)
+        else:
+            result.append(f"{flag}={config}" if equals and is_same_file(value, user_config) else arg)
+    return tuple(result)
 
 
 def is_same_file(candidate: str, path: str) -> bool:
@@ -211,7 +206,7 @@ def reads_redirected(
     name, own_name = Path(user_config).name, Path(config).name
 
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, str | os.PathLike) and not _WRITING & set(mode):
+        if isinstance(file, (str, os.PathLike)) and not _WRITING & set(mode):
             if _names(file, name, user_config):
                 file = config
                 on_read(False)

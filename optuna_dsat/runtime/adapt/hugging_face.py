@@ -10,15 +10,14 @@ Measured launches do not evaluate, save, resume, push or report to trackers. Thi
 
 from __future__ import annotations
 
-import functools
 import sys
-import time
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 from optuna_dsat.runtime.adapt.accelerate import AccelerateConfig
-from optuna_dsat.runtime.events import Event, TrainerFound
+from optuna_dsat.runtime.adapt.trainer_hook import TrainerHook
+from optuna_dsat.runtime.events import Event
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import LaidConfig, effective_config
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
@@ -92,26 +91,19 @@ def note_own_options(values: Mapping[str, int | None]) -> None:
         _OwnOptions.values = dict(values)
 
 
-class HuggingFaceHook:
-    """Patches ``transformers`` and ``accelerate`` once the script has imported them.
+class HuggingFaceHook(TrainerHook):
+    """Patches ``transformers`` and ``accelerate`` once the script has imported them."""
 
-    Args:
-        plan: The launch.
-        rank: This rank.
-        write: Records an event.
-    """
+    framework = "transformers"
 
     def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
-        self._plan = plan
-        self._rank = rank
-        self._write = write
+        super().__init__(plan=plan, rank=rank, write=write)
         self._parses_command_line = False
-        self._found = False
         self._own: tuple[int, int, bool] | None = None
         """Batch sizes set by the script, before ``TrainingArguments`` got the launch's for the first time."""
         self._accelerate = AccelerateConfig(plan=plan, rank=rank, write=write)
 
-    def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
+    def callbacks(self) -> dict[str, Callable[[Any], None]]:
         """Return module name -> function to call with the module once it is imported."""
         return {
             "accelerate.accelerator": self._accelerator_imported,
@@ -124,33 +116,28 @@ class HuggingFaceHook:
 
     def _config_imported(self, module: Any) -> None:
         """Apply the overlay to every config of either library, before its ZeRO stage is read."""
-        cls = module.HfDeepSpeedConfig
-        original = cls.__init__
 
-        @functools.wraps(original)
-        def init(config: Any, *args: Any, **kwargs: Any) -> None:
+        @patch(module.HfDeepSpeedConfig, "__init__")
+        def init(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             original(config, *args, **kwargs)
             laid = effective_config(config.config, self._plan.overlay)
             laid.setdefault("zero_optimization", {"stage": 0})  # accelerate rejects configs without this section
-            if hasattr(config, "trainer_config_finalize"):
-                _reset_schedule_length(laid)
+            params = (laid.get("scheduler") or {}).get("params")
+            if hasattr(config, "trainer_config_finalize") and isinstance(params, dict):
+                params.update({key: "auto" for key in SCHEDULE_LENGTH_KEYS if key in params})
             config.config = LaidConfig(config.config, laid)
             config.set_stage_and_offload()
 
-        cls.__init__ = init
-
     def _plugin_imported(self, module: Any) -> None:
         """Synchronize the fields of accelerate's plugin with its config: parts of accelerate read the fields."""
-        cls = module.DeepSpeedPlugin
-        original = cls.__post_init__
 
-        @functools.wraps(original)
-        def post_init(plugin: Any, *args: Any, **kwargs: Any) -> None:
+        @patch(module.DeepSpeedPlugin, "__post_init__")
+        def post_init(original: Any, plugin: Any, *args: Any, **kwargs: Any) -> None:
             steps, filled_in = plugin.gradient_accumulation_steps, {}
 
             def fill_match(*args: Any, **values: Any) -> None:
                 filled_in.update({key: value for key, value in values.items() if key not in _ARGUMENTS_OF_FILL_MATCH})
-                cls.fill_match(plugin, *args, **values)
+                type(plugin).fill_match(plugin, *args, **values)
 
             plugin.fill_match = fill_match
             original(plugin, *args, **kwargs)
@@ -164,36 +151,26 @@ class HuggingFaceHook:
                 if value not in (None, "auto"):
                     setattr(plugin, field, value)
 
-        cls.__post_init__ = post_init
-
     def _accelerator_imported(self, module: Any) -> None:
         """Disable saving and loading of states: a checkpoint of another ZeRO stage cannot be loaded."""
         self._accelerate.patch_accelerator(module)
         if self._plan.measures:
-            for name in ("load_state", "save_model", "save_state"):
-                _disable_method(module.Accelerator, name)
+            _disable_methods(module.Accelerator, "load_state", "save_model", "save_state")
 
     def _parser_imported(self, module: Any) -> None:
         """Record whether ``TrainingArguments`` are parsed from the command line, so that its options can set them."""
-        cls = module.HfArgumentParser
-        original = cls.parse_args_into_dataclasses
 
-        @functools.wraps(original)
-        def parse(*args: Any, **kwargs: Any) -> Any:
+        @patch(module.HfArgumentParser, "parse_args_into_dataclasses")
+        def parse(original: Any, *args: Any, **kwargs: Any) -> Any:
             self._parses_command_line = True
             try:
                 return original(*args, **kwargs)
             finally:
                 self._parses_command_line = False
 
-        cls.parse_args_into_dataclasses = parse
-
     def _arguments_imported(self, module: Any) -> None:
-        cls = module.TrainingArguments
-        original = cls.__post_init__
-
-        @functools.wraps(original)
-        def post_init(arguments: Any, *args: Any, **kwargs: Any) -> None:
+        @patch(module.TrainingArguments, "__post_init__")
+        def post_init(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
             arguments._dsat_script_values = self._script_values(arguments)
             self._set_batch_sizes(arguments)
             if self._plan.measures:
@@ -202,35 +179,29 @@ class HuggingFaceHook:
             original(arguments, *args, **kwargs)
             self._accelerate.leave_optimizer_to(arguments)
 
-        cls.__post_init__ = post_init
-
     def _trainer_imported(self, module: Any) -> None:
         cls = module.Trainer
         if self._plan.measures:
-            for name in _DISABLED_METHODS:
-                _disable_method(cls, name)
+            _disable_methods(cls, *_DISABLED_METHODS)
             cls.evaluate = _no_evaluation
-        init, train = cls.__init__, cls.train
         callback = _no_evaluation_callback(module.TrainerCallback)
         early_stopping = sys.modules["transformers.trainer_callback"].EarlyStoppingCallback
 
-        @functools.wraps(init)
-        def patched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        @patch(cls, "__init__")
+        def init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
             arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
             if arguments is not None:  # the script may have changed them since they were built
                 self._set_batch_sizes(arguments)
-            init(trainer, *args, **kwargs)
+            original(trainer, *args, **kwargs)
 
-        @functools.wraps(train)
-        def patched_train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            self._report(trainer.args)
+        @patch(cls, "train")
+        def train(original: Any, trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._report_arguments(trainer.args)
             if self._plan.measures:
                 resume_from_checkpoint = None  # of another ZeRO stage, and not part of the measurement
                 trainer.remove_callback(early_stopping)  # requires evaluation
                 trainer.add_callback(callback())  # the last callback overrides the others' decisions
-            return train(trainer, resume_from_checkpoint, *args, **kwargs)
-
-        cls.__init__, cls.train = patched_init, patched_train
+            return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
     def _script_values(self, arguments: Any) -> tuple[int, int, bool]:
         """Return the script's micro-batch and accumulation steps, and whether they come from its command line.
@@ -239,10 +210,10 @@ class HuggingFaceHook:
         contain the launch's batch sizes; only the first instance has the script's.
         """
         result = self._given_values(arguments)
-        if self._own is not None and result[:2] == tuple(
-            self._plan.overlay.get(key, own) for key, own in zip(TRAINER_FIELDS, self._own, strict=False)
-        ):
-            return self._own
+        if self._own is not None:
+            sizes = dict(zip(TRAINER_FIELDS, self._own[:2]))  # noqa: B905 - Python 3.9
+            if result[:2] == tuple(self._plan.overlay.get(key, own) for key, own in sizes.items()):
+                return self._own
         self._own = result
         return result
 
@@ -275,24 +246,12 @@ class HuggingFaceHook:
         else:
             arguments.num_train_epochs = max(arguments.num_train_epochs, float(last))
 
-    def _report(self, arguments: Any) -> None:
-        if self._found:
-            return
-        self._found = True
-        micro_batch, accumulation, by_option = getattr(arguments, "_dsat_script_values", None) or self._script_values(
-            arguments
-        )
-        self._write(
-            TrainerFound(
-                rank=self._rank.rank,
-                time=time.time(),
-                framework="transformers",
-                micro_batch=micro_batch,
-                gradient_accumulation_steps=accumulation,
-                options={key: f"--{field}" for key, field in TRAINER_FIELDS.items()} if by_option else {},
-            )
-        )
-        if self._rank.rank == 0:
+    def _report_arguments(self, arguments: Any) -> None:
+        own = getattr(arguments, "_dsat_script_values", None) or self._script_values(arguments)
+        micro_batch, accumulation, by_option = own
+        options = {key: f"--{field}" for key, field in TRAINER_FIELDS.items()} if by_option else {}
+        is_first = self._report(micro_batch=micro_batch, accumulation=accumulation, options=options)
+        if is_first and self._rank.rank == 0:
             print(
                 f"optuna-dsat: per_device_train_batch_size {arguments.per_device_train_batch_size} (the script says "
                 f"{micro_batch}), gradient_accumulation_steps {arguments.gradient_accumulation_steps} (the script says "
@@ -301,22 +260,10 @@ class HuggingFaceHook:
             )
 
 
-def _reset_schedule_length(config: Mapping[str, Any]) -> None:
-    params = (config.get("scheduler") or {}).get("params")
-    if isinstance(params, dict):
-        params.update({key: "auto" for key in SCHEDULE_LENGTH_KEYS if key in params})
-
-
-def _disable_method(cls: Any, name: str) -> None:
-    original = getattr(cls, name, None)
-    if original is None:  # other versions of the library lack the method
-        return
-
-    @functools.wraps(original)
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    setattr(cls, name, nothing)
+def _disable_methods(cls: Any, *names: str) -> None:
+    for name in names:
+        if hasattr(cls, name):  # other versions of the library lack the method
+            patch(cls, name)(lambda *_, **__: None)
 
 
 def _no_evaluation(trainer: Any, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:

@@ -6,7 +6,6 @@ A rank that is killed, or a launch that ends before its first step, removes noth
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.imports import replace_function
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
 
 __all__ = [
@@ -67,16 +66,13 @@ def note_temporary_folders(record: Path) -> None:
     Args:
         record: File that receives the paths.
     """
-    original = tempfile.mkdtemp
 
-    @functools.wraps(original)
-    def mkdtemp(suffix: Any = None, prefix: Any = None, dir: Any = None) -> Any:
+    @patch(tempfile, "mkdtemp", copies=True)
+    def mkdtemp(original: Any, suffix: Any = None, prefix: Any = None, dir: Any = None) -> Any:
         made = original(suffix, prefix, dir)
         if dir is None:
             note(record, os.fsdecode(made))
         return made
-
-    replace_function(tempfile, "mkdtemp", mkdtemp)
 
 
 def note_temporary_files(record: Path) -> None:
@@ -121,21 +117,18 @@ def note_shared_memory(record: Path) -> None:
     """
 
     def look(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(args[0], str | bytes) and isinstance(args[2], int) and args[2] & os.O_CREAT:
+        if event == "open" and isinstance(args[0], (str, bytes)) and isinstance(args[2], int) and args[2] & os.O_CREAT:
             _note_new(record, os.fsdecode(args[0]))
 
     sys.addaudithook(look)
     with contextlib.suppress(ImportError):  # a platform without it
         posix = importlib.import_module("_posixshmem")
-        original = posix.shm_open
 
-        @functools.wraps(original)
-        def shm_open(path: Any, flags: int, *rest: Any, **named: Any) -> Any:
+        @patch(posix, "shm_open", copies=True)
+        def shm_open(original: Any, path: Any, flags: int, *rest: Any, **named: Any) -> Any:
             if flags & os.O_CREAT:
                 _note_new(record, str(SHARED_MEMORY / str(path).lstrip("/")))
             return original(path, flags, *rest, **named)
-
-        replace_function(posix, "shm_open", shm_open)
 
 
 def _note_new(record: Path, path: str) -> None:
@@ -218,38 +211,31 @@ def guard_builds(file_baton: Any) -> None:
     baton_class = file_baton.FileBaton
     if hasattr(baton_class.try_acquire, "__wrapped__"):
         return
-    acquire = baton_class.try_acquire
 
-    @functools.wraps(acquire)
-    def try_acquire(baton: Any) -> bool:
+    def acquire(original: Any, baton: Any) -> bool:
         path = Path(baton.lock_file_path)
-        taken = bool(acquire(baton)) or (remove_if_abandoned(path) and bool(acquire(baton)))
+        taken = bool(original(baton)) or (remove_if_abandoned(path) and bool(original(baton)))
         if taken:
             with contextlib.suppress(OSError):  # a full disk: the owner is then found by its open file
                 maker = (platform.node(), process_space(), os.getpid(), start_ticks(os.getpid()))
                 path.write_text(" ".join(map(str, maker)) + "\n", encoding="utf-8")
         return taken
 
-    @functools.wraps(baton_class.wait)
-    def wait(baton: Any) -> None:
+    def wait(_original: Any, baton: Any) -> None:
         path, looked = Path(baton.lock_file_path), 0.0
         while path.exists():
             if time.monotonic() - looked > _LOOK_S:
                 looked = time.monotonic()
-                if not is_held(path) and try_acquire(baton):
-                    _finish_build(path.parent)
+                if not is_held(path) and baton.try_acquire():
+                    if (path.parent / "build.ninja").exists():
+                        with contextlib.suppress(OSError):  # errors show when the result is loaded
+                            subprocess.run(["ninja"], cwd=path.parent, stdout=subprocess.DEVNULL, check=False)
                     baton.release()
                     return
             time.sleep(_POLL_S)
 
-    baton_class.try_acquire, baton_class.wait = try_acquire, wait
-
-
-def _finish_build(folder: Path) -> None:
-    """Continue the build of a killed process; errors show when the result is loaded."""
-    if (folder / "build.ninja").exists():
-        with contextlib.suppress(OSError):
-            subprocess.run(["ninja"], cwd=folder, stdout=subprocess.DEVNULL, check=False)
+    patch(baton_class, "try_acquire")(acquire)
+    patch(baton_class, "wait")(wait)
 
 
 def _processes() -> list[int]:

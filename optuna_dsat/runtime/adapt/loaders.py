@@ -6,12 +6,12 @@ loader, replaces the script's batch size, and nothing else: the sampler, order a
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.inputs import leading_dimension
 from optuna_dsat.runtime.user_code import Place, is_size, place_of
 
@@ -52,30 +52,26 @@ class LoaderWatch:
         return [loader.described() for loader in known]
 
     def _watch(self, loader_class: Any) -> None:
-        make, iterate = loader_class.__init__, loader_class.__iter__
 
-        @functools.wraps(make)
-        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces a method
+        @patch(loader_class, "__init__")
+        def init(original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             noted = _Loader(place_of(sys._getframe(1)))
             args, kwargs = noted.sized(args, kwargs, own=self._own, micro_batch=self._micro_batch)
-            make(loader, *args, **kwargs)
+            original(loader, *args, **kwargs)
             noted.measure(loader)
             loader.__dict__["_optuna_dsat"] = noted
             self._loaders.append(noted)
 
-        @functools.wraps(iterate)
-        def __iter__(loader: Any) -> Any:  # noqa: N807 - replaces a method
+        @patch(loader_class, "__iter__")
+        def iterate(original: Any, loader: Any) -> Any:
             noted = loader.__dict__.get("_optuna_dsat")
 
             def yielded(batch: Any) -> None:
                 self.loaded = None if noted is None or leading_dimension(batch) is None else noted.batch_size
 
             return _Iteration(
-                lambda: iterate(loader), loader=noted, fed=self._fed, repeat=self._repeat, yielded=yielded
+                lambda: original(loader), loader=noted, fed=self._fed, repeat=self._repeat, yielded=yielded
             )
-
-        loader_class.__init__ = __init__
-        loader_class.__iter__ = __iter__
 
 
 class _Loader:

@@ -11,7 +11,6 @@ within a phase).
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import resource
 import sys
@@ -19,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from optuna_dsat.runtime.imports import patch
 
 __all__ = [
     "CpuMemory",
@@ -228,14 +229,12 @@ def count_out_of_memory_errors(torch: Any) -> None:
     error = getattr(torch, "OutOfMemoryError", None)
     if error is None:
         return  # torch before 2.5
-    original = error.__init__
 
-    def counted(self: BaseException, *args: object) -> None:
+    @patch(error, "__init__")
+    def counted(original: Any, self: BaseException, *args: object) -> None:
         global _out_of_memory_errors
         _out_of_memory_errors += 1
         original(self, *args)
-
-    error.__init__ = counted
 
 
 def out_of_memory_errors() -> int:
@@ -253,18 +252,15 @@ def support_uuid_visible_devices(accelerator: Any) -> None:
     Args:
         accelerator: DeepSpeed's accelerator of this rank; other versions may lack ``available_memory``.
     """
-    original = getattr(accelerator, "available_memory", None)
-    if original is None:
+    if not hasattr(accelerator, "available_memory"):
         return
 
-    @functools.wraps(original)
-    def available_memory(device_index: int | None = None) -> int:
+    @patch(accelerator, "available_memory")
+    def available_memory(original: Any, device_index: int | None = None) -> int:
         try:
             return int(original(device_index))
         except ValueError:
             return int(sys.modules["torch"].cuda.mem_get_info(device_index)[0])
-
-    accelerator.available_memory = available_memory
 
 
 def host_memory_bytes(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> int:

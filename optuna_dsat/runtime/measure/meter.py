@@ -7,16 +7,15 @@ evaluation mode or without gradients do not count as training; their time betwee
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, StepMeasured
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.clock import Clock
 from optuna_dsat.runtime.measure.engine import (
     SkipDetector,
@@ -24,7 +23,6 @@ from optuna_dsat.runtime.measure.engine import (
     is_pipeline,
     is_update_step,
     loss_of,
-    replace_method,
 )
 from optuna_dsat.runtime.measure.inputs import InputSize, size_of
 from optuna_dsat.runtime.measure.memory import MemoryProbe
@@ -120,14 +118,16 @@ class Meter:
         if is_pipeline(self._engine):
             hook = self._engine.module.register_forward_pre_hook(self._on_pipeline_input, with_kwargs=True)
             self._undo.append(hook.remove)
-            self._undo.append(replace_method(self._engine, "train_batch", self._wrap_train_batch))
+            self._undo.append(patch(self._engine, "train_batch")(self._train_batch))
             if hasattr(self._engine, "eval_batch"):
-                self._undo.append(replace_method(self._engine, "eval_batch", self._wrap_evaluation))
+                self._undo.append(patch(self._engine, "eval_batch")(self._evaluate))
         else:
-            self._undo.append(replace_method(self._engine, "forward", self._wrap_forward))
-            self._undo.append(replace_method(self._engine, "backward", self._wrap_backward))
-            self._undo.append(replace_method(self._engine, "step", self._wrap_step))
-            self._wrap_optimizer_step()
+            self._undo.append(patch(self._engine, "forward")(self._forward))
+            self._undo.append(patch(self._engine, "backward")(self._backward))
+            self._undo.append(patch(self._engine, "step")(self._engine_step))
+            optimizer = getattr(self._engine, "optimizer", None)
+            if getattr(optimizer, "step", None) is not None:
+                self._undo.append(patch(optimizer, "step", is_method=True)(self._optimizer_step))
             self._hook_module_input()
         self._state.phase = "between"
         self._clock.synchronize()
@@ -139,15 +139,11 @@ class Meter:
             self._undo.pop()()
         self._state.phase = "between"
 
-    def _wrap_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            self._evaluation_begins()
-            result = original(*args, **kwargs)
-            self._evaluation_continues()
-            return result
-
-        return evaluate
+    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._evaluation_begins()
+        result = original(*args, **kwargs)
+        self._evaluation_continues()
+        return result
 
     def _evaluation_begins(self) -> None:
         """Start an evaluation interval at a forward outside of training, unless already started."""
@@ -169,76 +165,51 @@ class Meter:
             self._step.evaluation_s += end - start
             self._evaluation = None
 
-    def _wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        evaluate = self._wrap_evaluation(original)
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_training():
+            self._note_unproven((args, kwargs))
+            return self._evaluate(original, *args, **kwargs)
+        self._count_samples((args, kwargs))
+        self._in_forward = True
+        try:
+            with self._phase("forward"):
+                output = original(*args, **kwargs)
+        finally:
+            self._in_forward = False
+        self._step.forward_end = self._step.spans[-1][2]
+        self._step.loss = loss_of(output)
+        return output
 
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_training():
-                self._note_unproven((args, kwargs))
-                return evaluate(*args, **kwargs)
-            self._count_samples((args, kwargs))
-            self._in_forward = True
-            try:
-                with self._phase("forward"):
-                    output = original(*args, **kwargs)
-            finally:
-                self._in_forward = False
-            self._step.forward_end = self._step.spans[-1][2]
-            self._step.loss = loss_of(output)
-            return output
+    def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        self._prove_training()
+        with self._phase("backward"):
+            result = original(loss, *args, **kwargs)
+        self._close_direct()
+        self._step.forward_end = None
+        self._step.loss = loss_of(loss)
+        return result
 
-        return forward
+    def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._prove_training()
+        self._close_backward()
+        boundary = is_update_step(self._engine)
+        with self._phase("step"):
+            result = original(*args, **kwargs)
+        if boundary:
+            self._finish_step()
+        return result
 
-    def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            self._prove_training()
-            with self._phase("backward"):
-                result = original(loss, *args, **kwargs)
-            self._close_direct()
-            self._step.forward_end = None
-            self._step.loss = loss_of(loss)
-            return result
-
-        return backward
-
-    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            self._prove_training()
-            self._close_backward()
-            boundary = is_update_step(self._engine)
-            with self._phase("step"):
-                result = original(*args, **kwargs)
-            if boundary:
-                self._finish_step()
-            return result
-
-        return step
-
-    def _wrap_optimizer_step(self) -> None:
+    def _optimizer_step(self, original: Callable[..., Any], _: Any, *args: Any, **kwargs: Any) -> Any:
         """Count updates of scripts that call ``optimizer.step()`` instead of ``engine.step()`` (Lightning Fabric)."""
-        optimizer = getattr(self._engine, "optimizer", None)
-        if optimizer is None or getattr(optimizer, "step", None) is None:
-            return
-
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-                if self._state.phase != "between":
-                    return original(*args, **kwargs)  # the engine's own call
-                self._prove_training()
-                self._close_backward()
-                with self._phase("step"):
-                    result = original(*args, **kwargs)
-                self._step.by_script = True
-                self._finish_step()
-                return result
-
-            return types.MethodType(step, optimizer)  # torch's schedulers require a bound method
-
-        self._undo.append(replace_method(optimizer, "step", wrap))
+        if self._state.phase != "between":
+            return original(*args, **kwargs)  # the engine's own call
+        self._prove_training()
+        self._close_backward()
+        with self._phase("step"):
+            result = original(*args, **kwargs)
+        self._step.by_script = True
+        self._finish_step()
+        return result
 
     def _close_backward(self) -> None:
         self._close_direct()
@@ -247,16 +218,12 @@ class Meter:
             self._step.spans.append(("backward", self._step.forward_end, self._clock.mark()))
             self._step.forward_end = None
 
-    def _wrap_train_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def train_batch(*args: Any, **kwargs: Any) -> Any:
-            with self._phase("batch"):
-                loss = original(*args, **kwargs)
-            self._step.loss = loss_of(loss)
-            self._finish_step()
-            return loss
-
-        return train_batch
+    def _train_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._phase("batch"):
+            loss = original(*args, **kwargs)
+        self._step.loss = loss_of(loss)
+        self._finish_step()
+        return loss
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
