@@ -33,7 +33,7 @@ from optuna_dsat.runtime.adapt.side_effects import (
 from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.imports import ImportWatch, patch
-from optuna_dsat.runtime.measure.clock import Clock, DeviceClock, HostClock
+from optuna_dsat.runtime.measure.clock import Clock, DeviceClock
 from optuna_dsat.runtime.measure.engine import (
     SHM_OPERATOR,
     OtherEngine,
@@ -46,7 +46,6 @@ from optuna_dsat.runtime.measure.inputs import sample_counter
 from optuna_dsat.runtime.measure.memory import (
     CpuMemory,
     CudaMemory,
-    MemoryProbe,
     count_out_of_memory_errors,
     limit_cuda_memory,
     limit_process_memory,
@@ -73,13 +72,6 @@ class DeepSpeedHook:
     """Applies the trial's overlay to the script's config and attaches a ``Meter`` to the engine that trains.
 
     Construct it before reads of the user's config are redirected.
-
-    Args:
-        plan: The launch.
-        rank: This rank.
-        writer: Records events.
-        state: Updated with the rank's phase, steps and device.
-        exit_process: Ends the script after the last profile step with an exception.
     """
 
     def __init__(
@@ -97,7 +89,7 @@ class DeepSpeedHook:
         self._state = state
         self._exit_process = exit_process
         self._deepspeed: Any = None
-        self._memory: MemoryProbe | None = None
+        self._memory: CpuMemory | CudaMemory | None = None
         self._engine: Any = None
         self._meter: Meter | None = None
         self._config = TrialConfig(plan, world_size=rank.world_size)
@@ -119,12 +111,17 @@ class DeepSpeedHook:
 
     def install(self) -> None:
         """Start watching the script's imports."""
+        facts = self._state.script_facts
         watched: dict[str, Callable[[ModuleType], None]] = {
             "torch": self._torch_imported,
             "deepspeed": self._deepspeed_imported,
             "torch.distributed": join_group(self._rank),
-            "torch.multiprocessing": self._multiprocessing_imported,
-            "accelerate.state": functools.partial(join_ranks, rank=self._rank, on_join=self._joins_ranks),
+            "torch.multiprocessing": functools.partial(
+                spawn_in_place, rank=self._rank, on_spawn=functools.partial(facts.update, starts_ranks=True)
+            ),
+            "accelerate.state": functools.partial(
+                join_ranks, rank=self._rank, on_join=functools.partial(facts.update, joins_ranks=True)
+            ),
         }
         for kind in _TRAINERS:
             watched |= kind(plan=self._plan, rank=self._rank, write=self._writer.write).callbacks()
@@ -138,15 +135,6 @@ class DeepSpeedHook:
             watched["tensorboardX.writer"] = self._tensorboard_imported
             watched["accelerate.tracking"] = self._trackers_imported
         ImportWatch(watched).install()
-
-    def _multiprocessing_imported(self, multiprocessing: ModuleType) -> None:
-        def starts_ranks() -> None:
-            self._state.starts_ranks = True
-
-        spawn_in_place(self._rank, multiprocessing, on_spawn=starts_ranks)
-
-    def _joins_ranks(self) -> None:
-        self._state.joins_ranks = True
 
     @property
     def _accelerator(self) -> Any:
@@ -267,13 +255,7 @@ class DeepSpeedHook:
     def _build(
         self, bound: inspect.BoundArguments, build: Callable[[], _Built], *, engine_of: Callable[[_Built], Any]
     ) -> _Built:
-        """Build an engine with the trial's config and measure it.
-
-        Args:
-            bound: The arguments, whose config is replaced.
-            build: Builds the engine with the arguments.
-            engine_of: Returns the engine from the result of ``build``.
-        """
+        """Build an engine with the trial's config and measure it."""
         before, self._state.phase = self._state.phase, "initialize"
         self._unwatch_optimizers()
         differences = self._apply_overlay(bound.arguments)
@@ -292,14 +274,11 @@ class DeepSpeedHook:
         return result
 
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
-        """Replace the config among the arguments of ``deepspeed.initialize`` without mutating the script's objects.
+        """Replace the config among bound arguments of ``deepspeed.initialize`` without mutating the script's objects.
 
         The overlay applies to every engine of a script, but only one engine is measured (``measure/engine.py``). A
         script that passes no config gets the user's file; if it passes two, the arguments are left for DeepSpeed to
         reject.
-
-        Args:
-            arguments: Bound arguments by name; changed in place.
 
         Returns:
             Differences between the script's config and the user's file.
@@ -405,7 +384,7 @@ class DeepSpeedHook:
         self._engine = engine
         self._memory.engine_ready()
         self._writer.write(self._engine_ready(engine, initialize_s, differences))
-        clock: Clock = HostClock() if self._state.device == "cpu" else DeviceClock(self._accelerator)
+        clock = Clock() if self._state.device == "cpu" else DeviceClock(self._accelerator)
         profiler = None
         if self._plan.purpose == "profile":
             profiler = Profiler(
@@ -425,7 +404,7 @@ class DeepSpeedHook:
             state=self._state,
             last_step=self._plan.end_profile_step,
             exit_process=self._exit_process,
-            observer=profiler,
+            profiler=profiler,
             size_of=sample_counter(
                 lambda: self._batch_sources.numbers(self._config.micro_batches),
                 rows=self._plan.batch_source.get("rows", (1, 1)),
@@ -482,11 +461,7 @@ class DeepSpeedHook:
             deepspeed_version=str(self._deepspeed.__version__),
             config_differences=differences,
             spans=self._spans,
-            takes_local_rank=self._state.takes_local_rank,
-            starts_ranks=self._state.starts_ranks,
-            joins_ranks=self._state.joins_ranks,
-            config_option=self._state.config_option,
-            config_in_code=self._state.config_read is False,
             precision="fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
             host_threads=int(torch.get_num_threads()),
+            **self._state.script_facts,
         )

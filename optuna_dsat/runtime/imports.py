@@ -63,11 +63,7 @@ def loaded_operators() -> list[str]:
 
 
 class ImportWatch(MetaPathFinder):
-    """Calls a function once a module has been imported, immediately if it already is.
-
-    Args:
-        callbacks: Module name -> function that is called once, with the module.
-    """
+    """Calls a function once a module has been imported, immediately if it already is."""
 
     def __init__(self, callbacks: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._callbacks = dict(callbacks)
@@ -183,11 +179,6 @@ def replace_function(module: ModuleType, name: str, replacement: Callable[..., A
     """Set a module's function, also where ``from module import name`` copied it.
 
     In a forked launch the library has been imported before anything is replaced.
-
-    Args:
-        module: The module that defines the function.
-        name: Name of the function in that module.
-        replacement: The new function.
     """
     original = getattr(module, name)
     for other in list(sys.modules.values()):

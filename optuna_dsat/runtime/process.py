@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -156,19 +157,25 @@ class _RankProcess:
         )
         hook.install()
         set_current_trial(hook)
-        default_local_rank(rank.local_rank, on_found=self._takes_local_rank)
+        facts = self._state.script_facts
+        takes_local_rank = functools.partial(facts.update, takes_local_rank=True)
+        default_local_rank(rank.local_rank, on_found=takes_local_rank)
         given_config = plan.config_path if plan.user_config_path else ""
-        default_config_option(given_config, user_config=plan.user_config_path, on_found=self._takes_config_option)
+        default_config_option(
+            given_config, user_config=plan.user_config_path, on_found=lambda option: facts.update(config_option=option)
+        )
         args = replace_config_paths(command.args, user_config=plan.user_config_path, config=plan.config_path)
         given = with_local_rank(args, rank.local_rank, script=None if command.is_module else Path(command.name))
         if given != args:
             args = given
-            self._takes_local_rank()
-        signal.signal(_EXIT_SIGNAL, _exit_script)
+            takes_local_rank()
+
+        def reads_config(by_its_name: bool) -> None:
+            facts["config_in_code"] = facts.get("config_in_code", True) and not by_its_name
+
+        signal.signal(_EXIT_SIGNAL, lambda *_: sys.exit(0))
         try:
-            with reads_redirected(
-                user_config=plan.user_config_path, config=plan.config_path, on_read=self._reads_config
-            ):
+            with reads_redirected(user_config=plan.user_config_path, config=plan.config_path, on_read=reads_config):
                 ScriptCommand(name=command.name, is_module=command.is_module, args=args).run(safe_path=safe_path)
                 threading._shutdown()  # type: ignore[attr-defined]  # a thread of the script may still train
         except BaseException as error:  # noqa: BLE001 - recorded and printed as Python prints it
@@ -206,15 +213,6 @@ class _RankProcess:
     def _reports_imports(self) -> bool:
         """Whether this rank records the script's imports on behalf of all ranks."""
         return self._plan.purpose == "profile" and self._rank.rank == 0
-
-    def _takes_config_option(self, option: str) -> None:
-        self._state.config_option = option
-
-    def _reads_config(self, by_its_name: bool) -> None:
-        self._state.config_read = self._state.config_read or by_its_name
-
-    def _takes_local_rank(self) -> None:
-        self._state.takes_local_rank = True
 
     def _finish(self, reason: str) -> None:
         state = self._state
@@ -289,10 +287,6 @@ class _RankProcess:
         )
         self._is_done = True
         _show(error)
-
-
-def _exit_script(*_: object) -> NoReturn:
-    raise SystemExit(0)
 
 
 def _show(error: BaseException) -> None:

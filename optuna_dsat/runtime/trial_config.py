@@ -120,12 +120,7 @@ class PartitionedModelError(ValueError):
 
 
 class TrialConfig:
-    """Applies a launch's overlay to configs. Construct it before reads of the user's file are redirected.
-
-    Args:
-        plan: The launch.
-        world_size: Number of ranks.
-    """
+    """Applies a launch's overlay to configs. Construct it before reads of the user's file are redirected."""
 
     def __init__(self, plan: LaunchPlan, *, world_size: int) -> None:
         self._plan = plan
@@ -136,10 +131,6 @@ class TrialConfig:
 
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
         """Return a config with the overlay applied; measured launches drop the sections of monitors.
-
-        Args:
-            config: A dict, the path of a (H)JSON file, or base64 text.
-            client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``, if any.
 
         Raises:
             ValueError: If the config cannot be read.

@@ -25,9 +25,6 @@ class EventWriter:
     Scripts that close all open files, as daemons do, also close the event file. It is then reopened; another file that
     got its descriptor number in the meantime is not written to.
 
-    Args:
-        path: File to append to; created if missing.
-
     Raises:
         EventWriteError: If the file cannot be opened.
     """

@@ -41,12 +41,6 @@ def map_arguments(
 
     A present option (``--flag value`` or ``--flag=value``) is replaced, a missing option appended. A stage that the
     config does not set leaves its option unchanged.
-
-    Args:
-        args: The script's arguments.
-        mappings: Key of the config -> option, as ``parse_mappings`` returns them.
-        config: A DeepSpeed config with numbers for its batch sizes.
-        world_size: Data-parallel ranks, for a train batch size that the config does not set.
     """
     if not mappings:
         return tuple(args)
@@ -66,13 +60,7 @@ def map_arguments(
 
 
 def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
-    """Set an option in a list of arguments: replace it if present (in any of its forms), else append it.
-
-    Args:
-        args: The arguments.
-        option: The option; a Hydra override ends with ``=``.
-        value: Its value.
-    """
+    """Set an option in a list of arguments: replace it if present (in any of its forms), else append it."""
     if option.endswith("="):
         kept = [arg for arg in args if not arg.startswith((option, f"+{option}", f"++{option}"))]
         return [*kept, f"{option}{value}"]

@@ -73,9 +73,6 @@ class BatchRule(Record):
         """Return the source record for a launch (``runtime/adapt/batch_sources.py``); for an option, only its rows.
 
         With a ``held`` record, the launch does not compare the script's batches with the config.
-
-        Args:
-            ranks: Data-parallel ranks, for a setting that counts the global batch.
         """
         rows = {} if self.rows == (1, 1) else {"rows": list(self.rows)}
         if self.kind == "loader":
@@ -166,12 +163,7 @@ def held(own: int, *, found: BatchSourcesFound | None = None, present: int | Non
 
 
 def varying(own: int, *, sizes: Sequence[int]) -> BatchRule:
-    """Return the rule of a script whose batches vary in size, for example bucketed or packed by tokens.
-
-    Args:
-        own: Micro-batch of the user's config.
-        sizes: Observed batch sizes in samples.
-    """
+    """Return the rule of a script whose batches vary in size, for example bucketed or packed by tokens."""
     return BatchRule(kind="held", own=own, sizes=(min(sizes), max(sizes)))
 
 
@@ -240,12 +232,6 @@ def _of_size(sources: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> 
 
     Values whose name suggests a sequence length are skipped: the first dimension of time-first inputs would follow such
     a value like a batch size.
-
-    Args:
-        sources: Batch sources noted by the profile launch.
-        size: Samples per rank and forward pass.
-        fed: Rows that the engine was fed.
-        ranks: Data-parallel ranks.
     """
     rows = Fraction(fed, size).as_integer_ratio()
     counts = {size * ranks: TRAIN_BATCH, size: MICRO_BATCH}
@@ -270,9 +256,7 @@ def _of_size(sources: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> 
 def samples_per_rank(found: BatchSourcesFound, *, own: int | None = None) -> int | None:
     """Return a rank's samples per epoch of the loader that feeds the engine; None if unknown.
 
-    Args:
-        found: Batch sources noted by a launch.
-        own: Samples per rank and forward pass fed to the engine; loaders with this batch size take precedence.
+    Loaders of batch size ``own`` take precedence.
     """
     loader = _counted_loader(found, own=own)
     return None if loader is None else int(loader["samples"])

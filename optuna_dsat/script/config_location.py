@@ -31,10 +31,6 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
 
     Conventional options come first, then any argument that is a DeepSpeed config, then settings files among the
     arguments. Paths in a settings file are relative to the working directory or to the file.
-
-    Args:
-        args: The script's arguments.
-        cwd: Its working directory.
     """
     by_option = [value for option, value in _pairs(args) if option in _OPTIONS]
     others = [value for _, value in _pairs(args)]
@@ -51,13 +47,7 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
 
 
 def find_config_key(args: Sequence[str], *, cwd: Path, config: Path) -> str | None:
-    """Return the dotted key under which a settings file among a script's arguments names a DeepSpeed config.
-
-    Args:
-        args: The script's arguments.
-        cwd: Its working directory.
-        config: The config.
-    """
+    """Return the dotted key under which a settings file among a script's arguments names a DeepSpeed config."""
     for _, value in _pairs(args):
         path = cwd / value
         if path.suffix in _SETTINGS:

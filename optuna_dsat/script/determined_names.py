@@ -57,10 +57,6 @@ def check_imports(tree: ast.Module, file: Path) -> None:
 
     Imports within ``try`` or functions are ignored.
 
-    Args:
-        tree: The module.
-        file: Its file, for messages.
-
     Raises:
         UsageError: Lists each line with its replacement.
     """

@@ -84,12 +84,7 @@ class Length:
         return cls(count=int(match.group(1)), unit=units[(match.group(2) or "batches")[0]])
 
     def batches(self, *, per_epoch: int, train_batch_size: int) -> int:
-        """Return the length in batches, at least 1; records are rounded up to whole batches.
-
-        Args:
-            per_epoch: Batches of one epoch.
-            train_batch_size: Samples of one batch, over all ranks.
-        """
+        """Return the length in batches, at least 1; records are rounded up to whole batches."""
         if self.unit == "records":
             return -(-self.count // train_batch_size)
         return max(1, self.count * per_epoch if self.unit == "epochs" else self.count)
@@ -125,10 +120,6 @@ class Hparams:
 
         ``deepspeed_config`` becomes the path of that file. A config inside the hyperparameters, under that name or at
         top level, has its sections replaced by the file's.
-
-        Args:
-            config: Path of the config file.
-            keep_overwrites: Whether to keep ``overwrite_deepspeed_args``, which override the config.
         """
         result = dict(self.hyperparameters)
         named = result.get(CONFIG)
@@ -203,12 +194,7 @@ def hparams_of(arguments: Sequence[str]) -> str | None:
 
 
 def complete_training(arguments: Sequence[str], folder: str | Path) -> list[str]:
-    """Complete arguments of ``RUNNER`` with the length of the training and the folder of its checkpoints.
-
-    Args:
-        arguments: From ``runner_arguments``.
-        folder: Folder of the checkpoints if the arguments name none.
-    """
+    """Complete arguments of ``RUNNER`` with the length of the training and the folder of its checkpoints."""
     named = {argument.partition("=")[0] for argument in arguments}
     completed = list(arguments)
     for option, value in ((LENGTH_OPTION, DEFAULT_LENGTH), (CHECKPOINT_OPTION, str(folder))):
@@ -218,25 +204,14 @@ def complete_training(arguments: Sequence[str], folder: str | Path) -> list[str]
 
 
 def train_command(arguments: Sequence[str], *, config: str, device: str, slots: int) -> list[str]:
-    """Return the command for a training with ``config``, from arguments of ``RUNNER``.
-
-    Args:
-        arguments: From ``runner_arguments``.
-        config: Path of a DeepSpeed config.
-        device: ``cuda`` or ``cpu``.
-        slots: Ranks.
-    """
+    """Return the command for a training with ``config``, from arguments of ``RUNNER``."""
     entry, _, _, *rest = arguments
     ranks = ["--gpus" if device == "cuda" else "--cpu-ranks", str(slots)]
     return ["optuna-dsat", "train", entry, config, *rest, *ranks]
 
 
 def read_settings(path: str | Path, *, what: str) -> Any:
-    """Return the data of a YAML or JSON file; an empty mapping for an empty file.
-
-    Args:
-        path: The file.
-        what: Description of its content, as the subject of a message.
+    """Return the data of a YAML or JSON file; an empty mapping for an empty file. ``what`` is the subject of messages.
 
     Raises:
         UsageError: If it cannot be read.

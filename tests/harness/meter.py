@@ -96,7 +96,7 @@ class PipelineEngine:
 class MeterBench:
     """A meter on an engine, with everything it recorded."""
 
-    def __init__(self, engine: Callable[[FakeClock], Any], observer: Any = None) -> None:
+    def __init__(self, engine: Callable[[FakeClock], Any], profiler: Any = None) -> None:
         self.clock = FakeClock()
         self.memory = FakeMemory()
         self.state = RankState(phase="script")
@@ -112,7 +112,7 @@ class MeterBench:
             state=self.state,
             last_step=2,
             exit_process=self._exit,
-            observer=observer,
+            profiler=profiler,
         )
         self.meter.attach()
 

@@ -14,7 +14,7 @@ import torch
 from optuna_dsat.launch.agent.command import write_run_directory
 from optuna_dsat.launch.protocol import Holder, LaunchRequest
 from optuna_dsat.runtime.events import Event, ProfileMeasured
-from optuna_dsat.runtime.measure.clock import HostClock
+from optuna_dsat.runtime.measure.clock import Clock
 from optuna_dsat.runtime.measure.memory import MemoryPeaks
 from optuna_dsat.runtime.measure.meter import Meter
 from optuna_dsat.runtime.measure.profiler import Profiler
@@ -141,12 +141,12 @@ def profile_of(engine: Engine, plan: LaunchPlan, batches: int = 9) -> list[Profi
         engine,
         rank=0,
         write=events.append,
-        clock=HostClock(),
+        clock=Clock(),
         memory=memory,
         state=RankState(),
         last_step=plan.end_profile_step,
         exit_process=leave,
-        observer=profiler,
+        profiler=profiler,
     )
     meter.attach()
     with suppress(LeftError):

@@ -186,7 +186,7 @@ def test_another_number_of_ranks_is_refused_with_the_option_for_it(
 def multiprocessing(spawn: Callable[..., Any], *, on_spawn: Callable[[], None] = lambda: None) -> Any:
     module: Any = ModuleType("torch.multiprocessing")
     module.spawn = module.start_processes = spawn
-    spawn_in_place(RANK, module, on_spawn=on_spawn)
+    spawn_in_place(module, rank=RANK, on_spawn=on_spawn)
     return module
 
 

@@ -91,10 +91,6 @@ class RegisteredReducer:
 def by_name(metrics: Any, *, where: str) -> Mapping[str, Any]:
     """Return metrics of a model definition by name; a single tensor is the metric ``loss``.
 
-    Args:
-        metrics: Result of a method of the definition.
-        where: Name of the method, for the error message.
-
     Raises:
         TypeError: If ``metrics`` is neither a mapping nor a tensor.
     """
@@ -135,14 +131,7 @@ class Averages:
 def reduced(
     averages: Averages, reducers: list[RegisteredReducer], ranks: DistributedContext, *, reports: bool
 ) -> dict[str, Any]:
-    """Return the metrics of a period, reduced over all reporting ranks; collective, every rank calls it.
-
-    Args:
-        averages: Metrics of this rank; reset by the call.
-        reducers: Reducers for the kind of period.
-        ranks: The process group.
-        reports: Whether to include this rank's metrics.
-    """
+    """Return the metrics of a period, reduced over all reporting ranks; collective, every rank calls it."""
     own = (averages.read(), [registered.reducer.per_slot_reduce() for registered in reducers])
     everything = [share for share in ranks.allgather(own if reports else None) if share is not None]
     metrics: dict[str, Any] = {}

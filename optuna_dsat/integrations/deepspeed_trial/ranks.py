@@ -23,9 +23,6 @@ class DistributedContext:
     """Rank and size of the process group; gathers and broadcasts picklable objects, with Determined's method names.
 
     Every rank must call collective methods.
-
-    Args:
-        group: Rank and size, read from the environment.
     """
 
     def __init__(self, group: GroupRank) -> None:
@@ -137,11 +134,7 @@ def make_data_parallel_mpu(distributed: DistributedContext) -> ModelParallelUnit
 
 
 def make_deepspeed_mpu(grid: Any) -> ModelParallelUnit:
-    """Return the role of a rank in a pipeline: the first and last stages read data, the last reports metrics.
-
-    Args:
-        grid: ``engine.mpu`` of a pipeline engine, a ``PipelineParallelGrid``.
-    """
+    """Return the role of a rank in a pipeline: the first and last stages read data, the last reports metrics."""
     stage, last = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size() - 1
     # With tensor parallelism within stages, all ranks of a slice read the same data.
     first_of_slice = grid.get_slice_parallel_rank() == 0

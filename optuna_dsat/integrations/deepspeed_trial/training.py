@@ -51,10 +51,6 @@ class Periods:
 class Training:
     """Trains a model definition. Construct it on all ranks (collective), after the definition.
 
-    Args:
-        trial: The definition.
-        context: The context passed to the definition.
-
     Raises:
         RuntimeError: If the definition registered no engine.
         TypeError: If a loader cannot be sharded and checks were not disabled.

@@ -33,13 +33,7 @@ _SECTIONS = {"optimizer": ("Optimizer", "DummyOptim"), "scheduler": ("LRSchedule
 
 
 class AccelerateConfig:
-    """Sets accelerate's variables in this rank, once.
-
-    Args:
-        plan: The launch; nothing is set without a user's config.
-        rank: This rank.
-        write: Records an event.
-    """
+    """Sets accelerate's variables in this rank, once."""
 
     def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
         self._plan = plan
@@ -49,11 +43,7 @@ class AccelerateConfig:
         self._left_open = _left_open(plan.user_config_path)  # later reads are the launch's
 
     def patch_accelerator(self, module: Any) -> None:
-        """Provide the config when the script builds its first ``Accelerator``.
-
-        Args:
-            module: ``accelerate.accelerator``.
-        """
+        """Provide the config when the script builds its first ``Accelerator``."""
         signature = inspect.signature(module.Accelerator.__init__)
 
         @patch(module.Accelerator, "__init__")
@@ -79,10 +69,6 @@ class AccelerateConfig:
 
         They apply if the script's config contains ``"auto"``. The user's file may contain it where the launch's file
         has a number.
-
-        Args:
-            config: The plugin's config.
-            steps: The steps, before the library replaces them by the config's.
         """
         if not isinstance(config, LaidConfig):
             return
@@ -148,13 +134,7 @@ class AccelerateConfig:
 
 
 def join_ranks(module: Any, *, rank: Rank, on_join: Callable[[], None]) -> None:
-    """Use gloo for ranks without a GPU, where accelerate selects no backend and assumes a single process.
-
-    Args:
-        module: ``accelerate.state``.
-        rank: This rank.
-        on_join: Called if accelerate selected no backend.
-    """
+    """Use gloo for ranks without a GPU, where accelerate selects no backend and assumes a single process."""
 
     @patch(module.PartialState, "_prepare_backend")
     def prepare_backend(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -75,12 +75,7 @@ class BatchSources:
         return {**self._parsers.callbacks(), **self._loaders.callbacks(), **files}
 
     def event(self, *, rank: int, places: Sequence[Place] = ()) -> BatchSourcesFound:
-        """Return everything recorded until now.
-
-        Args:
-            rank: Global rank.
-            places: Places in the user's code that led to the engine's first input, innermost first.
-        """
+        """Return everything recorded until now."""
         return BatchSourcesFound(
             rank=rank,
             time=time.time(),
@@ -96,11 +91,7 @@ class BatchSources:
         )
 
     def numbers(self, configured: Set[int]) -> BatchNumbers:
-        """Return the numbers known so far to be batch sizes.
-
-        Args:
-            configured: Micro-batch sizes in the launch's config and the script's config.
-        """
+        """Return the numbers known so far to be batch sizes."""
         settings = [(key, value) for (_, key), value in self._settings.items()]
         named = {value for name, value in [*self._parsers.options.items(), *settings] if names_training_batch(name)}
         return BatchNumbers(configured=configured, named=named, loaded=self._loaders.loaded)

@@ -116,11 +116,7 @@ class ScriptCommand:
     args: tuple[str, ...]
 
     def run(self, *, safe_path: bool) -> None:
-        """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them.
-
-        Args:
-            safe_path: Whether to keep the script's folder out of ``sys.path`` (``python -P``).
-        """
+        """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them."""
         sys.argv = [self.name, *self.args]
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)

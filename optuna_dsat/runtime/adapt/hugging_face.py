@@ -82,11 +82,7 @@ class _OwnOptions:
 
 
 def note_own_options(values: Mapping[str, int | None]) -> None:
-    """Record the batch sizes in the user's arguments before a helper replaces them; the first call counts.
-
-    Args:
-        values: Field of ``TrainingArguments`` -> value, or None if its option is absent.
-    """
+    """Record the batch sizes in the user's arguments before a helper replaces them; the first call counts."""
     if _OwnOptions.values is None:
         _OwnOptions.values = dict(values)
 

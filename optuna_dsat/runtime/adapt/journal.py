@@ -48,11 +48,6 @@ def note_shared_buffer(record: Path, environ: Mapping[str, str], *, rank: int) -
     """Record the shared-memory buffer that DeepSpeed's CPU communication operator creates and never unlinks.
 
     The name is the one in ``csrc/cpu/comm/shm.cpp`` of DeepSpeed 0.19.8. It is recorded even if no buffer is created.
-
-    Args:
-        record: File that receives the path.
-        environ: Environment of the rank.
-        rank: Its number.
     """
     store = f"{environ.get('MASTER_ADDR', '')}_{environ.get('MASTER_PORT', '')}"
     note(record, str(SHARED_MEMORY / f"deepspeed_allreduce_buffer_{os.getuid()}_{store}_{rank}"))
@@ -62,9 +57,6 @@ def note_temporary_folders(record: Path) -> None:
     """Record every folder that ``tempfile.mkdtemp`` creates in the temporary folder.
 
     Experiment trackers leave such folders behind, and a killed rank leaves all of its folders.
-
-    Args:
-        record: File that receives the paths.
     """
 
     @patch(tempfile, "mkdtemp", copies=True)
@@ -79,9 +71,6 @@ def note_temporary_files(record: Path) -> None:
     """Record every file that ``tempfile`` creates in the temporary folder, before its creation.
 
     A rank that is killed, or exits early after its last step, does not remove its open temporary files.
-
-    Args:
-        record: File that receives their paths.
     """
 
     def look(event: str, args: tuple[Any, ...]) -> None:
@@ -97,9 +86,6 @@ def share_multiprocessing_folder(util: Any) -> None:
     """Create the temporary folder of ``multiprocessing`` now, so that spawned processes share it.
 
     Spawned processes are fresh interpreters without this journal; each would create its own folder.
-
-    Args:
-        util: ``multiprocessing.util``.
     """
     with contextlib.suppress(OSError):  # raised again where the folder is needed
         util.get_temp_dir()
@@ -111,9 +97,6 @@ def note_shared_memory(record: Path) -> None:
     Files may exist only briefly, so they cannot be found by looking. Covers files that Python opens and
     ``multiprocessing.shared_memory``. Files of C libraries and other programs are detected while a process uses them
     (``launch/machine/shared_memory.py``). Existing files are not recorded.
-
-    Args:
-        record: File that receives the paths.
     """
 
     def look(event: str, args: tuple[Any, ...]) -> None:
@@ -204,9 +187,6 @@ def guard_builds(file_baton: Any) -> None:
     """Write the owner into torch's build locks, and take over stale locks instead of waiting for them.
 
     A process that waits for a killed build continues that build.
-
-    Args:
-        file_baton: The module ``torch.utils.file_baton``; its class is patched in place, once.
     """
     baton_class = file_baton.FileBaton
     if hasattr(baton_class.try_acquire, "__wrapped__"):

@@ -21,11 +21,7 @@ __all__ = ["LoaderWatch"]
 class LoaderWatch:
     """Records data loaders; sets the launch's micro-batch in loaders of the script's batch size.
 
-    Args:
-        micro_batch: Samples per rank and forward pass in the launch's config; None if unspecified.
-        follow: As for ``BatchSources``.
-        fed: Returns the number of micro-batches that the engine has received.
-        repeat: Whether to restart iterators that feed the engine when they are exhausted.
+    The arguments are those of ``BatchSources``.
     """
 
     def __init__(
@@ -133,15 +129,7 @@ class _Loader:
 
 
 class _Iteration:
-    """Iterator that restarts when exhausted, if it fed the engine; other iterations end.
-
-    Args:
-        start: Starts an iteration.
-        loader: Marked as ``trains`` if it feeds the engine; None if it was built before the recording.
-        fed: Returns the number of micro-batches that the engine has received.
-        repeat: Whether to restart at all.
-        yielded: Called with each batch.
-    """
+    """Iterator that restarts when exhausted, if it fed the engine; other iterations end."""
 
     def __init__(
         self,

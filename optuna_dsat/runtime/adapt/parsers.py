@@ -66,11 +66,7 @@ _DEPTH = 8
 
 
 class ParserWatch:
-    """Records parsed values. ``simple_parsing`` and ``HfArgumentParser`` are subclasses of argparse's parser.
-
-    Args:
-        outputs: Folder for the output of a Hydra run; None to keep the script's.
-    """
+    """Records parsed values. ``simple_parsing`` and ``HfArgumentParser`` are subclasses of argparse's parser."""
 
     def __init__(self, *, outputs: Path | None = None) -> None:
         self._outputs = outputs

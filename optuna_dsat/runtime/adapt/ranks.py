@@ -38,12 +38,7 @@ _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def default_local_rank(local_rank: int, *, on_found: Callable[[], None] = lambda: None) -> None:
-    """Make ``local_rank`` the default of the option in every parser of this process.
-
-    Args:
-        local_rank: Number of this rank on its host, from 0.
-        on_found: Called whenever a parser has the option.
-    """
+    """Make ``local_rank`` the default of the option in every parser of this process."""
 
     @patch(argparse.ArgumentParser, "parse_known_args")
     def parse_known_args(original: Any, self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -78,13 +73,7 @@ def default_local_rank(local_rank: int, *, on_found: Callable[[], None] = lambda
 
 
 def with_local_rank(args: Sequence[str], local_rank: int, *, script: Path | None) -> tuple[str, ...]:
-    """Return a script's arguments, with the option prepended if the script searches ``sys.argv`` for it.
-
-    Args:
-        args: The arguments.
-        local_rank: Number of this rank on its host, from 0.
-        script: The script's file; None if unknown.
-    """
+    """Return a script's arguments, with the option prepended if the script searches ``sys.argv`` for it."""
     given = any(word.partition("=")[0] in _OPTIONS for word in args)
     if given or script is None or not _reads_by_hand(script):
         return tuple(args)
@@ -145,14 +134,8 @@ def join_group(rank: Rank) -> Callable[[Any], None]:
     return distributed_imported
 
 
-def spawn_in_place(rank: Rank, multiprocessing: Any, *, on_spawn: Callable[[], None]) -> None:
-    """Make spawn functions run only this rank's function, in this process, if ``nprocs`` is the rank count.
-
-    Args:
-        rank: This rank.
-        multiprocessing: ``torch.multiprocessing``.
-        on_spawn: Called when the script spawns its ranks, before this rank's function runs.
-    """
+def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], None]) -> None:
+    """Make spawn functions run only this rank's function, in this process, if ``nprocs`` is the rank count."""
 
     def start(
         original: Any, fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, *rest: Any, **options: Any
@@ -161,7 +144,8 @@ def spawn_in_place(rank: Rank, multiprocessing: Any, *, on_spawn: Callable[[], N
             on_spawn()
             fn(rank.local_rank, *args)
             return None
-        wrong = f"the script starts {nprocs} processes by torch.multiprocessing"
+        processes = "1 process" if nprocs == 1 else f"{nprocs} processes"
+        wrong = f"the script starts {processes} by torch.multiprocessing"
         refusal = wrong_number(wrong, nprocs, rank.local_world_size)
         try:
             return original(functools.partial(_without_engine, fn, refusal), args, nprocs, *rest, **options)

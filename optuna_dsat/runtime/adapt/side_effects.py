@@ -57,12 +57,7 @@ def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
-    """Write TensorBoard summaries below ``folder``, in a subfolder with the base name of the script's ``log_dir``.
-
-    Args:
-        writer_class: ``SummaryWriter`` of ``torch.utils.tensorboard`` or tensorboardX; patched in place.
-        folder: Absolute path; created by the first writer.
-    """
+    """Write TensorBoard summaries below ``folder``, in a subfolder with the base name of the script's ``log_dir``."""
     signature = inspect.signature(writer_class.__init__)
     names = [name for name in ("log_dir", "logdir") if name in signature.parameters]  # tensorboardX has both
 
@@ -91,9 +86,6 @@ def disable_checkpoints(engine_class: Any) -> None:
 
     ``save_checkpoint`` and ``save_16bit_model`` keep their signatures and return values: True, or False for
     ``save_16bit_model`` if ZeRO 3 may not gather the weights. They do not synchronize the ranks.
-
-    Args:
-        engine_class: ``deepspeed.DeepSpeedEngine``, the base class of pipeline engines; patched in place.
     """
     skipped: list[str] = []
 

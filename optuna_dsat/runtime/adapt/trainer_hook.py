@@ -14,13 +14,7 @@ __all__ = ["TrainerHook"]
 
 
 class TrainerHook:
-    """Patches a library once the script has imported it.
-
-    Args:
-        plan: The launch.
-        rank: This rank.
-        write: Records an event.
-    """
+    """Patches a library once the script has imported it."""
 
     framework: str
     """``TrainerFound.framework``."""

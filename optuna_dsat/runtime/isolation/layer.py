@@ -135,12 +135,7 @@ class Layer:
         self._outside.clear()
 
     def locate(self, path: str, *, follow: bool = True) -> Location:
-        """Look up an absolute path in the folders and the layer over them, as the kernel does for an overlay.
-
-        Args:
-            path: Absolute path.
-            follow: Whether to follow a symbolic link in its last part.
-        """
+        """Look up an absolute path in the folders and the layer over them, as the kernel does for an overlay."""
         follow = follow or path.endswith("/")
         at, todo = self._start(path)
         real, state, visible, inside, plain, links = at or "/", None, True, True, True, 0

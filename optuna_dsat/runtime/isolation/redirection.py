@@ -37,13 +37,7 @@ _open_code = io.open_code
 
 
 def redirect_writes(upper: Path, *, folders: Sequence[str], passed: Sequence[str]) -> None:
-    """Redirect this process's writes below folders to a layer; reads return the redirected data.
-
-    Args:
-        upper: Folder of the layer, common to all processes of the launch.
-        folders: Absolute paths below which writes are redirected.
-        passed: Absolute paths below which writes are not redirected.
-    """
+    """Redirect this process's writes below folders to a layer; reads return the redirected data."""
     redirection = _Redirection(Layer(upper, folders=folders, passed=passed))
     supported = (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids)
     for name, replacement in redirection.functions().items():

@@ -118,11 +118,7 @@ class World:
 
     @classmethod
     def load(cls, path: Path) -> World:
-        """Read the record of a world; if it cannot be read, return a world with mode ``off``.
-
-        Args:
-            path: ``WorldPlan.record``.
-        """
+        """Read the record of a world; if it cannot be read, return a world with mode ``off``."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
@@ -133,12 +129,6 @@ class World:
 
 def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> World:
     """Enter the world of a launch. Call it in a single-threaded process, before starting other processes.
-
-    Args:
-        plan: The plan.
-        cwd: The script's working directory.
-        arguments: Words of the command; paths among them are covered.
-        environ: Environment of the launch; paths in it are covered.
 
     Returns:
         The world, which is also written to ``plan.record``.
@@ -170,12 +160,6 @@ def covered_folders(
 
     These are the non-system folders of ``/``, mounts below them, temporary folders, shared memory, and the folders in
     the command, as far as this user may write to them.
-
-    Args:
-        cwd: The script's working directory.
-        arguments: Words of the command.
-        environ: Environment of the launch.
-        points: Mount point -> type of file system.
     """
     folders = [f"/{name}" for name in os.listdir("/") if name not in _SYSTEM]
     folders = [folder for folder in folders if os.path.isdir(folder) and not os.path.islink(folder)]
@@ -285,15 +269,7 @@ class _Layers:
 def _mount_world(
     world: World, plan: WorldPlan, points: Mapping[str, str], *, used: Sequence[str], unprivileged: bool
 ) -> World:
-    """Mount overlays on the covered folders; folders that do not support overlays stay redirected.
-
-    Args:
-        world: The covered folders and the shared paths.
-        plan: The plan of the launch.
-        points: Mount point -> type of file system.
-        used: Folders that the command uses.
-        unprivileged: Whether this process is in a user namespace.
-    """
+    """Mount overlays on the covered folders; folders that do not support overlays stay redirected."""
     covered = world.redirected
     shared = [path for path in world.passed if _is_below(path, covered)]
     below = [point for point in points if _is_below(point, covered) and point not in covered]
@@ -361,10 +337,6 @@ def _unmappable(path: str, used: Iterable[str]) -> str:
 
 def _new_caches(paths: Iterable[str], folder: Path) -> dict[str, int]:
     """Create folders, shared by the launches of a study, for caches that do not exist yet.
-
-    Args:
-        paths: Paths of the caches in the script.
-        folder: Parent of the created folders.
 
     Returns:
         Path of the cache -> descriptor of its folder.

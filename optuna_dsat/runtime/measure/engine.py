@@ -110,9 +110,6 @@ class SkipDetector:
 
     DeepSpeed counts the steps that its own scaler skipped (fp16, and non-finite gradients with bf16); at ZeRO 0 with
     ``torch_autocast`` the scaler is torch's, which lowers its scale at each skipped step.
-
-    Args:
-        engine: The engine that ``deepspeed.initialize`` returned.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -43,11 +43,7 @@ class InputSize:
 
 
 def size_of(batch: Any) -> InputSize | None:
-    """Return the size of a batch; None without tensors.
-
-    Args:
-        batch: A tensor, or sequences and mappings of them (a ``BatchEncoding`` is a mapping).
-    """
+    """Return the size of a batch; None without tensors."""
     tensors = _shaped(batch)
     if not tensors:
         return None

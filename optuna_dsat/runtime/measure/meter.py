@@ -25,11 +25,12 @@ from optuna_dsat.runtime.measure.engine import (
     loss_of,
 )
 from optuna_dsat.runtime.measure.inputs import InputSize, size_of
-from optuna_dsat.runtime.measure.memory import MemoryProbe
-from optuna_dsat.runtime.measure.state import RankState, StepObserver
+from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory
+from optuna_dsat.runtime.measure.profiler import Profiler
+from optuna_dsat.runtime.measure.state import RankState
 from optuna_dsat.runtime.user_code import places_of
 
-__all__ = ["Meter", "RankState", "StepObserver"]
+__all__ = ["Meter"]
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Meter:
         state: Updated with phase and steps.
         last_step: The step after which ``exit_process`` is called, not counting skipped steps.
         exit_process: Ends the script with an exception; called again if the script catches it and continues training.
-        observer: Observes the phases, if given.
+        profiler: Observes the phases, if given.
         size_of: Returns the size of a forward pass's inputs.
     """
 
@@ -82,11 +83,11 @@ class Meter:
         rank: int,
         write: Callable[[Event], None],
         clock: Clock,
-        memory: MemoryProbe,
+        memory: CpuMemory | CudaMemory,
         state: RankState,
         last_step: int,
         exit_process: Callable[[], None],
-        observer: StepObserver | None = None,
+        profiler: Profiler | None = None,
         size_of: Callable[[Any], InputSize | None] = size_of,
     ) -> None:
         self._engine = engine
@@ -100,7 +101,7 @@ class Meter:
         self._trains_in_eval_mode = False
         self._last_step = last_step
         self._exit_process = exit_process
-        self._observer = observer
+        self._profiler = profiler
         self._size_of = size_of
         self._skips = SkipDetector(engine)
         self._step = _Step()
@@ -239,8 +240,8 @@ class Meter:
         self._state.phase = "forward"
         start = self._clock.mark()
         with ExitStack() as observation:
-            if self._observer is not None:
-                observation.enter_context(self._observer.observe("batch", state.steps + 1))
+            if self._profiler is not None:
+                observation.enter_context(self._profiler.observe("batch", state.steps + 1))
                 self._end_observation = observation.close
             yield
         self._end_observation = None
@@ -356,10 +357,10 @@ class Meter:
             self._end_observation()
             self._end_observation = None
         start = self._clock.mark()
-        if self._observer is None:
+        if self._profiler is None:
             yield
         else:
-            with self._observer.observe(name, self._state.steps + 1):
+            with self._profiler.observe(name, self._state.steps + 1):
                 yield
         self._step.spans.append((name, start, self._clock.mark()))
         self._memory.sample()
@@ -406,11 +407,11 @@ class Meter:
                 steps_completed=self._steps_completed(),
             )
         )
-        if self._observer is not None:
+        if self._profiler is not None:
             if skipped:
-                self._observer.discard()
+                self._profiler.discard()
             else:
-                self._observer.boundary(state.steps, step.fed.samples)
+                self._profiler.boundary(state.steps, step.fed.samples)
         self._exit_if_measured()
 
     def _exit_if_measured(self) -> None:

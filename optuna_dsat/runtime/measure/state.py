@@ -1,17 +1,15 @@
-"""State of a rank's training steps, and the interface of their observers."""
+"""State of a rank's training steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
-from optuna_dsat.runtime.measure.engine import (
-    MOST_SKIPPED_STEPS,
-)
+from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
 from optuna_dsat.runtime.user_code import Place
 
-__all__ = []
+__all__ = ["RankState"]
 
 
 @dataclass
@@ -30,16 +28,8 @@ class RankState:
     """``cuda`` or ``cpu``; empty before DeepSpeed was imported."""
     limited: bool = False
     """Whether this rank's host memory is limited."""
-    takes_local_rank: bool = False
-    """Whether the script has an option ``--local_rank``."""
-    starts_ranks: bool = False
-    """Whether the script spawns its ranks with ``torch.multiprocessing``; this process then runs one of them."""
-    joins_ranks: bool = False
-    """Whether the runtime set accelerate's backend; without a backend, each rank would train alone."""
-    config_option: str = ""
-    """The script's option for its DeepSpeed config whose default was set to the launch's; empty if not found."""
-    config_read: bool | None = None
-    """Whether the launch's config was read by its own path; False if only by the user's path, None if not read."""
+    script_facts: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``EngineReady`` with what the runtime has found out about the script."""
     fed: int = 0
     """Number of training inputs of the engine or its module."""
     fed_size: int = 0
@@ -50,19 +40,3 @@ class RankState:
     def has_measured(self, last_step: int) -> bool:
         """Return whether a launch up to ``last_step`` ends here."""
         return self.steps >= last_step or self.skipped >= MOST_SKIPPED_STEPS
-
-
-class StepObserver(Protocol):
-    """Observes the phases of steps (implemented by the profiler)."""
-
-    def observe(self, phase: str, step: int) -> Any:
-        """Return a context manager around a phase (``forward``, ``backward``, ``step``, ``batch``) of a step."""
-        ...
-
-    def boundary(self, step: int, samples: int) -> None:
-        """Called after a step was measured and recorded."""
-        ...
-
-    def discard(self) -> None:
-        """Called after a step that the loss scaler skipped; the next step has the same number."""
-        ...

@@ -22,10 +22,6 @@ _LONGEST_COUNT = 20
 def facts_of(launcher: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of ``LaunchCommand`` from a launcher's options.
 
-    Args:
-        launcher: ``InterceptedRank.launcher``.
-        options: ``InterceptedRank.options``.
-
     Raises:
         UsageError: If the launcher accepts a value that its launch would reject.
     """

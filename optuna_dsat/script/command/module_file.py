@@ -17,10 +17,6 @@ __all__ = ["importable_file", "is_importable", "module_file", "python_tree"]
 def python_tree(file: Path, what: str) -> ast.Module:
     """Return the syntax tree of a Python file.
 
-    Args:
-        file: The file.
-        what: Its description in a message.
-
     Raises:
         UsageError: If it is not Python, or cannot be read.
     """
@@ -39,21 +35,12 @@ def module_file(name: str, cwd: Path) -> Path | None:
     The file is ``package/module.py``, or ``package/module/__main__.py`` for a package. As in Python, the working
     directory precedes installed packages. Nothing is imported, so submodules of a package that extends its ``__path__``
     on import are not found.
-
-    Args:
-        name: Dotted name of a module.
-        cwd: Working directory of the launch.
     """
     return _file(name, cwd, "__main__.py")
 
 
 def importable_file(name: str, cwd: Path) -> Path | None:
-    """Return the file that ``import name`` runs in ``cwd``; None if there is none. Searches like ``module_file``.
-
-    Args:
-        name: Dotted name of a module.
-        cwd: Working directory of the launch.
-    """
+    """Return the file that ``import name`` runs in ``cwd``; None if there is none. Searches like ``module_file``."""
     return _file(name, cwd, "__init__.py")
 
 

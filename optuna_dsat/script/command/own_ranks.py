@@ -1,4 +1,7 @@
-"""Static analysis of a script: whether it spawns its own ranks or sets ``MASTER_PORT``, and its declared options."""
+"""Static analysis of a script: whether it spawns its own ranks or sets ``MASTER_PORT``, and its declared options.
+
+The script is a path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,7 @@ _MOST_FILES = 200
 
 
 def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
-    """Detect scripts that start one process per device themselves, also through user files that they import.
-
-    Args:
-        script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
-        is_module: Whether it is a module.
-        cwd: The working directory.
-    """
+    """Detect scripts that start one process per device themselves, also through user files that they import."""
     return any(
         _spawns(nodes, imported) or any(name.partition(".")[0] in _LAUNCHING for name in imported)
         for nodes, imported in _files(script, is_module=is_module, cwd=cwd)
@@ -33,7 +30,7 @@ def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
 
 
 def imported_packages(script: str, *, is_module: bool, cwd: Path) -> set[str]:
-    """Return the packages imported by a script and by user files that it imports; arguments as ``starts_own_ranks``."""
+    """Return the packages imported by a script and by user files that it imports."""
     files = _files(script, is_module=is_module, cwd=cwd)
     return {name.partition(".")[0] for _, imported in files for name in imported}
 
@@ -62,12 +59,6 @@ def declared_options(options: Sequence[str], *, script: str, is_module: bool, cw
     An option is declared if its name occurs in a call such as ``add_argument`` or in a comparison, as with
     ``sys.argv``. If a package of ``_SIGNATURE_PARSERS`` is imported, fields of classes and parameters of functions also
     declare options.
-
-    Args:
-        options: Options, such as ``--dry-run``.
-        script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
-        is_module: Whether it is a module.
-        cwd: The working directory.
     """
     spellings: set[str] = set()
     names: set[str] = set()
