@@ -12,11 +12,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import index, itemgetter
+from contextlib import contextmanager, nullcontext
+from operator import index
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.accelerate import how_to_train_with_deepspeed, join_ranks
@@ -62,7 +62,6 @@ from optuna_dsat.runtime.writer import EventWriter
 
 __all__ = ["DeepSpeedHook"]
 
-_Built = TypeVar("_Built")
 _MOST_STEPS_WITHOUT_ENGINE = 3
 """Number of optimizer steps before ``deepspeed.initialize`` after which a script counts as not using DeepSpeed."""
 _TRAINERS = (HuggingFaceHook, LightningHook)  # they read the config before ``deepspeed.initialize`` does
@@ -131,9 +130,11 @@ class DeepSpeedHook:
         if self._plan.measures:
             watched["torch.optim.optimizer"] = self._optimizers_imported
         if self._plan.trackers_dir:
-            watched["torch.utils.tensorboard.writer"] = self._tensorboard_imported
-            watched["tensorboardX.writer"] = self._tensorboard_imported
-            watched["accelerate.tracking"] = self._trackers_imported
+            folder = Path(self._plan.trackers_dir) / "tensorboard"
+            redirect = functools.partial(redirect_tensorboard, folder=folder)
+            watched["torch.utils.tensorboard.writer"] = redirect
+            watched["tensorboardX.writer"] = redirect
+            watched["accelerate.tracking"] = functools.partial(redirect_accelerates_tensorboard, folder=folder)
         ImportWatch(watched).install()
 
     @property
@@ -163,12 +164,6 @@ class DeepSpeedHook:
         count_out_of_memory_errors(torch)
         if self._plan.device_memory_bytes is not None:
             limit_cuda_memory(torch, self._plan.device_memory_bytes, self._rank.local_rank)
-
-    def _tensorboard_imported(self, writer: ModuleType) -> None:
-        redirect_tensorboard(writer.SummaryWriter, Path(self._plan.trackers_dir) / "tensorboard")
-
-    def _trackers_imported(self, tracking: ModuleType) -> None:
-        redirect_accelerates_tensorboard(tracking.TensorBoardTracker, Path(self._plan.trackers_dir) / "tensorboard")
 
     def _deepspeed_imported(self, deepspeed: ModuleType) -> None:
         self._deepspeed = deepspeed
@@ -226,7 +221,7 @@ class DeepSpeedHook:
         @patch(deepspeed, "initialize")
         def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            return self._build(bound, lambda: original(*bound.args, **bound.kwargs), engine_of=itemgetter(0))
+            return self._build(bound, lambda: original(*bound.args, **bound.kwargs))
 
     def _wrap_engine_class(self, cls: Any) -> None:
         """Apply the overlay and measure also if a script constructs an engine, or a subclass, directly."""
@@ -243,19 +238,23 @@ class DeepSpeedHook:
             if read is not None and given.get("config") is None:
                 given["config"] = read._param_dict
 
-            def build() -> None:
+            def build() -> tuple[Any]:
                 if read is not None:
                     given["config_class"] = type(read)(
                         given["config"], given.get("mpu"), mesh_device=given.get("mesh_device")
                     )
                 original(*bound.args, **bound.kwargs)
+                return (engine,)
 
-            self._build(bound, build, engine_of=lambda _: engine)
+            self._build(bound, build)
 
-    def _build(
-        self, bound: inspect.BoundArguments, build: Callable[[], _Built], *, engine_of: Callable[[_Built], Any]
-    ) -> _Built:
-        """Build an engine with the trial's config and measure it."""
+    def _build(self, bound: inspect.BoundArguments, build: Callable[[], Any]) -> Any:
+        """Build an engine with the trial's config and measure it.
+
+        Args:
+            bound: The arguments, whose config is replaced.
+            build: Builds the engine with the arguments; returns a tuple that starts with it.
+        """
         before, self._state.phase = self._state.phase, "initialize"
         self._unwatch_optimizers()
         differences = self._apply_overlay(bound.arguments)
@@ -268,9 +267,9 @@ class DeepSpeedHook:
             span = [started, time.time() - started]
             if self._engine is None:
                 self._spans["initialize"] = span
-                self._measure_engine(engine_of(result), span[1], differences)
+                self._measure_engine(result[0], span[1], differences)
             else:
-                self._watch_engine(engine_of(result), span, differences)
+                self._watch_engine(result[0], span, differences)
         return result
 
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
@@ -335,47 +334,34 @@ class DeepSpeedHook:
         return self._config.apply_overlay(config)
 
     @contextmanager
-    def _said(self, steps_completed: int, reporting: AbstractContextManager[None]) -> Iterator[None]:
-        """Use the script's batch count for steps that end within the context."""
-        self._state.steps_completed = steps_completed
-        try:
-            with reporting:
-                yield
-        finally:
-            self._state.steps_completed = None
-
-    def reporting(self, engine: Any, steps_completed: int | None) -> AbstractContextManager[None]:
+    def reporting(self, engine: Any, steps_completed: int | None) -> Iterator[None]:
         """Return a context for a micro-batch of a loop that the hook may not observe (``runtime/reporting.py``).
 
         If no engine exists yet, the context is assumed to contain a whole training that builds an engine, as Trainers
-        do, whose steps are observed as usual. It raises ``RuntimeError`` at its end if no engine was built.
+        do, whose steps are observed as usual.
 
         Raises:
             ValueError: If the engine was built without the trial's config.
+            RuntimeError: At the end of the context, if no engine was built.
         """
         if not self._plan.measures:
-            return nullcontext()
-        reporting = self._reporting(engine)
-        return reporting if steps_completed is None else self._said(index(steps_completed), reporting)
-
-    def _reporting(self, engine: Any) -> AbstractContextManager[None]:
-        if self._meter is None:
-            if not is_engine(engine):
-                return self._building_engine()
-            self._state.phase = "initialize"  # errors in check_engine are configuration errors
-            self._config.check_engine(engine)
-            self._measure_engine(engine, 0.0, self._differences)
-        elif is_engine(engine) and engine is not self._engine:
-            return nullcontext()
-        return nullcontext() if self._meter is None else self._meter.micro_batch()
-
-    @contextmanager
-    def _building_engine(self) -> Iterator[None]:
-        yield
+            yield
+            return
+        self._state.steps_completed = None if steps_completed is None else index(steps_completed)
+        try:
+            if self._meter is None and is_engine(engine):
+                self._state.phase = "initialize"  # errors in check_engine are configuration errors
+                self._config.check_engine(engine)
+                self._measure_engine(engine, 0.0, self._differences)
+            is_other = is_engine(engine) and engine is not self._engine
+            with nullcontext() if self._meter is None or is_other else self._meter.micro_batch():
+                yield
+        finally:
+            self._state.steps_completed = None
         if self._meter is None:
             raise RuntimeError(
-                "optuna-dsat knows no engine to measure: give dsat_reporting_context the DeepSpeed engine, or "
-                "build it with deepspeed.initialize."
+                "optuna-dsat knows no engine to measure: give dsat_reporting_context the DeepSpeed engine, or build it "
+                "with deepspeed.initialize."
             )
 
     def _measure_engine(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> None:
@@ -429,17 +415,12 @@ class DeepSpeedHook:
 
     def _write_step(self, event: Event) -> None:
         if self._rank.rank == 0 and self._state.has_measured(self._plan.end_profile_step):
-            self._writer.write(self._noted_sources())  # by now the training loader is known
+            places = self._state.fed_from if self._plan.purpose == "profile" else ()
+            self._writer.write(self._batch_sources.event(rank=0, places=places))  # by now the training loader is known
         self._writer.write(event)
         if not self._buffers_unlinked:  # all ranks have taken part in a collective by now
             self._buffers_unlinked = True
             unlink_shared_buffers()
-
-    def _noted_sources(self) -> Event:
-        return self._batch_sources.event(
-            rank=0,
-            places=self._state.fed_from if self._plan.purpose == "profile" else (),
-        )
 
     def _engine_ready(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> EngineReady:
         torch: Any = sys.modules["torch"]

@@ -111,6 +111,7 @@ class ImportWatch(MetaPathFinder):
 # Modules that read them at import must not be imported before the rank is forked.
 
 _OWN_PACKAGE = "optuna_dsat"
+_STANDARD_LIBRARY = getattr(sys, "stdlib_module_names", frozenset(sys.builtin_module_names))  # since Python 3.10
 
 _ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 """Read when CUDA is initialized, hence in the rank itself; only the allocator's ``backend`` is chosen when torch is
@@ -167,7 +168,7 @@ class EnvironmentWatch:
             package = module.partition(".")[0]
             if package == _OWN_PACKAGE and not below_other_package:
                 return  # the runtime itself
-            below_other_package |= package not in sys.stdlib_module_names
+            below_other_package |= package not in _STANDARD_LIBRARY
             imported = frame.f_code.co_name == "<module>" and module != "__main__"
             if imported and frame.f_code.co_filename.startswith(self._folders):
                 return

@@ -35,7 +35,6 @@ from optuna_dsat.runtime.adapt.journal import (
 from optuna_dsat.runtime.adapt.ranks import default_local_rank, with_local_rank
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
-    Event,
     ModulesImported,
     RankFailed,
     RankFinished,
@@ -119,6 +118,8 @@ class _RankProcess:
         self._state = RankState()
         self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
         self._world = World() if plan.world.isolation == "off" else World.load(plan.world.record)
+        self._reports_imports = plan.purpose == "profile" and rank.rank == 0
+        """Whether this rank records the script's imports on behalf of all ranks."""
         self._is_done = False
         """Whether the last record is written. Exceptions of the script after it are not recorded."""
 
@@ -209,11 +210,6 @@ class _RankProcess:
         self._limit_exit(1)
         return 1
 
-    @property
-    def _reports_imports(self) -> bool:
-        """Whether this rank records the script's imports on behalf of all ranks."""
-        return self._plan.purpose == "profile" and self._rank.rank == 0
-
     def _finish(self, reason: str) -> None:
         state = self._state
         self._writer.write(
@@ -231,25 +227,22 @@ class _RankProcess:
     def _exit_after_last_step(self) -> NoReturn:
         """End the script like ``sys.exit``; again at every later step if the script catches the exception."""
         if not self._is_done:
-            self._record_measured()
+            if self._reports_imports:
+                self._writer.write(
+                    ModulesImported(
+                        rank=0,
+                        time=time.time(),
+                        modules=imported_modules(),
+                        operators=loaded_operators(),
+                        environment=self._environment.changed(),
+                    )
+                )
+            self._finish("profile_done" if self._state.steps >= self._plan.end_profile_step else STEPS_SKIPPED)
+            self._wait_for_local_ranks()
             self._limit_exit(0)
             if (main := threading.main_thread()) is not threading.current_thread() and main.ident is not None:
                 signal.pthread_kill(main.ident, _EXIT_SIGNAL)
         raise SystemExit(0)
-
-    def _record_measured(self) -> None:
-        if self._reports_imports:
-            self._writer.write(
-                ModulesImported(
-                    rank=0,
-                    time=time.time(),
-                    modules=imported_modules(),
-                    operators=loaded_operators(),
-                    environment=self._environment.changed(),
-                )
-            )
-        self._finish("profile_done" if self._state.steps >= self._plan.end_profile_step else STEPS_SKIPPED)
-        self._wait_for_local_ranks()
 
     def _limit_exit(self, code: int) -> None:
         """Kill this process, with this exit code, if the script's exit handlers take too long."""
@@ -352,8 +345,7 @@ def _has_ended(path: Path) -> bool:
         last = path.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2]
     except OSError:
         return True  # no such rank on this host
-    event: Event | None = decode_event(last)
-    return isinstance(event, RankFinished | RankFailed)
+    return isinstance(decode_event(last), (RankFinished, RankFailed))
 
 
 class FailedExit(SystemExit):

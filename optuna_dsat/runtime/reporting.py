@@ -71,7 +71,7 @@ def get_ds_config_from_hparams(
         FileNotFoundError: If the file does not exist.
     """
     name = hparams.get("deepspeed_config")
-    if not isinstance(name, str | os.PathLike):
+    if not isinstance(name, (str, os.PathLike)):
         raise ValueError(f'hparams["deepspeed_config"] names the DeepSpeed config, a JSON file; got {name!r}.')
     overwrites = hparams.get("overwrite_deepspeed_args") or {}
     if not isinstance(overwrites, Mapping):

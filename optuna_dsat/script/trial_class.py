@@ -17,7 +17,7 @@ from optuna_dsat.config.documents import as_written, check_nesting, checked, rea
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.overlay import merge, nest, read_config
-from optuna_dsat.script.command.module_file import importable_file, python_tree
+from optuna_dsat.script.command.module_file import module_file, python_tree
 from optuna_dsat.script.determined_names import check_imports
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "RUNNER",
     "Hparams",
     "Length",
-    "TrialClass",
     "complete_training",
     "find_trial_class",
     "hparams_of",
@@ -50,16 +49,6 @@ CONFIG, OVERWRITES = "deepspeed_config", "overwrite_deepspeed_args"
 _BATCH_SIZES = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
 _SEARCHED = frozenset({"int", "double", "log", "categorical"})
 """Hyperparameter types whose value Determined's search would choose."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialClass:
-    """A class that a module defines or imports."""
-
-    module: str
-    name: str
-    file: Path
-    """The file that ``import module`` runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,14 +147,14 @@ def is_trial_class(text: str) -> bool:
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text) is not None
 
 
-def find_trial_class(entry: str, cwd: Path) -> TrialClass:
-    """Return the class that ``NAME:CLASS`` refers to in the working directory, without importing anything.
+def find_trial_class(entry: str, cwd: Path) -> Path:
+    """Return the file of the module of ``NAME:CLASS`` in the working directory, without importing anything.
 
     Raises:
         UsageError: If there is no such module, it is not Python, or it has no such name.
     """
     module, _, name = entry.partition(":")
-    file = importable_file(module, cwd)
+    file = module_file(module, cwd, of_package="__init__.py")
     if file is None:
         raise UsageError(
             f"{entry} names the class {name} of the module {module}, but there is no {module.replace('.', '/')}.py in "
@@ -175,8 +164,9 @@ def find_trial_class(entry: str, cwd: Path) -> TrialClass:
     bound = _names(tree)
     check_imports(tree, file)
     if name not in bound and "*" not in bound:
-        raise UsageError(f"{file.name} has no class {name}; it has {', '.join(_classes(tree)) or 'none'}.")
-    return TrialClass(module=module, name=name, file=file)
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        raise UsageError(f"{file.name} has no class {name}; it has {', '.join(classes) or 'none'}.")
+    return file
 
 
 def runner_arguments(entry: str, *, config: str, hparams: str | None, rest: Sequence[str] = ()) -> tuple[str, ...]:
@@ -218,10 +208,15 @@ def read_settings(path: str | Path, *, what: str) -> Any:
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Reads ``1e-3`` as a number, as YAML 1.2 and JSON; it is a string in PyYAML's YAML 1.1."""
+
+    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
         text = read_document(path).decode()
         check_nesting(text, str(path))
-        record = checked(_read_yaml(text), str(path))
+        record = checked(yaml.load(text, Loader), str(path))
     except OSError as error:
         raise UsageError(f"{what} {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -234,18 +229,6 @@ def read_settings(path: str | Path, *, what: str) -> Any:
             f"{path} is neither YAML nor JSON: it holds what is no value, or too deep ({reason})."
         ) from None
     return {} if record is None else record
-
-
-def _read_yaml(text: str) -> Any:
-    """Return the data of YAML text; ``1e-3`` is a number, as in YAML 1.2 and JSON (a string in PyYAML's YAML 1.1)."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        pass
-
-    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
-    return yaml.load(text, Loader)
 
 
 def _replaced(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,7 +268,3 @@ def _names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     return names
-
-
-def _classes(tree: ast.Module) -> list[str]:
-    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.runtime.measure.memory import MemoryPeaks
+from optuna_dsat.runtime.measure.clock import Clock
+from optuna_dsat.runtime.measure.memory import CudaMemory, MemoryPeaks
 from optuna_dsat.runtime.measure.meter import Meter
 from optuna_dsat.runtime.measure.state import RankState
 
 
-class FakeClock:
+class FakeClock(Clock):
     def __init__(self) -> None:
         self.time = 100.0
         self.waits = 0
@@ -33,7 +34,7 @@ class FakeClock:
         return end - start
 
 
-class FakeMemory:
+class FakeMemory(CudaMemory):
     def __init__(self) -> None:
         self.samples = 0
         self.reads = 0

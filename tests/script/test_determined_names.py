@@ -56,7 +56,7 @@ def test_attributes_of_the_context_are_refused_by_name(tmp_path: Path) -> None:
 def test_an_import_for_either_library_is_left_alone(tmp_path: Path) -> None:
     text = "try:\n    from determined.pytorch import DataLoader\nexcept ImportError:\n    pass\n"
     (tmp_path / "model_def.py").write_text(text + CLASS)
-    assert find_trial_class("model_def:MyTrial", tmp_path).name == "MyTrial"
+    assert find_trial_class("model_def:MyTrial", tmp_path) == tmp_path / "model_def.py"
 
 
 def test_a_name_of_determined_cannot_be_imported_silently() -> None:

@@ -56,12 +56,12 @@ def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _MONITORS}
 
 
-def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
+def redirect_tensorboard(module: Any, folder: Path) -> None:
     """Write TensorBoard summaries below ``folder``, in a subfolder with the base name of the script's ``log_dir``."""
-    signature = inspect.signature(writer_class.__init__)
+    signature = inspect.signature(module.SummaryWriter.__init__)
     names = [name for name in ("log_dir", "logdir") if name in signature.parameters]  # tensorboardX has both
 
-    @patch(writer_class, "__init__")
+    @patch(module.SummaryWriter, "__init__")
     def init(original: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         given = [bound.arguments.pop(name, None) for name in names]
@@ -70,11 +70,11 @@ def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
         original(*bound.args, **bound.kwargs)
 
 
-def redirect_accelerates_tensorboard(tracker_class: Any, folder: Path) -> None:
+def redirect_accelerates_tensorboard(module: Any, folder: Path) -> None:
     """Write the additional file (``hparams.yml``) of accelerate's ``TensorBoardTracker`` below ``folder``."""
-    signature = inspect.signature(tracker_class.__init__)
+    signature = inspect.signature(module.TensorBoardTracker.__init__)
 
-    @patch(tracker_class, "__init__")
+    @patch(module.TensorBoardTracker, "__init__")
     def init(original: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.arguments["logging_dir"] = str(folder)

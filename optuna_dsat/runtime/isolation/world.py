@@ -64,7 +64,7 @@ _MOST_ENTRIES = 1000
 """Maximum number of entries per folder checked for groups that a user namespace cannot represent."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WorldPlan:
     """Settings of a launch's world, chosen by the launcher; part of the launch description."""
 
@@ -90,7 +90,7 @@ class WorldPlan:
         return Path(f"{self.folder}.json")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class World:
     """The world created for a launch on this machine."""
 
@@ -111,10 +111,6 @@ class World:
     def covers_shared_memory(self) -> bool:
         """Whether the launch has a private ``/dev/shm``."""
         return _SHARED_MEMORY in self.mounted
-
-    def save(self, path: Path) -> None:
-        """Write the record of the world."""
-        write_text_atomic(path, json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> World:
@@ -139,7 +135,8 @@ def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ:
     points = mounts.mount_points()
     covered = covered_folders(cwd, arguments, environ, points)
     passed = [*plan.passed, *_caches(environ), *filter(os.path.isdir, _PIPES), *_sockets(covered)]
-    world = World(mode="python", redirected=tuple(covered), passed=_real_paths(passed))
+    real_paths = sorted({os.path.realpath(path) for path in passed if path})
+    world = World(mode="python", redirected=tuple(covered), passed=tuple(real_paths))
     if plan.isolation == "auto":
         try:
             unprivileged = mounts.enter_namespace()
@@ -149,7 +146,7 @@ def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ:
             used = [cwd, *named_folders(cwd, arguments, environ)]
             world = _mount_world(world, plan, points, used=used, unprivileged=unprivileged)
             os.chdir(cwd)
-    world.save(plan.record)
+    write_text_atomic(plan.record, json.dumps(asdict(world)))
     return world
 
 
@@ -205,10 +202,6 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 def _mount_of(path: str, points: Collection[str]) -> str:
     return max((point for point in points if point == "/" or _is_below(path, [point])), key=len, default="/")
-
-
-def _real_paths(paths: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted({os.path.realpath(path) for path in paths if path}))
 
 
 def _caches(environ: Mapping[str, str]) -> list[str]:
@@ -290,14 +283,12 @@ def _mount_world(
             failed[path] = error.strerror or str(error)
             if _is_below(path, mounted):
                 mounts.bind(lower, path)
-    for path, descriptor in through.items():
+    for path, descriptor in {**through, **caches}.items():
         if _is_below(path, mounted):
-            with contextlib.suppress(OSError):  # removed by its owner in the meantime
-                mounts.bind(descriptor, path)
-    for path, descriptor in caches.items():
-        if _is_below(path, mounted):
-            with contextlib.suppress(OSError):  # the launch then uses a private cache
-                os.makedirs(path, exist_ok=True)
+            # The path may be removed by its owner in the meantime; without a cache the launch uses a private cache.
+            with contextlib.suppress(OSError):
+                if path in caches:
+                    os.makedirs(path, exist_ok=True)
                 mounts.bind(descriptor, path)
     for descriptor in (*through.values(), *caches.values(), *lowers.values()):
         os.close(descriptor)

@@ -51,7 +51,7 @@ and the field of ``memory.stat`` with read files, which the kernel drops first.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ProcessMemory:
     """Memory of this process, in bytes."""
 
@@ -61,7 +61,7 @@ class ProcessMemory:
     peak_resident: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MemoryPeaks:
     """Peaks in bytes, as ``StepMeasured`` defines them."""
 

@@ -59,9 +59,7 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
     if len(set(counts)) > 1:
         least = f"{min(counts)} of each are used"
         notes.append(f"{', '.join(hosts)} have {', '.join(map(str, counts))} slots: {least}.")
-    if without_effect := [
-        f"--{item}" for item in ("autotuning", "bind_cores_to_rank", "venv_script") if options.get(item)
-    ]:
+    if without_effect := [f"--{item}" for item in _WITHOUT_EFFECT if options.get(item)]:
         notes.append(f"{', '.join(without_effect)} has no effect on a trial.")
     several = len(hosts) > 1
     selects = (options["include"] and len(here) < MOST_SLOTS) or (options["exclude"] and hosts)

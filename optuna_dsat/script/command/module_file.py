@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Iterator
-from importlib.machinery import PathFinder
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.user_code import parsed_source
 
-__all__ = ["importable_file", "is_importable", "module_file", "python_tree"]
+__all__ = ["is_importable", "module_file", "python_tree"]
 
 
 def python_tree(file: Path, what: str) -> ast.Module:
@@ -29,19 +29,26 @@ def python_tree(file: Path, what: str) -> ast.Module:
         raise UsageError(f"{what} cannot be read: {error.strerror}.") from None
 
 
-def module_file(name: str, cwd: Path) -> Path | None:
+def module_file(name: str, cwd: Path, *, of_package: str = "__main__.py") -> Path | None:
     """Return the file that ``python -m name`` runs in ``cwd``; None if there is none.
 
     The file is ``package/module.py``, or ``package/module/__main__.py`` for a package. As in Python, the working
     directory precedes installed packages. Nothing is imported, so submodules of a package that extends its ``__path__``
-    on import are not found.
+    on import are not found. With ``__init__.py`` as file of a package, it is the file that ``import name`` runs.
     """
-    return _file(name, cwd, "__main__.py")
-
-
-def importable_file(name: str, cwd: Path) -> Path | None:
-    """Return the file that ``import name`` runs in ``cwd``; None if there is none. Searches like ``module_file``."""
-    return _file(name, cwd, "__init__.py")
+    top, *rest = name.split(".")
+    spec = _spec(top)
+    folders = [cwd]
+    if spec is not None and spec.submodule_search_locations is not None:
+        folders += [Path(location).parent for location in spec.submodule_search_locations]
+    elif spec is not None and spec.origin is not None:
+        folders.append(Path(spec.origin).parent)
+    for folder in folders:
+        base = folder.joinpath(top, *rest)
+        for file in (base / of_package, base.with_name(f"{base.name}.py")):
+            if file.is_file():
+                return file
+    return None
 
 
 def is_importable(name: str, folders: Iterable[Path]) -> bool:
@@ -50,33 +57,11 @@ def is_importable(name: str, folders: Iterable[Path]) -> bool:
     Nothing is imported.
     """
     top = name.partition(".")[0]
-    if PathFinder.find_spec(top, [str(folder) for folder in folders]) is not None:
-        return True
+    return PathFinder.find_spec(top, [str(folder) for folder in folders]) is not None or _spec(top) is not None
+
+
+def _spec(top: str) -> ModuleSpec | None:
     try:
-        return importlib.util.find_spec(top) is not None
-    except (ImportError, ValueError):  # a module without a spec
-        return False
-
-
-def _file(name: str, cwd: Path, of_package: str) -> Path | None:
-    top, *rest = name.split(".")
-    for folder in (cwd, *_installed(top)):
-        base = folder.joinpath(top, *rest)
-        for file in (base / of_package, base.with_name(f"{base.name}.py")):
-            if file.is_file():
-                return file
-    return None
-
-
-def _installed(top: str) -> Iterator[Path]:
-    """Yield the folders that contain an importable top-level module or package."""
-    try:
-        spec = importlib.util.find_spec(top)
+        return importlib.util.find_spec(top)
     except (ImportError, ValueError):  # not a valid name, or a module without a spec
-        return
-    if spec is None:
-        return
-    if spec.submodule_search_locations is not None:
-        yield from (Path(location).parent for location in spec.submodule_search_locations)
-    elif spec.origin is not None:
-        yield Path(spec.origin).parent
+        return None
