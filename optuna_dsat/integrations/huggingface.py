@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.adapt.hugging_face import TRAINER_FIELDS, note_own_options
 from optuna_dsat.runtime.overlay import effective_config, nest, read_config
 from optuna_dsat.runtime.rank import LaunchPlan, current_plan
@@ -54,14 +55,14 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any] 
     result = list(args)
     for key, field in TRAINER_FIELDS.items():
         if isinstance(config.get(key), int):
-            result = _with_option(result, f"--{field}", str(config[key]))
+            result = with_option(result, f"--{field}", str(config[key]))
     named = hparams[_CONFIG]
     if overwrites or isinstance(named, Mapping):
         # Every version of transformers accepts Base64 instead of a path.
         value = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
     else:
         value = str(Path(named))
-    return _with_option(result, _CONFIG_OPTION, value)
+    return with_option(result, _CONFIG_OPTION, value)
 
 
 class DsatCallback(TrainerCallback):  # type: ignore[misc]  # the library's types are not checked here
@@ -113,18 +114,3 @@ def _number_of(args: Sequence[str], option: str) -> int | None:
         if name in (option, option.replace("_", "-")) and text.isdigit():
             number = int(text)  # the last occurrence counts
     return number
-
-
-def _with_option(args: Sequence[str], option: str, value: str) -> list[str]:
-    """Return the arguments with an option (spelled ``--a_b`` or ``--a-b``) set to a value."""
-    spellings = (option, option.replace("_", "-"))
-    result: list[str] = []
-    rest = iter(args)
-    for arg in rest:
-        name, equals, _ = arg.partition("=")
-        if name in spellings:
-            if not equals:
-                next(rest, None)
-            continue
-        result.append(arg)
-    return [*result, option, value]

@@ -128,11 +128,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Remove an unlocked file.
-
-    Raises:
-        OSError: If it is locked, or cannot be locked.
-    """
+    """Remove an unlocked file."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

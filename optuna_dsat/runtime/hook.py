@@ -52,9 +52,8 @@ from optuna_dsat.runtime.measure.memory import (
     support_uuid_visible_devices,
     unlink_shared_buffers,
 )
-from optuna_dsat.runtime.measure.meter import Meter
+from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler, count_parameters
-from optuna_dsat.runtime.measure.state import RankState
 from optuna_dsat.runtime.overlay import read_config, without_impossible_zero
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
@@ -147,11 +146,7 @@ class DeepSpeedHook:
             self._unwatch_optimizers = register(self._stepped_without_engine).remove
 
     def _stepped_without_engine(self, *_: Any) -> None:
-        """Stop a script that trains without DeepSpeed early.
-
-        Raises:
-            RuntimeError: After ``_MOST_STEPS_WITHOUT_ENGINE`` optimizer steps without an engine.
-        """
+        """Stop a script that trains without DeepSpeed early."""
         self._steps_without_engine += 1
         if self._steps_without_engine >= _MOST_STEPS_WITHOUT_ENGINE:
             self._unwatch_optimizers()
@@ -281,9 +276,6 @@ class DeepSpeedHook:
 
         Returns:
             Differences between the script's config and the user's file.
-
-        Raises:
-            ValueError: If the config cannot be read or is incompatible with the model.
         """
         given = [name for name in ("config", "config_params") if arguments.get(name) is not None]
         args = arguments.get("args")

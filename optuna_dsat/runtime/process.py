@@ -48,7 +48,7 @@ from optuna_dsat.runtime.imports import EnvironmentWatch, ImportWatch, imported_
 from optuna_dsat.runtime.isolation.redirection import redirect_writes
 from optuna_dsat.runtime.isolation.world import World, rename_across_layers
 from optuna_dsat.runtime.measure.memory import out_of_memory_errors, process_limit_lifted, unlink_shared_buffers
-from optuna_dsat.runtime.measure.state import RankState
+from optuna_dsat.runtime.measure.meter import RankState
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.reporting import set_current_trial
 from optuna_dsat.runtime.stacks import register_stacks
@@ -187,12 +187,7 @@ class _RankProcess:
         return 0
 
     def _end(self, error: BaseException) -> int:
-        """Record the exception that ended the script, unless the end is already recorded; return the exit code.
-
-        Raises:
-            SystemExit: If the script called ``sys.exit`` before the last profile step.
-            FailedExit: If the script of a full training run failed.
-        """
+        """Record the exception that ended the script, unless the end is already recorded; return the exit code."""
         if self._is_done:
             if not isinstance(error, SystemExit):
                 _show(error)

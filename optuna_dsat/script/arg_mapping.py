@@ -7,8 +7,9 @@ from typing import Any
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, zero_section
 from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.adapt.config import with_option
 
-__all__ = ["MAPPABLE", "STAGE", "map_arguments", "parse_mappings", "with_option"]
+__all__ = ["MAPPABLE", "STAGE", "map_arguments", "parse_mappings"]
 
 STAGE = "zero_optimization.stage"
 MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH, STAGE)
@@ -57,20 +58,3 @@ def map_arguments(
         if isinstance(values[key], int):
             result = with_option(result, option, str(values[key]))
     return tuple(result)
-
-
-def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
-    """Set an option in a list of arguments: replace it if present (in any of its forms), else append it."""
-    if option.endswith("="):
-        kept = [arg for arg in args if not arg.startswith((option, f"+{option}", f"++{option}"))]
-        return [*kept, f"{option}{value}"]
-    result = list(args)
-    matches = False
-    for index, arg in enumerate(args):
-        if arg == option and index + 1 < len(args):
-            result[index + 1] = value
-            matches = True
-        elif arg.startswith(f"{option}="):
-            result[index] = f"{option}={value}"
-            matches = True
-    return result if matches else [*result, option, value]

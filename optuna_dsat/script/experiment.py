@@ -127,11 +127,7 @@ def _at(record: Mapping[str, Any], key: Sequence[str]) -> Any:
 
 
 def _length(value: Any, name: str) -> str | None:
-    """Return a length such as ``100batches``; None if it is absent or 0, which means never in Determined.
-
-    Raises:
-        UsageError: If it is neither a number of batches nor a mapping of one unit to a number.
-    """
+    """Return a length such as ``100batches``; None if it is absent or 0, which means never in Determined."""
     if value is None:
         return None
     pair = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
@@ -144,11 +140,7 @@ def _length(value: Any, name: str) -> str | None:
 
 
 def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
-    """Return ``NAME:CLASS``, or a script's command as a list of words.
-
-    Raises:
-        UsageError: If the entry point is neither.
-    """
+    """Return ``NAME:CLASS``, or a script's command as a list of words."""
     try:
         words = shlex.split(entrypoint) if isinstance(entrypoint, str) else _texts(entrypoint, "entrypoint", path)
     except ValueError as error:
@@ -169,11 +161,7 @@ def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
 
 
 def _texts(value: Any, name: str, path: Path) -> list[str]:
-    """Return the entries of a list as strings; empty if there is no list.
-
-    Raises:
-        UsageError: If the value is not a list.
-    """
+    """Return the entries of a list as strings; empty if there is no list."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -192,11 +180,7 @@ def _without_launch_options(words: Sequence[str]) -> list[str]:
 
 
 def _config(record: Mapping[str, Any], path: Path) -> str:
-    """Return the path of the DeepSpeed config that the hyperparameters name; empty if they name none.
-
-    Raises:
-        UsageError: If they contain the config instead.
-    """
+    """Return the path of the DeepSpeed config that the hyperparameters name; empty if they name none."""
     named = _at(record, ("hyperparameters", CONFIG))
     if isinstance(named, Mapping) and named.get("type") == "const":
         named = named.get("val")
@@ -209,11 +193,7 @@ def _config(record: Mapping[str, Any], path: Path) -> str:
 
 
 def _environment(variables: Any, path: Path) -> dict[str, str]:
-    """Return environment variables from a list of ``NAME=VALUE``, or a mapping of devices to such lists.
-
-    Raises:
-        UsageError: If an entry has no ``=``.
-    """
+    """Return environment variables from a list of ``NAME=VALUE``, or a mapping of devices to such lists."""
     where = "environment.environment_variables"
     parts = variables.values() if isinstance(variables, Mapping) else [variables]
     result = {}

@@ -17,7 +17,7 @@ from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRA
 from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.runtime.overlay import flatten, merge, nest
 from optuna_dsat.runtime.trial_config import settings_told
-from optuna_dsat.script.config_location import holds_config
+from optuna_dsat.script.config_location import holds_config, parsed_settings
 
 __all__ = ["SettingsCopy", "names_file", "settings_copy"]
 
@@ -151,7 +151,7 @@ class _Document:
         try:
             text = read_regular(file).decode("utf-8")
             root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)  # JSON may be indented with tabs
-            settings = _parsed(text, file.suffix)
+            settings = parsed_settings(text, file.suffix)
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return None
         return None if settings is None else cls(file=file, text=text, settings=settings, root=root)
@@ -201,7 +201,7 @@ class _Document:
             node, value = nodes[key], changes[key]
             text = f"{text[: node.start_mark.index]}{self._written(value, node)}{text[_end(node) :]}"
             expected = _replaced(expected, key, value)
-        return text if _parsed(text, self.file.suffix) == expected else None
+        return text if parsed_settings(text, self.file.suffix) == expected else None
 
     def _written(self, value: Any, node: Any) -> str:
         """Format a value as replacement of a node; a mapping in block style if the node has block style."""
@@ -231,16 +231,6 @@ class _Document:
             return not Path(node.value).is_absolute() and (self.file.parent / node.value).exists()
         except (OSError, ValueError):  # not a path: too long, or with an invalid character
             return False
-
-
-def _parsed(text: str, suffix: str) -> Any:
-    """Return the data of a JSON or YAML text; None if it is neither."""
-    import yaml
-
-    try:
-        return json.loads(text) if suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError, OverflowError, RecursionError, TypeError, AttributeError):
-        return None
 
 
 def _nodes(node: Any, key: _Key = ()) -> Iterator[tuple[_Key, Any]]:

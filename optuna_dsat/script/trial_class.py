@@ -239,11 +239,7 @@ def _replaced(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def _value(name: str, value: Any, path: str | Path) -> Any:
-    """Return a hyperparameter's value, with ``{type: const, val: VALUE}`` resolved at any depth.
-
-    Raises:
-        UsageError: If it has a range instead of a value.
-    """
+    """Return a hyperparameter's value, with ``{type: const, val: VALUE}`` resolved at any depth."""
     if not isinstance(value, dict):
         return value
     kind = value.get("type")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.escape.shell import in_folder, program
-from optuna_dsat.script.arg_mapping import map_arguments, with_option
+from optuna_dsat.runtime.adapt.config import with_option
+from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.own_ranks import says_where_to_meet
 from optuna_dsat.script.config_location import find_config_key
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy

@@ -10,8 +10,7 @@ import torch
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.runtime.measure.clock import Clock
 from optuna_dsat.runtime.measure.memory import CudaMemory, MemoryPeaks
-from optuna_dsat.runtime.measure.meter import Meter
-from optuna_dsat.runtime.measure.state import RankState
+from optuna_dsat.runtime.measure.meter import Meter, RankState
 
 
 class FakeClock(Clock):

@@ -43,8 +43,8 @@ def decoded(text: str) -> Any:
 def test_options_are_overridden_in_either_spelling_and_added_where_they_are_missing(config_path: str) -> None:
     args = ["--lr", "1", "--per-device-train-batch-size", "9", "--deepspeed=other.json", "--bf16"]
     assert get_hf_args_with_overwrites(args, {"deepspeed_config": config_path}) == [
-        *("--lr", "1", "--bf16", "--per_device_train_batch_size", "4"),
-        *("--gradient_accumulation_steps", "2", "--deepspeed", config_path),
+        *("--lr", "1", "--per-device-train-batch-size", "4", f"--deepspeed={config_path}", "--bf16"),
+        *("--gradient_accumulation_steps", "2"),
     ]
 
 

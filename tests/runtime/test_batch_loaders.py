@@ -17,7 +17,7 @@ from torch.utils.data import (
     dataloader,
 )
 
-from optuna_dsat.runtime.adapt.loaders import LoaderWatch
+from optuna_dsat.runtime.adapt.batch_sources import BatchSources
 
 OWN = 4
 
@@ -37,16 +37,16 @@ def libraries_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(DataLoader, name, vars(DataLoader)[name])
 
 
-def watch(follow: dict[str, Any] | None = None, *, fed: Fed | None = None) -> LoaderWatch:
-    made = LoaderWatch(micro_batch=6, follow=follow or {}, fed=fed or Fed(), repeat=True)
+def watch(follow: dict[str, Any] | None = None, *, fed: Fed | None = None) -> BatchSources:
+    made = BatchSources(micro_batch=6, follow=follow or {}, fed=fed or Fed(), repeat=True)
     made.callbacks()["torch.utils.data.dataloader"](dataloader)
     return made
 
 
 def test_the_loader_of_the_last_batch_is_known() -> None:
     made = watch()
-    assert made.loaded is None
-    assert [made.loaded for _ in DataLoader(torch.arange(6), batch_size=OWN)] == [OWN, OWN]  # type: ignore[arg-type]
+    assert made.numbers(set()).loaded is None
+    assert [made.numbers(set()).loaded for _ in DataLoader(torch.arange(6), batch_size=OWN)] == [OWN, OWN]  # type: ignore[arg-type]
 
 
 class OwnLoader:
@@ -72,7 +72,9 @@ def test_a_stateful_loader_of_torchdata_is_a_loader(kind: Any, monkeypatch: pyte
     made = watch({"kind": "loader", "own": OWN})
     made.callbacks()["torchdata.stateful_dataloader.stateful_dataloader"](module)
     assert [len(batch) for batch in kind(torch.arange(12), OWN)] == [6, 6]
-    assert (OWN, Path(__file__).name) in {(item["batch_size"], Path(item["file"]).name) for item in made.described()}
+    assert (OWN, Path(__file__).name) in {
+        (item["batch_size"], Path(item["file"]).name) for item in made.event(rank=0).loaders
+    }
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -81,7 +83,7 @@ def test_samples_are_those_of_a_rank_where_accelerate_shards_batches(split: bool
     made, samples = watch(), list(range(48))
     batches = BatchSampler(SequentialSampler(samples), batch_size=OWN * (2 if split else 1), drop_last=False)
     DataLoader(samples, batch_sampler=shard(batches, num_processes=2, split_batches=split))  # type: ignore[arg-type]
-    assert made.described()[-1]["samples"] == 24
+    assert made.event(rank=0).loaders[-1]["samples"] == 24
 
 
 @pytest.mark.parametrize("sampler", [None, "distributed"])
@@ -90,5 +92,5 @@ def test_a_sampler_shows_whether_each_rank_loads_all_samples(sampler: str | None
     data: Any = torch.arange(12)
     part: Any = None if sampler is None else DistributedSampler(data, num_replicas=2, rank=0)
     next(iter(DataLoader(data, batch_size=OWN, sampler=part)))
-    (described,) = made.described()
+    (described,) = made.event(rank=0).loaders
     assert (described["samples"], described["loads_all"]) == ((12, True) if sampler is None else (6, False))

@@ -16,9 +16,8 @@ from optuna_dsat.launch.protocol import Holder, LaunchRequest
 from optuna_dsat.runtime.events import Event, ProfileMeasured
 from optuna_dsat.runtime.measure.clock import Clock
 from optuna_dsat.runtime.measure.memory import MemoryPeaks
-from optuna_dsat.runtime.measure.meter import Meter
+from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler
-from optuna_dsat.runtime.measure.state import RankState
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.study.profile.profile import measure_profile
 from optuna_dsat.study.spec import make_spec

@@ -179,11 +179,7 @@ class Training:
         ]
 
     def _check_accumulation(self) -> None:
-        """Reject a batch that ended within a gradient accumulation: engine steps and counted batches would diverge.
-
-        Raises:
-            RuntimeError: If the first engine has not trained on a multiple of its micro-batches per batch.
-        """
+        """Reject a batch that ended within a gradient accumulation: engine steps and counted batches would diverge."""
         done = getattr(self._engine, "micro_steps", 0)
         if self._context.use_pipeline_parallel or done % self._accumulation == 0:
             return
@@ -316,11 +312,7 @@ class Training:
         return training_batches(self._loader("build_training_data_loader"), self._context.shard())
 
     def _build_validation(self) -> None:
-        """Build the validation data and agree on the number of its batches; collective.
-
-        Raises:
-            ValueError: If the loader has no length, or too few batches for a single evaluation.
-        """
+        """Build the validation data and agree on the number of its batches; collective."""
         count: int | None = None
         if self._unit.should_build_data_loader:
             loader = self._loader("build_validation_data_loader")
@@ -357,11 +349,7 @@ class Training:
 
 
 def _checked(callbacks: Any) -> dict[str, PyTorchCallback]:
-    """Return the result of ``build_callbacks``.
-
-    Raises:
-        TypeError: If it is not a mapping of names to callbacks.
-    """
+    """Return the result of ``build_callbacks``."""
     if not isinstance(callbacks, Mapping) or not all(isinstance(item, PyTorchCallback) for item in callbacks.values()):
         raise TypeError(
             "build_callbacks returns a mapping of names to PyTorchCallbacks of "

@@ -31,6 +31,7 @@ __all__ = [
     "parse_command",
     "reads_redirected",
     "replace_config_paths",
+    "with_option",
 ]
 
 _CONFIG = re.compile(r"--(deepspeed|deepscale|ds)([-_]?(config|cfg))([-_]?(file|path|json))?$", re.IGNORECASE)
@@ -155,6 +156,23 @@ def replace_config_paths(args: Sequence[str], *, user_config: str, config: str) 
         else:
             result.append(f"{flag}={config}" if equals and is_same_file(value, user_config) else arg)
     return tuple(result)
+
+
+def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
+    """Return arguments with an option (``--a_b`` or ``--a-b``, before a value or ``=``) replaced, or appended if missing.
+
+    An option that ends with ``=`` is a Hydra override.
+    """
+    if option.endswith("="):
+        kept = [arg for arg in args if not arg.startswith((option, f"+{option}", f"++{option}"))]
+        return [*kept, f"{option}{value}"]
+    result, is_present = list(args), False
+    for index, arg in enumerate(args):
+        name, equals, _ = arg.partition("=")
+        if name.replace("_", "-") == option.replace("_", "-") and (equals or index + 1 < len(args)):
+            is_present = True
+            result[index if equals else index + 1] = f"{name}={value}" if equals else value
+    return result if is_present else [*result, option, value]
 
 
 def is_same_file(candidate: str, path: str) -> bool:

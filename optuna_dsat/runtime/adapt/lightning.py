@@ -81,11 +81,7 @@ class LightningHook(TrainerHook):
             return original(trainer, *args[:4], **kwargs)
 
     def _check_ranks(self, devices: Any, nodes: int) -> None:
-        """Check early that the Trainer's device count is the launch's number of ranks; Lightning checks it later.
-
-        Raises:
-            ValueError: If the numbers differ; the message contains the options to set the number of ranks.
-        """
+        """Check early that the Trainer's device count is the launch's number of ranks; Lightning checks it later."""
         number = _number_of(devices)
         if number is not None and nodes * number != self._rank.world_size:
             on_nodes = f" on {nodes} nodes" if nodes > 1 else ""

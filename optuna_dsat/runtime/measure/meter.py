@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.clock import Clock
 from optuna_dsat.runtime.measure.engine import (
+    MOST_SKIPPED_STEPS,
     SkipDetector,
     global_steps,
     is_pipeline,
@@ -27,10 +28,39 @@ from optuna_dsat.runtime.measure.engine import (
 from optuna_dsat.runtime.measure.inputs import InputSize, size_of
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory
 from optuna_dsat.runtime.measure.profiler import Profiler
-from optuna_dsat.runtime.measure.state import RankState
-from optuna_dsat.runtime.user_code import places_of
+from optuna_dsat.runtime.user_code import Place, places_of
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "RankState"]
+
+
+@dataclass
+class RankState:
+    """Current state of this rank; updated by hook and meter, read when the rank fails."""
+
+    phase: str = "script"
+    """See ``RankFailed.phase``."""
+    steps: int = 0
+    """Global steps completed, without steps that the loss scaler skipped."""
+    skipped: int = 0
+    """Global steps that the loss scaler skipped."""
+    steps_completed: int | None = None
+    """Batches completed, as counted by the script around its current step; None if not reported."""
+    device: str = ""
+    """``cuda`` or ``cpu``; empty before DeepSpeed was imported."""
+    limited: bool = False
+    """Whether this rank's host memory is limited."""
+    script_facts: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``EngineReady`` with what the runtime has found out about the script."""
+    fed: int = 0
+    """Number of training inputs of the engine or its module."""
+    fed_size: int = 0
+    """Samples of the largest input."""
+    fed_from: Sequence[Place] = ()
+    """Places in the user's code that led to the first input, innermost first."""
+
+    def has_measured(self, last_step: int) -> bool:
+        """Return whether a launch up to ``last_step`` ends here."""
+        return self.steps >= last_step or self.skipped >= MOST_SKIPPED_STEPS
 
 
 @dataclass
