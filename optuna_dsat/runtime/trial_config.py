@@ -112,9 +112,6 @@ def _normalized_batches(config: Mapping[str, Any], world_size: int) -> dict[str,
     return {**rest, _MICRO: micro, _ACCUMULATION: 1 if accumulation is None else accumulation}
 
 
-_MICRO_BATCH = "train_micro_batch_size_per_gpu"
-
-
 class PartitionedModelError(ValueError):
     """The script builds its model within ``deepspeed.zero.Init`` at a ZeRO stage below 3; only ZeRO 3 supports it."""
 
@@ -136,7 +133,7 @@ class TrialConfig:
             ValueError: If the config cannot be read.
         """
         given = read_config(config)
-        size = given.get(_MICRO_BATCH)
+        size = given.get(_MICRO)
         if isinstance(size, int):
             self._given.add(size)
         laid = effective_config(given, self._plan.overlay, client_optimizer=client_optimizer)
@@ -160,13 +157,13 @@ class TrialConfig:
     @property
     def micro_batch(self) -> int | None:
         """Samples per rank and forward pass in the launch's config; None if unspecified."""
-        size = None if self._launch is None else self._launch.get(_MICRO_BATCH)
+        size = None if self._launch is None else self._launch.get(_MICRO)
         return size if isinstance(size, int) else None
 
     @property
     def micro_batches(self) -> frozenset[int]:
         """Samples per rank and forward pass in the launch's config, the user's file and the script's config."""
-        sizes = (self.micro_batch, (self._user or {}).get(_MICRO_BATCH), *self._given)
+        sizes = (self.micro_batch, (self._user or {}).get(_MICRO), *self._given)
         return frozenset(size for size in sizes if isinstance(size, int))
 
     def check_model(self, model: Any, config: Mapping[str, Any]) -> None:
@@ -196,21 +193,16 @@ class TrialConfig:
         """
         if self._launch is None:
             return
-        wanted = {
-            "zero_optimization.stage": (_stage_of(self._launch), int(engine.zero_optimization_stage())),
-            _MICRO_BATCH: (
-                self._launch.get(_MICRO_BATCH),
-                int(engine.train_micro_batch_size_per_gpu()),
-            ),
-            "gradient_accumulation_steps": (
-                self._launch.get("gradient_accumulation_steps"),
-                int(engine.gradient_accumulation_steps()),
-            ),
+        wanted = {**self._launch, "zero_optimization.stage": _stage_of(self._launch)}
+        actual = {
+            "zero_optimization.stage": int(engine.zero_optimization_stage()),
+            _MICRO: int(engine.train_micro_batch_size_per_gpu()),
+            _ACCUMULATION: int(engine.gradient_accumulation_steps()),
         }
         other = [
-            f"{key} is {has}, not {should}"
-            for key, (should, has) in wanted.items()
-            if isinstance(should, int) and should != has
+            f"{key} is {has}, not {wanted[key]}"
+            for key, has in actual.items()
+            if isinstance(wanted.get(key), int) and wanted[key] != has
         ]
         if other:
             raise ValueError(

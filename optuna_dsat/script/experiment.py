@@ -18,6 +18,7 @@ _LENGTHS = {
     "--max-length": ("searcher", "max_length"),
     "--validation-period": ("min_validation_period",),
     "--checkpoint-period": ("min_checkpoint_period",),
+    "--report-period": ("scheduling_unit",),
 }
 """Option of ``optuna-dsat train`` -> location of the length in the configuration."""
 _UNITS = ("batches", "epochs", "records")
@@ -33,16 +34,9 @@ _OPTIONS = {
 }
 """Key of the configuration -> equivalent option of a search."""
 
-_READ = {
-    "name": (),
-    "description": (),
-    "labels": (),
-    "entrypoint": (),
-    "hyperparameters": (),
-    "data": (),
-    "scheduling_unit": (),
-    "min_validation_period": (),
-    "min_checkpoint_period": (),
+_READ: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("name", "description", "labels", "entrypoint", "hyperparameters", "data", "scheduling_unit"), ()),
+    **dict.fromkeys(("min_validation_period", "min_checkpoint_period"), ()),
     "searcher": ("name", "max_length", "smaller_is_better"),
     "resources": ("slots_per_trial",),
     "environment": ("environment_variables",),
@@ -84,7 +78,7 @@ def read_experiment(path: Path) -> Experiment:
         raise UsageError(f"{path} is no experiment configuration of Determined: it has no entrypoint.")
     options = {option: str(value) for key, option in _OPTIONS.items() if (value := _at(record, key)) is not None}
     slots = _at(record, ("resources", "slots_per_trial"))
-    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
+    if slots is not None and (type(slots) is not int or slots < 1):
         raise UsageError(
             f"{path}: resources.slots_per_trial is {as_written(slots)}; it is a number of GPUs, at least 1."
         )
@@ -104,18 +98,10 @@ def training_options(experiment: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         UsageError: If a length is invalid.
     """
-    options = {}
-    for option, key in _LENGTHS.items():
-        length = _length(_at(experiment, key), ".".join(key))
-        if length is not None:
-            options[option] = length
-    unit = _length(experiment.get("scheduling_unit"), "scheduling_unit")
+    options = {option: _length(_at(experiment, key), ".".join(key)) for option, key in _LENGTHS.items()}
     seed = _at(experiment, ("reproducibility", "experiment_seed"))
-    return {
-        **options,
-        **({} if unit is None else {"--report-period": unit}),
-        **({} if seed is None else {"--seed": str(seed)}),
-    }
+    options["--seed"] = None if seed is None else str(seed)
+    return {option: value for option, value in options.items() if value is not None}
 
 
 def _at(record: Mapping[str, Any], key: Sequence[str]) -> Any:
@@ -130,8 +116,7 @@ def _length(value: Any, name: str) -> str | None:
     """Return a length such as ``100batches``; None if it is absent or 0, which means never in Determined."""
     if value is None:
         return None
-    pair = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
-    unit, count = pair
+    unit, count = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
     if unit not in _UNITS or not isinstance(count, int) or count < 0:
         raise UsageError(
             f"{name} is {as_written(value)}; it is a number of batches, or one of {', '.join(_UNITS)} with a number."
@@ -147,14 +132,8 @@ def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
         raise UsageError(f"{path}: the entrypoint {as_written(entrypoint)} is no command: {error}.") from None
     if "-m" in words[:-1] and words[words.index("-m") + 1].startswith("determined.launch."):
         words = words[words.index("-m") + 2 :]
-        for index, word in enumerate(words):
-            option, equals, value = word.partition("=")
-            if option == "--trial":
-                named = [value] if equals else words[index + 1 : index + 2]
-                break
-        else:
-            named = _without_launch_options(words)
-        words = named
+        words = [part for word in words for part in (word.split("=", 1) if word.startswith("--trial=") else [word])]
+        words = words[words.index("--trial") + 1 :][:1] if "--trial" in words else _without_launch_options(words)
     if not words:
         raise UsageError(f"{path}: the entrypoint {as_written(entrypoint)} names nothing to run.")
     return tuple(words)
@@ -208,11 +187,8 @@ def _environment(variables: Any, path: Path) -> dict[str, str]:
 def _without_meaning(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys that are ignored, with one level of subkeys."""
     for key, value in record.items():
-        inner = _READ.get(key)
-        read = {path[1] for path in _OPTIONS if path[0] == key} | set(inner or ())
-        if inner == ():
-            continue
-        if not isinstance(value, Mapping) or not read:
+        read = {*_READ.get(key, ()), *(path[1] for path in _OPTIONS if path[0] == key)}
+        if isinstance(value, Mapping) and read:
+            yield from (f"{key}.{name}" for name in value if name not in read)
+        elif read or key not in _READ:
             yield str(key)
-            continue
-        yield from (f"{key}.{name}" for name in value if name not in read)

@@ -189,7 +189,13 @@ class DeepSpeedTrialContext:
         """
         check_engine(model, measuring=self._measuring)
         if self.engines:
-            self._check_same_parallelism(model)
+            first = self.engines[0]
+            if int(model.dp_world_size) != int(first.dp_world_size) or is_pipeline(model) != is_pipeline(first):
+                raise ValueError(
+                    "All engines of a trial share one model parallelism: this one trains "
+                    f"{model.dp_world_size} copies{' of a pipeline' * is_pipeline(model)}, the first "
+                    f"{first.dp_world_size}{' of a pipeline' * is_pipeline(first)}."
+                )
         elif self._unit is None:
             self._unit = model_parallel_unit(model, self.distributed)
         if is_pipeline(model):
@@ -269,24 +275,14 @@ class DeepSpeedTrialContext:
         return bool(self.engines) and is_pipeline(self.engines[0])
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples per micro-batch and rank of the first engine, else of the config.
-
-        Raises:
-            ValueError: If no engine is registered and the config does not determine it.
-        """
+        """Return the samples per micro-batch and rank of the first engine, else of the config."""
         return int(self.engines[0].train_micro_batch_size_per_gpu()) if self.engines else self._batch_sizes()[0]
 
     train_micro_batch_size_per_gpu = property(get_train_micro_batch_size_per_gpu)
     _train_micro_batch_size_per_gpu = train_micro_batch_size_per_gpu  # a public example reads it
 
     def get_num_micro_batches_per_slot(self) -> int:
-        """Return the micro-batches per global batch (``gradient_accumulation_steps``).
-
-        Taken from the first engine, else from the config.
-
-        Raises:
-            ValueError: If no engine is registered and the config does not determine it.
-        """
+        """Return the micro-batches per global batch of the first engine, else of the config."""
         return int(self.engines[0].gradient_accumulation_steps()) if self.engines else self._batch_sizes()[1]
 
     num_micro_batches_per_slot = property(get_num_micro_batches_per_slot)
@@ -327,16 +323,6 @@ class DeepSpeedTrialContext:
             return original(self.batches if data_iter is None else data_iter, *args, **kwargs)
 
         return batch
-
-    def _check_same_parallelism(self, engine: Any) -> None:
-        first = self.engines[0]
-        same = int(engine.dp_world_size) == int(first.dp_world_size) and is_pipeline(engine) == is_pipeline(first)
-        if not same:
-            raise ValueError(
-                "All engines of a trial share one model parallelism: this one trains "
-                f"{engine.dp_world_size} copies{' of a pipeline' * is_pipeline(engine)}, the first "
-                f"{first.dp_world_size}{' of a pipeline' * is_pipeline(first)}."
-            )
 
     def _batch_sizes(self) -> tuple[int, int]:
         """Return the config's micro-batch size and accumulation steps."""
@@ -409,7 +395,8 @@ def check_engine(engine: Any, *, measuring: bool) -> None:
         )
     if measuring:
         return
-    param, optimizer = _device(engine.zero_offload_param()), _device(engine.zero_offload_optimizer())
+    devices = [getattr(item, "device", None) for item in (engine.zero_offload_param(), engine.zero_offload_optimizer())]
+    param, optimizer = (str(getattr(device, "value", device or "none")) for device in devices)
     if param != "none" and stage != 3:
         raise ValueError(
             f"offload_param is for ZeRO 3, not {stage}: only there are parameters partitioned, and DeepSpeed would "
@@ -423,8 +410,3 @@ def check_engine(engine: Any, *, measuring: bool) -> None:
         raise ValueError(
             f"offload_optimizer to NVMe is for ZeRO 3, not {stage}: ZeRO 1 and 2 offload to the CPU alone."
         )
-
-
-def _device(offload: Any) -> str:
-    device = getattr(offload, "device", None)
-    return "none" if device is None else str(getattr(device, "value", device))

@@ -100,7 +100,10 @@ class AccelerateConfig:
         if not getattr(arguments, "deepspeed", None) and not getattr(arguments, "fsdp", None):
             self.provide()
         elif self._provided:
-            self._withdraw()
+            self._provided = False
+            for name in (_USE, _CONFIG_FILE):
+                os.environ.pop(name, None)
+            self._announce({}, "the script names its DeepSpeed config after all: these are unset.")
 
     def leave_optimizer_to(self, arguments: Any) -> None:
         """Remove config sections that duplicate ``TrainingArguments`` settings, if the config was provided here."""
@@ -111,7 +114,9 @@ class AccelerateConfig:
 
     def provide(self) -> None:
         """Set the variables, unless the environment or the script selects a training backend."""
-        if self._provided or not self._plan.user_config_path or _says_how_to_train():
+        chosen = any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in (_USE, *_OTHER_PLUGINS))
+        calls_deepspeed = "deepspeed" in vars(sys.modules["__main__"])
+        if self._provided or not self._plan.user_config_path or chosen or calls_deepspeed:
             return
         self._provided = True
         os.environ.update({_USE: "true", _CONFIG_FILE: self._plan.config_path})
@@ -119,13 +124,6 @@ class AccelerateConfig:
             {_USE: "true", _CONFIG_FILE: self._plan.user_config_path},
             f"the script does not say that it trains with DeepSpeed: {_USE}=true and {_CONFIG_FILE} are set for it.",
         )
-
-    def _withdraw(self) -> None:
-        """Unset the variables again."""
-        self._provided = False
-        for name in (_USE, _CONFIG_FILE):
-            os.environ.pop(name, None)
-        self._announce({}, "the script names its DeepSpeed config after all: these are unset.")
 
     def _announce(self, variables: Mapping[str, str], message: str) -> None:
         if self._rank.rank == 0:
@@ -166,11 +164,6 @@ def _left_open(path: str) -> frozenset[str]:
     except ValueError:  # already reported by the hook
         return frozenset()
     return frozenset(key for key, value in settings.items() if value == "auto")
-
-
-def _says_how_to_train() -> bool:
-    chosen = any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in (_USE, *_OTHER_PLUGINS))
-    return chosen or "deepspeed" in vars(sys.modules["__main__"])  # a script that calls DeepSpeed itself
 
 
 def _is_a(candidate: Any, name: str) -> bool:

@@ -159,7 +159,7 @@ def replace_config_paths(args: Sequence[str], *, user_config: str, config: str) 
 
 
 def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
-    """Return arguments with an option (``--a_b`` or ``--a-b``, before a value or ``=``) replaced, or appended if missing.
+    """Return arguments with the value of an option (``--a_b`` or ``--a-b``) replaced, or appended if it is missing.
 
     An option that ends with ``=`` is a Hydra override.
     """

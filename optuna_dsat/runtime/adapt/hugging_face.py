@@ -11,7 +11,7 @@ Measured launches do not evaluate, save, resume, push or report to trackers. Thi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from optuna_dsat.runtime.adapt.accelerate import AccelerateConfig
@@ -27,7 +27,6 @@ __all__ = [
     "SCHEDULE_LENGTH_KEYS",
     "TRAINER_FIELDS",
     "HuggingFaceHook",
-    "note_own_options",
 ]
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -72,19 +71,6 @@ _DISABLED_METHODS = ("_save_checkpoint", "create_model_card", "init_hf_repo", "p
 SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
 """Scheduler parameters that the Trainer computes from the training length and compares with the config. They depend on
 the micro-batch, so launches use the computed values."""
-
-
-class _OwnOptions:
-    """Batch sizes of the script's command line before ``get_hf_args_with_overwrites`` replaced them."""
-
-    values: Mapping[str, int | None] | None = None
-    """Field of ``TrainingArguments`` -> value, or None if its option is absent. None if nothing was replaced."""
-
-
-def note_own_options(values: Mapping[str, int | None]) -> None:
-    """Record the batch sizes in the user's arguments before a helper replaces them; the first call counts."""
-    if _OwnOptions.values is None:
-        _OwnOptions.values = dict(values)
 
 
 class HuggingFaceHook(TrainerHook):
@@ -214,12 +200,8 @@ class HuggingFaceHook(TrainerHook):
         return result
 
     def _given_values(self, arguments: Any) -> tuple[int, int, bool]:
-        own = (_OwnOptions.values or {}) if self._parses_command_line else {}
-        sizes = []
-        for field in TRAINER_FIELDS.values():
-            value = own.get(field, getattr(arguments, field))
-            sizes.append(int(type(arguments).__dataclass_fields__[field].default if value is None else value))
-        return sizes[0], sizes[1], self._parses_command_line
+        micro_batch, accumulation = (int(getattr(arguments, field)) for field in TRAINER_FIELDS.values())
+        return micro_batch, accumulation, self._parses_command_line
 
     def _set_batch_sizes(self, arguments: Any) -> None:
         """Set the batch sizes of ``TrainingArguments`` to the launch's."""

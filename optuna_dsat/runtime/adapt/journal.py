@@ -166,7 +166,8 @@ def remove_if_abandoned(lock: Path) -> bool:
 
 def is_held(lock: Path) -> bool:
     """Return whether a lock has a living owner; an owner that cannot be checked counts while the lock is young."""
-    if any(_works_at(pid, lock) for pid in _processes()):
+    processes = [int(entry.name) for entry in _PROC.glob("[0-9]*")]
+    if any(_works_at(pid, lock) for pid in processes):
         return True
     try:
         signer = lock.read_text(encoding="utf-8", errors="replace").split()
@@ -216,10 +217,6 @@ def guard_builds(file_baton: Any) -> None:
 
     patch(baton_class, "try_acquire")(acquire)
     patch(baton_class, "wait")(wait)
-
-
-def _processes() -> list[int]:
-    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()] if _PROC.is_dir() else []
 
 
 def _works_at(pid: int, lock: Path) -> bool:
