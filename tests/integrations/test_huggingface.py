@@ -10,7 +10,8 @@ import pytest
 
 import optuna_dsat
 from optuna_dsat.integrations.huggingface import DsatCallback, get_hf_args_with_overwrites
-from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
+from optuna_dsat.runtime.rank import LAUNCH_ENV
+from tests.harness.ranks import plan_of
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
 
@@ -20,18 +21,6 @@ def config_path(tmp_path: Path) -> str:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(CONFIG), encoding="utf-8")
     return str(path)
-
-
-def plan_of(folder: Path, config_path: str, *, purpose: str = "trial") -> LaunchPlan:
-    return LaunchPlan(
-        launch_id="trial-0000",
-        purpose=purpose,
-        events_dir=str(folder),
-        log_dir="",
-        config_path=config_path,
-        user_config_path=config_path,
-        overlay={"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 3}},
-    )
 
 
 def decoded(text: str) -> Any:
@@ -60,7 +49,9 @@ def test_without_hyperparameters_the_launch_says_what_runs(
     tmp_path: Path, config_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert get_hf_args_with_overwrites(["--bf16"]) == ["--bf16"]
-    (tmp_path / "launch.json").write_text(json.dumps(asdict(plan_of(tmp_path, config_path))), encoding="utf-8")
+    overlay = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 3}}
+    plan = plan_of(config_path=config_path, overlay=overlay)
+    (tmp_path / "launch.json").write_text(json.dumps(asdict(plan)), encoding="utf-8")
     monkeypatch.setenv(LAUNCH_ENV, str(tmp_path / "launch.json"))
     args = get_hf_args_with_overwrites(["--bf16"])
     assert args[:2] == ["--bf16", "--deepspeed"], "the runtime sets the batch sizes"

@@ -16,12 +16,9 @@ import pytest
 
 from optuna_dsat.runtime.adapt.ranks import default_local_rank, join_group, spawn_in_place, with_local_rank
 from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured
-from optuna_dsat.runtime.rank import Rank
-from tests.harness.ranks import Starter, WarmRanks
+from tests.harness.ranks import Starter, WarmRanks, rank_of
 
-RANK = Rank(
-    rank=1, local_rank=1, world_size=2, local_world_size=2, host="here", launch_path="launch.json", can_compile=False
-)
+RANK = rank_of(2, number=1)
 
 
 @pytest.fixture(autouse=True)
