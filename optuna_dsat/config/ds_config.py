@@ -17,7 +17,7 @@ from typing import Any
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.files import write_text_atomic
-from optuna_dsat.runtime.overlay import flatten, merge
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, flatten, merge
 
 __all__ = [
     "ALL",
@@ -54,9 +54,6 @@ AUTO_IN_WORDS = (
 ALL = "all"
 """Value that selects every choice of a knob, as in DeepSpeed's autotuner."""
 
-TRAIN_BATCH = "train_batch_size"
-MICRO_BATCH = "train_micro_batch_size_per_gpu"
-GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
 ZERO = "zero_optimization"
 MICRO_BATCH_CAP = 2**16
 """Default limit of the micro-batch, in samples per rank."""

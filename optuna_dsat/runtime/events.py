@@ -311,7 +311,6 @@ def decode_event(line: str) -> Event | None:
 
 
 def _clean(value: Any) -> Any:
-    """Return a JSON value with storable texts of bounded length."""
     if isinstance(value, str):
         return shortened(storable(value), TEXT_CHARS)
     if isinstance(value, list):

@@ -239,14 +239,12 @@ def _is_pinned_allocation(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     if any(_PINNING_FUNCTIONS.search(frame.name) for frame in frames):
         return True
-    return any(_PINNED_MEMORY.search(_source_of(frame)) for frame in frames[-_PINNING_FRAMES:])
-
-
-def _source_of(frame: traceback.FrameSummary) -> str:
-    """Return the source of the statement that a frame was executing."""
-    first = frame.lineno or 0
-    lines = range(first, (getattr(frame, "end_lineno", None) or first) + 1)  # since Python 3.11
-    return "".join(linecache.getline(frame.filename, line) for line in lines)
+    for frame in frames[-_PINNING_FRAMES:]:
+        first = frame.lineno or 0
+        lines = range(first, (getattr(frame, "end_lineno", None) or first) + 1)  # since Python 3.11
+        if _PINNED_MEMORY.search("".join(linecache.getline(frame.filename, line) for line in lines)):
+            return True
+    return False
 
 
 def _device_is_full() -> bool | None:

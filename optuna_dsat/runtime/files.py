@@ -128,7 +128,6 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Remove an unlocked file."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

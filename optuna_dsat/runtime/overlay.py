@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "GRADIENT_ACCUMULATION",
+    "MICRO_BATCH",
+    "TRAIN_BATCH",
     "LaidConfig",
     "effective_config",
     "flatten",
@@ -45,7 +48,9 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-_BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+TRAIN_BATCH, MICRO_BATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
+GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
+_BATCH_KEYS = (TRAIN_BATCH, GRADIENT_ACCUMULATION, MICRO_BATCH)
 """Any two determine the third; in the order in which the script's value is dropped."""
 
 _DEPRECATED_OFFLOAD = {
@@ -86,15 +91,11 @@ class LaidConfig(dict[str, Any]):
     def __init__(self, config: Mapping[str, Any], laid: Mapping[str, Any]) -> None:
         super().__init__(laid)
         before, after = flatten(scripts_own(config)), flatten(laid)
-        self._noted = set(config.noted) if isinstance(config, LaidConfig) else set[str]()
+        self.noted: set[str] = set(config.noted) if isinstance(config, LaidConfig) else set()
+        """Dotted keys passed to ``note_own``."""
         self._replaced = {
             key: (before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)
         }
-
-    @property
-    def noted(self) -> frozenset[str]:
-        """Dotted keys passed to ``note_own``."""
-        return frozenset(self._noted)
 
     def note_own(self, key: str, value: Any) -> None:
         """Record the script's value of a setting that its config leaves to the library; the first call counts.
@@ -103,8 +104,8 @@ class LaidConfig(dict[str, Any]):
             key: Dotted key of the config.
             value: The value that the library would fill in without the overlay.
         """
-        if key not in self._noted:
-            self._noted.add(key)
+        if key not in self.noted:
+            self.noted.add(key)
             self._replaced[key] = (value, flatten(self).get(key))
 
     def scripts_own(self) -> dict[str, Any]:

@@ -278,7 +278,6 @@ class _RankProcess:
 
 
 def _show(error: BaseException) -> None:
-    """Print an exception as Python does."""
     trace = without_runtime_frames(error.__traceback__, _HERE)
     try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)

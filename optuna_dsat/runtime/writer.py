@@ -69,7 +69,6 @@ class EventWriter:
 
 
 def _identity(descriptor: int) -> tuple[int, int] | None:
-    """Return device and inode of an open file; None if it is closed."""
     try:
         status = os.fstat(descriptor)
     except OSError:

@@ -222,7 +222,6 @@ def _numbers(found: BatchSourcesFound) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _batch_sizes(found: BatchSourcesFound) -> set[int]:
-    """Return the numbers named as training batch sizes, and the batch sizes of loaders that feed the engine."""
     named = {value for value, name in _numbers(found) if names_training_batch(name.get("option") or name["key"])}
     return named | {item["batch_size"] for item in found.loaders if item["trains"] and item["batch_size"] is not None}
 

@@ -105,7 +105,6 @@ def training_options(experiment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _at(record: Mapping[str, Any], key: Sequence[str]) -> Any:
-    """Return the value at a path of keys; None if absent."""
     result: Any = record
     for part in key:
         result = result.get(part) if isinstance(result, Mapping) else None
@@ -140,7 +139,6 @@ def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
 
 
 def _texts(value: Any, name: str, path: Path) -> list[str]:
-    """Return the entries of a list as strings; empty if there is no list."""
     if value is None:
         return []
     if not isinstance(value, list):

@@ -234,14 +234,12 @@ class _Document:
 
 
 def _nodes(node: Any, key: _Key = ()) -> Iterator[tuple[_Key, Any]]:
-    """Yield the keys of a YAML node and its descendants, with the nodes."""
     yield key, node
     for name, child in _children(node):
         yield from _nodes(child, (*key, name))
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key or index, child node) of a node."""
     import yaml
 
     if isinstance(node, yaml.MappingNode):

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    SequentialSampler,
-    dataloader,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, dataloader
 
 from optuna_dsat.runtime.adapt.batch_sources import BatchSources
 

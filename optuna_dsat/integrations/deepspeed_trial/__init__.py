@@ -17,11 +17,7 @@ compares this package with Determined.
 
 from typing import Any
 
-from optuna_dsat.integrations.deepspeed_trial.context import (
-    AttrDict,
-    DeepSpeedTrialContext,
-    overwrite_deepspeed_config,
-)
+from optuna_dsat.integrations.deepspeed_trial.context import AttrDict, DeepSpeedTrialContext, overwrite_deepspeed_config
 from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader
 from optuna_dsat.integrations.deepspeed_trial.metrics import MetricReducer
 from optuna_dsat.integrations.deepspeed_trial.ranks import (

@@ -325,7 +325,6 @@ class DeepSpeedTrialContext:
         return batch
 
     def _batch_sizes(self) -> tuple[int, int]:
-        """Return the config's micro-batch size and accumulation steps."""
         named = self._hparams.get("deepspeed_config")
         base = self._hparams if named is None else read_config(named)
         config = trial_config(merge(base, self._hparams.get("overwrite_deepspeed_args") or {}))

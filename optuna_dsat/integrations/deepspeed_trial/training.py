@@ -135,12 +135,10 @@ class Training:
             self._context.close()
 
     def _call(self, method: str, *args: Any) -> None:
-        """Call a method of all callbacks."""
         for callback in self._callbacks.values():
             getattr(callback, method)(*args)
 
     def _end_period(self, output: MetricsFile | None) -> None:
-        """Report the training metrics since the previous period."""
         metrics = self._reduced(training=True)
         self._report(output, "training", metrics)
         self._call("on_training_workload_end", metrics, self._take_returned())
@@ -168,7 +166,8 @@ class Training:
         self._averages.add(metrics, weight=weight, where=where)
         if self._callbacks:
             named = by_name(metrics, where=where)
-            self._returned.append({name: _detached(value) for name, value in named.items()})
+            tensors = {name: value.detach() for name, value in named.items() if isinstance(value, torch.Tensor)}
+            self._returned.append({**named, **tensors})
 
     def _take_returned(self) -> list[dict[str, Any]]:
         """Return the results of the period, with tensors moved to the CPU, and start the next period."""
@@ -281,7 +280,6 @@ class Training:
         }
 
     def _length(self, length: Length) -> int:
-        """Return a length in global batches; equal on all ranks."""
         if self._micro_batches_per_epoch is None and length.unit == "epochs":
             raise ValueError("The training data loader has no length: give lengths in batches or records, not epochs.")
         per_epoch = self._batches_per_epoch() or 1
@@ -349,14 +347,9 @@ class Training:
 
 
 def _checked(callbacks: Any) -> dict[str, PyTorchCallback]:
-    """Return the result of ``build_callbacks``."""
     if not isinstance(callbacks, Mapping) or not all(isinstance(item, PyTorchCallback) for item in callbacks.values()):
         raise TypeError(
             "build_callbacks returns a mapping of names to PyTorchCallbacks of "
             f"optuna_dsat.integrations.deepspeed_trial; got {callbacks!r}."
         )
     return dict(callbacks)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -16,14 +16,13 @@ from typing import Any
 
 from optuna_dsat.runtime.events import EnvironmentSet, Event
 from optuna_dsat.runtime.imports import patch
-from optuna_dsat.runtime.overlay import LaidConfig, flatten, read_config
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, LaidConfig, flatten, read_config
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 __all__ = ["AccelerateConfig", "how_to_train_with_deepspeed", "join_ranks"]
 
 _USE = "ACCELERATE_USE_DEEPSPEED"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-_ACCUMULATION = "gradient_accumulation_steps"
 _OTHER_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 """Variables with which ``accelerate launch`` selects other distributed backends."""
 _DECIDED_IN_CODE = ("cpu", "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
@@ -57,39 +56,29 @@ class AccelerateConfig:
         def prepare(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             plugin = accelerator.state.deepspeed_plugin
             if plugin is not None:
-                self.note_accumulation(plugin.deepspeed_config, accelerator.gradient_accumulation_steps)
+                steps = accelerator.gradient_accumulation_steps
+                self.note_filled_in(plugin.deepspeed_config, {GRADIENT_ACCUMULATION: steps})
             if plugin is not None and self._provided:
                 for section, (own, dummy) in _SECTIONS.items():
                     if any(_is_a(arg, own) and not _is_a(arg, dummy) for arg in args):
                         plugin.deepspeed_config.pop(section, None)
             return original(accelerator, *args, **kwargs)
 
-    def note_accumulation(self, config: Any, steps: int) -> None:
-        """Record accumulation steps from arguments or environment of ``DeepSpeedPlugin``, else of ``Accelerator``.
-
-        They apply if the script's config contains ``"auto"``. The user's file may contain it where the launch's file
-        has a number.
-        """
-        if not isinstance(config, LaidConfig):
-            return
-        own = config.scripts_own().get(_ACCUMULATION)
-        if own == "auto" or (_ACCUMULATION in self._left_open and own == self._plan.overlay.get(_ACCUMULATION)):
-            config.note_own(_ACCUMULATION, steps)
-
     def note_filled_in(self, config: Any, values: Mapping[str, Any]) -> None:
-        """Record the values that ``DeepSpeedPlugin`` fills in for ``"auto"`` in the config or the user's file.
+        """Record the values with which ``DeepSpeedPlugin`` fills in ``"auto"`` of the script's or the user's config.
+
+        The user's file may contain ``"auto"`` where the launch's file, which the script then reads, has a number.
 
         Args:
-            config: The plugin's config, filled in.
-            values: Dotted key -> value from the plugin's arguments, else the environment, else accelerate's default.
+            config: The plugin's config.
+            values: Dotted key -> value from arguments, else the environment, else accelerate's default.
         """
-        if not isinstance(config, LaidConfig):
-            return
-        own, launch = flatten(config.scripts_own()), flatten(config)
-        for key, value in values.items():
-            left_open = own.get(key) == "auto" or (key in self._left_open and own.get(key) == launch.get(key))
-            if left_open and key != _ACCUMULATION and value != "auto":
-                config.note_own(key, value)
+        if isinstance(config, LaidConfig):
+            own, launch = flatten(config.scripts_own()), flatten(self._plan.overlay)
+            for key in own.keys() & values.keys():
+                is_open = own[key] == "auto" or (key in self._left_open and own[key] == launch.get(key))
+                if is_open and values[key] != "auto":
+                    config.note_own(key, values[key])
 
     def provide_for(self, arguments: Any) -> None:
         """Provide the config to ``TrainingArguments`` without a config.

@@ -9,6 +9,7 @@ order and seed remain.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -66,7 +67,9 @@ class BatchSources:
         self._loaded: int | None = None
         """Batch size of the loader that yielded last; None if unknown."""
         self._settings: dict[tuple[str, str], int] = {}
-        self._texts = _ArgumentTexts()
+        self._arguments: list[str] | None = None
+        self._texts: dict[str, str] = {}
+        """Content of each settings file in the arguments -> its path."""
         self._folder = f"{Path.cwd().resolve()}{os.sep}"  # the script may change the working directory
 
     def install(self) -> None:
@@ -112,7 +115,7 @@ class BatchSources:
         """Record the numbers of a settings file, and replace the batch size selected by ``follow``."""
         if not self._noting and self._follow.get("kind") != "setting":
             return
-        file = self._texts.file_of(source) if isinstance(source, str) else _name_of(source)
+        file = self._file_of(source)
         followed = self._follow["key"] if file is not None and file == self._follow.get("file") else None
         if file is None or not (self._noting or followed):
             return
@@ -120,6 +123,23 @@ class BatchSources:
             self._settings.setdefault((file, key), value)
             if key == followed and self._micro_batch is not None:
                 container[name] = self._micro_batch * int(self._follow.get("scale", 1))
+
+    def _file_of(self, source: Any) -> str | None:
+        """Return the path of the settings file that a script parses, from an open file or its text; None for others.
+
+        Pipes are not read for comparison, because the script could not read them again.
+        """
+        if not isinstance(source, str):
+            name = getattr(source, "name", None)
+            return os.path.realpath(name) if isinstance(name, str) and not is_installed(name) else None
+        if self._arguments != sys.argv:
+            self._arguments, self._texts = list(sys.argv), {}
+            for name in {arg.rpartition("=")[2] for arg in sys.argv[1:]}:
+                if name.endswith((".json", ".toml", ".yaml", ".yml")):
+                    with contextlib.suppress(OSError, UnicodeDecodeError):
+                        text = read_regular(name, most_bytes=_MOST_TEXT_BYTES).decode("utf-8")
+                        self._texts[text] = os.path.realpath(name)
+        return self._texts.get(source)
 
     def _note_results(self, module: Any) -> None:
         """Record the settings that functions of a module for JSON, YAML or TOML return."""
@@ -155,43 +175,6 @@ class BatchSources:
             return _Iteration(
                 lambda: original(loader), loader=noted, fed=self._fed, repeat=self._repeat, yielded=yielded
             )
-
-
-class _ArgumentTexts:
-    """Contents of the settings files in the script's arguments, for scripts that read a file and parse its text."""
-
-    def __init__(self) -> None:
-        self._arguments: list[str] | None = None
-        self._files: dict[str, str] = {}
-
-    def file_of(self, text: str) -> str | None:
-        """Return the absolute path of the file in the arguments that contains exactly this text, or None."""
-        if self._arguments != sys.argv:
-            self._arguments = list(sys.argv)
-            named = {arg.rpartition("=")[2] for arg in sys.argv[1:]}
-            self._files = {content: os.path.realpath(name) for name in named if (content := _settings_text(name))}
-        return self._files.get(text)
-
-
-def _settings_text(name: str) -> str:
-    """Return the text of a settings file; empty for other suffixes, too large files and anything but regular files.
-
-    Pipes are not read, because the script could not read them again.
-    """
-    if not name.endswith((".json", ".toml", ".yaml", ".yml")):
-        return ""
-    try:
-        return read_regular(name, most_bytes=_MOST_TEXT_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _name_of(source: Any) -> str | None:
-    """Return the absolute path of an open file; None for other objects and for files of installed packages."""
-    name = getattr(source, "name", None)
-    if not isinstance(name, str) or is_installed(name):
-        return None
-    return os.path.realpath(name)
 
 
 class _Loader:

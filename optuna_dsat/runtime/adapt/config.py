@@ -69,7 +69,6 @@ def default_config_option(config_path: str, *, user_config: str = "", on_found: 
 
 
 def _config_action(parser: argparse.ArgumentParser) -> argparse.Action | None:
-    """Return a parser's option for the DeepSpeed config, or None."""
     valued = [action for action in parser._actions if action.option_strings and action.nargs != 0]
     named = [action for action in valued if any(_CONFIG.match(option) for option in action.option_strings)]
     of_trainer = [action for action in valued if _SWITCH in action.option_strings]
@@ -98,7 +97,6 @@ def _is_given_a_name(action: argparse.Action, args: Sequence[Any], kwargs: Mappi
 
 
 def _is_config(default: object) -> bool:
-    """Return whether an option's default is the path of a DeepSpeed config."""
     if not isinstance(default, str) or not Path(default).is_file():
         return False
     try:

@@ -18,24 +18,16 @@ from optuna_dsat.runtime.adapt.accelerate import AccelerateConfig
 from optuna_dsat.runtime.adapt.trainer_hook import TrainerHook
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.runtime.imports import patch
-from optuna_dsat.runtime.overlay import LaidConfig, effective_config
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, LaidConfig, effective_config
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
-__all__ = [
-    "ACCUMULATION",
-    "MICRO_BATCH",
-    "SCHEDULE_LENGTH_KEYS",
-    "TRAINER_FIELDS",
-    "HuggingFaceHook",
-]
+__all__ = ["SCHEDULE_LENGTH_KEYS", "TRAINER_FIELDS", "HuggingFaceHook"]
 
-MICRO_BATCH = "train_micro_batch_size_per_gpu"
-ACCUMULATION = "gradient_accumulation_steps"
-TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", ACCUMULATION: "gradient_accumulation_steps"}
+TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", GRADIENT_ACCUMULATION: "gradient_accumulation_steps"}
 """Key of the DeepSpeed config -> field of ``TrainingArguments`` that must have the same value."""
 
 _PLUGIN_FIELDS = {
-    "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_accumulation_steps": GRADIENT_ACCUMULATION,
     "gradient_clipping": "gradient_clipping",
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
@@ -124,10 +116,7 @@ class HuggingFaceHook(TrainerHook):
             plugin.fill_match = fill_match
             original(plugin, *args, **kwargs)
             del plugin.fill_match
-            config = plugin.hf_ds_config.config
-            if isinstance(steps, int):
-                self._accelerate.note_accumulation(config, steps)
-            self._accelerate.note_filled_in(config, filled_in)
+            self._accelerate.note_filled_in(plugin.hf_ds_config.config, {**filled_in, GRADIENT_ACCUMULATION: steps})
             for field, key in _PLUGIN_FIELDS.items():
                 value = plugin.hf_ds_config.get_value(key)
                 if value not in (None, "auto"):
@@ -204,7 +193,6 @@ class HuggingFaceHook(TrainerHook):
         return micro_batch, accumulation, self._parses_command_line
 
     def _set_batch_sizes(self, arguments: Any) -> None:
-        """Set the batch sizes of ``TrainingArguments`` to the launch's."""
         for key, field in TRAINER_FIELDS.items():
             value = self._plan.overlay.get(key)
             if isinstance(value, int):

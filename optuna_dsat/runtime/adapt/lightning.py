@@ -16,10 +16,10 @@ from typing import Any
 from optuna_dsat.runtime.adapt.ranks import wrong_number
 from optuna_dsat.runtime.adapt.trainer_hook import TrainerHook
 from optuna_dsat.runtime.imports import patch
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION
 
 __all__ = ["LightningHook"]
 
-_ACCUMULATION = "gradient_accumulation_steps"
 _NEEDS_VALIDATION = frozenset({"Checkpoint", "EarlyStopping", "ModelCheckpoint"})
 """Class names of callbacks that save checkpoints or require validation metrics."""
 
@@ -51,15 +51,15 @@ class LightningHook(TrainerHook):
                 strategy.config = self._laid(strategy.config, without=without)
 
     def _trainer_strategy_imported(self, module: Any) -> None:
-        self._strategy_imported(module, without=_ACCUMULATION)
+        self._strategy_imported(module, without=GRADIENT_ACCUMULATION)
 
         @patch(module.DeepSpeedStrategy, "_format_config")
         def set_accumulation_and_format(original: Any, strategy: Any) -> None:
             trainer = getattr(strategy.lightning_module, "trainer", None)
             if trainer is not None:
                 own = int(trainer.accumulate_grad_batches)
-                if isinstance(self._plan.overlay.get(_ACCUMULATION), int):
-                    trainer.accumulate_grad_batches = self._plan.overlay[_ACCUMULATION]
+                if isinstance(self._plan.overlay.get(GRADIENT_ACCUMULATION), int):
+                    trainer.accumulate_grad_batches = self._plan.overlay[GRADIENT_ACCUMULATION]
                 self._report(micro_batch=None, accumulation=own, options={})
             original(strategy)
 

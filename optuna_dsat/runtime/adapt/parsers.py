@@ -164,7 +164,6 @@ class ParserWatch:
 
 
 def _given() -> set[str]:
-    """Return the options on the command line."""
     return {arg.partition("=")[0] for arg in sys.argv[1:]}
 
 

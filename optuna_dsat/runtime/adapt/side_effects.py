@@ -149,7 +149,6 @@ def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[
 
 
 def _model_states(load_dir: Any, tag: Any) -> Path | None:
-    """Return a ``*model_states.pt`` file of a checkpoint, or None."""
     folder = Path(load_dir)
     latest = folder / "latest"
     if tag is None and latest.is_file():

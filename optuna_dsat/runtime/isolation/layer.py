@@ -316,7 +316,6 @@ class Layer:
             raise _error(errno.EACCES, path)
 
     def _make_directory(self, path: str) -> None:
-        """Create a folder's directory in the layer, with the same mode and times."""
         upper = self._files + path.rstrip("/")
         if _lstat(upper) is not None:
             return
@@ -338,7 +337,6 @@ class Layer:
                 raise _error(errno.ENOENT, at.path) from None
 
     def _clear(self, at: Location) -> None:
-        """Remove a hidden or empty directory from the layer."""
         upper = self._files + at.path
         if _lstat(upper) is not None:
             for name in native.listdir(upper):
@@ -364,7 +362,6 @@ class Layer:
         return upper
 
     def _copied(self, at: Location, *, content: bool) -> str:
-        """Return the layer's copy of a regular file; other entries are used in place."""
         upper = self._files + at.path
         if at.state is None or not stat.S_ISREG(at.state.st_mode) or at.real == upper:
             return at.real

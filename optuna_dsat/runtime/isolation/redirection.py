@@ -318,8 +318,6 @@ class _Redirection:
 
 
 class _Entry(os.PathLike[Any]):
-    """An ``os.DirEntry`` of the layer."""
-
     def __init__(self, name: Any, path: Any) -> None:
         self.name = name
         self.path = path
@@ -350,8 +348,6 @@ class _Entry(os.PathLike[Any]):
 
 
 class _Entries:
-    """Result of ``os.scandir``."""
-
     def __init__(self, entries: Sequence[_Entry]) -> None:
         self._left = iter(entries)
 

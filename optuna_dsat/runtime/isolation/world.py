@@ -77,11 +77,7 @@ class WorldPlan:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> WorldPlan:
-        """Build from the plan's JSON.
-
-        Raises:
-            TypeError: If the record has other keys.
-        """
+        """Build from the plan's JSON."""
         return cls(**{**record, "passed": tuple(record.get("passed", ()))})
 
     @property

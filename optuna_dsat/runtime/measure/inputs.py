@@ -7,13 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = [
-    "BatchNumbers",
-    "InputSize",
-    "leading_dimension",
-    "sample_counter",
-    "size_of",
-]
+__all__ = ["BatchNumbers", "InputSize", "leading_dimension", "sample_counter", "size_of"]
 
 _DEPTH = 4
 """Maximum nesting depth at which a batch is searched for tensors; deeper tensors count as not observed."""
@@ -70,7 +64,6 @@ def _holds_tokens(tensor: Any) -> bool:
 
 
 def _tensors(batch: Any, depth: int) -> Iterator[Any]:
-    """Yield the tensors of a batch in their order."""
     if getattr(batch, "shape", None) is not None:
         yield batch
     elif depth > 0 and isinstance(batch, (Mapping, list, tuple)):

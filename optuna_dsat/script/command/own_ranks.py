@@ -87,7 +87,6 @@ def _spellings(node: ast.AST) -> Iterator[str]:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Yield the annotated fields of a class and the parameters of a function."""
     if isinstance(node, ast.ClassDef):
         targets = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
         yield from (target.id for target in targets if isinstance(target, ast.Name))
@@ -121,7 +120,6 @@ def _files(script: str, *, is_module: bool, cwd: Path) -> Iterator[tuple[list[as
 
 
 def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """Yield the names of imported modules; relative imports without their dots."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
