@@ -26,10 +26,8 @@ from optuna_dsat.runtime.adapt.config import (
 )
 from optuna_dsat.runtime.adapt.journal import (
     guard_builds,
+    note_created_files,
     note_shared_buffer,
-    note_shared_memory,
-    note_temporary_files,
-    note_temporary_folders,
     share_multiprocessing_folder,
 )
 from optuna_dsat.runtime.adapt.ranks import default_local_rank, with_local_rank
@@ -141,9 +139,7 @@ class _RankProcess:
         if plan.leavings and not self._world.covers_shared_memory:
             note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
         if plan.leavings and plan.measures and self._world.mode != "mount":  # a training may want its folders
-            note_temporary_folders(Path(plan.leavings))
-            note_temporary_files(Path(plan.leavings))
-            note_shared_memory(Path(plan.leavings))
+            note_created_files(Path(plan.leavings))
             ImportWatch({"multiprocessing.util": share_multiprocessing_folder}).install()
         if self._world.redirected:
             upper = Path(plan.world.folder) / "files"

@@ -27,10 +27,8 @@ __all__ = [
     "guard_builds",
     "is_held",
     "note",
+    "note_created_files",
     "note_shared_buffer",
-    "note_shared_memory",
-    "note_temporary_files",
-    "note_temporary_folders",
     "remove_if_abandoned",
     "share_multiprocessing_folder",
 ]
@@ -53,54 +51,21 @@ def note_shared_buffer(record: Path, environ: Mapping[str, str], *, rank: int) -
     note(record, str(SHARED_MEMORY / f"deepspeed_allreduce_buffer_{os.getuid()}_{store}_{rank}"))
 
 
-def note_temporary_folders(record: Path) -> None:
-    """Record every folder that ``tempfile.mkdtemp`` creates in the temporary folder.
+def note_created_files(record: Path) -> None:
+    """Record what this process and its forks create in the temporary folder and in shared memory, before its creation.
 
-    Experiment trackers leave such folders behind, and a killed rank leaves all of its folders.
-    """
-
-    @patch(tempfile, "mkdtemp", copies=True)
-    def mkdtemp(original: Any, suffix: Any = None, prefix: Any = None, dir: Any = None) -> Any:
-        made = original(suffix, prefix, dir)
-        if dir is None:
-            note(record, os.fsdecode(made))
-        return made
-
-
-def note_temporary_files(record: Path) -> None:
-    """Record every file that ``tempfile`` creates in the temporary folder, before its creation.
-
-    A rank that is killed, or exits early after its last step, does not remove its open temporary files.
+    Experiment trackers leave temporary folders behind, and a rank that is killed, or exits early after its last step,
+    does not remove its open temporary files. Files may exist only briefly, so they cannot be found by looking. Covers
+    ``tempfile``, and in shared memory files that Python opens and ``multiprocessing.shared_memory``. Files of C
+    libraries and other programs are detected while a process uses them (``launch/machine/shared_memory.py``).
     """
 
     def look(event: str, args: tuple[Any, ...]) -> None:
-        if event == "tempfile.mkstemp":
+        if event in ("tempfile.mkstemp", "tempfile.mkdtemp"):
             path = os.fsdecode(args[0])
             if os.path.dirname(path) == tempfile.tempdir and not os.path.lexists(path):  # noqa: PTH120 - opens no module
-                note(record, {"file": path})
-
-    sys.addaudithook(look)
-
-
-def share_multiprocessing_folder(util: Any) -> None:
-    """Create the temporary folder of ``multiprocessing`` now, so that spawned processes share it.
-
-    Spawned processes are fresh interpreters without this journal; each would create its own folder.
-    """
-    with contextlib.suppress(OSError):  # raised again where the folder is needed
-        util.get_temp_dir()
-
-
-def note_shared_memory(record: Path) -> None:
-    """Record files that this process and its forks create in shared memory, before their creation.
-
-    Files may exist only briefly, so they cannot be found by looking. Covers files that Python opens and
-    ``multiprocessing.shared_memory``. Files of C libraries and other programs are detected while a process uses them
-    (``launch/machine/shared_memory.py``). Existing files are not recorded.
-    """
-
-    def look(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(args[0], (str, bytes)) and isinstance(args[2], int) and args[2] & os.O_CREAT:
+                note(record, {"file": path} if event == "tempfile.mkstemp" else path)
+        elif event == "open" and isinstance(args[0], (str, bytes)) and (args[2] or 0) & os.O_CREAT:
             _note_new(record, os.fsdecode(args[0]))
 
     sys.addaudithook(look)
@@ -112,6 +77,15 @@ def note_shared_memory(record: Path) -> None:
             if flags & os.O_CREAT:
                 _note_new(record, str(SHARED_MEMORY / str(path).lstrip("/")))
             return original(path, flags, *rest, **named)
+
+
+def share_multiprocessing_folder(util: Any) -> None:
+    """Create the temporary folder of ``multiprocessing`` now, so that spawned processes share it.
+
+    Spawned processes are fresh interpreters without this journal; each would create its own folder.
+    """
+    with contextlib.suppress(OSError):  # raised again where the folder is needed
+        util.get_temp_dir()
 
 
 def _note_new(record: Path, path: str) -> None:
