@@ -83,7 +83,7 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
     before.unlink()
 
 
-def test_only_noted_folders_in_the_temporary_folder_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_noted_temporary_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     record = tmp_path / "record"
     (tmp_path / "own").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import time
@@ -88,3 +89,9 @@ def test_a_script_that_stops_the_clock_is_timed_all_the_same(monkeypatch: pytest
     sum(range(1000))
     assert clock.now() > begun
     assert clock.seconds(start, clock.mark()) > 0
+
+
+def test_the_runtime_is_written_in_the_oldest_python_of_scripts() -> None:
+    for path in (Path(user_code.__file__).parent).rglob("*.py"):
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 9))
+        assert "kw_only=" not in path.read_text(encoding="utf-8"), path
