@@ -17,7 +17,7 @@ from typing import Any
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.files import write_text_atomic
-from optuna_dsat.runtime.overlay import flatten
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, flatten, merge
 
 __all__ = [
     "ALL",
@@ -54,9 +54,6 @@ AUTO_IN_WORDS = (
 ALL = "all"
 """Value that selects every choice of a knob, as in DeepSpeed's autotuner."""
 
-TRAIN_BATCH = "train_batch_size"
-MICRO_BATCH = "train_micro_batch_size_per_gpu"
-GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
 ZERO = "zero_optimization"
 MICRO_BATCH_CAP = 2**16
 """Default limit of the micro-batch, in samples per rank."""
@@ -185,7 +182,7 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
     if MICRO_BATCH in result:
         _resolve_list(result, MICRO_BATCH)
     if ZERO not in result:
-        return _copied(result)
+        return merge(result, {})  # shares no objects with the argument
     zero = zero_section(config)
     for key in list(zero):
         _resolve_list(zero, key)
@@ -198,7 +195,7 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
             _resolve_list(section, "device")
             zero[key] = section
     result[ZERO] = zero
-    return _copied(result)
+    return merge(result, {})  # shares no objects with the argument
 
 
 def _resolve_list(section: dict[str, Any], key: str) -> None:
@@ -209,33 +206,6 @@ def _resolve_list(section: dict[str, Any], key: str) -> None:
         section[key] = value
     if value == ALL:
         del section[key]
-
-
-def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``overlay`` merged over it: objects key by key, other values replace, None removes a key.
-
-    Neither argument is changed, and the result shares no objects with them.
-    """
-    result = {key: value for key, value in base.items() if key not in overlay}
-    for key, value in overlay.items():
-        below = base.get(key)
-        if isinstance(value, Mapping):
-            result[key] = merge(below if isinstance(below, Mapping) else {}, value)
-        elif value is not None:
-            result[key] = value
-    return _copied(result)
-
-
-def _copied(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied_value(value) for key, value in section.items()}
-
-
-def _copied_value(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return _copied(value)
-    if isinstance(value, list | tuple):
-        return [_copied_value(item) for item in value]
-    return value
 
 
 def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriangle:

@@ -48,4 +48,4 @@ def run(argv: list[str], *, safe_path: bool, forked: bool = False) -> NoReturn:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:], safe_path=sys.flags.safe_path)
+    run(sys.argv[1:], safe_path=getattr(sys.flags, "safe_path", False))

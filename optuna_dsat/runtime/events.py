@@ -36,11 +36,19 @@ STEPS_SKIPPED = "steps_skipped"
 """Reason of ``RankFinished``: the loss scaler skipped ``MOST_SKIPPED_STEPS``, the maximum per launch."""
 
 
-@dataclass(frozen=True, kw_only=True)
+_KINDS: dict[str, type[Event]] = {}
+"""``Event.kind`` -> class."""
+
+
+@dataclass(frozen=True)
 class Event:
-    """Base of all events."""
+    """Base of all events; each kind is a subclass."""
 
     kind: ClassVar[str]
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        cls.kind = kind
+        _KINDS[kind] = cls
 
     rank: int
     """Global rank that wrote the event."""
@@ -48,11 +56,9 @@ class Event:
     """Unix time in seconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankStarted(Event):
+@dataclass(frozen=True)
+class RankStarted(Event, kind="rank_started"):
     """The process of a rank has started, before torch and DeepSpeed are imported."""
-
-    kind: ClassVar[str] = "rank_started"
 
     local_rank: int
     world_size: int
@@ -66,11 +72,9 @@ class RankStarted(Event):
     """Folders on which no overlay could be mounted, with the reason; empty if all were mounted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerFound(Event):
+@dataclass(frozen=True)
+class TrainerFound(Event, kind="trainer_found"):
     """The script uses a trainer with batch-size settings, which the runtime overrides with the launch's."""
-
-    kind: ClassVar[str] = "trainer_found"
 
     framework: str
     """``transformers`` or ``lightning``."""
@@ -82,11 +86,9 @@ class TrainerFound(Event):
     """DeepSpeed config key -> the script's command-line option for the same setting."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSourcesFound(Event):
+@dataclass(frozen=True)
+class BatchSourcesFound(Event, kind="batch_sources"):
     """Integers that may set the batch size or ZeRO stage, recorded until the first step of a profile launch."""
-
-    kind: ClassVar[str] = "batch_sources"
 
     options: Mapping[str, int]
     """Command-line option of the script -> parsed value; an option that ends with ``=`` is a Hydra override."""
@@ -98,38 +100,31 @@ class BatchSourcesFound(Event):
     """Numbers in settings files that the script read: ``file`` (relative if inside the working directory), ``key``
     (dotted) and ``value``."""
     loaders: Sequence[Mapping[str, Any]] = ()
-    """Data loaders and other sources of batches: ``batch_size``, ``file`` and ``line``; ``samples`` per rank and epoch
-    (None if unknown); ``trains``, whether the engine received inputs during the iteration; and ``attribute``, the
-    ``CLASS.NAME`` of a dataset's attribute with the batch size (empty for other sources)."""
+    """Data loaders: ``batch_size``, ``file`` and ``line``; ``samples`` per rank and epoch (None if unknown); and
+    ``trains``, whether the engine received inputs during the iteration."""
     fed_at: Sequence[Mapping[str, Any]] = ()
     """``file`` and ``line`` of the user's frames in the call that fed the engine first, innermost first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentSet(Event):
+@dataclass(frozen=True)
+class EnvironmentSet(Event, kind="environment_set"):
     """The runtime set environment variables without which the script would not use DeepSpeed."""
-
-    kind: ClassVar[str] = "environment_set"
 
     variables: Mapping[str, str]
     """Name -> value for the final training command; config paths are the user's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfigDiffers(Event):
+@dataclass(frozen=True)
+class ConfigDiffers(Event, kind="config_differs"):
     """The script's config differs from the user's file; reported before ``deepspeed.initialize`` allocates memory."""
-
-    kind: ClassVar[str] = "config_differs"
 
     differences: Mapping[str, list[Any]]
     """As ``EngineReady.config_differences``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineReady(Event):
+@dataclass(frozen=True)
+class EngineReady(Event, kind="engine_ready"):
     """``deepspeed.initialize`` returned an engine with these properties."""
-
-    kind: ClassVar[str] = "engine_ready"
 
     zero_stage: int
     train_batch_size: int
@@ -172,11 +167,9 @@ class EngineReady(Event):
     """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 from an older runtime."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileMeasured(Event):
+@dataclass(frozen=True)
+class ProfileMeasured(Event, kind="profile_measured"):
     """Model and hardware properties measured in the profile launch, per sample of one global step."""
-
-    kind: ClassVar[str] = "profile_measured"
 
     params: int
     trainable_params: int
@@ -201,11 +194,9 @@ class ProfileMeasured(Event):
     """Whether DeepSpeed lists the optimizer's class as tested with ZeRO; True without an optimizer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModulesImported(Event):
+@dataclass(frozen=True)
+class ModulesImported(Event, kind="modules_imported"):
     """Modules that the script had imported at the end of a profile launch (recorded by rank 0 only)."""
-
-    kind: ClassVar[str] = "modules_imported"
 
     modules: list[str]
     """Installed modules in import order, without the standard library and the user's modules."""
@@ -215,11 +206,9 @@ class ModulesImported(Event):
     """Names of environment variables that the script changed; modules may read them at import."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepMeasured(Event):
+@dataclass(frozen=True)
+class StepMeasured(Event, kind="step_measured"):
     """An optimizer step with all its micro-batches, measured from the end of the previous step."""
-
-    kind: ClassVar[str] = "step_measured"
 
     step: int
     """Global step, from 1, including steps that the loss scaler skipped."""
@@ -269,11 +258,9 @@ class StepMeasured(Event):
         return self.step - self.skipped_before
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankFinished(Event):
+@dataclass(frozen=True)
+class RankFinished(Event, kind="rank_finished"):
     """The rank ended without an exception."""
-
-    kind: ClassVar[str] = "rank_finished"
 
     reason: str
     """``profile_done`` (the last profile step completed), ``STEPS_SKIPPED``, ``script_end`` or ``exit_code_N``
@@ -286,11 +273,9 @@ class RankFinished(Event):
     """Out-of-memory errors of torch on this rank, including errors that the script caught."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankFailed(Event):
+@dataclass(frozen=True)
+class RankFailed(Event, kind="rank_failed"):
     """The script ended with an uncaught exception."""
-
-    kind: ClassVar[str] = "rank_failed"
 
     outcome: str
     """Value of ``optuna_dsat.outcome.Outcome`` that the exception is classified as."""
@@ -303,24 +288,6 @@ class RankFailed(Event):
     """Bytes of the failed allocation; None if the error does not state them."""
     steps: int
     """Global steps completed before the failure."""
-
-
-_KINDS: dict[str, type[Event]] = {
-    cls.kind: cls
-    for cls in (
-        RankStarted,
-        TrainerFound,
-        BatchSourcesFound,
-        EnvironmentSet,
-        ConfigDiffers,
-        EngineReady,
-        ProfileMeasured,
-        ModulesImported,
-        StepMeasured,
-        RankFinished,
-        RankFailed,
-    )
-}
 
 
 def encode_event(event: Event) -> str:
@@ -344,7 +311,6 @@ def decode_event(line: str) -> Event | None:
 
 
 def _clean(value: Any) -> Any:
-    """Return a JSON value with storable texts of bounded length."""
     if isinstance(value, str):
         return shortened(storable(value), TEXT_CHARS)
     if isinstance(value, list):

@@ -88,6 +88,7 @@ _LOW_MEMORY_BYTES = 512 * 2**20
 """Free device memory below which a library's handle and kernels may not fit."""
 _SYSTEM_MEMORY = ("Cannot allocate memory", "Resource temporarily unavailable", "can't start new thread")
 """Operating-system messages when a mapping or a thread's stack cannot be allocated."""
+_DISTRIBUTED_ERRORS = tuple(f"distributed.Dist{kind}Error" for kind in ("", "Backend", "Network", "Store"))
 _COMMUNICATION = (
     "gloo/transport",
     "Connection closed by peer",
@@ -109,7 +110,7 @@ class TooFewSamplesError(ValueError):
     """The training data are fewer than a batch of the launch's size."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Diagnosis:
     """Classification of an exception."""
 
@@ -135,7 +136,9 @@ def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) ->
             return Diagnosis(outcome=memory, missing_bytes=missing_bytes(message_of(link)))
     if any(_is_communication(link, phase) for link in _exception_chain(error)):
         return Diagnosis(outcome=Outcome.COMMUNICATION_ERROR, missing_bytes=None)
-    if isinstance(error, TooFewSamplesError) or _ended_its_data(error):
+    # An iterator of the script may be exhausted, e.g. a loader that drops its only, incomplete batch.
+    cause = error.__cause__ if isinstance(error, RuntimeError) else error
+    if isinstance(error, TooFewSamplesError) or isinstance(cause, StopIteration):
         return Diagnosis(outcome=Outcome.OUT_OF_DATA, missing_bytes=None)
     if _is_config_rejection(error, phase):
         return Diagnosis(outcome=Outcome.INVALID_CONFIG, missing_bytes=None)
@@ -216,7 +219,13 @@ def _memory_outcome(error: BaseException, *, on_cpu: bool, limited: bool) -> Out
         return host
     if _PINNED_BY_NCCL in message or (_ALLOCATION_FAILED.search(message) and _is_pinned_allocation(error)):
         return Outcome.HOST_OUT_OF_MEMORY
-    if _DEVICE_MEMORY.search(message) or _implies_out_of_memory(message):
+    if (
+        _DEVICE_MEMORY.search(message)
+        # A failed handle creation counts unless the device is known to have free memory.
+        or (_HANDLE_CREATION_FAILED.search(message) and _device_is_full() is not False)
+        # An unspecified NCCL error counts only if the device is known to be full.
+        or (_UNSPECIFIED_CUDA_ERROR.search(message) and _device_is_full() is True)
+    ):
         return Outcome.OUT_OF_MEMORY
     if any(sign in message for sign in _SYSTEM_MEMORY):
         return host if limited or "Cannot allocate memory" in message else None
@@ -230,25 +239,12 @@ def _is_pinned_allocation(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     if any(_PINNING_FUNCTIONS.search(frame.name) for frame in frames):
         return True
-    return any(_PINNED_MEMORY.search(_source_of(frame)) for frame in frames[-_PINNING_FRAMES:])
-
-
-def _source_of(frame: traceback.FrameSummary) -> str:
-    """Return the source of the statement that a frame was executing."""
-    first = frame.lineno or 0
-    lines = range(first, (frame.end_lineno or first) + 1)
-    return "".join(linecache.getline(frame.filename, line) for line in lines)
-
-
-def _implies_out_of_memory(message: str) -> bool:
-    """Return whether an error that does not mention memory was caused by a full device.
-
-    A failed handle creation counts unless the device is known to have free memory; an unspecified NCCL error only if
-    the device is known to be full.
-    """
-    if _HANDLE_CREATION_FAILED.search(message):
-        return _device_is_full() is not False
-    return bool(_UNSPECIFIED_CUDA_ERROR.search(message)) and _device_is_full() is True
+    for frame in frames[-_PINNING_FRAMES:]:
+        first = frame.lineno or 0
+        lines = range(first, (getattr(frame, "end_lineno", None) or first) + 1)  # since Python 3.11
+        if _PINNED_MEMORY.search("".join(linecache.getline(frame.filename, line) for line in lines)):
+            return True
+    return False
 
 
 def _device_is_full() -> bool | None:
@@ -264,20 +260,11 @@ def _device_is_full() -> bool | None:
 
 
 def _is_communication(error: BaseException, phase: str) -> bool:
-    if isinstance(error, _torch_types("distributed.DistError", "distributed.DistBackendError")):
+    if isinstance(error, _torch_types(*_DISTRIBUTED_ERRORS)):
         return True
-    if isinstance(error, _torch_types("distributed.DistNetworkError", "distributed.DistStoreError")):
-        return True
-    if isinstance(error, ConnectionError | TimeoutError):
+    if isinstance(error, (ConnectionError, TimeoutError)):
         return phase != "script" and phase != "between"  # elsewhere it is a connection of the script
     return isinstance(error, RuntimeError) and any(sign in message_of(error) for sign in _COMMUNICATION)
-
-
-def _ended_its_data(error: BaseException) -> bool:
-    """Return whether an iterator of the script was exhausted, e.g. a loader that drops its only, incomplete batch."""
-    return isinstance(error, StopIteration) or (
-        isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
-    )
 
 
 def _is_config_rejection(error: BaseException, phase: str) -> bool:

@@ -34,11 +34,8 @@ __all__ = [
 def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int | None = None) -> None:
     """Write a UTF-8 file atomically: readers see either the old or the new content.
 
-    Args:
-        path: The file.
-        text: Its new content.
-        durable: Whether to fsync the new content before it replaces the old content.
-        mode: Permission bits of the file; None for the umask's default.
+    ``durable`` syncs the new content to disk before it replaces the old content. ``mode`` are permission bits; None is
+    the umask's default.
 
     Raises:
         OSError: If the folder cannot be written; the temporary file is removed.
@@ -64,10 +61,6 @@ def write_output(path: Path, text: str) -> None:
 
     A regular file is replaced atomically and keeps its permissions. It is written in place if it has several hard links
     or belongs to another user.
-
-    Args:
-        path: The file, or a link to it, a pipe or a device.
-        text: Its new content.
 
     Raises:
         OSError: If the file cannot be written, or is a block device.
@@ -135,11 +128,6 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Remove an unlocked file.
-
-    Raises:
-        OSError: If it is locked, or cannot be locked.
-    """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,10 +158,6 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 def read_regular(path: str | os.PathLike[str], *, most_bytes: int = _MOST_BYTES) -> bytes:
     """Return the content of a regular file.
 
-    Args:
-        path: The file.
-        most_bytes: Maximum size.
-
     Raises:
         OSError: If the file cannot be opened or read, is not a regular file, is larger, or has no data available yet.
     """
@@ -201,12 +185,7 @@ def storable(text: str) -> str:
 
 
 def shortened(text: str, limit_chars: int) -> str:
-    """Return the text; if it is too long, its beginning and end with the number of omitted characters between them.
-
-    Args:
-        text: The text.
-        limit_chars: Number of characters to keep; texts up to this length are returned unchanged.
-    """
+    """Return the text; of a longer text, ``limit_chars`` from beginning and end, with the number of omitted ones."""
     if len(text) <= limit_chars:
         return text
     head = limit_chars // 3

@@ -12,18 +12,18 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import index, itemgetter
+from contextlib import contextmanager, nullcontext
+from operator import index
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.adapt import own_rendezvous, spawned_ranks
 from optuna_dsat.runtime.adapt.accelerate import how_to_train_with_deepspeed, join_ranks
 from optuna_dsat.runtime.adapt.batch_sources import BatchSources
 from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
 from optuna_dsat.runtime.adapt.lightning import LightningHook
+from optuna_dsat.runtime.adapt.ranks import join_group, spawn_in_place
 from optuna_dsat.runtime.adapt.side_effects import (
     disable_checkpoints,
     redirect_accelerates_tensorboard,
@@ -32,8 +32,8 @@ from optuna_dsat.runtime.adapt.side_effects import (
 )
 from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event
 from optuna_dsat.runtime.failure import diagnose
-from optuna_dsat.runtime.imports import ImportWatch
-from optuna_dsat.runtime.measure.clock import Clock, DeviceClock, HostClock
+from optuna_dsat.runtime.imports import ImportWatch, patch
+from optuna_dsat.runtime.measure.clock import Clock, DeviceClock
 from optuna_dsat.runtime.measure.engine import (
     SHM_OPERATOR,
     OtherEngine,
@@ -46,16 +46,14 @@ from optuna_dsat.runtime.measure.inputs import sample_counter
 from optuna_dsat.runtime.measure.memory import (
     CpuMemory,
     CudaMemory,
-    MemoryProbe,
     count_out_of_memory_errors,
     limit_cuda_memory,
     limit_process_memory,
     support_uuid_visible_devices,
     unlink_shared_buffers,
 )
-from optuna_dsat.runtime.measure.meter import Meter
+from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler, count_parameters
-from optuna_dsat.runtime.measure.state import RankState
 from optuna_dsat.runtime.overlay import read_config, without_impossible_zero
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
@@ -63,7 +61,6 @@ from optuna_dsat.runtime.writer import EventWriter
 
 __all__ = ["DeepSpeedHook"]
 
-_Built = TypeVar("_Built")
 _MOST_STEPS_WITHOUT_ENGINE = 3
 """Number of optimizer steps before ``deepspeed.initialize`` after which a script counts as not using DeepSpeed."""
 _TRAINERS = (HuggingFaceHook, LightningHook)  # they read the config before ``deepspeed.initialize`` does
@@ -73,13 +70,6 @@ class DeepSpeedHook:
     """Applies the trial's overlay to the script's config and attaches a ``Meter`` to the engine that trains.
 
     Construct it before reads of the user's config are redirected.
-
-    Args:
-        plan: The launch.
-        rank: This rank.
-        writer: Records events.
-        state: Updated with the rank's phase, steps and device.
-        exit_process: Ends the script after the last profile step with an exception.
     """
 
     def __init__(
@@ -97,7 +87,7 @@ class DeepSpeedHook:
         self._state = state
         self._exit_process = exit_process
         self._deepspeed: Any = None
-        self._memory: MemoryProbe | None = None
+        self._memory: CpuMemory | CudaMemory | None = None
         self._engine: Any = None
         self._meter: Meter | None = None
         self._config = TrialConfig(plan, world_size=rank.world_size)
@@ -119,13 +109,18 @@ class DeepSpeedHook:
 
     def install(self) -> None:
         """Start watching the script's imports."""
+        facts = self._state.script_facts
         watched: dict[str, Callable[[ModuleType], None]] = {
             "torch": self._torch_imported,
             "deepspeed": self._deepspeed_imported,
-            "accelerate.state": functools.partial(join_ranks, rank=self._rank, on_join=self._joins_ranks),
+            "torch.distributed": join_group(self._rank),
+            "torch.multiprocessing": functools.partial(
+                spawn_in_place, rank=self._rank, on_spawn=functools.partial(facts.update, starts_ranks=True)
+            ),
+            "accelerate.state": functools.partial(
+                join_ranks, rank=self._rank, on_join=functools.partial(facts.update, joins_ranks=True)
+            ),
         }
-        watched |= spawned_ranks.callbacks(self._rank, on_spawn=self._starts_ranks)
-        watched |= own_rendezvous.callbacks(self._rank)
         for kind in _TRAINERS:
             watched |= kind(plan=self._plan, rank=self._rank, write=self._writer.write).callbacks()
         if self._plan.measures or self._plan.batch_source:
@@ -134,16 +129,12 @@ class DeepSpeedHook:
         if self._plan.measures:
             watched["torch.optim.optimizer"] = self._optimizers_imported
         if self._plan.trackers_dir:
-            watched["torch.utils.tensorboard.writer"] = self._tensorboard_imported
-            watched["tensorboardX.writer"] = self._tensorboard_imported
-            watched["accelerate.tracking"] = self._trackers_imported
+            folder = Path(self._plan.trackers_dir) / "tensorboard"
+            redirect = functools.partial(redirect_tensorboard, folder=folder)
+            watched["torch.utils.tensorboard.writer"] = redirect
+            watched["tensorboardX.writer"] = redirect
+            watched["accelerate.tracking"] = functools.partial(redirect_accelerates_tensorboard, folder=folder)
         ImportWatch(watched).install()
-
-    def _starts_ranks(self) -> None:
-        self._state.starts_ranks = True
-
-    def _joins_ranks(self) -> None:
-        self._state.joins_ranks = True
 
     @property
     def _accelerator(self) -> Any:
@@ -155,11 +146,7 @@ class DeepSpeedHook:
             self._unwatch_optimizers = register(self._stepped_without_engine).remove
 
     def _stepped_without_engine(self, *_: Any) -> None:
-        """Stop a script that trains without DeepSpeed early.
-
-        Raises:
-            RuntimeError: After ``_MOST_STEPS_WITHOUT_ENGINE`` optimizer steps without an engine.
-        """
+        """Stop a script that trains without DeepSpeed early."""
         self._steps_without_engine += 1
         if self._steps_without_engine >= _MOST_STEPS_WITHOUT_ENGINE:
             self._unwatch_optimizers()
@@ -173,12 +160,6 @@ class DeepSpeedHook:
         if self._plan.device_memory_bytes is not None:
             limit_cuda_memory(torch, self._plan.device_memory_bytes, self._rank.local_rank)
 
-    def _tensorboard_imported(self, writer: ModuleType) -> None:
-        redirect_tensorboard(writer.SummaryWriter, Path(self._plan.trackers_dir) / "tensorboard")
-
-    def _trackers_imported(self, tracking: ModuleType) -> None:
-        redirect_accelerates_tensorboard(tracking.TensorBoardTracker, Path(self._plan.trackers_dir) / "tensorboard")
-
     def _deepspeed_imported(self, deepspeed: ModuleType) -> None:
         self._deepspeed = deepspeed
         self._state.device = self._accelerator.device_name()
@@ -189,7 +170,7 @@ class DeepSpeedHook:
             support_uuid_visible_devices(self._accelerator)
         self._spans["imports"] = [self._started, time.time() - self._started]
         self._time_init_distributed()
-        self._deepspeed.initialize = self._wrap(self._deepspeed.initialize)
+        self._wrap_initialize(self._deepspeed)
         self._wrap_engine_class(self._deepspeed.DeepSpeedEngine)
         self._wrap_zero_init(self._deepspeed.zero.Init)
         if self._plan.measures:
@@ -200,16 +181,13 @@ class DeepSpeedHook:
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available():
             return
-        original = distributed.init_process_group
 
-        @functools.wraps(original)
-        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        @patch(distributed, "init_process_group")
+        def init_process_group(original: Any, *args: Any, **kwargs: Any) -> Any:
             started = time.time()
             result = original(*args, **kwargs)
             self._spans.setdefault("init_distributed", [started, time.time() - started])
             return result
-
-        distributed.init_process_group = init_process_group
 
     def _is_mismatch(self, error: Exception) -> bool:
         """Return whether a checkpoint mismatch can explain an error: neither memory nor communication failed."""
@@ -232,23 +210,20 @@ class DeepSpeedHook:
             limit_process_memory(limit, memory.baseline)
             self._state.limited = True
 
-    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def _wrap_initialize(self, deepspeed: Any) -> None:
+        signature = inspect.signature(deepspeed.initialize)
 
-        @functools.wraps(original)
-        def initialize(*args: Any, **kwargs: Any) -> Any:
+        @patch(deepspeed, "initialize")
+        def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            return self._build(bound, lambda: original(*bound.args, **bound.kwargs), engine_of=itemgetter(0))
-
-        return initialize
+            return self._build(bound, lambda: original(*bound.args, **bound.kwargs))
 
     def _wrap_engine_class(self, cls: Any) -> None:
         """Apply the overlay and measure also if a script constructs an engine, or a subclass, directly."""
-        original = cls.__init__
-        signature = inspect.signature(original)
+        signature = inspect.signature(cls.__init__)
 
-        @functools.wraps(original)
-        def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces the method
+        @patch(cls, "__init__")
+        def init(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
             if self._state.phase == "initialize":
                 original(engine, *args, **kwargs)
                 return
@@ -258,26 +233,22 @@ class DeepSpeedHook:
             if read is not None and given.get("config") is None:
                 given["config"] = read._param_dict
 
-            def build() -> None:
+            def build() -> tuple[Any]:
                 if read is not None:
                     given["config_class"] = type(read)(
                         given["config"], given.get("mpu"), mesh_device=given.get("mesh_device")
                     )
                 original(*bound.args, **bound.kwargs)
+                return (engine,)
 
-            self._build(bound, build, engine_of=lambda _: engine)
+            self._build(bound, build)
 
-        cls.__init__ = __init__
-
-    def _build(
-        self, bound: inspect.BoundArguments, build: Callable[[], _Built], *, engine_of: Callable[[_Built], Any]
-    ) -> _Built:
+    def _build(self, bound: inspect.BoundArguments, build: Callable[[], Any]) -> Any:
         """Build an engine with the trial's config and measure it.
 
         Args:
             bound: The arguments, whose config is replaced.
-            build: Builds the engine with the arguments.
-            engine_of: Returns the engine from the result of ``build``.
+            build: Builds the engine with the arguments; returns a tuple that starts with it.
         """
         before, self._state.phase = self._state.phase, "initialize"
         self._unwatch_optimizers()
@@ -291,26 +262,20 @@ class DeepSpeedHook:
             span = [started, time.time() - started]
             if self._engine is None:
                 self._spans["initialize"] = span
-                self._measure_engine(engine_of(result), span[1], differences)
+                self._measure_engine(result[0], span[1], differences)
             else:
-                self._watch_engine(engine_of(result), span, differences)
+                self._watch_engine(result[0], span, differences)
         return result
 
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
-        """Replace the config among the arguments of ``deepspeed.initialize`` without mutating the script's objects.
+        """Replace the config among bound arguments of ``deepspeed.initialize`` without mutating the script's objects.
 
         The overlay applies to every engine of a script, but only one engine is measured (``measure/engine.py``). A
         script that passes no config gets the user's file; if it passes two, the arguments are left for DeepSpeed to
         reject.
 
-        Args:
-            arguments: Bound arguments by name; changed in place.
-
         Returns:
             Differences between the script's config and the user's file.
-
-        Raises:
-            ValueError: If the config cannot be read or is incompatible with the model.
         """
         given = [name for name in ("config", "config_params") if arguments.get(name) is not None]
         args = arguments.get("args")
@@ -342,21 +307,18 @@ class DeepSpeedHook:
 
     def _wrap_zero_init(self, init_class: Any) -> None:
         """Make ``deepspeed.zero.Init(config_dict_or_path=...)`` use the trial's config; patches the class in place."""
-        original = init_class.__init__
-        signature = inspect.signature(original)
+        signature = inspect.signature(init_class.__init__)
 
-        @functools.wraps(original)
-        def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces the method
+        @patch(init_class, "__init__")
+        def init(original: Any, *args: Any, **kwargs: Any) -> None:
             before, self._state.phase = self._state.phase, "initialize"
             bound = signature.bind(*args, **kwargs)
             # DeepSpeed's precedence.
             name = "config_dict_or_path" if bound.arguments.get("config") is None else "config"
-            if isinstance(bound.arguments.get(name), str | os.PathLike | Mapping):
+            if isinstance(bound.arguments.get(name), (str, os.PathLike, Mapping)):
                 bound.arguments[name] = self._config.apply_overlay(bound.arguments[name])
             original(*bound.args, **bound.kwargs)
             self._state.phase = before
-
-        init_class.__init__ = __init__
 
     def trial_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the trial's overlay applied."""
@@ -364,47 +326,34 @@ class DeepSpeedHook:
         return self._config.apply_overlay(config)
 
     @contextmanager
-    def _said(self, steps_completed: int, reporting: AbstractContextManager[None]) -> Iterator[None]:
-        """Use the script's batch count for steps that end within the context."""
-        self._state.steps_completed = steps_completed
-        try:
-            with reporting:
-                yield
-        finally:
-            self._state.steps_completed = None
-
-    def reporting(self, engine: Any, steps_completed: int | None) -> AbstractContextManager[None]:
+    def reporting(self, engine: Any, steps_completed: int | None) -> Iterator[None]:
         """Return a context for a micro-batch of a loop that the hook may not observe (``runtime/reporting.py``).
 
         If no engine exists yet, the context is assumed to contain a whole training that builds an engine, as Trainers
-        do, whose steps are observed as usual. It raises ``RuntimeError`` at its end if no engine was built.
+        do, whose steps are observed as usual.
 
         Raises:
             ValueError: If the engine was built without the trial's config.
+            RuntimeError: At the end of the context, if no engine was built.
         """
         if not self._plan.measures:
-            return nullcontext()
-        reporting = self._reporting(engine)
-        return reporting if steps_completed is None else self._said(index(steps_completed), reporting)
-
-    def _reporting(self, engine: Any) -> AbstractContextManager[None]:
-        if self._meter is None:
-            if not is_engine(engine):
-                return self._building_engine()
-            self._state.phase = "initialize"  # errors in check_engine are configuration errors
-            self._config.check_engine(engine)
-            self._measure_engine(engine, 0.0, self._differences)
-        elif is_engine(engine) and engine is not self._engine:
-            return nullcontext()
-        return nullcontext() if self._meter is None else self._meter.micro_batch()
-
-    @contextmanager
-    def _building_engine(self) -> Iterator[None]:
-        yield
+            yield
+            return
+        self._state.steps_completed = None if steps_completed is None else index(steps_completed)
+        try:
+            if self._meter is None and is_engine(engine):
+                self._state.phase = "initialize"  # errors in check_engine are configuration errors
+                self._config.check_engine(engine)
+                self._measure_engine(engine, 0.0, self._differences)
+            is_other = is_engine(engine) and engine is not self._engine
+            with nullcontext() if self._meter is None or is_other else self._meter.micro_batch():
+                yield
+        finally:
+            self._state.steps_completed = None
         if self._meter is None:
             raise RuntimeError(
-                "optuna-dsat knows no engine to measure: give dsat_reporting_context the DeepSpeed engine, or "
-                "build it with deepspeed.initialize."
+                "optuna-dsat knows no engine to measure: give dsat_reporting_context the DeepSpeed engine, or build it "
+                "with deepspeed.initialize."
             )
 
     def _measure_engine(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> None:
@@ -413,7 +362,7 @@ class DeepSpeedHook:
         self._engine = engine
         self._memory.engine_ready()
         self._writer.write(self._engine_ready(engine, initialize_s, differences))
-        clock: Clock = HostClock() if self._state.device == "cpu" else DeviceClock(self._accelerator)
+        clock = Clock() if self._state.device == "cpu" else DeviceClock(self._accelerator)
         profiler = None
         if self._plan.purpose == "profile":
             profiler = Profiler(
@@ -433,7 +382,7 @@ class DeepSpeedHook:
             state=self._state,
             last_step=self._plan.end_profile_step,
             exit_process=self._exit_process,
-            observer=profiler,
+            profiler=profiler,
             size_of=sample_counter(
                 lambda: self._batch_sources.numbers(self._config.micro_batches),
                 rows=self._plan.batch_source.get("rows", (1, 1)),
@@ -458,17 +407,12 @@ class DeepSpeedHook:
 
     def _write_step(self, event: Event) -> None:
         if self._rank.rank == 0 and self._state.has_measured(self._plan.end_profile_step):
-            self._writer.write(self._noted_sources())  # by now the training loader is known
+            places = self._state.fed_from if self._plan.purpose == "profile" else ()
+            self._writer.write(self._batch_sources.event(rank=0, places=places))  # by now the training loader is known
         self._writer.write(event)
         if not self._buffers_unlinked:  # all ranks have taken part in a collective by now
             self._buffers_unlinked = True
             unlink_shared_buffers()
-
-    def _noted_sources(self) -> Event:
-        return self._batch_sources.event(
-            rank=0,
-            places=self._state.fed_from if self._plan.purpose == "profile" else (),
-        )
 
     def _engine_ready(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> EngineReady:
         torch: Any = sys.modules["torch"]
@@ -490,11 +434,7 @@ class DeepSpeedHook:
             deepspeed_version=str(self._deepspeed.__version__),
             config_differences=differences,
             spans=self._spans,
-            takes_local_rank=self._state.takes_local_rank,
-            starts_ranks=self._state.starts_ranks,
-            joins_ranks=self._state.joins_ranks,
-            config_option=self._state.config_option,
-            config_in_code=self._state.config_read is False,
             precision="fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
             host_threads=int(torch.get_num_threads()),
+            **self._state.script_facts,
         )

@@ -1,7 +1,11 @@
-"""Modules that the script has imported by the end of a profile launch; the warm launcher preloads them."""
+"""Functions replaced and modules watched in the script's process; the modules and variables that a script sets.
+
+The warm launcher preloads the modules that the script has imported by the end of a profile launch.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import site
 import sys
@@ -11,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 __all__ = [
@@ -21,6 +25,7 @@ __all__ = [
     "imported_modules",
     "installed_folders",
     "loaded_operators",
+    "patch",
     "replace_function",
 ]
 
@@ -58,11 +63,7 @@ def loaded_operators() -> list[str]:
 
 
 class ImportWatch(MetaPathFinder):
-    """Calls a function once a module has been imported, immediately if it already is.
-
-    Args:
-        callbacks: Module name -> function that is called once, with the module.
-    """
+    """Calls a function once a module has been imported, immediately if it already is."""
 
     def __init__(self, callbacks: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._callbacks = dict(callbacks)
@@ -110,6 +111,7 @@ class ImportWatch(MetaPathFinder):
 # Modules that read them at import must not be imported before the rank is forked.
 
 _OWN_PACKAGE = "optuna_dsat"
+_STANDARD_LIBRARY = getattr(sys, "stdlib_module_names", frozenset(sys.builtin_module_names))  # since Python 3.10
 
 _ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 """Read when CUDA is initialized, hence in the rank itself; only the allocator's ``backend`` is chosen when torch is
@@ -166,7 +168,7 @@ class EnvironmentWatch:
             package = module.partition(".")[0]
             if package == _OWN_PACKAGE and not below_other_package:
                 return  # the runtime itself
-            below_other_package |= package not in sys.stdlib_module_names
+            below_other_package |= package not in _STANDARD_LIBRARY
             imported = frame.f_code.co_name == "<module>" and module != "__main__"
             if imported and frame.f_code.co_filename.startswith(self._folders):
                 return
@@ -178,14 +180,46 @@ def replace_function(module: ModuleType, name: str, replacement: Callable[..., A
     """Set a module's function, also where ``from module import name`` copied it.
 
     In a forked launch the library has been imported before anything is replaced.
-
-    Args:
-        module: The module that defines the function.
-        name: Name of the function in that module.
-        replacement: The new function.
     """
     original = getattr(module, name)
     for other in list(sys.modules.values()):
         if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, replacement)
     setattr(module, name, replacement)
+
+
+def patch(
+    owner: Any, name: str, *, copies: bool = False, is_method: bool = False
+) -> Callable[[Callable[..., Any]], Callable[[], None]]:
+    """Return a decorator that replaces a function of a module, class or object.
+
+    The decorated function gets the original as its first argument. The decorator returns a function that restores the
+    original.
+
+    Args:
+        owner: The module, class or object.
+        name: Name of the function.
+        copies: Whether to replace it also where ``from module import name`` copied it.
+        is_method: Whether the replacement is a bound method, whose object is then an argument, too. torch's schedulers
+            need one.
+    """
+    own, original = vars(owner).get(name), getattr(owner, name)
+
+    def decorate(function: Callable[..., Any]) -> Callable[[], None]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        if copies:
+            replace_function(owner, name, replacement)
+        setattr(owner, name, MethodType(replacement, owner) if is_method else replacement)
+
+        def undo() -> None:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        return undo
+
+    return decorate

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "GRADIENT_ACCUMULATION",
+    "MICRO_BATCH",
+    "TRAIN_BATCH",
     "LaidConfig",
     "effective_config",
     "flatten",
@@ -32,27 +35,22 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with dotted keys as nested objects: ``{"a.b": 1}`` is ``{"a": {"b": 1}}``."""
+    """Return settings with dotted keys, at any depth, as nested objects: ``{"a.b": 1}`` is ``{"a": {"b": 1}}``."""
     result: dict[str, Any] = {}
-    for key, value in settings.items():
-        inner = nest(value) if isinstance(value, Mapping) else value
-        for part in reversed(str(key).split(".")):
-            inner = {part: inner}
-        result = _joined(result, inner)
+    for key, value in flatten(settings).items():
+        *path, name = key.split(".")
+        section = result
+        for part in path:
+            if not isinstance(section.get(part), dict):
+                section[part] = {}
+            section = section[part]
+        section[name] = value
     return result
 
 
-def _joined(record: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both mappings merged key by key; None is kept, since it removes a key of the config."""
-    result = dict(record)
-    for key, value in other.items():
-        below = result.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        result[key] = _joined(below, value) if both else value  # type: ignore[arg-type]
-    return result
-
-
-_BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+TRAIN_BATCH, MICRO_BATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
+GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
+_BATCH_KEYS = (TRAIN_BATCH, GRADIENT_ACCUMULATION, MICRO_BATCH)
 """Any two determine the third; in the order in which the script's value is dropped."""
 
 _DEPRECATED_OFFLOAD = {
@@ -68,7 +66,8 @@ _DEEPSPEED_CPU_OPTIMIZERS = frozenset({"DeepSpeedCPUAdam", "DeepSpeedCPULion"})
 def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``base`` updated with ``overlay``: objects merge key by key, None removes a key.
 
-    ``"auto"`` in the overlay does not replace a value of ``base``, which Hugging Face may have filled in.
+    ``"auto"`` in the overlay does not replace a value of ``base``, which Hugging Face may have filled in. Neither
+    argument is changed, and the result shares no objects with them.
     """
     merged = {key: _deep_copy(value) for key, value in base.items()}
     for key, value in overlay.items():
@@ -87,24 +86,16 @@ class LaidConfig(dict[str, Any]):
 
     Libraries keep and complete the config from their arguments, so only this class preserves the script's values.
     Copies by ``copy.deepcopy`` preserve them too.
-
-    Args:
-        config: The config that the script gave to the library.
-        laid: The same config with the overlay applied.
     """
 
     def __init__(self, config: Mapping[str, Any], laid: Mapping[str, Any]) -> None:
         super().__init__(laid)
         before, after = flatten(scripts_own(config)), flatten(laid)
-        self._noted = set(config.noted) if isinstance(config, LaidConfig) else set[str]()
+        self.noted: set[str] = set(config.noted) if isinstance(config, LaidConfig) else set()
+        """Dotted keys passed to ``note_own``."""
         self._replaced = {
             key: (before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)
         }
-
-    @property
-    def noted(self) -> frozenset[str]:
-        """Dotted keys passed to ``note_own``."""
-        return frozenset(self._noted)
 
     def note_own(self, key: str, value: Any) -> None:
         """Record the script's value of a setting that its config leaves to the library; the first call counts.
@@ -113,8 +104,8 @@ class LaidConfig(dict[str, Any]):
             key: Dotted key of the config.
             value: The value that the library would fill in without the overlay.
         """
-        if key not in self._noted:
-            self._noted.add(key)
+        if key not in self.noted:
+            self.noted.add(key)
             self._replaced[key] = (value, flatten(self).get(key))
 
     def scripts_own(self) -> dict[str, Any]:
@@ -140,15 +131,13 @@ def effective_config(
     - Deprecated ``cpu_offload`` keys are removed if the overlay sets offload.
     - Offload with a client optimizer is allowed by ``zero_force_ds_cpu_optimizer``, as DeepSpeed's message advises.
     - The ``autotuning`` section is removed: DeepSpeed's own autotuning hooks end the process.
-
-    Args:
-        base: The config that the script passes.
-        overlay: The trial's overlay; None removes a key.
-        client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``, if any.
     """
     config = merge(base, overlay)
     config.pop("autotuning", None)
-    _drop_conflicting_batch_key(config, overlay)
+    if all(key in config for key in _BATCH_KEYS) and any(key in overlay for key in _BATCH_KEYS):
+        own = next((key for key in _BATCH_KEYS if overlay.get(key) is None), None)
+        if own is not None:
+            del config[own]
     zero = config.get("zero_optimization")
     if isinstance(zero, dict):
         chosen = overlay.get("zero_optimization")
@@ -156,7 +145,14 @@ def effective_config(
             if isinstance(chosen, Mapping) and key in chosen:
                 for old in deprecated:
                     zero.pop(old, None)
-        if _offloads_optimizer(zero) and _is_foreign_optimizer(client_optimizer):
+        offload = zero.get("offload_optimizer")
+        device = offload.get("device") if isinstance(offload, Mapping) else None
+        names = {cls.__name__ for cls in type(client_optimizer).__mro__}
+        if (
+            client_optimizer is not None
+            and names.isdisjoint(_DEEPSPEED_CPU_OPTIMIZERS)
+            and (device in ("cpu", "nvme") or zero.get("cpu_offload"))
+        ):
             config.setdefault("zero_force_ds_cpu_optimizer", False)
     return config
 
@@ -166,10 +162,6 @@ def without_impossible_zero(laid: Mapping[str, Any], own: Mapping[str, Any]) -> 
 
     ZeRO 1 and 2 partition the optimizer, and DeepSpeed rejects them without an optimizer; the script's
     ``zero_optimization`` section is then kept.
-
-    Args:
-        laid: The script's config with the overlay applied.
-        own: The script's config.
     """
     config = dict(laid)
     zero = config.get("zero_optimization")
@@ -189,7 +181,11 @@ def read_config(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     try:
-        parsed = _parse(_text(config))
+        try:
+            text = Path(config).read_text(encoding="utf-8")
+        except OSError:  # no such file, or too long for a file name
+            text = base64.urlsafe_b64decode(config).decode("utf-8")
+        parsed = _parse(text)
     except (OSError, TypeError, ValueError) as error:  # a wrong path is read as broken base64
         raise ValueError(
             f"deepspeed.initialize takes a config as a dict, the path of a JSON file or base64; got {config!r}."
@@ -197,13 +193,6 @@ def read_config(config: Any) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ValueError(f"A DeepSpeed config is a JSON object; {config!r} holds {type(parsed).__name__}.")
     return parsed
-
-
-def _text(config: Any) -> str:
-    try:
-        return Path(config).read_text(encoding="utf-8")
-    except OSError:  # no such file, or too long for a file name
-        return base64.urlsafe_b64decode(config).decode("utf-8")
 
 
 def _parse(text: str) -> Any:
@@ -218,24 +207,6 @@ def _parse(text: str) -> Any:
 def _deep_copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _deep_copy(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_deep_copy(item) for item in value]
     return value
-
-
-def _drop_conflicting_batch_key(config: dict[str, Any], overlay: Mapping[str, Any]) -> None:
-    if all(key in config for key in _BATCH_KEYS) and any(key in overlay for key in _BATCH_KEYS):
-        own = next((key for key in _BATCH_KEYS if overlay.get(key) is None), None)
-        if own is not None:
-            del config[own]
-
-
-def _offloads_optimizer(zero: Mapping[str, Any]) -> bool:
-    offload = zero.get("offload_optimizer")
-    return (isinstance(offload, Mapping) and offload.get("device") in ("cpu", "nvme")) or bool(zero.get("cpu_offload"))
-
-
-def _is_foreign_optimizer(optimizer: object | None) -> bool:
-    if optimizer is None:
-        return False
-    return not any(cls.__name__ in _DEEPSPEED_CPU_OPTIMIZERS for cls in type(optimizer).__mro__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -25,16 +26,13 @@ from optuna_dsat.runtime.adapt.config import (
 )
 from optuna_dsat.runtime.adapt.journal import (
     guard_builds,
+    note_created_files,
     note_shared_buffer,
-    note_shared_memory,
-    note_temporary_files,
-    note_temporary_folders,
     share_multiprocessing_folder,
 )
 from optuna_dsat.runtime.adapt.ranks import default_local_rank, with_local_rank
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
-    Event,
     ModulesImported,
     RankFailed,
     RankFinished,
@@ -48,7 +46,7 @@ from optuna_dsat.runtime.imports import EnvironmentWatch, ImportWatch, imported_
 from optuna_dsat.runtime.isolation.redirection import redirect_writes
 from optuna_dsat.runtime.isolation.world import World, rename_across_layers
 from optuna_dsat.runtime.measure.memory import out_of_memory_errors, process_limit_lifted, unlink_shared_buffers
-from optuna_dsat.runtime.measure.state import RankState
+from optuna_dsat.runtime.measure.meter import RankState
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.reporting import set_current_trial
 from optuna_dsat.runtime.stacks import register_stacks
@@ -118,6 +116,8 @@ class _RankProcess:
         self._state = RankState()
         self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
         self._world = World() if plan.world.isolation == "off" else World.load(plan.world.record)
+        self._reports_imports = plan.purpose == "profile" and rank.rank == 0
+        """Whether this rank records the script's imports on behalf of all ranks."""
         self._is_done = False
         """Whether the last record is written. Exceptions of the script after it are not recorded."""
 
@@ -139,9 +139,7 @@ class _RankProcess:
         if plan.leavings and not self._world.covers_shared_memory:
             note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
         if plan.leavings and plan.measures and self._world.mode != "mount":  # a training may want its folders
-            note_temporary_folders(Path(plan.leavings))
-            note_temporary_files(Path(plan.leavings))
-            note_shared_memory(Path(plan.leavings))
+            note_created_files(Path(plan.leavings))
             ImportWatch({"multiprocessing.util": share_multiprocessing_folder}).install()
         if self._world.redirected:
             upper = Path(plan.world.folder) / "files"
@@ -156,19 +154,25 @@ class _RankProcess:
         )
         hook.install()
         set_current_trial(hook)
-        default_local_rank(rank.local_rank, on_found=self._takes_local_rank)
+        facts = self._state.script_facts
+        takes_local_rank = functools.partial(facts.update, takes_local_rank=True)
+        default_local_rank(rank.local_rank, on_found=takes_local_rank)
         given_config = plan.config_path if plan.user_config_path else ""
-        default_config_option(given_config, user_config=plan.user_config_path, on_found=self._takes_config_option)
+        default_config_option(
+            given_config, user_config=plan.user_config_path, on_found=lambda option: facts.update(config_option=option)
+        )
         args = replace_config_paths(command.args, user_config=plan.user_config_path, config=plan.config_path)
         given = with_local_rank(args, rank.local_rank, script=None if command.is_module else Path(command.name))
         if given != args:
             args = given
-            self._takes_local_rank()
-        signal.signal(_EXIT_SIGNAL, _exit_script)
+            takes_local_rank()
+
+        def reads_config(by_its_name: bool) -> None:
+            facts["config_in_code"] = facts.get("config_in_code", True) and not by_its_name
+
+        signal.signal(_EXIT_SIGNAL, lambda *_: sys.exit(0))
         try:
-            with reads_redirected(
-                user_config=plan.user_config_path, config=plan.config_path, on_read=self._reads_config
-            ):
+            with reads_redirected(user_config=plan.user_config_path, config=plan.config_path, on_read=reads_config):
                 ScriptCommand(name=command.name, is_module=command.is_module, args=args).run(safe_path=safe_path)
                 threading._shutdown()  # type: ignore[attr-defined]  # a thread of the script may still train
         except BaseException as error:  # noqa: BLE001 - recorded and printed as Python prints it
@@ -179,12 +183,7 @@ class _RankProcess:
         return 0
 
     def _end(self, error: BaseException) -> int:
-        """Record the exception that ended the script, unless the end is already recorded; return the exit code.
-
-        Raises:
-            SystemExit: If the script called ``sys.exit`` before the last profile step.
-            FailedExit: If the script of a full training run failed.
-        """
+        """Record the exception that ended the script, unless the end is already recorded; return the exit code."""
         if self._is_done:
             if not isinstance(error, SystemExit):
                 _show(error)
@@ -201,20 +200,6 @@ class _RankProcess:
             raise FailedExit(1)
         self._limit_exit(1)
         return 1
-
-    @property
-    def _reports_imports(self) -> bool:
-        """Whether this rank records the script's imports on behalf of all ranks."""
-        return self._plan.purpose == "profile" and self._rank.rank == 0
-
-    def _takes_config_option(self, option: str) -> None:
-        self._state.config_option = option
-
-    def _reads_config(self, by_its_name: bool) -> None:
-        self._state.config_read = self._state.config_read or by_its_name
-
-    def _takes_local_rank(self) -> None:
-        self._state.takes_local_rank = True
 
     def _finish(self, reason: str) -> None:
         state = self._state
@@ -233,25 +218,22 @@ class _RankProcess:
     def _exit_after_last_step(self) -> NoReturn:
         """End the script like ``sys.exit``; again at every later step if the script catches the exception."""
         if not self._is_done:
-            self._record_measured()
+            if self._reports_imports:
+                self._writer.write(
+                    ModulesImported(
+                        rank=0,
+                        time=time.time(),
+                        modules=imported_modules(),
+                        operators=loaded_operators(),
+                        environment=self._environment.changed(),
+                    )
+                )
+            self._finish("profile_done" if self._state.steps >= self._plan.end_profile_step else STEPS_SKIPPED)
+            self._wait_for_local_ranks()
             self._limit_exit(0)
             if (main := threading.main_thread()) is not threading.current_thread() and main.ident is not None:
                 signal.pthread_kill(main.ident, _EXIT_SIGNAL)
         raise SystemExit(0)
-
-    def _record_measured(self) -> None:
-        if self._reports_imports:
-            self._writer.write(
-                ModulesImported(
-                    rank=0,
-                    time=time.time(),
-                    modules=imported_modules(),
-                    operators=loaded_operators(),
-                    environment=self._environment.changed(),
-                )
-            )
-        self._finish("profile_done" if self._state.steps >= self._plan.end_profile_step else STEPS_SKIPPED)
-        self._wait_for_local_ranks()
 
     def _limit_exit(self, code: int) -> None:
         """Kill this process, with this exit code, if the script's exit handlers take too long."""
@@ -291,12 +273,7 @@ class _RankProcess:
         _show(error)
 
 
-def _exit_script(*_: object) -> NoReturn:
-    raise SystemExit(0)
-
-
 def _show(error: BaseException) -> None:
-    """Print an exception as Python does."""
     trace = without_runtime_frames(error.__traceback__, _HERE)
     try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -358,8 +335,7 @@ def _has_ended(path: Path) -> bool:
         last = path.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2]
     except OSError:
         return True  # no such rank on this host
-    event: Event | None = decode_event(last)
-    return isinstance(event, RankFinished | RankFailed)
+    return isinstance(decode_event(last), (RankFinished, RankFailed))
 
 
 class FailedExit(SystemExit):

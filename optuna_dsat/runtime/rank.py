@@ -17,9 +17,9 @@ from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
 __all__ = [
     "LAUNCH_ENV",
     "MANUAL_INIT_ENV",
+    "GroupRank",
     "LaunchPlan",
     "Rank",
-    "World",
     "current_plan",
     "initializes_distributed_manually",
 ]
@@ -27,10 +27,8 @@ __all__ = [
 LAUNCH_ENV = "OPTUNA_DSAT_LAUNCH"
 """Environment variable with the path of ``launch.json``."""
 
-_PURPOSES = ("profile", "trial", "confirm", "full")
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LaunchPlan:
     """Description of a launch; the same for all its ranks."""
 
@@ -62,21 +60,6 @@ class LaunchPlan:
     device_memory_bytes: int | None = None
     """Memory limit per rank; None for no limit."""
 
-    def __post_init__(self) -> None:
-        if self.purpose not in _PURPOSES:
-            raise ValueError(
-                f"purpose is one of {', '.join(_PURPOSES)}; launch {self.launch_id!r} has {self.purpose!r}."
-            )
-        if not 1 <= self.start_profile_step <= self.end_profile_step:
-            raise ValueError(
-                "Profile steps count from 1 and start no later than they end; "
-                f"got start {self.start_profile_step}, end {self.end_profile_step}."
-            )
-        if self.device_memory_bytes is not None and self.device_memory_bytes < 1:
-            raise ValueError(
-                f"device_memory_bytes is positive or None; got {self.device_memory_bytes}. Give None for all there is."
-            )
-
     @property
     def measures(self) -> bool:
         """Whether steps are measured and the launch ends after ``end_profile_step``."""
@@ -93,17 +76,11 @@ class LaunchPlan:
 
         Raises:
             OSError: If the file cannot be read.
-            ValueError: If it is not a launch description.
+            ValueError: If it is not JSON.
         """
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(record, dict):
-            raise ValueError(f"{path} holds no launch description: a JSON object is expected.")
-        known = {f.name for f in fields(cls)}
-        try:
-            world = WorldPlan.from_record(record.get("world", {}))
-            return cls(**{**{key: value for key, value in record.items() if key in known}, "world": world})
-        except TypeError as error:
-            raise ValueError(f"{path} holds no launch description: {error}.") from error
+        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+        return cls(**{**known, "world": WorldPlan.from_record(record.get("world", {}))})
 
 
 MANUAL_INIT_ENV = "OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED"
@@ -113,14 +90,36 @@ _MANUAL_INIT = (MANUAL_INIT_ENV, "DET_MANUAL_INIT_DISTRIBUTED")
 _OFF = frozenset({"", "0", "false", "no", "off"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """A process of a launch, as described by torchrun (``RANK``, ``LOCAL_RANK``, ...)."""
+@dataclass(frozen=True)
+class GroupRank:
+    """Rank and size of a process group started by torchrun (``RANK``, ``LOCAL_RANK``, ...), in a launch or not."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> GroupRank:
+        """Read the environment (this process's unless given); without torchrun the size is 1.
+
+        Raises:
+            ValueError: If a rank variable is not a number.
+        """
+        env = os.environ if environ is None else environ
+        size = int(env.get("WORLD_SIZE") or 1)
+        return GroupRank(
+            rank=int(env.get("RANK") or 0),
+            local_rank=int(env.get("LOCAL_RANK") or 0),
+            world_size=size,
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE") or size),
+        )
+
+
+@dataclass(frozen=True)
+class Rank(GroupRank):
+    """A process of a launch."""
+
     host: str
     launch_path: str
     """Path of ``launch.json``."""
@@ -135,20 +134,15 @@ class Rank:
             ValueError: If the variable of the launch description is missing, or a rank variable is not a number.
         """
         env = os.environ if environ is None else environ
-        launch_path = env.get(LAUNCH_ENV, "")
-        if not launch_path:
+        if not env.get(LAUNCH_ENV):
             raise ValueError(
                 f"{LAUNCH_ENV} names no launch description. The runtime is started by optuna-dsat; "
                 "to train with a config, run the script itself with torchrun or deepspeed."
             )
-        world_size = _number(env, "WORLD_SIZE", 1)
         return cls(
-            rank=_number(env, "RANK", 0),
-            local_rank=_number(env, "LOCAL_RANK", 0),
-            world_size=world_size,
-            local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
+            **vars(GroupRank.from_environment(env)),
             host=socket.gethostname(),
-            launch_path=launch_path,
+            launch_path=env[LAUNCH_ENV],
             can_compile=_can_compile(env),
         )
 
@@ -157,32 +151,6 @@ class Rank:
         """Global ranks on this host (torchrun numbers them contiguously)."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """Rank and size of a process group started by torchrun, in a launch or not."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
-        """Read the environment (this process's unless given); without torchrun the size is 1.
-
-        Raises:
-            ValueError: If a variable is not a number.
-        """
-        env = os.environ if environ is None else environ
-        size = _number(env, "WORLD_SIZE", 1)
-        return cls(
-            rank=_number(env, "RANK", 0),
-            size=size,
-            local_rank=_number(env, "LOCAL_RANK", 0),
-            local_size=_number(env, "LOCAL_WORLD_SIZE", size),
-        )
 
 
 def initializes_distributed_manually(environ: Mapping[str, str] | None = None) -> bool:
@@ -200,16 +168,6 @@ def current_plan() -> LaunchPlan | None:
     """
     path = os.environ.get(LAUNCH_ENV, "")
     return LaunchPlan.load(path) if path else None
-
-
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    text = env.get(name, "")
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name} is a whole number, set by torchrun; got {text!r}.") from None
 
 
 def _can_compile(env: Mapping[str, str]) -> bool:

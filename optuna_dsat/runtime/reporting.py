@@ -9,28 +9,21 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from optuna_dsat.runtime.overlay import merge, nest, read_config
 
 __all__ = ["dsat_reporting_context", "get_ds_config_from_hparams", "set_current_trial", "trial_config"]
 
 
-class _Trial(Protocol):
-    """Interface of a launch that this module uses (``runtime/hook.py``)."""
-
-    def reporting(self, engine: Any, steps_completed: int | None) -> AbstractContextManager[None]: ...
-
-    def trial_config(self, config: Mapping[str, Any]) -> dict[str, Any]: ...
-
-
 class _Current:
     """The launch of this process; None outside of a launch."""
 
-    trial: _Trial | None = None
+    trial: Any = None
+    """``runtime.hook.DeepSpeedHook``."""
 
 
-def set_current_trial(trial: _Trial | None) -> None:
+def set_current_trial(trial: Any) -> None:
     """Set the launch of this process; called by the runtime before the script runs."""
     _Current.trial = trial
 
@@ -78,7 +71,7 @@ def get_ds_config_from_hparams(
         FileNotFoundError: If the file does not exist.
     """
     name = hparams.get("deepspeed_config")
-    if not isinstance(name, str | os.PathLike):
+    if not isinstance(name, (str, os.PathLike)):
         raise ValueError(f'hparams["deepspeed_config"] names the DeepSpeed config, a JSON file; got {name!r}.')
     overwrites = hparams.get("overwrite_deepspeed_args") or {}
     if not isinstance(overwrites, Mapping):

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.runtime.adapt.side_effects import without_monitors
-from optuna_dsat.runtime.overlay import LaidConfig, effective_config, flatten, read_config, scripts_own
+from optuna_dsat.runtime.overlay import (
+    GRADIENT_ACCUMULATION,
+    MICRO_BATCH,
+    TRAIN_BATCH,
+    LaidConfig,
+    effective_config,
+    flatten,
+    read_config,
+    scripts_own,
+)
 from optuna_dsat.runtime.rank import LaunchPlan
 from optuna_dsat.secrecy.shapes import hidden_data
 
@@ -20,10 +29,8 @@ __all__ = ["PartitionedModelError", "TrialConfig", "config_differences", "settin
 # settings than the tuner shows and exports, except for keys in the trial's overlay.
 
 _AUTO = "auto"
-_TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
-_ACCUMULATION = "gradient_accumulation_steps"
 _FILLED_IN = frozenset(
-    {_ACCUMULATION, "zero_optimization.stage"}
+    {GRADIENT_ACCUMULATION, "zero_optimization.stage"}
     | {f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")}
 )
 """Keys that the search chooses; where the file contains ``"auto"``, the user's actual values must be known."""
@@ -75,7 +82,7 @@ def config_differences(
         if key.partition(".")[0] in _IGNORED_KEYS:
             continue
         launched = flat_launch.get(key)
-        is_own = key in own and key != _ACCUMULATION  # reported by a launch with other accumulation steps
+        is_own = key in own and key != GRADIENT_ACCUMULATION  # reported by a launch with other accumulation steps
         if user_value == _AUTO and value is not None and (is_own or key in _FILLED_IN):
             user_value = None  # the filled in value is the user's
             launched = None if launched == _AUTO else launched
@@ -102,17 +109,13 @@ def _agree(value: Any, file_value: Any) -> bool:
 
 
 def _normalized_batches(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the config with its batch sizes expressed as micro-batch and accumulation steps."""
-    rest = {key: value for key, value in config.items() if key not in (_TRAIN, _MICRO, _ACCUMULATION)}
-    train, micro, accumulation = config.get(_TRAIN), config.get(_MICRO), config.get(_ACCUMULATION)
+    rest = {key: value for key, value in config.items() if key not in (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)}
+    train, micro, accumulation = config.get(TRAIN_BATCH), config.get(MICRO_BATCH), config.get(GRADIENT_ACCUMULATION)
     if isinstance(train, int) and accumulation in (None, _AUTO) and isinstance(micro, int):
         accumulation = max(1, train // (micro * world_size))
     elif isinstance(train, int) and micro is None:
         micro = max(1, train // (world_size * (accumulation if isinstance(accumulation, int) else 1)))
-    return {**rest, _MICRO: micro, _ACCUMULATION: 1 if accumulation is None else accumulation}
-
-
-_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+    return {**rest, MICRO_BATCH: micro, GRADIENT_ACCUMULATION: 1 if accumulation is None else accumulation}
 
 
 class PartitionedModelError(ValueError):
@@ -120,12 +123,7 @@ class PartitionedModelError(ValueError):
 
 
 class TrialConfig:
-    """Applies a launch's overlay to configs. Construct it before reads of the user's file are redirected.
-
-    Args:
-        plan: The launch.
-        world_size: Number of ranks.
-    """
+    """Applies a launch's overlay to configs. Construct it before reads of the user's file are redirected."""
 
     def __init__(self, plan: LaunchPlan, *, world_size: int) -> None:
         self._plan = plan
@@ -137,15 +135,11 @@ class TrialConfig:
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
         """Return a config with the overlay applied; measured launches drop the sections of monitors.
 
-        Args:
-            config: A dict, the path of a (H)JSON file, or base64 text.
-            client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``, if any.
-
         Raises:
             ValueError: If the config cannot be read.
         """
         given = read_config(config)
-        size = given.get(_MICRO_BATCH)
+        size = given.get(MICRO_BATCH)
         if isinstance(size, int):
             self._given.add(size)
         laid = effective_config(given, self._plan.overlay, client_optimizer=client_optimizer)
@@ -162,20 +156,20 @@ class TrialConfig:
         if not self._plan.user_config_path:  # the script reads no file: only its command-line options follow the launch
             launch = {key: value for key, value in launch.items() if not isinstance(value, Mapping)}
         script = read_config(scripts_own(config) if isinstance(config, Mapping) else config)
-        own = config.noted if isinstance(config, LaidConfig) else frozenset()
+        own = config.noted if isinstance(config, LaidConfig) else ()
         result = config_differences(script, user=self._user, launch=launch, world_size=self._world_size, own=own)
         return {key: values for key, values in result.items() if hidden_data(values, key) == values}
 
     @property
     def micro_batch(self) -> int | None:
         """Samples per rank and forward pass in the launch's config; None if unspecified."""
-        size = None if self._launch is None else self._launch.get(_MICRO_BATCH)
+        size = None if self._launch is None else self._launch.get(MICRO_BATCH)
         return size if isinstance(size, int) else None
 
     @property
     def micro_batches(self) -> frozenset[int]:
         """Samples per rank and forward pass in the launch's config, the user's file and the script's config."""
-        sizes = (self.micro_batch, (self._user or {}).get(_MICRO_BATCH), *self._given)
+        sizes = (self.micro_batch, (self._user or {}).get(MICRO_BATCH), *self._given)
         return frozenset(size for size in sizes if isinstance(size, int))
 
     def check_model(self, model: Any, config: Mapping[str, Any]) -> None:
@@ -205,21 +199,16 @@ class TrialConfig:
         """
         if self._launch is None:
             return
-        wanted = {
-            "zero_optimization.stage": (_stage_of(self._launch), int(engine.zero_optimization_stage())),
-            _MICRO_BATCH: (
-                self._launch.get(_MICRO_BATCH),
-                int(engine.train_micro_batch_size_per_gpu()),
-            ),
-            "gradient_accumulation_steps": (
-                self._launch.get("gradient_accumulation_steps"),
-                int(engine.gradient_accumulation_steps()),
-            ),
+        wanted = {**self._launch, "zero_optimization.stage": _stage_of(self._launch)}
+        actual = {
+            "zero_optimization.stage": int(engine.zero_optimization_stage()),
+            MICRO_BATCH: int(engine.train_micro_batch_size_per_gpu()),
+            GRADIENT_ACCUMULATION: int(engine.gradient_accumulation_steps()),
         }
         other = [
-            f"{key} is {has}, not {should}"
-            for key, (should, has) in wanted.items()
-            if isinstance(should, int) and should != has
+            f"{key} is {has}, not {wanted[key]}"
+            for key, has in actual.items()
+            if isinstance(wanted.get(key), int) and wanted[key] != has
         ]
         if other:
             raise ValueError(

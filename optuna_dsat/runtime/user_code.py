@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import sys
 import warnings
@@ -13,16 +14,7 @@ from typing import Any
 
 from optuna_dsat.runtime.files import read_regular
 
-__all__ = [
-    "LARGEST_SIZE",
-    "Place",
-    "is_installed",
-    "is_size",
-    "is_stage",
-    "parsed_source",
-    "place_of",
-    "places_of",
-]
+__all__ = ["LARGEST_SIZE", "Place", "is_installed", "is_size", "is_stage", "parsed_source", "place_of", "places_of"]
 
 Place = tuple[str, int]
 """File and line."""
@@ -58,7 +50,7 @@ def place_of(frame: FrameType | None) -> Place:
 
 def places_of(frame: FrameType | None) -> list[Place]:
     """Return the places in the user's code that lead to a frame, innermost first."""
-    return [place for place, _ in zip(_users_places(frame), range(_MOST_PLACES), strict=False)]
+    return list(itertools.islice(_users_places(frame), _MOST_PLACES))
 
 
 def _users_places(frame: FrameType | None) -> Iterator[Place]:
@@ -79,7 +71,8 @@ def parsed_source(file: str | Path) -> ast.Module:
     try:
         # On a syntax error, the interpreter reads the wrong line again from the file called ``filename``; reading a
         # kernel log a second time would block until its next line. Warnings appear when the script itself runs.
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return ast.parse(read_regular(file), filename=os.devnull)
     except (RecursionError, MemoryError):
         raise SyntaxError("nested too deeply") from None

@@ -25,9 +25,6 @@ class EventWriter:
     Scripts that close all open files, as daemons do, also close the event file. It is then reopened; another file that
     got its descriptor number in the meantime is not written to.
 
-    Args:
-        path: File to append to; created if missing.
-
     Raises:
         EventWriteError: If the file cannot be opened.
     """
@@ -72,7 +69,6 @@ class EventWriter:
 
 
 def _identity(descriptor: int) -> tuple[int, int] | None:
-    """Return device and inode of an open file; None if it is closed."""
     try:
         status = os.fstat(descriptor)
     except OSError:

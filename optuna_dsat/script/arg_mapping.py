@@ -7,8 +7,9 @@ from typing import Any
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, zero_section
 from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.adapt.config import with_option
 
-__all__ = ["MAPPABLE", "STAGE", "map_arguments", "parse_mappings", "with_option"]
+__all__ = ["MAPPABLE", "STAGE", "map_arguments", "parse_mappings"]
 
 STAGE = "zero_optimization.stage"
 MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH, STAGE)
@@ -41,12 +42,6 @@ def map_arguments(
 
     A present option (``--flag value`` or ``--flag=value``) is replaced, a missing option appended. A stage that the
     config does not set leaves its option unchanged.
-
-    Args:
-        args: The script's arguments.
-        mappings: Key of the config -> option, as ``parse_mappings`` returns them.
-        config: A DeepSpeed config with numbers for its batch sizes.
-        world_size: Data-parallel ranks, for a train batch size that the config does not set.
     """
     if not mappings:
         return tuple(args)
@@ -63,26 +58,3 @@ def map_arguments(
         if isinstance(values[key], int):
             result = with_option(result, option, str(values[key]))
     return tuple(result)
-
-
-def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
-    """Set an option in a list of arguments: replace it if present (in any of its forms), else append it.
-
-    Args:
-        args: The arguments.
-        option: The option; a Hydra override ends with ``=``.
-        value: Its value.
-    """
-    if option.endswith("="):
-        kept = [arg for arg in args if not arg.startswith((option, f"+{option}", f"++{option}"))]
-        return [*kept, f"{option}{value}"]
-    result = list(args)
-    matches = False
-    for index, arg in enumerate(args):
-        if arg == option and index + 1 < len(args):
-            result[index + 1] = value
-            matches = True
-        elif arg.startswith(f"{option}="):
-            result[index] = f"{option}={value}"
-            matches = True
-    return result if matches else [*result, option, value]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.config.record import Record
@@ -23,11 +23,10 @@ _MOST_GUESSES = 6
 class BatchRule(Record):
     """The source of a script's batch size, which determines how it follows a configuration."""
 
-    kind: Literal["config", "option", "setting", "loader", "attribute", "held"]
+    kind: Literal["config", "option", "setting", "loader", "held"]
     """Kind of the source.
 
-    The DeepSpeed config, a command-line option, a number in a settings file, the object that makes the batches (a data
-    loader or similar), an attribute of a data set that does its own batching, or nothing that can follow.
+    The DeepSpeed config, a command-line option, a number in a settings file, a data loader, or nothing that can follow.
     """
     own: int
     """Samples per rank and forward pass that the script itself sets."""
@@ -36,13 +35,9 @@ class BatchRule(Record):
     counts: str = MICRO_BATCH
     """``option``, ``setting``: the DeepSpeed key with the same meaning: the micro-batch or the global batch."""
     file: str = ""
-    """Path of the source.
-
-    ``setting``: the settings file; ``held``: the source file that feeds the engine; otherwise the source file that
-    makes the data loader or uses the data set.
-    """
+    """``setting``: the settings file; ``held``: the source that feeds the engine; ``loader``: that makes the loader."""
     key: str = ""
-    """``setting``: its dotted key; ``attribute``: class and name."""
+    """``setting``: its dotted key."""
     line: int = 0
     """Line in the source file; 0 if unknown."""
     rows: tuple[int, int] = (1, 1)
@@ -54,10 +49,20 @@ class BatchRule(Record):
         if self.counts not in (MICRO_BATCH, TRAIN_BATCH):
             raise ValueError(f"an option counts {MICRO_BATCH} or {TRAIN_BATCH}, not {self.counts!r:.60}")
 
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self:
+        """Build from a record; attributes of data sets, which earlier versions followed, are held."""
+        return super().from_json({**record, "kind": "held"} if record.get("kind") == "attribute" else record)
+
+    @property
+    def name(self) -> str:
+        """Name of the option or dotted key of the setting; else empty."""
+        return self.option or self.key
+
     @property
     def is_likely(self) -> bool:
         """Whether the name suggests a batch size, or the rule is a data loader."""
-        return self.kind == "loader" or means_batch(self.option or self.key)
+        return self.kind == "loader" or means_batch(self.name)
 
     @property
     def arg_mappings(self) -> dict[str, str]:
@@ -68,15 +73,10 @@ class BatchRule(Record):
         """Return the source record for a launch (``runtime/adapt/batch_sources.py``); for an option, only its rows.
 
         With a ``held`` record, the launch does not compare the script's batches with the config.
-
-        Args:
-            ranks: Data-parallel ranks, for a setting that counts the global batch.
         """
         rows = {} if self.rows == (1, 1) else {"rows": list(self.rows)}
         if self.kind == "loader":
             return {"kind": "loader", "own": self.own, **rows}
-        if self.kind == "attribute":
-            return {"kind": "attribute", "key": self.key, "own": self.own, **rows}
         if self.kind == "setting":
             scale = ranks if self.counts == TRAIN_BATCH else 1
             return {"kind": "setting", "file": self.file, "key": self.key, "own": self.own, "scale": scale, **rows}
@@ -99,7 +99,10 @@ class BatchRule(Record):
         if self.kind == "config":
             return f"The script feeds the engine {self._rows_in_words}: samples are counted, not rows."
         rows = "" if self.rows == (1, 1) else f" and feeds the engine {self._rows_in_words}"
-        return f"The script takes its batch size from {self._place()}{rows}; it follows each configuration."
+        place = f"its data loader ({Path(self.file).name}, line {self.line}, now {self.own})"
+        if self.kind != "loader":
+            place = f"{self.option.rstrip('=') or f'{self.key} in {Path(self.file).name}'} (now {self.own})"
+        return f"The script takes its batch size from {place}{rows}; it follows each configuration."
 
     @property
     def _rows_in_words(self) -> str:
@@ -115,15 +118,6 @@ class BatchRule(Record):
         """Convert a quantity per row to a quantity per sample."""
         return per_row * self.rows[0] // self.rows[1]
 
-    def _place(self) -> str:
-        if self.kind == "option":
-            return f"{self.option.rstrip('=')} (now {self.own})"
-        if self.kind == "setting":
-            return f"{self.key} in {Path(self.file).name} (now {self.own})"
-        if self.kind == "attribute":
-            return f"{self.key} of its data set ({Path(self.file).name}, line {self.line}, now {self.own})"
-        return f"its data loader ({Path(self.file).name}, line {self.line}, now {self.own})"
-
     def _why_held(self) -> str:
         fed = f"; the batches go to the model at {Path(self.file).name}, line {self.line}" if self.line else ""
         if self.rows != (1, 1):
@@ -135,11 +129,9 @@ class BatchRule(Record):
         """Return what to change in the script before its command trains with ``config``; empty if nothing."""
         if self.kind in ("config", "option", "held") or config.get(MICRO_BATCH) == self.own:
             return ""
-        size = config[self.counts if self.kind == "setting" else MICRO_BATCH]
-        where = {
-            "setting": f"{self.key} in {self.file}",
-            "attribute": f"{self.key}, used at {self.file}:{self.line},",
-        }.get(self.kind, f"the batch size at {self.file}:{self.line}")
+        size = config[self.counts]
+        is_setting = self.kind == "setting"
+        where = f"{self.key} in {self.file}" if is_setting else f"the batch size at {self.file}:{self.line}"
         return f"Set {where} to {size}: the script takes its batch size from there, and DeepSpeed does not change it."
 
 
@@ -171,12 +163,7 @@ def held(own: int, *, found: BatchSourcesFound | None = None, present: int | Non
 
 
 def varying(own: int, *, sizes: Sequence[int]) -> BatchRule:
-    """Return the rule of a script whose batches vary in size, for example bucketed or packed by tokens.
-
-    Args:
-        own: Micro-batch of the user's config.
-        sizes: Observed batch sizes in samples.
-    """
+    """Return the rule of a script whose batches vary in size, for example bucketed or packed by tokens."""
     return BatchRule(kind="held", own=own, sizes=(min(sizes), max(sizes)))
 
 
@@ -200,7 +187,7 @@ def guesses(
     other = [
         rule
         for rule in as_config
-        if not _names_it(rule) and rule.counts == MICRO_BATCH and not means_elsewhere(_last(rule.option or rule.key))
+        if not _names_it(rule) and rule.counts == MICRO_BATCH and not means_elsewhere(rule.name)
     ]
     alike = _of_size(sources, own, fed=own, ranks=ranks)
     smaller = [
@@ -222,89 +209,53 @@ def guesses(
 
 def _names_it(rule: BatchRule) -> bool:
     """Whether a rule's name is a training batch size, or the rule is a data loader."""
-    return rule.kind == "loader" or names_training_batch(rule.option or rule.key)
+    return rule.kind == "loader" or names_training_batch(rule.name)
+
+
+def _numbers(found: BatchSourcesFound) -> list[tuple[int, dict[str, Any]]]:
+    """Return the numbers in options and settings files, with the fields of ``BatchRule`` that name them."""
+    options = [(value, {"kind": "option", "option": name}) for name, value in found.options.items()]
+    settings = [
+        (item["value"], {"kind": "setting", "file": item["file"], "key": item["key"]}) for item in found.settings
+    ]
+    return [*options, *settings]
 
 
 def _batch_sizes(found: BatchSourcesFound) -> set[int]:
-    """Return the numbers named as training batch sizes, and the batch sizes of loaders that feed the engine."""
-    named = [*found.options.items(), *((str(setting["key"]), int(setting["value"])) for setting in found.settings)]
-    loaded = {loader["batch_size"] for loader in found.loaders if loader["trains"] and loader["batch_size"] is not None}
-    return {value for name, value in named if names_training_batch(name)} | loaded
+    named = {value for value, name in _numbers(found) if names_training_batch(name.get("option") or name["key"])}
+    return named | {item["batch_size"] for item in found.loaders if item["trains"] and item["batch_size"] is not None}
 
 
 def _of_size(sources: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> list[BatchRule]:
     """Return candidate sources of a batch of ``size`` samples, likeliest first.
 
-    Args:
-        sources: Batch sources noted by the profile launch.
-        size: Samples per rank and forward pass.
-        fed: Rows that the engine was fed.
-        ranks: Data-parallel ranks.
-    """
-    rows = Fraction(fed, size).as_integer_ratio()
-    options = [
-        BatchRule(kind="option", own=size, option=name, counts=counts, rows=rows)
-        for name, counts in _matching(sources.options.items(), own=size, ranks=ranks)
-    ]
-    in_files = {(str(setting["file"]), str(setting["key"])): int(setting["value"]) for setting in sources.settings}
-    settings = [
-        BatchRule(kind="setting", own=size, file=file, key=key, counts=counts, rows=rows)
-        for (file, key), counts in _matching(
-            [((file, key), value) for (file, key), value in in_files.items()], own=size, ranks=ranks
-        )
-    ]
-    feeding = sorted(
-        (loader for loader in sources.loaders if loader["batch_size"] == size), key=lambda record: not record["trains"]
-    )
-    loaders = [
-        BatchRule(kind="loader", own=size, file=str(record["file"]), line=int(record["line"]), rows=rows)
-        for record in feeding
-        if not record.get("attribute") and (record["trains"] or size == fed)
-    ]
-    attributes = {
-        item["attribute"]: BatchRule(
-            kind="attribute",
-            own=size,
-            file=str(item["file"]),
-            line=int(item["line"]),
-            key=str(item["attribute"]),
-            rows=rows,
-        )
-        for item in reversed(feeding)
-        if item.get("attribute")
-    }
-    named = (*options, *settings, *reversed(attributes.values()))
-    likely = [rule for rule in named if means_batch(rule.option or rule.key)]
-    return [*likely, *loaders[:1], *(rule for rule in named if rule not in likely)]
-
-
-def _matching(numbers: Any, *, own: int, ranks: int) -> list[tuple[Any, str]]:
-    """Return (name, DeepSpeed key) of the numbers equal to the micro-batch or global batch, likeliest names first.
-
     Values whose name suggests a sequence length are skipped: the first dimension of time-first inputs would follow such
     a value like a batch size.
     """
-    result = []
-    for name, value in numbers:
-        if means_length(_last(name)):
-            continue
-        if value == own:
-            result.append((name, MICRO_BATCH))
-        elif ranks > 1 and value == own * ranks:
-            result.append((name, TRAIN_BATCH))
-    return sorted(result, key=lambda item: (means_elsewhere(_last(item[0])), item[1] != MICRO_BATCH))
-
-
-def _last(name: str | Sequence[str]) -> str:
-    return name if isinstance(name, str) else name[-1]
+    rows = Fraction(fed, size).as_integer_ratio()
+    counts = {size * ranks: TRAIN_BATCH, size: MICRO_BATCH}
+    matching = [
+        BatchRule(own=size, counts=counts[value], rows=rows, **name)
+        for value, name in _numbers(sources)
+        if value in counts
+    ]
+    named = sorted(
+        (rule for rule in matching if not means_length(rule.name)),
+        key=lambda rule: (rule.kind != "option", means_elsewhere(rule.name), rule.counts != MICRO_BATCH),
+    )
+    loaders = [
+        BatchRule(kind="loader", own=size, file=str(item["file"]), line=int(item["line"]), rows=rows)
+        for item in sorted(sources.loaders, key=lambda item: not item["trains"])
+        if item["batch_size"] == size and (item["trains"] or size == fed)
+    ]
+    likely = [rule for rule in named if rule.is_likely]
+    return [*likely, *loaders[:1], *(rule for rule in named if not rule.is_likely)]
 
 
 def samples_per_rank(found: BatchSourcesFound, *, own: int | None = None) -> int | None:
     """Return a rank's samples per epoch of the loader that feeds the engine; None if unknown.
 
-    Args:
-        found: Batch sources noted by a launch.
-        own: Samples per rank and forward pass fed to the engine; loaders with this batch size take precedence.
+    Loaders of batch size ``own`` take precedence.
     """
     loader = _counted_loader(found, own=own)
     return None if loader is None else int(loader["samples"])

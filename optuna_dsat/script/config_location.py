@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from optuna_dsat.runtime.files import read_regular
 
-__all__ = ["find_config", "find_config_key", "holds_config", "looks_like_config", "read_settings"]
+__all__ = ["find_config", "find_config_key", "holds_config", "looks_like_config", "parsed_settings"]
 
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config", "--deepspeed")
 """Options that name the config by convention: DeepSpeed's and the Hugging Face Trainer's."""
@@ -31,10 +31,6 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
 
     Conventional options come first, then any argument that is a DeepSpeed config, then settings files among the
     arguments. Paths in a settings file are relative to the working directory or to the file.
-
-    Args:
-        args: The script's arguments.
-        cwd: Its working directory.
     """
     by_option = [value for option, value in _pairs(args) if option in _OPTIONS]
     others = [value for _, value in _pairs(args)]
@@ -51,13 +47,7 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
 
 
 def find_config_key(args: Sequence[str], *, cwd: Path, config: Path) -> str | None:
-    """Return the dotted key under which a settings file among a script's arguments names a DeepSpeed config.
-
-    Args:
-        args: The script's arguments.
-        cwd: Its working directory.
-        config: The config.
-    """
+    """Return the dotted key under which a settings file among a script's arguments names a DeepSpeed config."""
     for _, value in _pairs(args):
         path = cwd / value
         if path.suffix in _SETTINGS:
@@ -92,21 +82,19 @@ def _pairs(args: Sequence[str]) -> Iterable[tuple[str, str]]:
 def read_settings(path: Path) -> Any:
     """Return the content of a YAML, JSON or HJSON file; None for any other file."""
     try:
-        text = read_regular(path, most_bytes=_LARGEST_BYTES).decode("utf-8")
+        return parsed_settings(read_regular(path, most_bytes=_LARGEST_BYTES).decode("utf-8"), path.suffix)
     except (OSError, UnicodeDecodeError, ValueError):
         return None
-    if path.suffix in (".yaml", ".yml"):
-        import yaml
 
-        try:
-            return yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError, AttributeError):
-            return None
+
+def parsed_settings(text: str, suffix: str) -> Any:
+    """Return the data of a text, in YAML by the suffix, else JSON or HJSON; None if it is neither."""
     import hjson
+    import yaml
 
     try:
-        return hjson.loads(text)
-    except (ValueError, RecursionError):
+        return yaml.safe_load(text) if suffix in (".yaml", ".yml") else hjson.loads(text)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError, AttributeError):
         return None
 
 

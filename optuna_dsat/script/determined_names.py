@@ -57,10 +57,6 @@ def check_imports(tree: ast.Module, file: Path) -> None:
 
     Imports within ``try`` or functions are ignored.
 
-    Args:
-        tree: The module.
-        file: Its file, for messages.
-
     Raises:
         UsageError: Lists each line with its replacement.
     """
@@ -71,7 +67,6 @@ def check_imports(tree: ast.Module, file: Path) -> None:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and remedy of each top-level import of Determined in a module."""
     installed = importlib.util.find_spec("determined") is not None
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "determined":
@@ -97,7 +92,6 @@ def _remedy(name: str) -> str:
 
 
 def _context_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and remedy of each ``context.NAME`` or ``self.context.NAME`` that is not supported."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
             owner = node.value

@@ -18,6 +18,7 @@ _LENGTHS = {
     "--max-length": ("searcher", "max_length"),
     "--validation-period": ("min_validation_period",),
     "--checkpoint-period": ("min_checkpoint_period",),
+    "--report-period": ("scheduling_unit",),
 }
 """Option of ``optuna-dsat train`` -> location of the length in the configuration."""
 _UNITS = ("batches", "epochs", "records")
@@ -33,16 +34,9 @@ _OPTIONS = {
 }
 """Key of the configuration -> equivalent option of a search."""
 
-_READ = {
-    "name": (),
-    "description": (),
-    "labels": (),
-    "entrypoint": (),
-    "hyperparameters": (),
-    "data": (),
-    "scheduling_unit": (),
-    "min_validation_period": (),
-    "min_checkpoint_period": (),
+_READ: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("name", "description", "labels", "entrypoint", "hyperparameters", "data", "scheduling_unit"), ()),
+    **dict.fromkeys(("min_validation_period", "min_checkpoint_period"), ()),
     "searcher": ("name", "max_length", "smaller_is_better"),
     "resources": ("slots_per_trial",),
     "environment": ("environment_variables",),
@@ -84,7 +78,7 @@ def read_experiment(path: Path) -> Experiment:
         raise UsageError(f"{path} is no experiment configuration of Determined: it has no entrypoint.")
     options = {option: str(value) for key, option in _OPTIONS.items() if (value := _at(record, key)) is not None}
     slots = _at(record, ("resources", "slots_per_trial"))
-    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
+    if slots is not None and (type(slots) is not int or slots < 1):
         raise UsageError(
             f"{path}: resources.slots_per_trial is {as_written(slots)}; it is a number of GPUs, at least 1."
         )
@@ -104,22 +98,13 @@ def training_options(experiment: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         UsageError: If a length is invalid.
     """
-    options = {}
-    for option, key in _LENGTHS.items():
-        length = _length(_at(experiment, key), ".".join(key))
-        if length is not None:
-            options[option] = length
-    unit = _length(experiment.get("scheduling_unit"), "scheduling_unit")
+    options = {option: _length(_at(experiment, key), ".".join(key)) for option, key in _LENGTHS.items()}
     seed = _at(experiment, ("reproducibility", "experiment_seed"))
-    return {
-        **options,
-        **({} if unit is None else {"--report-period": unit}),
-        **({} if seed is None else {"--seed": str(seed)}),
-    }
+    options["--seed"] = None if seed is None else str(seed)
+    return {option: value for option, value in options.items() if value is not None}
 
 
 def _at(record: Mapping[str, Any], key: Sequence[str]) -> Any:
-    """Return the value at a path of keys; None if absent."""
     result: Any = record
     for part in key:
         result = result.get(part) if isinstance(result, Mapping) else None
@@ -127,15 +112,10 @@ def _at(record: Mapping[str, Any], key: Sequence[str]) -> Any:
 
 
 def _length(value: Any, name: str) -> str | None:
-    """Return a length such as ``100batches``; None if it is absent or 0, which means never in Determined.
-
-    Raises:
-        UsageError: If it is neither a number of batches nor a mapping of one unit to a number.
-    """
+    """Return a length such as ``100batches``; None if it is absent or 0, which means never in Determined."""
     if value is None:
         return None
-    pair = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
-    unit, count = pair
+    unit, count = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
     if unit not in _UNITS or not isinstance(count, int) or count < 0:
         raise UsageError(
             f"{name} is {as_written(value)}; it is a number of batches, or one of {', '.join(_UNITS)} with a number."
@@ -144,36 +124,21 @@ def _length(value: Any, name: str) -> str | None:
 
 
 def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
-    """Return ``NAME:CLASS``, or a script's command as a list of words.
-
-    Raises:
-        UsageError: If the entry point is neither.
-    """
+    """Return ``NAME:CLASS``, or a script's command as a list of words."""
     try:
         words = shlex.split(entrypoint) if isinstance(entrypoint, str) else _texts(entrypoint, "entrypoint", path)
     except ValueError as error:
         raise UsageError(f"{path}: the entrypoint {as_written(entrypoint)} is no command: {error}.") from None
     if "-m" in words[:-1] and words[words.index("-m") + 1].startswith("determined.launch."):
         words = words[words.index("-m") + 2 :]
-        for index, word in enumerate(words):
-            option, equals, value = word.partition("=")
-            if option == "--trial":
-                named = [value] if equals else words[index + 1 : index + 2]
-                break
-        else:
-            named = _without_launch_options(words)
-        words = named
+        words = [part for word in words for part in (word.split("=", 1) if word.startswith("--trial=") else [word])]
+        words = words[words.index("--trial") + 1 :][:1] if "--trial" in words else _without_launch_options(words)
     if not words:
         raise UsageError(f"{path}: the entrypoint {as_written(entrypoint)} names nothing to run.")
     return tuple(words)
 
 
 def _texts(value: Any, name: str, path: Path) -> list[str]:
-    """Return the entries of a list as strings; empty if there is no list.
-
-    Raises:
-        UsageError: If the value is not a list.
-    """
     if value is None:
         return []
     if not isinstance(value, list):
@@ -192,11 +157,7 @@ def _without_launch_options(words: Sequence[str]) -> list[str]:
 
 
 def _config(record: Mapping[str, Any], path: Path) -> str:
-    """Return the path of the DeepSpeed config that the hyperparameters name; empty if they name none.
-
-    Raises:
-        UsageError: If they contain the config instead.
-    """
+    """Return the path of the DeepSpeed config that the hyperparameters name; empty if they name none."""
     named = _at(record, ("hyperparameters", CONFIG))
     if isinstance(named, Mapping) and named.get("type") == "const":
         named = named.get("val")
@@ -209,11 +170,7 @@ def _config(record: Mapping[str, Any], path: Path) -> str:
 
 
 def _environment(variables: Any, path: Path) -> dict[str, str]:
-    """Return environment variables from a list of ``NAME=VALUE``, or a mapping of devices to such lists.
-
-    Raises:
-        UsageError: If an entry has no ``=``.
-    """
+    """Return environment variables from a list of ``NAME=VALUE``, or a mapping of devices to such lists."""
     where = "environment.environment_variables"
     parts = variables.values() if isinstance(variables, Mapping) else [variables]
     result = {}
@@ -228,11 +185,8 @@ def _environment(variables: Any, path: Path) -> dict[str, str]:
 def _without_meaning(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys that are ignored, with one level of subkeys."""
     for key, value in record.items():
-        inner = _READ.get(key)
-        read = {path[1] for path in _OPTIONS if path[0] == key} | set(inner or ())
-        if inner == ():
-            continue
-        if not isinstance(value, Mapping) or not read:
+        read = {*_READ.get(key, ()), *(path[1] for path in _OPTIONS if path[0] == key)}
+        if isinstance(value, Mapping) and read:
+            yield from (f"{key}.{name}" for name in value if name not in read)
+        elif read or key not in _READ:
             yield str(key)
-            continue
-        yield from (f"{key}.{name}" for name in value if name not in read)

@@ -1,4 +1,8 @@
-"""Copy a script's settings file with the best batch size and config, for the command that trains with it."""
+"""Copy a script's settings file with the best config, for the command that trains with it.
+
+The copy has the best batch size where the script reads it, and the best config: as the whole file, as a section of it,
+or by its path, as the script's file has its own config. The rest of the file is unchanged.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.runtime.files import read_regular
+from optuna_dsat.runtime.overlay import flatten, merge, nest
+from optuna_dsat.runtime.trial_config import settings_told
+from optuna_dsat.script.config_location import holds_config, parsed_settings
 
-__all__ = ["Document", "SettingsCopy", "names_file", "settings_copy"]
+__all__ = ["SettingsCopy", "names_file", "settings_copy"]
 
 _FORMATS = (".json", ".yaml", ".yml")
+_BATCH_KEYS = frozenset({TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION})
+_DEPTH = 6
+"""Maximum nesting depth at which a section is searched for."""
 _STANDARD = "tag:yaml.org,2002:"
 """Prefix of the tags that every loader supports; other tags may read files next to the original."""
 _ONE_LINE = 2**30
@@ -22,10 +32,13 @@ _ONE_LINE = 2**30
 _WRITTEN = re.compile(r"(^|_)(out|output|outputs|log|logs|logging|save|run)(_|$)", re.IGNORECASE)
 """Keys of paths that a script writes to; they may exist from an earlier run."""
 
+_Key = tuple[str, ...]
+"""Keys and list indices that lead to a value of a settings file; empty for the whole file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsCopy:
-    """A copy of the user's settings file with another batch size and another DeepSpeed config path."""
+    """A copy of the user's settings file with another batch size and another DeepSpeed config."""
 
     original: Path
     path: Path
@@ -33,7 +46,7 @@ class SettingsCopy:
     sets_batch: bool = True
     """Whether it sets the batch size of the best config."""
     names_config: bool = False
-    """Whether it names the best config, or is the best config."""
+    """Whether it names or contains the best config."""
 
     def pointed(self, args: Sequence[str], *, cwd: str) -> list[str]:
         """Return a script's arguments with the original file replaced by the copy."""
@@ -57,151 +70,176 @@ def settings_copy(
     source: Mapping[str, Any],
     config: Mapping[str, Any],
     *,
+    own: Mapping[str, Any],
     args: Sequence[str],
     cwd: str,
     folder: Path,
+    sections: bool = False,
     user_config: str = "",
     best_config: str = "",
 ) -> SettingsCopy | None:
-    """Return a copy that sets a config's batch size and names the config; None if the user has to edit the file.
+    """Return a copy of a settings file among the arguments; None if the user has to edit the file.
 
-    None is returned if no argument names the file, if its format is not JSON or YAML, or if a path or custom tag in it
-    may refer to a neighbouring file, which the copy would miss.
+    None is returned if no argument names such a file, if its format is not JSON or YAML, if a path or custom tag in it
+    may refer to a neighbouring file, which the copy would miss, or if the edited text does not parse to exactly the
+    change. A file or section is the script's config if the script passes it to DeepSpeed, apart from batch sizes and
+    settings that the script adds, such as scheduler steps.
 
     Args:
-        source: Source of the script's batch size, from ``BatchRule.source``.
+        source: Source of the script's batch size, from ``BatchRule.source``; empty if it is the config.
         config: The best config, with all batch sizes.
+        own: The config that the script itself passes.
         args: The script's arguments.
         cwd: Its working directory.
         folder: Folder of the copy.
+        sections: Whether the config may be a section of the file.
         user_config: Path of the user's DeepSpeed config, which such a file may name; empty if there is none.
         best_config: Path of the best config, which replaces ``user_config`` in the copy.
     """
-    sets_batch = source.get("kind") == "setting" and config[MICRO_BATCH] != source["own"]
-    sets_batch = sets_batch and any(names_file(arg, source["file"], cwd=cwd) for arg in args)
-    named = [Path(cwd) / arg.rpartition("=")[2] for arg in args] if user_config else []
-    for file in [Path(source["file"])] if sets_batch else named:
-        if file.suffix not in _FORMATS or names_file(str(file), user_config, cwd=cwd):
+    files = [file for arg in args if (file := Path(cwd) / arg.rpartition("=")[2]).suffix in _FORMATS]
+    is_setting = source.get("kind") == "setting"
+    sources = [file for file in files if is_setting and names_file(source["file"], file, cwd=cwd)]
+    changes_batch = bool(sources) and config[MICRO_BATCH] != source["own"]
+    for file in sources if changes_batch else files:
+        document = _Document.read(file)
+        if document is None or (user_config and names_file(user_config, file, cwd=cwd)):
             continue
-        try:
-            document = Document.read(file, cwd=cwd, user_config=user_config)
-        except (OSError, UnicodeDecodeError, ValueError):
-            continue
-        number = None
-        if sets_batch:
+        changes: dict[_Key, Any] = {}
+        if not source or file in sources:
+            changes = document.config_change(source.get("key"), config, own=own, sections=sections)
+        is_config = bool(changes)
+        if not is_config and user_config:
+            changes = {key: best_config for key, value in document.texts() if _is_path(value, user_config, file, cwd)}
+        names_config = bool(changes)
+        number = tuple(str(source.get("key")).split("."))
+        if changes_batch and not any(number[: len(key)] == key for key in changes):
             scale = int(source.get("scale", 1))
-            number = (source["key"].split("."), source["own"] * scale, config[MICRO_BATCH] * scale)
-        changed = None if document is None else document.changed(number=number, best_config=best_config)
-        if document is not None and changed is not None:
+            if document.value_at(number) != source["own"] * scale:
+                continue
+            changes[number] = config[MICRO_BATCH] * scale
+        text = document.changed(changes)
+        if text is not None:
             return SettingsCopy(
                 original=file,
                 path=folder / f"best_{file.name}",
-                text=changed,
-                sets_batch=sets_batch,
-                names_config=bool(document.named),
+                text=text,
+                sets_batch=is_config or changes_batch,
+                names_config=names_config,
             )
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """A settings file as text and as YAML nodes; JSON is parsed as YAML, too."""
+def _is_path(value: str, path: str, file: Path, cwd: str) -> bool:
+    """Whether a text in a settings file is a path, relative to the working directory or to the file."""
+    return bool(value) and any(names_file(f"={value}", path, cwd=name) for name in (cwd, str(file.parent)))
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """A settings file as text, as data and as YAML nodes; JSON is parsed as YAML, too."""
+
+    file: Path
     text: str
+    settings: Any
     root: Any
-    named: Sequence[Any]
-    """Nodes that are the path of the user's DeepSpeed config."""
-    beside: Path
-    is_json: bool
 
     @classmethod
-    def read(cls, file: Path, *, cwd: str, user_config: str) -> Document | None:
-        """Read a file; None if it is not YAML.
-
-        Raises:
-            OSError: If it cannot be read.
-            ValueError: If it is too large or not text.
-        """
+    def read(cls, file: Path) -> _Document | None:
+        """Read a file; None if it cannot be read, or is not YAML or JSON."""
         import yaml
 
-        text = read_regular(file).decode("utf-8")
         try:
+            text = read_regular(file).decode("utf-8")
             root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)  # JSON may be indented with tabs
-        except yaml.YAMLError:
+            settings = parsed_settings(text, file.suffix)
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return None
-        named = [
-            node
-            for _, node in _nodes(root)
-            if user_config
-            and isinstance(node, yaml.ScalarNode)
-            and node.value
-            and any(names_file(f"={node.value}", user_config, cwd=name) for name in (cwd, str(file.parent)))
-        ]
-        return cls(text=text, root=root, named=named, beside=file.parent, is_json=file.suffix == ".json")
+        return None if settings is None else cls(file=file, text=text, settings=settings, root=root)
 
-    def changed(
-        self,
-        *,
-        number: tuple[Sequence[str], int, int] | None,
-        best_config: str = "",
-        section: tuple[Sequence[str], Mapping[str, Any]] | None = None,
-    ) -> str | None:
-        """Return the text with a new number, a new section and the best config's path; None if not possible.
+    def config_change(
+        self, batch_key: str | None, config: Mapping[str, Any], *, own: Mapping[str, Any], sections: bool
+    ) -> dict[_Key, Any]:
+        """Return key -> new content of the script's config in this file; empty unless there is exactly one.
 
-        Args:
-            number: Key, old value and new value; None if no number changes.
-            best_config: Path of the best config.
-            section: Key and new content of a mapping; None if no mapping changes.
+        A whole file is only replaced if it is YAML and the script reads its batch size from no other key than the
+        config's: a copy that differs only in the micro-batch would contradict the file's other batch sizes.
         """
-        nodes = list(_nodes(self.root))
-        if any(node not in self.named and _may_need(name, node, self.beside) for name, node in nodes):
-            return None
-        edits = [(node, json.dumps(best_config)) for node in self.named]
-        if number is not None:
-            key, own, new = number
-            node = self._node_at(key)
-            if self._text_of(node) != str(own):
-                return None
-            edits.append((node, str(new)))
-        if section is not None:
-            node = self._node_at(section[0])
-            edits.append((node, self._written(section[1], node)))
-        if any(sum(item is node for _, item in nodes) != 1 for node, _ in edits):  # because of aliases
-            return None
-        text = self.text
-        for node, words in sorted(edits, key=lambda edit: edit[0].start_mark.index, reverse=True):
-            text = f"{text[: node.start_mark.index]}{words}{text[_end(node) :]}"
-        return text if edits else None
+        is_whole = self.file.suffix != ".json" and batch_key in (None, MICRO_BATCH, TRAIN_BATCH)
+        if is_whole and holds_config(self.settings) and _passes(self.settings, own=own):
+            configs: list[tuple[_Key, Mapping[str, Any]]] = [((), self.settings)]
+        else:
+            configs = [item for item in _sections(self.settings) if sections and _passes(item[1], own=own)]
+        if len(configs) != 1:
+            return {}
+        [(key, record)] = configs
+        # Settings of the file that the best config lacks stay, since the script may read them.
+        parts = settings_told(record)
+        beside = nest({key: value for key, value in flatten(record).items() if key not in parts})
+        kept = {name: value for name, value in beside.items() if name not in (*_BATCH_KEYS, "autotuning")}
+        return {key: merge(kept, _without_added(config, own=own, record=record))}
 
-    def _node_at(self, key: Sequence[str]) -> Any:
-        """Return the node at a key; None if absent."""
-        node = self.root
+    def texts(self) -> Iterator[tuple[_Key, str]]:
+        """Yield key and text of the scalars."""
+        return ((key, node.value) for key, node in _nodes(self.root) if isinstance(node.value, str))
+
+    def value_at(self, key: _Key) -> Any:
+        """Return the value at a key; None if absent."""
+        value = self.settings
         for name in key:
-            node = dict(_children(node)).get(name)
-        return node
+            items = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, list) else {}
+            value = next((item for other, item in items.items() if str(other) == name), None)
+        return value
 
-    def _written(self, values: Mapping[str, Any], node: Any) -> str:
-        """Format a mapping as replacement of a node, in block style if the node has block style."""
+    def changed(self, changes: Mapping[_Key, Any]) -> str | None:
+        """Return the text with other values at some keys; None if not possible, or without changes."""
+        nodes = dict(_nodes(self.root))
+        rest = {key: node for key, node in nodes.items() if not any(key[: len(at)] == at for at in changes)}
+        if not changes or not changes.keys() <= nodes.keys() or any(map(self._may_need, rest, rest.values())):
+            return None
+        text, expected = self.text, self.settings
+        for key in sorted(changes, key=lambda key: nodes[key].start_mark.index, reverse=True):
+            node, value = nodes[key], changes[key]
+            text = f"{text[: node.start_mark.index]}{self._written(value, node)}{text[_end(node) :]}"
+            expected = _replaced(expected, key, value)
+        return text if parsed_settings(text, self.file.suffix) == expected else None
+
+    def _written(self, value: Any, node: Any) -> str:
+        """Format a value as replacement of a node; a mapping in block style if the node has block style."""
         import yaml
 
+        if not isinstance(value, Mapping):
+            return json.dumps(value)
         first = self.text.rfind("\n", 0, node.start_mark.index) + 1
         line = self.text[first : node.start_mark.index]
         if not node.flow_style:
-            lines: str = yaml.safe_dump(dict(values), sort_keys=False)
+            lines: str = yaml.safe_dump(value, sort_keys=False)
             return lines.rstrip("\n").replace("\n", "\n" + " " * len(line))
-        if not self.is_json:  # YAML reads some numbers that JSON does not have
-            flowing: str = yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=True, width=_ONE_LINE)
+        if self.file.suffix != ".json":  # YAML reads some numbers that JSON does not have
+            flowing: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=True, width=_ONE_LINE)
             return flowing.rstrip("\n")
         if "\n" not in self.text[node.start_mark.index : _end(node)]:
-            return json.dumps(values)
-        return json.dumps(values, indent=2).replace("\n", "\n" + line[: len(line) - len(line.lstrip())])
+            return json.dumps(value)
+        return json.dumps(value, indent=2).replace("\n", "\n" + line[: len(line) - len(line.lstrip())])
 
-    def _text_of(self, node: Any) -> str:
-        return "" if node is None else self.text[node.start_mark.index : node.end_mark.index]
+    def _may_need(self, key: _Key, node: Any) -> bool:
+        """Whether a node may be the path of a file next to the document, to be read by the script."""
+        if not node.tag.startswith(_STANDARD):
+            return True
+        if node.tag != f"{_STANDARD}str" or not node.value.strip("./") or (key and _WRITTEN.search(key[-1])):
+            return False
+        try:
+            return not Path(node.value).is_absolute() and (self.file.parent / node.value).exists()
+        except (OSError, ValueError):  # not a path: too long, or with an invalid character
+            return False
+
+
+def _nodes(node: Any, key: _Key = ()) -> Iterator[tuple[_Key, Any]]:
+    yield key, node
+    for name, child in _children(node):
+        yield from _nodes(child, (*key, name))
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key or index, child node) of a node."""
     import yaml
 
     if isinstance(node, yaml.MappingNode):
@@ -217,20 +255,40 @@ def _end(node: Any) -> int:
     return max(map(_end, children), default=index) if children and not node.flow_style else index
 
 
-def _nodes(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a YAML node and its descendants with their keys. Aliased nodes are yielded once per alias."""
-    yield name, node
-    for key, child in _children(node):
-        yield from _nodes(child, key)
+def _replaced(settings: Any, key: _Key, value: Any) -> Any:
+    if not key:
+        return value
+    if isinstance(settings, list):
+        return [_replaced(item, key[1:], value) if str(at) == key[0] else item for at, item in enumerate(settings)]
+    return {name: _replaced(item, key[1:], value) if str(name) == key[0] else item for name, item in settings.items()}
 
 
-def _may_need(name: str, node: Any, beside: Path) -> bool:
-    """Whether a node may be the path of a file next to the document, to be read by the script."""
-    if node is None or not node.tag.startswith(_STANDARD):
-        return True
-    if node.tag != f"{_STANDARD}str" or not node.value.strip("./") or _WRITTEN.search(name):
-        return False
-    try:
-        return not Path(node.value).is_absolute() and (beside / node.value).exists()
-    except (OSError, ValueError):  # not a path: too long, or with an invalid character
-        return False
+def _sections(settings: Any, key: _Key = ()) -> Iterator[tuple[_Key, Mapping[str, Any]]]:
+    """Yield (key, content) of the DeepSpeed configs within a mapping."""
+    if not isinstance(settings, Mapping) or len(key) >= _DEPTH:
+        return
+    for name, value in settings.items():
+        if holds_config(value):
+            yield (*key, str(name)), value
+        else:
+            yield from _sections(value, (*key, str(name)))
+
+
+def _passes(record: Mapping[str, Any], *, own: Mapping[str, Any]) -> bool:
+    """Whether a script passes the config in a file, apart from batch sizes and settings that the script adds."""
+    in_file, passed = (
+        settings_told({key: value for key, value in config.items() if key not in _BATCH_KEYS})
+        for config in (record, own)
+    )
+    return in_file.items() <= passed.items()
+
+
+def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop from a config the settings that the script adds to its file and the search left unchanged."""
+    kept = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and isinstance(own.get(key), Mapping) and isinstance(record.get(key), Mapping):
+            kept[key] = _without_added(value, own=own[key], record=record[key])
+        elif key in record or key in _BATCH_KEYS or key not in own or value != own[key]:
+            kept[key] = value
+    return kept

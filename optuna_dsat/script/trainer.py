@@ -112,11 +112,7 @@ class ScriptTrainer(Record):
         return result
 
     def script_value(self, key: str) -> int | None:
-        """Return the micro-batch or the accumulation steps that the script itself sets; None if not observed.
-
-        Args:
-            key: Key of the DeepSpeed config.
-        """
+        """Return the micro-batch or the accumulation steps that the script itself sets; None if not observed."""
         return self.micro_batch if key == ds_config.MICRO_BATCH else self.gradient_accumulation_steps
 
     def proof_steps(self) -> tuple[int, int | None]:
@@ -133,11 +129,6 @@ def trainer_guesses(trainer: ScriptTrainer, sources: BatchSourcesFound, *, ranks
     Candidates are options of the script's own parser, under any name, whose value equals the trainer's: for the
     micro-batch, optionally combined with the accumulation steps or with the global batch from which the script computes
     them. Numbers in settings files that the script read come last, for the micro-batch only.
-
-    Args:
-        trainer: The trainer; if its own options are parsed from the command line, there are no guesses.
-        sources: Batch sources noted by the profile launch.
-        ranks: Data-parallel ranks.
     """
     own, steps = trainer.micro_batch, trainer.gradient_accumulation_steps
     if trainer.framework != "transformers" or ds_config.MICRO_BATCH in trainer.options or own is None or steps is None:

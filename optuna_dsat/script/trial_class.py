@@ -17,7 +17,7 @@ from optuna_dsat.config.documents import as_written, check_nesting, checked, rea
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.overlay import merge, nest, read_config
-from optuna_dsat.script.command.module_file import importable_file, python_tree
+from optuna_dsat.script.command.module_file import module_file, python_tree
 from optuna_dsat.script.determined_names import check_imports
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "RUNNER",
     "Hparams",
     "Length",
-    "TrialClass",
     "complete_training",
     "find_trial_class",
     "hparams_of",
@@ -53,16 +52,6 @@ _SEARCHED = frozenset({"int", "double", "log", "categorical"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialClass:
-    """A class that a module defines or imports."""
-
-    module: str
-    name: str
-    file: Path
-    """The file that ``import module`` runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Length:
     """A duration or a period of training."""
 
@@ -84,12 +73,7 @@ class Length:
         return cls(count=int(match.group(1)), unit=units[(match.group(2) or "batches")[0]])
 
     def batches(self, *, per_epoch: int, train_batch_size: int) -> int:
-        """Return the length in batches, at least 1; records are rounded up to whole batches.
-
-        Args:
-            per_epoch: Batches of one epoch.
-            train_batch_size: Samples of one batch, over all ranks.
-        """
+        """Return the length in batches, at least 1; records are rounded up to whole batches."""
         if self.unit == "records":
             return -(-self.count // train_batch_size)
         return max(1, self.count * per_epoch if self.unit == "epochs" else self.count)
@@ -125,10 +109,6 @@ class Hparams:
 
         ``deepspeed_config`` becomes the path of that file. A config inside the hyperparameters, under that name or at
         top level, has its sections replaced by the file's.
-
-        Args:
-            config: Path of the config file.
-            keep_overwrites: Whether to keep ``overwrite_deepspeed_args``, which override the config.
         """
         result = dict(self.hyperparameters)
         named = result.get(CONFIG)
@@ -167,14 +147,14 @@ def is_trial_class(text: str) -> bool:
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text) is not None
 
 
-def find_trial_class(entry: str, cwd: Path) -> TrialClass:
-    """Return the class that ``NAME:CLASS`` refers to in the working directory, without importing anything.
+def find_trial_class(entry: str, cwd: Path) -> Path:
+    """Return the file of the module of ``NAME:CLASS`` in the working directory, without importing anything.
 
     Raises:
         UsageError: If there is no such module, it is not Python, or it has no such name.
     """
     module, _, name = entry.partition(":")
-    file = importable_file(module, cwd)
+    file = module_file(module, cwd, of_package="__init__.py")
     if file is None:
         raise UsageError(
             f"{entry} names the class {name} of the module {module}, but there is no {module.replace('.', '/')}.py in "
@@ -184,8 +164,9 @@ def find_trial_class(entry: str, cwd: Path) -> TrialClass:
     bound = _names(tree)
     check_imports(tree, file)
     if name not in bound and "*" not in bound:
-        raise UsageError(f"{file.name} has no class {name}; it has {', '.join(_classes(tree)) or 'none'}.")
-    return TrialClass(module=module, name=name, file=file)
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        raise UsageError(f"{file.name} has no class {name}; it has {', '.join(classes) or 'none'}.")
+    return file
 
 
 def runner_arguments(entry: str, *, config: str, hparams: str | None, rest: Sequence[str] = ()) -> tuple[str, ...]:
@@ -203,12 +184,7 @@ def hparams_of(arguments: Sequence[str]) -> str | None:
 
 
 def complete_training(arguments: Sequence[str], folder: str | Path) -> list[str]:
-    """Complete arguments of ``RUNNER`` with the length of the training and the folder of its checkpoints.
-
-    Args:
-        arguments: From ``runner_arguments``.
-        folder: Folder of the checkpoints if the arguments name none.
-    """
+    """Complete arguments of ``RUNNER`` with the length of the training and the folder of its checkpoints."""
     named = {argument.partition("=")[0] for argument in arguments}
     completed = list(arguments)
     for option, value in ((LENGTH_OPTION, DEFAULT_LENGTH), (CHECKPOINT_OPTION, str(folder))):
@@ -218,35 +194,29 @@ def complete_training(arguments: Sequence[str], folder: str | Path) -> list[str]
 
 
 def train_command(arguments: Sequence[str], *, config: str, device: str, slots: int) -> list[str]:
-    """Return the command for a training with ``config``, from arguments of ``RUNNER``.
-
-    Args:
-        arguments: From ``runner_arguments``.
-        config: Path of a DeepSpeed config.
-        device: ``cuda`` or ``cpu``.
-        slots: Ranks.
-    """
+    """Return the command for a training with ``config``, from arguments of ``RUNNER``."""
     entry, _, _, *rest = arguments
     ranks = ["--gpus" if device == "cuda" else "--cpu-ranks", str(slots)]
     return ["optuna-dsat", "train", entry, config, *rest, *ranks]
 
 
 def read_settings(path: str | Path, *, what: str) -> Any:
-    """Return the data of a YAML or JSON file; an empty mapping for an empty file.
-
-    Args:
-        path: The file.
-        what: Description of its content, as the subject of a message.
+    """Return the data of a YAML or JSON file; an empty mapping for an empty file. ``what`` is the subject of messages.
 
     Raises:
         UsageError: If it cannot be read.
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Reads ``1e-3`` as a number, as YAML 1.2 and JSON; it is a string in PyYAML's YAML 1.1."""
+
+    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
         text = read_document(path).decode()
         check_nesting(text, str(path))
-        record = checked(_read_yaml(text), str(path))
+        record = checked(yaml.load(text, Loader), str(path))
     except OSError as error:
         raise UsageError(f"{what} {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -261,18 +231,6 @@ def read_settings(path: str | Path, *, what: str) -> Any:
     return {} if record is None else record
 
 
-def _read_yaml(text: str) -> Any:
-    """Return the data of YAML text; ``1e-3`` is a number, as in YAML 1.2 and JSON (a string in PyYAML's YAML 1.1)."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        pass
-
-    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
-    return yaml.load(text, Loader)
-
-
 def _replaced(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``own`` updated by ``config``; a batch size in ``config`` drops all batch sizes of ``own``."""
     sizes = any(key in config for key in _BATCH_SIZES)
@@ -281,11 +239,7 @@ def _replaced(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def _value(name: str, value: Any, path: str | Path) -> Any:
-    """Return a hyperparameter's value, with ``{type: const, val: VALUE}`` resolved at any depth.
-
-    Raises:
-        UsageError: If it has a range instead of a value.
-    """
+    """Return a hyperparameter's value, with ``{type: const, val: VALUE}`` resolved at any depth."""
     if not isinstance(value, dict):
         return value
     kind = value.get("type")
@@ -310,7 +264,3 @@ def _names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     return names
-
-
-def _classes(tree: ast.Module) -> list[str]:
-    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.escape.shell import in_folder, program
-from optuna_dsat.script.arg_mapping import map_arguments, with_option
+from optuna_dsat.runtime.adapt.config import with_option
+from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.own_ranks import says_where_to_meet
-from optuna_dsat.script.config_copy import config_copy
 from optuna_dsat.script.config_location import find_config_key
-from optuna_dsat.script.section_copy import section_copy
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import resolved, shell_join
@@ -55,20 +54,14 @@ def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -
     """
     script = spec.script
     source = script.batch_source if "kind" in script.batch_source else {}
-    ready, own = resolved(config), resolved(spec.ds_config)
-    whole = config_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
-    if whole is not None:
-        return whole
-    if not script.config_path:
-        section = section_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
-        if section is not None:
-            return section
     return settings_copy(
         source,
-        config,
+        resolved(config),
+        own=resolved(spec.ds_config),
         args=script.args,
         cwd=script.cwd,
         folder=directory,
+        sections=not script.config_path,
         user_config="" if script.script == RUNNER else script.config_path,  # its command gives it the config
         best_config=str(directory / BEST_CONFIG),
     )

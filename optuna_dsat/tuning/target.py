@@ -73,14 +73,14 @@ def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str
     Raises:
         UsageError: If the class does not exist, or the hyperparameters are invalid.
     """
-    trial_class = find_trial_class(entry, Path.cwd())
+    find_trial_class(entry, Path.cwd())
     overwrites = {} if hparams is None else overwrites_of(Hparams.load(hparams), config, Path.cwd())
     named = None if hparams is None else str(hparams)
     return Target(
         script=RUNNER,
         is_module=True,
         args=runner_arguments(entry, config=str(config), hparams=named, rest=rest),
-        stem=trial_class.name,
+        stem=entry.partition(":")[2],
         overwrites=overwrites,
     )
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.runtime.measure.memory import MemoryPeaks
-from optuna_dsat.runtime.measure.meter import Meter
-from optuna_dsat.runtime.measure.state import RankState
+from optuna_dsat.runtime.measure.clock import Clock
+from optuna_dsat.runtime.measure.memory import CudaMemory, MemoryPeaks
+from optuna_dsat.runtime.measure.meter import Meter, RankState
 
 
-class FakeClock:
+class FakeClock(Clock):
     def __init__(self) -> None:
         self.time = 100.0
         self.waits = 0
@@ -33,7 +33,7 @@ class FakeClock:
         return end - start
 
 
-class FakeMemory:
+class FakeMemory(CudaMemory):
     def __init__(self) -> None:
         self.samples = 0
         self.reads = 0
@@ -96,7 +96,7 @@ class PipelineEngine:
 class MeterBench:
     """A meter on an engine, with everything it recorded."""
 
-    def __init__(self, engine: Callable[[FakeClock], Any], observer: Any = None) -> None:
+    def __init__(self, engine: Callable[[FakeClock], Any], profiler: Any = None) -> None:
         self.clock = FakeClock()
         self.memory = FakeMemory()
         self.state = RankState(phase="script")
@@ -112,7 +112,7 @@ class MeterBench:
             state=self.state,
             last_step=2,
             exit_process=self._exit,
-            observer=observer,
+            profiler=profiler,
         )
         self.meter.attach()
 

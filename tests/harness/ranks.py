@@ -20,7 +20,7 @@ from optuna_dsat.launch.warm.server import WarmOrder
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.events import Event, decode_event
 from optuna_dsat.runtime.overlay import merge
-from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
+from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan, Rank
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -34,6 +34,19 @@ USER_CONFIG: dict[str, Any] = {
 }
 
 E = TypeVar("E", bound=Event)
+
+
+def plan_of(**changes: Any) -> LaunchPlan:
+    """Return the description of a launch that is not started."""
+    folders = {"events_dir": "/run/events", "log_dir": "/run/logs"}
+    paths = {"config_path": "/run/ds_config.json", "user_config_path": "/home/ds_config.json"}
+    return LaunchPlan(**{"launch_id": "trial-0000", "purpose": "trial", **folders, **paths, **changes})
+
+
+def rank_of(world_size: int = 1, number: int = 0) -> Rank:
+    """Return a rank of a launch on this host."""
+    numbers = {"rank": number, "local_rank": number, "world_size": world_size, "local_world_size": world_size}
+    return Rank(**numbers, host="here", launch_path="launch.json", can_compile=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,16 +23,15 @@ from optuna_dsat.integrations.deepspeed_trial import (
     make_data_parallel_mpu,
     make_deepspeed_mpu,
 )
-from optuna_dsat.integrations.deepspeed_trial.callbacks import Callbacks
-from optuna_dsat.integrations.deepspeed_trial.engines import check_engine
-from optuna_dsat.integrations.deepspeed_trial.loaders import BatchPlan, Shard
-from optuna_dsat.integrations.deepspeed_trial.period_metrics import Averages, MetricsFile
-from optuna_dsat.integrations.deepspeed_trial.streams import PlainBatches, Position, training_batches
+from optuna_dsat.integrations.deepspeed_trial.context import check_engine
+from optuna_dsat.integrations.deepspeed_trial.loaders import BatchPlan, PlainBatches, Position, Shard, training_batches
+from optuna_dsat.integrations.deepspeed_trial.metrics import Averages, MetricsFile
+from optuna_dsat.integrations.deepspeed_trial.training import _checked
 from optuna_dsat.launch.agent.command import launch_environment
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.failure import TooFewSamplesError
-from optuna_dsat.runtime.rank import World, initializes_distributed_manually
+from optuna_dsat.runtime.rank import GroupRank, initializes_distributed_manually
 from tests.harness.launches import request
 
 
@@ -189,8 +188,12 @@ def test_a_model_parallel_unit_takes_either_name_once() -> None:
         ModelParallelUnit(2, 2, True, True)
 
 
+def group(size: int = 1) -> GroupRank:
+    return GroupRank(rank=0, local_rank=0, world_size=size, local_world_size=size)
+
+
 def context(size: int = 4, **hparams: Any) -> DeepSpeedTrialContext:
-    return DeepSpeedTrialContext(hparams, world=World(rank=0, size=size, local_rank=0, local_size=size))
+    return DeepSpeedTrialContext(hparams, group=group(size))
 
 
 @pytest.mark.parametrize(
@@ -285,8 +288,7 @@ def test_batch_sizes_are_attributes_as_in_determined(tmp_path: Path) -> None:
 
 
 def test_an_experiment_configuration_is_there_as_a_whole_or_refused() -> None:
-    world = World(rank=0, size=1, local_rank=0, local_size=1)
-    given = DeepSpeedTrialContext({}, world=world, experiment={"data": {"root": "d"}, "name": "x"})
+    given = DeepSpeedTrialContext({}, group=group(), experiment={"data": {"root": "d"}, "name": "x"})
     assert given.get_experiment_config() == {"data": {"root": "d"}, "name": "x"}
     assert given.get_data_config() == {"root": "d"}
     assert context().get_data_config() == {}
@@ -295,8 +297,7 @@ def test_an_experiment_configuration_is_there_as_a_whole_or_refused() -> None:
 
 
 def test_a_measured_launch_writes_nothing_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(rank=0, size=1, local_rank=0, local_size=1)
-    measured = DeepSpeedTrialContext({}, world=world, tensorboard_dir=tmp_path / "tb", measuring=True)
+    measured = DeepSpeedTrialContext({}, group=group(), tensorboard_dir=tmp_path / "tb", measuring=True)
     writer = measured.get_tensorboard_writer()
     writer.add_scalar("loss", 1.0, 3)
     assert measured.get_tensorboard_writer() is writer
@@ -319,10 +320,7 @@ def test_a_stop_is_requested_by_a_bool() -> None:
 
 def test_callbacks_are_a_mapping_of_names() -> None:
     with pytest.raises(TypeError, match="build_callbacks returns a mapping of names to PyTorchCallbacks"):
-        Callbacks([PyTorchCallback()])
-    called = Callbacks({"one": PyTorchCallback()})
-    called.call("on_trial_startup", 0, None)
-    assert not called.overrides("on_training_workload_end")
+        _checked([PyTorchCallback()])
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, (False, True)), (1, (False, False)), (2, (True, True))])
@@ -335,6 +333,6 @@ def test_roles_in_a_pipeline_follow_its_grid(stage: int, expected: tuple[bool, b
         get_data_parallel_world_size=lambda: 2,
     )
     assert make_deepspeed_mpu(grid) == ModelParallelUnit(1, 2, *expected)
-    alone = DistributedContext(World(rank=0, size=1, local_rank=0, local_size=1))
+    alone = DistributedContext(group())
     assert make_data_parallel_mpu(alone) == ModelParallelUnit(0, 1, True, True)
     assert (alone.gather("x"), alone.allgather("x"), alone.broadcast("x")) == (["x"], ["x"], "x")

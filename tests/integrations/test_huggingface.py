@@ -4,15 +4,14 @@ import base64
 import json
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import optuna_dsat
 from optuna_dsat.integrations.huggingface import DsatCallback, get_hf_args_with_overwrites
-from optuna_dsat.runtime.adapt.hugging_face import _OwnOptions
-from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
+from optuna_dsat.runtime.rank import LAUNCH_ENV
+from tests.harness.ranks import plan_of
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
 
@@ -24,18 +23,6 @@ def config_path(tmp_path: Path) -> str:
     return str(path)
 
 
-def plan_of(folder: Path, config_path: str, *, purpose: str = "trial") -> LaunchPlan:
-    return LaunchPlan(
-        launch_id="trial-0000",
-        purpose=purpose,
-        events_dir=str(folder),
-        log_dir="",
-        config_path=config_path,
-        user_config_path=config_path,
-        overlay={"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 3}},
-    )
-
-
 def decoded(text: str) -> Any:
     return json.loads(base64.urlsafe_b64decode(text))
 
@@ -43,8 +30,8 @@ def decoded(text: str) -> Any:
 def test_options_are_overridden_in_either_spelling_and_added_where_they_are_missing(config_path: str) -> None:
     args = ["--lr", "1", "--per-device-train-batch-size", "9", "--deepspeed=other.json", "--bf16"]
     assert get_hf_args_with_overwrites(args, {"deepspeed_config": config_path}) == [
-        *("--lr", "1", "--bf16", "--per_device_train_batch_size", "4"),
-        *("--gradient_accumulation_steps", "2", "--deepspeed", config_path),
+        *("--lr", "1", "--per-device-train-batch-size", "4", f"--deepspeed={config_path}", "--bf16"),
+        *("--gradient_accumulation_steps", "2"),
     ]
 
 
@@ -62,10 +49,12 @@ def test_without_hyperparameters_the_launch_says_what_runs(
     tmp_path: Path, config_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert get_hf_args_with_overwrites(["--bf16"]) == ["--bf16"]
-    (tmp_path / "launch.json").write_text(json.dumps(asdict(plan_of(tmp_path, config_path))), encoding="utf-8")
+    overlay = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 3}}
+    plan = plan_of(config_path=config_path, overlay=overlay)
+    (tmp_path / "launch.json").write_text(json.dumps(asdict(plan)), encoding="utf-8")
     monkeypatch.setenv(LAUNCH_ENV, str(tmp_path / "launch.json"))
     args = get_hf_args_with_overwrites(["--bf16"])
-    assert args[:3] == ["--bf16", "--per_device_train_batch_size", "6"]
+    assert args[:2] == ["--bf16", "--deepspeed"], "the runtime sets the batch sizes"
     assert decoded(args[-1])["zero_optimization"] == {"stage": 3}
 
 
@@ -76,41 +65,6 @@ def test_hyperparameters_without_a_config_are_refused(tmp_path: Path) -> None:
         get_hf_args_with_overwrites([], {"deepspeed_config": str(tmp_path / "missing.json")})
 
 
-def test_the_callback_refuses_another_batch_and_holds_back_what_is_not_training(
-    tmp_path: Path, config_path: str
-) -> None:
-    callback = DsatCallback(plan_of(tmp_path, config_path))
-    arguments = SimpleNamespace(per_device_train_batch_size=6, gradient_accumulation_steps=1)
-    control = SimpleNamespace(should_evaluate=True, should_save=True, should_log=True)
-    callback.on_train_begin(arguments, None, control)
-    assert callback.on_step_end(arguments, None, control) is control
-    assert vars(control) == {"should_evaluate": False, "should_save": False, "should_log": True}
-    arguments.per_device_train_batch_size = 7
-    with pytest.raises(ValueError, match="per_device_train_batch_size is 7, but this launch is to run with 6"):
-        callback.on_train_begin(arguments, None, control)
-
-
-@pytest.mark.parametrize("plan", [None, "full"])
-def test_the_callback_leaves_a_real_training_alone(tmp_path: Path, config_path: str, plan: str | None) -> None:
-    callback = DsatCallback(None if plan is None else plan_of(tmp_path, config_path, purpose=plan))
-    control = SimpleNamespace(should_evaluate=True, should_save=True)
-    callback.on_epoch_end(None, None, control)
-    assert vars(control) == {"should_evaluate": True, "should_save": True}
-
-
 def test_the_names_are_public() -> None:
     assert optuna_dsat.DsatCallback is DsatCallback
     assert optuna_dsat.get_hf_args_with_overwrites is get_hf_args_with_overwrites
-
-
-@pytest.mark.parametrize(
-    ("args", "own"),
-    [(["--per-device-train-batch-size=3", "--per_device_train_batch_size", "9"], 9), (["--bf16"], None)],
-)
-def test_the_users_own_batch_sizes_are_noted_before_they_are_overridden(
-    config_path: str, monkeypatch: pytest.MonkeyPatch, args: list[str], own: int | None
-) -> None:
-    monkeypatch.setattr(_OwnOptions, "values", None)
-    twice = get_hf_args_with_overwrites(args, {"deepspeed_config": config_path})
-    get_hf_args_with_overwrites(twice, {"deepspeed_config": config_path})
-    assert _OwnOptions.values == {"per_device_train_batch_size": own, "gradient_accumulation_steps": None}

@@ -16,7 +16,7 @@ from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.machine.journal import Removed, remove_noted
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY, note_shared_buffer, note_temporary_folders
+from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY, note, note_shared_buffer
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from tests.harness.launches import followed
 
@@ -26,12 +26,11 @@ from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from tempfile import mkdtemp
-from optuna_dsat.runtime.adapt.journal import note_shared_buffer, note_shared_memory, note_temporary_folders
+from optuna_dsat.runtime.adapt.journal import note_created_files, note_shared_buffer
 record, before = Path(sys.argv[1]), Path(sys.argv[2])
 sys.stdin.readline()  # what is there when a launch begins is not its own
 note_shared_buffer(record, {"MASTER_ADDR": "test", "MASTER_PORT": str(os.getpid())}, rank=0)
-note_temporary_folders(record)
-note_shared_memory(record)
+note_created_files(record)
 made = [tempfile.mkdtemp(prefix="tracker-"), mkdtemp()]
 Path(made[0], "file").touch()
 buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_test_{os.getpid()}_0")
@@ -85,14 +84,12 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
     before.unlink()
 
 
-def test_only_folders_in_the_temporary_folder_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "mkdtemp", tempfile.mkdtemp)
+def test_only_noted_temporary_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     record = tmp_path / "record"
-    note_temporary_folders(record)
     (tmp_path / "own").mkdir()
     made, own = tempfile.mkdtemp(), tempfile.mkdtemp(dir=tmp_path / "own")
-    assert [json.loads(line) for line in record.read_text().splitlines()] == [made]
+    note(record, made)
     (tmp_path / "file").touch()
     record.write_text(record.read_text() + f'"relative"\n3\n"{tmp_path / "file"}"\n"cut of')
     assert remove_noted(record) == Removed(folders=1)
@@ -127,8 +124,8 @@ def test_the_buffer_has_the_name_that_deepspeed_gives_it(tmp_path: Path) -> None
 TEMPORARY_FILES = """
 import sys, tempfile
 from pathlib import Path
-from optuna_dsat.runtime.adapt.journal import note_temporary_files
-note_temporary_files(Path(sys.argv[1]))
+from optuna_dsat.runtime.adapt.journal import note_created_files
+note_created_files(Path(sys.argv[1]))
 with tempfile.NamedTemporaryFile():
     pass
 left = [tempfile.NamedTemporaryFile(delete=False), tempfile.NamedTemporaryFile(delete=False)]

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, dataloader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset, dataloader
 
 from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader as ShardedLoader
 from optuna_dsat.integrations.deepspeed_trial.loaders import Shard
@@ -279,3 +280,56 @@ def test_options_that_may_mean_a_stage_are_noted_with_what_they_accept() -> None
     event = made.event(rank=0)
     assert event.options == {"--zero_stage": 0, "--stage": 0}
     assert event.choices == {"--zero_stage": [0, 1, 2, 3], "--stage": [1, 2]}
+
+
+def test_the_loader_of_the_last_batch_is_known() -> None:
+    made = sources()
+    assert made.numbers(set()).loaded is None
+    assert [made.numbers(set()).loaded for _ in DataLoader(torch.arange(6), batch_size=4)] == [4, 4]  # type: ignore[arg-type]
+
+
+class OwnLoader:
+    """Data loader with the same arguments as torch's that is not a subclass of it."""
+
+    def __init__(self, dataset: Any, batch_size: int | None = 1) -> None:
+        self.dataset, self.size = dataset, batch_size or 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.split(self.dataset, self.size))
+
+
+class Subclass(DataLoader[Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OwnLoader, Subclass])
+def test_a_stateful_loader_of_torchdata_is_a_loader(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__init__", "__iter__"):
+        monkeypatch.setattr(kind, name, getattr(kind, name))
+    module = types.ModuleType("stateful_dataloader")
+    module.StatefulDataLoader = kind  # type: ignore[attr-defined]
+    made = sources({"kind": "loader", "own": 4}, micro_batch=6)
+    made.callbacks()["torchdata.stateful_dataloader.stateful_dataloader"](module)
+    assert [len(batch) for batch in kind(torch.arange(12), 4)] == [6, 6]
+    assert (4, Path(__file__).name) in {
+        (item["batch_size"], Path(item["file"]).name) for item in made.event(rank=0).loaders
+    }
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_samples_are_those_of_a_rank_where_accelerate_shards_batches(split: bool) -> None:
+    shard = pytest.importorskip("accelerate.data_loader").BatchSamplerShard
+    made, samples = sources(), list(range(48))
+    batches = BatchSampler(SequentialSampler(samples), batch_size=4 * (2 if split else 1), drop_last=False)
+    DataLoader(samples, batch_sampler=shard(batches, num_processes=2, split_batches=split))  # type: ignore[arg-type]
+    assert made.event(rank=0).loaders[-1]["samples"] == 24
+
+
+@pytest.mark.parametrize("sampler", [None, "distributed"])
+def test_a_sampler_shows_whether_each_rank_loads_all_samples(sampler: str | None) -> None:
+    made = sources()
+    data: Any = torch.arange(12)
+    part: Any = None if sampler is None else DistributedSampler(data, num_replicas=2, rank=0)
+    next(iter(DataLoader(data, batch_size=4, sampler=part)))
+    (described,) = made.event(rank=0).loaders
+    assert (described["samples"], described["loads_all"]) == ((12, True) if sampler is None else (6, False))

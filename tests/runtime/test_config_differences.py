@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.overlay import LaidConfig, effective_config
-from optuna_dsat.runtime.rank import LaunchPlan
 from optuna_dsat.runtime.trial_config import TrialConfig, config_differences
 from optuna_dsat.words import differences_in_words
+from tests.harness.ranks import plan_of
 
 USER: dict[str, Any] = {
     "train_batch_size": 16,
@@ -119,16 +119,8 @@ def test_what_a_library_is_known_to_fill_in_by_itself_is_the_scripts_own_at_any_
 def trial_config(folder: Path, *, purpose: str = "trial") -> TrialConfig:
     for name, config in (("user.json", USER), ("launch.json", LAUNCH)):
         (folder / name).write_text(json.dumps(config), encoding="utf-8")
-    plan = LaunchPlan(
-        launch_id="trial-0000",
-        purpose=purpose,
-        events_dir=str(folder),
-        log_dir="",
-        config_path=str(folder / "launch.json"),
-        user_config_path=str(folder / "user.json"),
-        overlay=OVERLAY,
-    )
-    return TrialConfig(plan, world_size=2)
+    paths = {"config_path": str(folder / "launch.json"), "user_config_path": str(folder / "user.json")}
+    return TrialConfig(plan_of(purpose=purpose, overlay=OVERLAY, **paths), world_size=2)
 
 
 def test_monitors_are_off_in_trials_and_on_in_a_full_run(tmp_path: Path) -> None:
@@ -142,10 +134,12 @@ def test_monitors_are_off_in_trials_and_on_in_a_full_run(tmp_path: Path) -> None
 def test_without_the_files_nothing_is_said_to_differ(tmp_path: Path) -> None:
     config = trial_config(tmp_path)
     assert config.differences({"bf16": {"enabled": True}})["bf16.enabled"] == [True, None]
-    plan = LaunchPlan(
-        launch_id="a", purpose="trial", events_dir="", log_dir="", config_path="none", user_config_path="none"
+    assert (
+        TrialConfig(plan_of(config_path="none", user_config_path="none"), world_size=2).differences(
+            {"bf16": {"enabled": True}}
+        )
+        == {}
     )
-    assert TrialConfig(plan, world_size=2).differences({"bf16": {"enabled": True}}) == {}
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -167,15 +161,7 @@ def test_a_config_with_the_overlay_in_it_is_compared_as_the_script_gave_it(tmp_p
 
 def test_a_stage_given_in_code_alone_is_told_also_where_the_launch_has_the_same(tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text(json.dumps(LAUNCH), encoding="utf-8")
-    plan = LaunchPlan(
-        launch_id="profile",
-        purpose="profile",
-        events_dir="",
-        log_dir="",
-        config_path=str(tmp_path / "launch.json"),
-        user_config_path="",
-        overlay=OVERLAY,
-    )
+    plan = plan_of(config_path=str(tmp_path / "launch.json"), user_config_path="", overlay=OVERLAY)
     result = TrialConfig(plan, world_size=2).differences(LAUNCH)
     assert result["zero_optimization.stage"] == [1, None]
     assert "train_micro_batch_size_per_gpu" not in result  # may come from an option that is set by the launch

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
-from optuna_dsat.runtime.measure.engine import OtherEngine, replace_method
+from optuna_dsat.runtime.imports import patch
+from optuna_dsat.runtime.measure.engine import OtherEngine
 from tests.harness.ranks import Starter, WarmRanks
 
 RANKS = (0, 1)
@@ -51,7 +52,7 @@ def test_an_engine_that_trains_alone_takes_the_place(before: int, between: Seque
 
 def test_a_method_is_put_back_as_it_was() -> None:
     engine = Engine()
-    undo = replace_method(engine, "step", lambda original: lambda: (original(), original()))
+    undo = patch(engine, "step")(lambda original: (original(), original()))
     engine.step()
     assert engine.steps == 2
     undo()

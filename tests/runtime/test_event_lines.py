@@ -64,7 +64,7 @@ SOURCES = BatchSourcesFound(
     time=1.0,
     options={"--seed": -1},
     settings=[{"file": "a.yaml", "key": "b", "value": 4}],
-    loaders=[{"batch_size": None, "file": "a.py", "line": 3, "samples": None, "trains": True, "attribute": ""}],
+    loaders=[{"batch_size": None, "file": "a.py", "line": 3, "samples": None, "trains": True}],
     fed_at=[{"file": "a.py", "line": 3}],
 )
 

@@ -14,14 +14,14 @@ import torch
 from optuna_dsat.launch.agent.command import write_run_directory
 from optuna_dsat.launch.protocol import Holder, LaunchRequest
 from optuna_dsat.runtime.events import Event, ProfileMeasured
-from optuna_dsat.runtime.measure.clock import HostClock
+from optuna_dsat.runtime.measure.clock import Clock
 from optuna_dsat.runtime.measure.memory import MemoryPeaks
-from optuna_dsat.runtime.measure.meter import Meter
+from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler
-from optuna_dsat.runtime.measure.state import RankState
-from optuna_dsat.runtime.rank import LaunchPlan, Rank
+from optuna_dsat.runtime.rank import LaunchPlan
 from optuna_dsat.study.profile.profile import measure_profile
 from optuna_dsat.study.spec import make_spec
+from tests.harness.ranks import rank_of
 
 WORKSPACE, ACTIVATIONS = 32 * 2**20, 4608
 
@@ -128,7 +128,6 @@ def profile_of(engine: Engine, plan: LaunchPlan, batches: int = 9) -> list[Profi
     accelerator = SimpleNamespace(
         device_name=lambda: "cuda", memory_allocated=lambda: engine.allocated, total_memory=lambda: 2**30
     )
-    rank = Rank(rank=0, local_rank=0, world_size=1, local_world_size=1, host="h", launch_path="", can_compile=False)
     peaks = MemoryPeaks(allocated=7, reserved=8, resident=9)
     memory: Any = SimpleNamespace(sample=lambda: None, peaks=lambda: peaks)
     events: list[Event] = []
@@ -136,17 +135,17 @@ def profile_of(engine: Engine, plan: LaunchPlan, batches: int = 9) -> list[Profi
     def leave() -> None:
         raise LeftError
 
-    profiler = Profiler(engine, accelerator=accelerator, plan=plan, rank=rank, memory=memory, write=events.append)
+    profiler = Profiler(engine, accelerator=accelerator, plan=plan, rank=rank_of(), memory=memory, write=events.append)
     meter = Meter(
         engine,
         rank=0,
         write=events.append,
-        clock=HostClock(),
+        clock=Clock(),
         memory=memory,
         state=RankState(),
         last_step=plan.end_profile_step,
         exit_process=leave,
-        observer=profiler,
+        profiler=profiler,
     )
     meter.attach()
     with suppress(LeftError):

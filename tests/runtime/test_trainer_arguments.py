@@ -1,4 +1,4 @@
-"""The script's batch sizes in ``TrainingArguments``, also if it builds the arguments repeatedly."""
+"""Arguments of trainers: batch sizes of ``TrainingArguments``, also if built repeatedly, and Lightning's devices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
-from optuna_dsat.runtime.rank import LaunchPlan, Rank
+from optuna_dsat.runtime.adapt.lightning import LightningHook
+from tests.harness.ranks import plan_of, rank_of
 
-RANK = Rank(rank=0, local_rank=0, world_size=1, local_world_size=1, host="h", launch_path="", can_compile=False)
 OWN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
 
 
@@ -24,15 +24,7 @@ def test_a_config_without_zero_gets_the_section_that_accelerate_insists_on() -> 
         def set_stage_and_offload(self) -> None:
             pass
 
-    plan = LaunchPlan(
-        launch_id="profile",
-        purpose="profile",
-        events_dir="/run/events",
-        log_dir="/run/logs",
-        config_path="",
-        user_config_path="",
-    )
-    hook = HuggingFaceHook(plan=plan, rank=RANK, write=print)
+    hook = HuggingFaceHook(plan=plan_of(), rank=rank_of(), write=print)
     hook._config_imported(SimpleNamespace(HfDeepSpeedConfig=HfDeepSpeedConfig))
     laid = HfDeepSpeedConfig({"gradient_clipping": 1.0}).config
     assert laid["zero_optimization"] == {"stage": 0}
@@ -55,16 +47,7 @@ def hooked(**overlay: Any) -> Any:
         def __post_init__(self) -> None:
             pass
 
-    plan = LaunchPlan(
-        launch_id="profile",
-        purpose="profile",
-        events_dir="/run/events",
-        log_dir="/run/logs",
-        config_path="/run/ds_config.json",
-        user_config_path="/home/ds_config.json",
-        overlay=overlay,
-    )
-    hook = HuggingFaceHook(plan=plan, rank=RANK, write=print)
+    hook = HuggingFaceHook(plan=plan_of(overlay=overlay), rank=rank_of(), write=print)
     hook._arguments_imported(SimpleNamespace(TrainingArguments=Arguments))
     return Arguments
 
@@ -97,3 +80,53 @@ def test_other_arguments_have_their_own() -> None:
     cls = hooked(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     assert cls(**OWN)._dsat_script_values == (4, 8, False)
     assert cls(per_device_train_batch_size=16, gradient_accumulation_steps=2)._dsat_script_values == (16, 2, False)
+
+
+@pytest.fixture
+def trainer() -> Any:
+    """Return a class with the arguments of Lightning's Trainer, patched as in a launch of two ranks."""
+
+    class Trainer:
+        def __init__(self, *, devices: Any = "auto", num_nodes: int = 1) -> None:
+            self.asked = (devices, num_nodes)
+
+        def fit(self) -> None:
+            """Train."""
+
+    hook = LightningHook(plan=plan_of(), rank=rank_of(2), write=print)
+    hook.callbacks()["lightning.pytorch.trainer.trainer"](SimpleNamespace(Trainer=Trainer))
+    return Trainer
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"devices": "auto"},
+        {"devices": -1},
+        {"devices": 2},
+        {"devices": [0, 1]},
+        {"devices": "2"},
+        {"devices": "0,1"},
+        {"devices": "-1"},
+    ],
+)
+def test_what_fits_the_launch_is_left_alone(trainer: Any, asked: dict[str, Any]) -> None:
+    assert trainer(**asked).asked == (asked.get("devices", "auto"), 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({"devices": 1}, 1),
+        ({"devices": [3]}, 1),
+        ({"devices": "1"}, 1),
+        ({"devices": "3,"}, 1),
+        ({"devices": 2, "num_nodes": 2}, 4),
+    ],
+)
+def test_what_does_not_is_refused_with_the_option_that_gives_it_its_number(
+    trainer: Any, asked: dict[str, Any], wanted: int
+) -> None:
+    with pytest.raises(ValueError, match=rf"this launch has 2 ranks: tune with --gpus-per-trial {wanted} "):
+        trainer(**asked)

@@ -142,11 +142,6 @@ def test_a_held_batch_keeps_the_number_of_the_script_that_is_no_count_of_rows() 
     assert held(15, found=found(), present=4, ranks=1).own == 15
 
 
-def test_an_attribute_of_a_data_set_is_told_to_the_ranks() -> None:
-    stream = {**loader(), "attribute": "Stream.batch_size"}
-    epochs = {**loader(), "attribute": "Stream.epoch"}
-    rules = guesses(found(loaders=[epochs, stream]), own=4, ranks=1)
-    assert [rule.key for rule in rules] == ["Stream.batch_size", "Stream.epoch"]
-    assert rules[0].source(ranks=1) == {"kind": "attribute", "key": "Stream.batch_size", "own": 4}
-    assert "Stream.batch_size of its data set (train.py, line 7, now 4)" in rules[0].announcement()
-    assert rules[0].advice({MICRO_BATCH: 9}).startswith("Set Stream.batch_size, used at /a/train.py:7, to 9")
+def test_a_stored_attribute_of_a_data_set_is_held() -> None:
+    stored = {**BatchRule(kind="held", own=4).to_json(), "kind": "attribute", "key": "Stream.batch_size"}
+    assert BatchRule.from_json(stored).source(ranks=1) == {"kind": "held"}

@@ -1,3 +1,5 @@
+"""Files of modules, and the options that a script's source declares."""
+
 from __future__ import annotations
 
 import sys
@@ -6,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.script.command.own_ranks import declared_options
 from optuna_dsat.study.profile.fingerprint import fingerprint
 from optuna_dsat.study.spec import make_spec
 
@@ -65,3 +68,22 @@ def test_a_profile_depends_on_the_code_of_the_module(folder: Path, changed: str,
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("raise SystemExit('changed')")
     assert (fingerprint(spec, device_names=("cpu",)) != before) is seen
+
+
+@pytest.mark.parametrize(
+    ("source", "declared"),
+    [
+        ("import argparse\np = argparse.ArgumentParser()\np.add_argument('--seed', type=int)\n", True),
+        ("import sys\nif '--seed' in sys.argv:\n    pass\n", True),
+        ("import click\n@click.option('--seed')\ndef main(seed): ...\n", True),
+        ("from transformers import HfArgumentParser\nclass Arguments:\n    seed: int = 0\n", True),
+        ("import fire\ndef main(seed=0): ...\nfire.Fire(main)\n", True),
+        ("import subprocess\nsubprocess.run(['tool', '--seed', '1'])\n", False),
+        ("class State:\n    seed: int = 0\n", False),
+        ("print('use --seed')\n", False),
+    ],
+)
+def test_an_option_is_the_scripts_where_its_source_declares_it(tmp_path: Path, source: str, declared: bool) -> None:
+    (tmp_path / "train.py").write_text(source)
+    result = declared_options(["--seed"], script="train.py", is_module=False, cwd=tmp_path)
+    assert (result == {"--seed"}) is declared

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.script.settings_file import SettingsCopy, settings_copy
 
 KEY = "data.0.batch"
@@ -22,6 +24,7 @@ def copied(
     return settings_copy(
         {"kind": "setting", "file": str(file), "key": KEY, "own": 3, "scale": 1, **source},
         {MICRO_BATCH: micro_batch},
+        own={},
         args=("train", f"--settings=conf/{name}"),
         cwd=str(folder),
         folder=folder / "out",
@@ -74,6 +77,7 @@ def test_a_copy_names_the_best_config_where_its_file_names_the_users(
         return settings_copy(
             source,
             {MICRO_BATCH: micro_batch},
+            own={},
             args=("data.csv", "--deepspeed=conf/ds.json", f"conf/{name}"),
             cwd=str(tmp_path),
             folder=tmp_path / "out",
@@ -97,6 +101,7 @@ def test_a_config_that_stands_in_two_places_by_an_alias_is_left_to_the_user(tmp_
     result = settings_copy(
         {},
         {MICRO_BATCH: 6},
+        own={},
         args=("run.yaml",),
         cwd=str(tmp_path),
         folder=tmp_path,
@@ -124,7 +129,6 @@ def test_a_number_that_counts_the_samples_of_all_ranks_stays_one(tmp_path: Path)
         ("data: [{batch: 3}]\n", {"kind": "loader"}),
         ("data: [{batch: 3}]\n", {"file": "/elsewhere/run.yaml"}),
         ("data: [{batch: 3}]\n", {"name": "run.toml"}),
-        ("data: [{batch: 0x3}]\n", {}),
         ("data: [&one {batch: 3}, *one]\n", {}),
         ("data: [{batch: 3}]\nbase: run.yaml\n", {}),
         ("data: [{batch: 3}]\nbase: ../conf/run.yaml\n", {}),
@@ -133,10 +137,177 @@ def test_a_number_that_counts_the_samples_of_all_ranks_stays_one(tmp_path: Path)
         ("", {}),
         ("data: [\n", {}),
     ],
-    ids=["as it is", "no setting", "not named", "format", "spelling", "alias", "beside", "above", "tag", "gone",
+    ids=["as it is", "no setting", "not named", "format", "alias", "beside", "above", "tag", "gone",
          "empty", "broken"],
 )  # fmt: skip
 def test_nothing_is_copied_where_that_may_mean_something_else(
     tmp_path: Path, text: str, changes: dict[str, Any]
 ) -> None:
     assert copied(tmp_path, text, **changes) is None
+
+
+OWN: dict[str, Any] = {
+    "block_size": 32, TRAIN_BATCH: 64, MICRO_BATCH: 8, "optimizer": {"params": {"lr": 1e-05}},
+    "zero_optimization": {"stage": 1},
+}  # fmt: skip
+BEST = {**OWN, TRAIN_BATCH: 8, MICRO_BATCH: 2, GRADIENT_ACCUMULATION: 4, "zero_optimization": {"stage": 0}}
+
+
+def whole(folder: Path, *, own: dict[str, Any] = OWN, name: str = "ds.yml", **source: Any) -> SettingsCopy | None:
+    file = folder / name
+    file.write_text("# mine\n" + yaml.safe_dump(OWN))
+    return settings_copy(
+        {"kind": "setting", "file": str(file), "key": MICRO_BATCH, "own": 8, **source},
+        BEST,
+        own=own,
+        args=("--deepspeed_config", "ds.yml"),
+        cwd=str(folder),
+        folder=folder / "out",
+    )
+
+
+def test_it_holds_the_best_config_with_every_batch_size_and_numbers_that_yaml_reads_as_numbers(tmp_path: Path) -> None:
+    copy = whole(tmp_path)
+    assert copy is not None
+    assert yaml.safe_load(copy.text) == BEST
+    assert copy.pointed(("--deepspeed_config", "ds.yml"), cwd=str(tmp_path))[1] == f"{tmp_path}/out/best_ds.yml"
+
+
+def test_a_config_that_the_batch_size_follows_is_found_among_the_arguments(tmp_path: Path) -> None:
+    for name, text in (("other.yaml", "lr: 3\n"), ("ds.yml", yaml.safe_dump(OWN))):
+        (tmp_path / name).write_text(text)
+    args = ("--model=other.yaml", "--config=ds.yml", "\0", "none.yml")
+    copy = settings_copy({}, BEST, own=OWN, args=args, cwd=str(tmp_path), folder=tmp_path / "out")
+    assert copy is not None
+    assert yaml.safe_load(copy.text) == BEST
+    assert copy.pointed(args, cwd=str(tmp_path))[1] == f"--config={tmp_path}/out/best_ds.yml"
+    assert settings_copy({}, BEST, own=OWN, args=args[:1], cwd=str(tmp_path), folder=tmp_path) is None
+
+
+def test_what_the_script_adds_to_its_file_is_left_to_it(tmp_path: Path) -> None:
+    added = {"steps_per_print": 7, "optimizer": {"params": {"lr": 1e-05, "betas": [0.9, 0.95]}}}
+    tuned = {**BEST, **added, "zero_optimization": {"stage": 0, "overlap_comm": True}}
+    (tmp_path / "ds.yml").write_text(yaml.safe_dump(OWN))
+    copy = settings_copy({}, tuned, own={**OWN, **added}, args=("ds.yml",), cwd=str(tmp_path), folder=tmp_path / "out")
+    assert copy is not None
+    assert yaml.safe_load(copy.text) == {**BEST, "zero_optimization": {"stage": 0, "overlap_comm": True}}
+
+
+def test_what_is_not_told_of_a_config_stays_in_the_file(tmp_path: Path) -> None:
+    unsaid = {"steps_per_print": 20, "fp16": {"enabled": False}, "autotuning": {"enabled": True}}
+    own, best = {**OWN, "fp16": {"loss_scale": 0}}, {**BEST, "fp16": {"loss_scale": 0}}
+    (tmp_path / "ds.yml").write_text(yaml.safe_dump({**own, **unsaid, "fp16": {"loss_scale": 0, "enabled": False}}))
+    copy = settings_copy({}, best, own=own, args=("ds.yml",), cwd=str(tmp_path), folder=tmp_path / "out")
+    assert copy is not None
+    assert yaml.safe_load(copy.text) == {
+        **best, "steps_per_print": 20, "fp16": {"loss_scale": 0, "enabled": False},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key": f"deepspeed.{MICRO_BATCH}"},
+        {"kind": "loader"},
+        {"name": "other.yml"},
+        {"name": "ds.json"},
+    ],
+    ids=["a part of the file", "nothing of a file", "no argument names it", "no YAML"],
+)
+def test_there_is_none_where_the_script_passes_something_else(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert whole(tmp_path, **changes) is None
+
+
+def test_a_config_that_the_script_changes_keeps_all_but_the_micro_batch(tmp_path: Path) -> None:
+    copy = whole(tmp_path, own={**OWN, "zero_optimization": {"stage": 2}})
+    assert copy is not None
+    assert (yaml.safe_load(copy.text), copy.names_config) == ({**OWN, MICRO_BATCH: 2}, False)
+
+
+SECTION: dict[str, Any] = {
+    MICRO_BATCH: 4,
+    "optimizer": {"params": {"lr": 0.001, "eps": 1e-08}},
+    "zero_optimization": {"stage": 1},
+}
+BEST_SECTION = {**SECTION, TRAIN_BATCH: 16, MICRO_BATCH: 8, GRADIENT_ACCUMULATION: 2, "zero_optimization": {"stage": 2}}
+LINES = """\
+# mine
+seed: 1
+training:
+  steps: 60   # as many as needed
+  deepspeed:
+    train_micro_batch_size_per_gpu: 4
+    optimizer: {params: {lr: 0.001, eps: 1.0e-08}}
+    zero_optimization:
+      stage: 1  # to be tuned
+
+  # what follows
+  batch_size: 4
+"""
+EXPECTED = {"seed": 1, "training": {"steps": 60, "deepspeed": BEST_SECTION, "batch_size": 4}}
+
+
+def with_section(
+    folder: Path, text: str, *, name: str = "run.yaml", source: dict[str, Any] | None = None
+) -> SettingsCopy | None:
+    (folder / name).write_text(text)
+    args = ("--config", name, "--seed", "2")
+    return settings_copy(
+        source or {}, BEST_SECTION, own=SECTION, args=args, cwd=str(folder), folder=folder / "out", sections=True
+    )
+
+
+def test_the_section_changes_and_nothing_else_does(tmp_path: Path) -> None:
+    copy = with_section(tmp_path, LINES)
+    assert copy is not None
+    assert yaml.safe_load(copy.text) == EXPECTED
+    for kept in ("# mine\n", "steps: 60   # as many as needed\n", "  # what follows\n"):
+        assert kept in copy.text
+    assert copy.names_config
+    assert copy.pointed(("--config=run.yaml",), cwd=str(tmp_path)) == [f"--config={tmp_path}/out/best_run.yaml"]
+
+
+@pytest.mark.parametrize("indent", [None, 4])
+def test_json_stays_json(tmp_path: Path, indent: int | None) -> None:
+    settings = {"seed": 1, "training": {"steps": 60, "deepspeed": SECTION, "batch_size": 4}}
+    copy = with_section(tmp_path, json.dumps(settings, indent=indent), name="run.json")
+    assert copy is not None
+    assert json.loads(copy.text) == EXPECTED
+
+
+def test_a_section_in_one_line_of_yaml(tmp_path: Path) -> None:
+    own = json.dumps(SECTION).replace("1e-08", "1.0e-08")
+    text = f"seed: 1\ndeepspeed: {own}  # mine\nsteps: 3\n"
+    copy = with_section(tmp_path, text)
+    assert copy is not None
+    assert yaml.safe_load(copy.text) == {"seed": 1, "deepspeed": BEST_SECTION, "steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("key", "batch_size"), [("training.batch_size", 8), ("training.deepspeed.train_micro_batch_size_per_gpu", 4)]
+)
+def test_the_batch_size_changes_where_the_script_reads_it(tmp_path: Path, key: str, batch_size: int) -> None:
+    source = {"kind": "setting", "file": str(tmp_path / "run.yaml"), "key": key, "own": 4}
+    copy = with_section(tmp_path, LINES, source=source)
+    assert copy is not None
+    result = yaml.safe_load(copy.text)["training"]
+    assert (result["batch_size"], result["deepspeed"]) == (batch_size, BEST_SECTION)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LINES.replace("lr: 0.001", "lr: 0.002"),
+        LINES + "other:\n  zero_optimization: {stage: 1}\n  train_micro_batch_size_per_gpu: 4\n",
+        LINES.replace("optimizer: ", "optimizer: &shared ") + "again: *shared\n",
+        LINES.replace("deepspeed:", "deepspeed: &all") + "again: *all\n",
+        "training: [",
+    ],
+    ids=["another config", "two of them", "a part used elsewhere", "used elsewhere", "no yaml"],
+)
+def test_what_cannot_be_told_or_replaced_is_left_to_the_user(tmp_path: Path, text: str) -> None:
+    assert with_section(tmp_path, text) is None
+
+
+def test_a_batch_size_that_follows_by_something_else_leaves_the_file(tmp_path: Path) -> None:
+    assert with_section(tmp_path, LINES, source={"kind": "loader", "own": 4}) is None

@@ -1,3 +1,5 @@
+"""What is known of a script's trainer, and the config that it accepts."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -134,3 +136,22 @@ def test_a_profile_keeps_it() -> None:
     for trainer in (trainer_of(), replace(trainer_of(), source=IN_FILE)):
         assert ScriptTrainer.from_json(trainer.to_json()) == trainer
     assert ScriptTrainer.from_json({k: v for k, v in trainer_of().to_json().items() if k != "source"}) == trainer_of()
+
+
+PARAMS = {"warmup_min_lr": 0, "warmup_num_steps": 5, "total_num_steps": 1536}
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "params"),
+    [(4, PARAMS), (8, {"warmup_min_lr": 0, "warmup_num_steps": "auto", "total_num_steps": "auto"})],
+)
+def test_the_hugging_face_trainer_computes_the_schedule_of_another_batch(
+    micro_batch: int, params: dict[str, Any]
+) -> None:
+    trainer = ScriptTrainer(framework="transformers", micro_batch=4, gradient_accumulation_steps=1, options={})
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": 1,
+        "scheduler": {"type": "WarmupDecayLR", "params": PARAMS},
+    }
+    assert trainer.trainable(config) == {**config, "scheduler": {"type": "WarmupDecayLR", "params": params}}

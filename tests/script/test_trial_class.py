@@ -61,8 +61,8 @@ def test_a_class_is_found_without_running_its_module(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").write_text("from pkg.inner import Trial as Mine\nraise SystemExit\n")
     (tmp_path / "star.py").write_text("from pkg import *\n")
-    assert find_trial_class("pkg:Mine", tmp_path).file == tmp_path / "pkg" / "__init__.py"
-    assert find_trial_class("star:Anything", tmp_path).module == "star"
+    assert find_trial_class("pkg:Mine", tmp_path) == tmp_path / "pkg" / "__init__.py"
+    assert find_trial_class("star:Anything", tmp_path) == tmp_path / "star.py"
     with pytest.raises(UsageError, match=r"__init__\.py has no class Trial"):
         find_trial_class("pkg:Trial", tmp_path)
 

@@ -25,10 +25,9 @@ from optuna_dsat.integrations.deepspeed_trial import (
     ModelParallelUnit,
     PyTorchCallback,
 )
-from optuna_dsat.integrations.deepspeed_trial.period_metrics import gathered
-from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
+from optuna_dsat.integrations.deepspeed_trial.checkpoints import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
-from optuna_dsat.runtime.rank import World
+from optuna_dsat.runtime.rank import GroupRank
 from optuna_dsat.script.trial_class import Length
 
 WIDTH = 4
@@ -327,12 +326,12 @@ class NoEngine(Plain):
 OFFLOAD = {"zero_optimization": {**CONFIG["zero_optimization"], "offload_param": {"device": "cpu"}}}
 
 
-def context(world: World, **config: Any) -> DeepSpeedTrialContext:
+def context(world: GroupRank, **config: Any) -> DeepSpeedTrialContext:
     seed_everything(3)
-    return DeepSpeedTrialContext({**CONFIG, **config}, world=world, seed=3)
+    return DeepSpeedTrialContext({**CONFIG, **config}, group=world, seed=3)
 
 
-def train(trial_class: type[Plain], world: World, folder: Path, *, batches: int = 4, resume: bool = False) -> Plain:
+def train(trial_class: type[Plain], world: GroupRank, folder: Path, *, batches: int = 4, resume: bool = False) -> Plain:
     given = context(world)
     trial = trial_class(given)
     periods = Periods(
@@ -345,7 +344,7 @@ def train(trial_class: type[Plain], world: World, folder: Path, *, batches: int 
     return trial
 
 
-def refused(trial_class: type[Plain], world: World, folder: Path, **config: Any) -> str:
+def refused(trial_class: type[Plain], world: GroupRank, folder: Path, **config: Any) -> str:
     """Return the message with which a definition is refused."""
     given = context(world, **config)
     try:
@@ -359,7 +358,7 @@ def refused(trial_class: type[Plain], world: World, folder: Path, **config: Any)
 
 def main(folder: Path) -> None:
     deepspeed.init_distributed()
-    world = World.from_environment()
+    world = GroupRank.from_environment()
     result: dict[str, Any] = {"refused": {}}
 
     def run(kind: type[Plain]) -> None:
@@ -370,7 +369,7 @@ def main(folder: Path) -> None:
             "iterators": sorted(trial.iterators),
             "steps": [int(engine.global_steps) for engine in trial.context.engines],
         }
-        result[kind.__name__] = gathered(own)
+        result[kind.__name__] = trial.context.distributed.allgather(own)
 
     def resume(kind: type[Plain]) -> None:
         name = f"{kind.__name__}-resumed"
@@ -387,7 +386,7 @@ def main(folder: Path) -> None:
             "allgather": [ranks.allgather(world.rank), ranks.allgather_local(world.rank)],
             "broadcast": [ranks.broadcast(world.rank), ranks.broadcast_local(world.rank)],
         }
-        result["Watched"] = gathered(own)
+        result["Watched"] = ranks.allgather(own)
 
     def refuse(kind: type[Plain], **config: Any) -> None:
         result["refused"][kind.__name__] = refused(kind, world, folder / "refused", **config)

@@ -5,39 +5,28 @@ imports changed. Tune a definition with ``optuna-dsat asha NAME:CLASS ds_config.
 train NAME:CLASS ds_config.json``; torchrun runs the class on each rank. ``docs/how-to/migrate-from-determined.md``
 compares this package with Determined.
 
-    trial            base class of model definitions
-    context          ``DeepSpeedTrialContext``, which a definition receives
-    model_parallel   which ranks share data, build data loaders and report metrics
-    distributed      rank, size, and exchange of objects between ranks
-    callbacks        ``PyTorchCallback``
-    tensorboard      the writer that a definition gets
-    engines          validation of engines; default data of pipeline engines
-    loaders, streams data sharded by rank, and resumable iteration over it
-    reducers         custom metrics over ranks
-    period_metrics   metrics averaged over a period and over ranks
-    training         the training loop
-    checkpoints      atomic checkpoints
-    state            seeding, and states of random number generators
-    __main__         entry point that torchrun starts on each rank
+    trial        base classes of model definitions and callbacks
+    context      ``DeepSpeedTrialContext``, which a definition receives, and the validation of engines
+    ranks        exchange of objects between ranks; which ranks share data, build data loaders and report metrics
+    loaders      data sharded by rank, and resumable iteration over it
+    metrics      metrics averaged over a period and over ranks, and custom metrics
+    training     the training loop
+    checkpoints  atomic checkpoints, and states of random number generators
+    __main__     entry point that torchrun starts on each rank
 """
 
 from typing import Any
 
-from optuna_dsat.integrations.deepspeed_trial.callbacks import PyTorchCallback
-from optuna_dsat.integrations.deepspeed_trial.context import (
-    AttrDict,
-    DeepSpeedTrialContext,
-    overwrite_deepspeed_config,
-)
-from optuna_dsat.integrations.deepspeed_trial.distributed import DistributedContext
+from optuna_dsat.integrations.deepspeed_trial.context import AttrDict, DeepSpeedTrialContext, overwrite_deepspeed_config
 from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader
-from optuna_dsat.integrations.deepspeed_trial.model_parallel import (
+from optuna_dsat.integrations.deepspeed_trial.metrics import MetricReducer
+from optuna_dsat.integrations.deepspeed_trial.ranks import (
+    DistributedContext,
     ModelParallelUnit,
     make_data_parallel_mpu,
     make_deepspeed_mpu,
 )
-from optuna_dsat.integrations.deepspeed_trial.reducers import MetricReducer
-from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial, TorchData
+from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial, PyTorchCallback, TorchData
 from optuna_dsat.runtime.reporting import dsat_reporting_context, get_ds_config_from_hparams
 from optuna_dsat.script.determined_names import REFUSED
 

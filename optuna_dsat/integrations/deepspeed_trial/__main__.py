@@ -11,11 +11,11 @@ from typing import Any
 
 import torch.distributed
 
+from optuna_dsat.integrations.deepspeed_trial.checkpoints import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
-from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
-from optuna_dsat.runtime.rank import LaunchPlan, World, current_plan, initializes_distributed_manually
+from optuna_dsat.runtime.rank import GroupRank, current_plan, initializes_distributed_manually
 from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Hparams, Length, overwrites_of
 
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> None:
     hparams = Hparams.load(arguments.hparams) if arguments.hparams else Hparams(hyperparameters={})
     # The config of a launch already contains the overwrites, below the launch's overlay.
     keep = plan is None and bool(overwrites_of(hparams, arguments.deepspeed_config, Path.cwd()))
+    trackers = (plan and plan.trackers_dir) or arguments.checkpoint_dir
     if not initializes_distributed_manually():
         import deepspeed
 
@@ -42,8 +43,8 @@ def main(argv: Sequence[str]) -> None:
     context = DeepSpeedTrialContext(
         hparams.with_config(arguments.deepspeed_config, keep_overwrites=keep),
         experiment=hparams.experiment,
-        tensorboard_dir=_tensorboard_dir(arguments.checkpoint_dir, plan),
-        world=World.from_environment(),
+        tensorboard_dir=None if trackers is None else Path(trackers) / "tensorboard",
+        group=GroupRank.from_environment(),
         seed=arguments.seed,
         measuring=measuring,
     )
@@ -73,13 +74,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
-
-
-def _tensorboard_dir(checkpoint_dir: Path | None, plan: LaunchPlan | None) -> Path | None:
-    """Return the folder of TensorBoard's files; None for the default."""
-    if plan is not None and plan.trackers_dir:
-        return Path(plan.trackers_dir) / "tensorboard"
-    return None if checkpoint_dir is None else checkpoint_dir / "tensorboard"
 
 
 def _length(text: str) -> Length:

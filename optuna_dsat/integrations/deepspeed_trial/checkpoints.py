@@ -1,18 +1,28 @@
-"""Atomic checkpoints: written to a temporary folder, which is then renamed."""
+"""Atomic checkpoints, written to a temporary folder that is then renamed, and states of random number generators."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
 
-__all__ = ["STEPS_COMPLETED", "Checkpoints", "newest_checkpoint", "steps_completed_of"]
+__all__ = [
+    "STEPS_COMPLETED",
+    "Checkpoints",
+    "newest_checkpoint",
+    "random_states",
+    "restore_random_states",
+    "seed_everything",
+    "steps_completed_of",
+]
 
 STEPS_COMPLETED = "steps_completed"
 """Key of the completed global batches in records and checkpoints, as Determined names and counts them."""
@@ -89,3 +99,34 @@ class Checkpoints:
     def read_rank_state(self, checkpoint: Path) -> Any:
         """Return the state of this rank only."""
         return torch.load(checkpoint / f"rank-{self._rank}.pt", map_location="cpu", weights_only=False)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed ``random``, NumPy and torch (all devices); use the same seed on all ranks so that their models are equal."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the generators of ``random``, NumPy, torch and the accelerator."""
+    return {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": _accelerator().get_rng_state(),
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Restore states returned by ``random_states``."""
+    random.setstate(states["random"])
+    np.random.set_state(states["numpy"])
+    _accelerator().set_rng_state(states["device"])
+    torch.set_rng_state(states["torch"])
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()

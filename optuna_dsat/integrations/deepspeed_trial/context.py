@@ -2,58 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from optuna_dsat.integrations.deepspeed_trial.distributed import DistributedContext
-from optuna_dsat.integrations.deepspeed_trial.engines import check_engine, feed_pipeline
 from optuna_dsat.integrations.deepspeed_trial.loaders import Shard
-from optuna_dsat.integrations.deepspeed_trial.model_parallel import ModelParallelUnit, model_parallel_unit
-from optuna_dsat.integrations.deepspeed_trial.reducers import FunctionReducer, MetricReducer, RegisteredReducer
+from optuna_dsat.integrations.deepspeed_trial.metrics import FunctionReducer, MetricReducer, RegisteredReducer
+from optuna_dsat.integrations.deepspeed_trial.ranks import DistributedContext, ModelParallelUnit, model_parallel_unit
 from optuna_dsat.runtime.measure.engine import is_pipeline
 from optuna_dsat.runtime.overlay import merge, read_config
-from optuna_dsat.runtime.rank import World
+from optuna_dsat.runtime.rank import GroupRank
 from optuna_dsat.runtime.reporting import trial_config
 from optuna_dsat.script.determined_names import ATTRIBUTES
 
-__all__ = ["AttrDict", "DeepSpeedTrialContext", "SilentWriter", "make_writer", "overwrite_deepspeed_config"]
+__all__ = ["AttrDict", "DeepSpeedTrialContext", "check_engine", "overwrite_deepspeed_config"]
 
 
 class SilentWriter:
-    """Replacement for a ``SummaryWriter`` that writes nothing."""
+    """Replacement for a ``SummaryWriter`` that writes nothing and needs no TensorBoard."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _write_nothing
-
-
-def _write_nothing(*_args: Any, **_options: Any) -> None:
-    pass
-
-
-def make_writer(folder: Path, *, silent: bool) -> Any:
-    """Return a ``torch.utils.tensorboard.SummaryWriter``.
-
-    Args:
-        folder: Folder for event files, created by the writer.
-        silent: Whether to return a writer that writes nothing, which needs no TensorBoard.
-
-    Raises:
-        ImportError: If TensorBoard is not installed.
-    """
-    if silent:
-        return SilentWriter()
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "context.get_tensorboard_writer() needs TensorBoard in the script's environment: pip install tensorboard."
-        ) from error
-    return SummaryWriter(str(folder))
+        return lambda *_args, **_options: None
 
 
 class AttrDict(dict[str, Any]):
@@ -79,7 +53,7 @@ class DeepSpeedTrialContext:
         hparams: Hyperparameters; ``deepspeed_config`` is the path of this launch's config.
         experiment: The experiment configuration; None if only hyperparameters are given.
         tensorboard_dir: Folder for TensorBoard's files; None for ``tensorboard`` in the working directory.
-        world: Rank and size of the process group.
+        group: Rank and size of the process group.
         seed: Seed of data order and initialization.
         measuring: Whether this launch is part of a search: no evaluation, checkpoints or metrics.
     """
@@ -90,11 +64,11 @@ class DeepSpeedTrialContext:
         *,
         experiment: Mapping[str, Any] | None = None,
         tensorboard_dir: Path | None = None,
-        world: World,
+        group: GroupRank,
         seed: int = 0,
         measuring: bool = False,
     ) -> None:
-        self.distributed = DistributedContext(world)
+        self.distributed = DistributedContext(group)
         self.engines: list[Any] = []
         self.reducers: list[RegisteredReducer] = []
         self.automatic_accumulation = True
@@ -144,11 +118,7 @@ class DeepSpeedTrialContext:
         return dict((self._experiment or {}).get("data") or {})
 
     def get_tensorboard_path(self) -> Path:
-        """Return the folder of TensorBoard's files.
-
-        By default ``tensorboard`` next to the checkpoints, or in the working directory without checkpoints. During a
-        search, each launch has a separate folder.
-        """
+        """Return the folder of TensorBoard's files; during a search, each launch has a separate folder."""
         return self._tensorboard_dir
 
     def get_tensorboard_writer(self) -> Any:
@@ -157,8 +127,17 @@ class DeepSpeedTrialContext:
         Raises:
             ImportError: If TensorBoard is not installed.
         """
-        if self._writer is None:
-            self._writer = make_writer(self.get_tensorboard_path(), silent=self._measuring)
+        if self._writer is None and self._measuring:
+            self._writer = SilentWriter()
+        elif self._writer is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ImportError(
+                    "context.get_tensorboard_writer() needs TensorBoard in the script's environment: pip install "
+                    "tensorboard."
+                ) from error
+            self._writer = SummaryWriter(str(self._tensorboard_dir))
         return self._writer
 
     def close(self) -> None:
@@ -210,11 +189,18 @@ class DeepSpeedTrialContext:
         """
         check_engine(model, measuring=self._measuring)
         if self.engines:
-            self._check_same_parallelism(model)
+            first = self.engines[0]
+            if int(model.dp_world_size) != int(first.dp_world_size) or is_pipeline(model) != is_pipeline(first):
+                raise ValueError(
+                    "All engines of a trial share one model parallelism: this one trains "
+                    f"{model.dp_world_size} copies{' of a pipeline' * is_pipeline(model)}, the first "
+                    f"{first.dp_world_size}{' of a pipeline' * is_pipeline(first)}."
+                )
         elif self._unit is None:
-            self._unit = model_parallel_unit(model, rank=self.distributed.rank, world_size=self.distributed.size)
+            self._unit = model_parallel_unit(model, self.distributed)
         if is_pipeline(model):
-            feed_pipeline(model, lambda: self.batches)
+            model.train_batch = self._feeding(model.train_batch)
+            model.eval_batch = self._feeding(model.eval_batch)
         self.engines.append(model)
         return model
 
@@ -289,34 +275,17 @@ class DeepSpeedTrialContext:
         return bool(self.engines) and is_pipeline(self.engines[0])
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples per micro-batch and rank of the first engine, else of the config.
-
-        Raises:
-            ValueError: If no engine is registered and the config does not determine it.
-        """
+        """Return the samples per micro-batch and rank of the first engine, else of the config."""
         return int(self.engines[0].train_micro_batch_size_per_gpu()) if self.engines else self._batch_sizes()[0]
 
+    train_micro_batch_size_per_gpu = property(get_train_micro_batch_size_per_gpu)
+    _train_micro_batch_size_per_gpu = train_micro_batch_size_per_gpu  # a public example reads it
+
     def get_num_micro_batches_per_slot(self) -> int:
-        """Return the micro-batches per global batch (``gradient_accumulation_steps``).
-
-        Taken from the first engine, else from the config.
-
-        Raises:
-            ValueError: If no engine is registered and the config does not determine it.
-        """
+        """Return the micro-batches per global batch of the first engine, else of the config."""
         return int(self.engines[0].gradient_accumulation_steps()) if self.engines else self._batch_sizes()[1]
 
-    @property
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """As ``get_train_micro_batch_size_per_gpu``."""
-        return self.get_train_micro_batch_size_per_gpu()
-
-    @property
-    def num_micro_batches_per_slot(self) -> int:
-        """As ``get_num_micro_batches_per_slot``."""
-        return self.get_num_micro_batches_per_slot()
-
-    _train_micro_batch_size_per_gpu = train_micro_batch_size_per_gpu  # a public example reads it
+    num_micro_batches_per_slot = property(get_num_micro_batches_per_slot)
 
     @property
     def models(self) -> list[Any]:
@@ -346,32 +315,28 @@ class DeepSpeedTrialContext:
             whole_batches=self.use_pipeline_parallel,
         )
 
-    def _check_same_parallelism(self, engine: Any) -> None:
-        first = self.engines[0]
-        same = int(engine.dp_world_size) == int(first.dp_world_size) and is_pipeline(engine) == is_pipeline(first)
-        if not same:
-            raise ValueError(
-                "All engines of a trial share one model parallelism: this one trains "
-                f"{engine.dp_world_size} copies{' of a pipeline' * is_pipeline(engine)}, the first "
-                f"{first.dp_world_size}{' of a pipeline' * is_pipeline(first)}."
-            )
+    def _feeding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method of a pipeline engine to read the trial's data unless given an iterator."""
+
+        @functools.wraps(original)
+        def batch(data_iter: Iterator[Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            return original(self.batches if data_iter is None else data_iter, *args, **kwargs)
+
+        return batch
 
     def _batch_sizes(self) -> tuple[int, int]:
-        """Return the config's micro-batch size and accumulation steps."""
         named = self._hparams.get("deepspeed_config")
         base = self._hparams if named is None else read_config(named)
         config = trial_config(merge(base, self._hparams.get("overwrite_deepspeed_args") or {}))
-        micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
-        whole = config.get("train_batch_size")
         ranks = self.distributed.size if self._unit is None else self._unit.data_parallel_world_size
-        if isinstance(micro, int):
-            if isinstance(whole, int) and not isinstance(steps, int):
-                return micro, whole // (micro * ranks)
-            return micro, steps if isinstance(steps, int) else 1
-        if not isinstance(whole, int):
+        keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        sizes = [config.get(key) for key in keys]
+        micro, steps, whole = (size if isinstance(size, int) else None for size in sizes)
+        if micro is None and whole is None:
             raise ValueError("The DeepSpeed config gives neither train_micro_batch_size_per_gpu nor train_batch_size.")
-        steps = steps if isinstance(steps, int) else 1
-        return whole // (steps * ranks), steps
+        if steps is None:
+            steps = whole // (micro * ranks) if micro is not None and whole is not None else 1
+        return micro if micro is not None else (whole or 0) // (steps * ranks), steps
 
 
 def overwrite_deepspeed_config(
@@ -402,6 +367,45 @@ def _moved(data: Any, device: torch.device) -> Any:
         return {key: _moved(value, device) for key, value in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(_moved(item, device) for item in data))
-    if isinstance(data, list | tuple):
+    if isinstance(data, (list, tuple)):
         return type(data)(_moved(item, device) for item in data)
     return data
+
+
+def check_engine(engine: Any, *, measuring: bool) -> None:
+    """Reject configurations that DeepSpeed 0.19 does not support or silently ignores.
+
+    Args:
+        engine: The first return value of ``deepspeed.initialize``.
+        measuring: Whether this launch is part of a search. A search varies the ZeRO stage, so offloads that a stage
+            does not use are then allowed.
+
+    Raises:
+        TypeError: If ``engine`` is not an engine.
+        ValueError: If the configuration is not supported.
+    """
+    if not all(hasattr(engine, name) for name in ("train_batch_size", "zero_optimization_stage", "module")):
+        raise TypeError(f"wrap_model_engine takes the engine that deepspeed.initialize returns first; got {engine!r}.")
+    stage = int(engine.zero_optimization_stage())
+    if is_pipeline(engine) and stage > 1:
+        raise ValueError(
+            f"A pipeline runs with ZeRO 0 or 1, not {stage}: it accumulates whole gradients over its micro-batches, "
+            "which higher stages partition."
+        )
+    if measuring:
+        return
+    devices = [getattr(item, "device", None) for item in (engine.zero_offload_param(), engine.zero_offload_optimizer())]
+    param, optimizer = (str(getattr(device, "value", device or "none")) for device in devices)
+    if param != "none" and stage != 3:
+        raise ValueError(
+            f"offload_param is for ZeRO 3, not {stage}: only there are parameters partitioned, and DeepSpeed would "
+            "keep them on the device without a word."
+        )
+    if optimizer != "none" and stage == 0:
+        raise ValueError(
+            "offload_optimizer is for ZeRO 1, 2 and 3: without ZeRO there is no optimizer of DeepSpeed's to offload."
+        )
+    if optimizer == "nvme" and stage != 3:
+        raise ValueError(
+            f"offload_optimizer to NVMe is for ZeRO 3, not {stage}: ZeRO 1 and 2 offload to the CPU alone."
+        )

@@ -1,7 +1,8 @@
-"""Data loaders, sharded by rank in an order determined by a seed."""
+"""Data loaders, sharded by rank in an order determined by a seed, and resumable iteration over their batches."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -11,9 +12,21 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, Sampler
 
+from optuna_dsat.integrations.deepspeed_trial.checkpoints import random_states, restore_random_states
 from optuna_dsat.runtime.failure import TooFewSamplesError
+from optuna_dsat.runtime.measure.inputs import leading_dimension
 
-__all__ = ["BatchPlan", "DataLoader", "Shard", "set_epoch"]
+__all__ = [
+    "BatchPlan",
+    "DataLoader",
+    "EndlessBatches",
+    "PlainBatches",
+    "Position",
+    "Shard",
+    "ValidationBatches",
+    "length_of",
+    "training_batches",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +121,7 @@ class DataLoader:
 
 
 class BatchPlan:
-    """Assigns samples to the batches of a rank.
-
-    Args:
-        loader: Loader of the whole data.
-        shard: The rank's part of the data.
-    """
+    """Assigns samples of a loader's whole data to the batches of a rank."""
 
     def __init__(self, loader: DataLoader, shard: Shard) -> None:
         self._loader = loader
@@ -124,7 +132,8 @@ class BatchPlan:
         if self._loader.yields_batches:
             return len(self._loader.order) // self._shard.size  # type: ignore[arg-type]
         own, size = self._samples() // self._shard.size, self._loader.batch_size
-        return own // size if self._drops_last() else -(-own // size)
+        drops_last = self._loader.drop_last or self._shard.whole_batches
+        return own // size if drops_last else -(-own // size)
 
     def training(self, epoch: int) -> list[list[int]]:
         """Return the batches (lists of indices) of a training epoch.
@@ -167,7 +176,9 @@ class BatchPlan:
             count = -(-len(order) // (ranks * size))  # number of batches on the rank with the most samples
             if count > least:
                 count, own = least, own[:least]
-            batches = _split(own, count)
+            # Lengths that differ by at most 1
+            ends = [len(own) * number // count for number in range(count + 1)] if count else []
+            batches = [own[start:end] for start, end in itertools.pairwise(ends)]
         if not batches:
             raise ValueError(
                 f"The validation data has {self._samples_in_words()}: too few for a batch on each of {ranks} "
@@ -188,9 +199,6 @@ class BatchPlan:
         count = self._samples()
         return "1 sample" if count == 1 else f"{count} samples"
 
-    def _drops_last(self) -> bool:
-        return self._loader.drop_last or self._shard.whole_batches
-
     def _order(self, epoch: int) -> list[Any]:
         seed = self._shard.seed * 1_000_003 + epoch
         if self._loader.order is None:
@@ -198,7 +206,7 @@ class BatchPlan:
             if not self._loader.shuffle:
                 return list(range(count))
             return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-        set_epoch(self._loader.order, epoch)
+        _set_epoch(self._loader.order, epoch)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return list(itertools.islice(self._loader.order, len(self._loader.order)))
@@ -209,11 +217,7 @@ class _Endless(Sampler[list[int]]):
 
     def __init__(self, plan: BatchPlan, epoch: int, offset: int) -> None:
         self._plan, self._epoch, self._offset = plan, epoch, offset
-
-    @property
-    def samples_per_rank(self) -> int | None:
-        """Samples per rank and epoch; None with a batch sampler of the script."""
-        return self._plan.samples_per_rank
+        self.samples_per_rank = plan.samples_per_rank  # read by the runtime
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from self._plan.training(self._epoch)[self._offset :]
@@ -221,14 +225,114 @@ class _Endless(Sampler[list[int]]):
             yield from self._plan.training(epoch)
 
 
-def set_epoch(sampler: Any, epoch: int) -> None:
+def _set_epoch(sampler: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a sampler, and of the sampler within a batch sampler, if it exists."""
     for candidate in (sampler, getattr(sampler, "sampler", None)):
         if candidate is not None and hasattr(candidate, "set_epoch"):
             candidate.set_epoch(epoch)
 
 
-def _split(indices: list[int], count: int) -> list[list[int]]:
-    """Split indices into ``count`` lists whose lengths differ by at most 1."""
-    ends = [len(indices) * number // count for number in range(count + 1)] if count else []
-    return [indices[start:end] for start, end in itertools.pairwise(ends)]
+@dataclass
+class Position:
+    """Position in this rank's training data."""
+
+    epoch: int = 0
+    """Completed epochs."""
+    offset: int = 0
+    """Completed batches of the current epoch."""
+    states: dict[str, Any] | None = None
+    """States of the random generators at the epoch's start; None if the order does not depend on them."""
+
+
+class EndlessBatches(Iterator[Any]):
+    """Infinite iterator over training batches; its ``position`` is restored to resume.
+
+    Args:
+        start: Yields batches from a position on, and updates it before each batch.
+        per_epoch: Batches per epoch; None if the loader has no length.
+    """
+
+    def __init__(self, start: Callable[[Position], Iterator[Any]], *, per_epoch: int | None) -> None:
+        self._start = start
+        self.per_epoch = per_epoch
+        self.restore(Position())
+
+    def restore(self, position: Position) -> None:
+        """Move to a position."""
+        self.position = position
+        self._batches = self._start(position)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
+class PlainBatches(EndlessBatches):
+    """Batches of any loader, epoch after epoch; restoring a position reads skipped batches again."""
+
+    def __init__(self, loader: Any) -> None:
+        # DeepSpeed's RepeatingLoader hides the end of an epoch.
+        loader = loader.loader if type(loader).__name__ == "RepeatingLoader" else loader
+        super().__init__(functools.partial(_epochs, loader), per_epoch=length_of(loader))
+
+    def restore(self, position: Position) -> None:
+        """Move to a position; restore the random states of its epoch's start if included."""
+        if position.states is not None:
+            restore_random_states(position.states)
+        super().restore(Position(epoch=position.epoch))
+        for _ in range(position.offset):
+            next(self)
+
+
+def _epochs(loader: Any, position: Position) -> Iterator[Any]:
+    while True:
+        for name in ("sampler", "batch_sampler", "data_sampler"):
+            _set_epoch(getattr(loader, name, None), position.epoch)
+        position.states = random_states()
+        for batch in loader:
+            position.offset += 1
+            yield batch
+        if not position.offset:
+            raise ValueError("The training data loader yields no batch, or can be iterated over once only.")
+        position.epoch, position.offset, position.states = position.epoch + 1, 0, None
+
+
+def _sharded(loader: DataLoader, shard: Shard, per_epoch: int, position: Position) -> Iterator[Any]:
+    for batch in loader.training(shard, epoch=position.epoch, offset=position.offset):
+        position.offset += 1
+        if position.offset == per_epoch:
+            position.epoch, position.offset = position.epoch + 1, 0
+        yield batch
+
+
+class ValidationBatches(Iterator[Any]):
+    """Iterator over the batches of a single validation that counts their samples."""
+
+    def __init__(self, loader: Any) -> None:
+        self._batches = iter(loader)
+        self._samples = 0
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._samples += leading_dimension(batch) or 0
+        return batch
+
+    def taken(self) -> int:
+        """Return the number of samples since the last call; 0 if none were observed."""
+        samples, self._samples = self._samples, 0
+        return samples
+
+
+def training_batches(loader: Any, shard: Shard) -> EndlessBatches:
+    """Return the training batches of a rank; a position in a ``DataLoader`` is restored without loading samples."""
+    if not isinstance(loader, DataLoader):
+        return PlainBatches(loader)
+    per_epoch = len(BatchPlan(loader, shard))
+    return EndlessBatches(functools.partial(_sharded, loader, shard, per_epoch), per_epoch=per_epoch)
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches of a loader; None for an iterable dataset without length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None

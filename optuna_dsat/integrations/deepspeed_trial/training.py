@@ -9,24 +9,25 @@ from typing import Any
 
 import torch
 
-from optuna_dsat.integrations.deepspeed_trial.callbacks import Callbacks
 from optuna_dsat.integrations.deepspeed_trial.checkpoints import (
     STEPS_COMPLETED,
     Checkpoints,
     newest_checkpoint,
+    random_states,
+    restore_random_states,
     steps_completed_of,
 )
 from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
-from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader
-from optuna_dsat.integrations.deepspeed_trial.period_metrics import Averages, MetricsFile, gathered, reduced
-from optuna_dsat.integrations.deepspeed_trial.state import random_states, restore_random_states
-from optuna_dsat.integrations.deepspeed_trial.streams import (
+from optuna_dsat.integrations.deepspeed_trial.loaders import (
+    DataLoader,
     EndlessBatches,
     Position,
     ValidationBatches,
+    length_of,
     training_batches,
 )
-from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
+from optuna_dsat.integrations.deepspeed_trial.metrics import Averages, MetricsFile, by_name, reduced
+from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial, PyTorchCallback
 from optuna_dsat.script.trial_class import Length
 
 __all__ = ["Periods", "Training"]
@@ -50,10 +51,6 @@ class Periods:
 class Training:
     """Trains a model definition. Construct it on all ranks (collective), after the definition.
 
-    Args:
-        trial: The definition.
-        context: The context passed to the definition.
-
     Raises:
         RuntimeError: If the definition registered no engine.
         TypeError: If a loader cannot be sharded and checks were not disabled.
@@ -63,7 +60,8 @@ class Training:
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
         self._trial = trial
         self._context = context
-        self._callbacks = Callbacks(trial.build_callbacks())
+        self._ranks = context.distributed
+        self._callbacks = _checked(trial.build_callbacks())
         self._unit = context.mpu
         if not context.engines:
             raise RuntimeError("No engine is known: call context.wrap_model_engine in the trial's __init__.")
@@ -76,7 +74,8 @@ class Training:
         self._stream = self._build_stream()
         self._micro_batches_per_epoch = self._agreed(None if self._stream is None else self._stream.per_epoch)
         self._averages = Averages()
-        self._returned = _Returned(self._callbacks)
+        self._returned: list[dict[str, Any]] = []
+        """Results of the definition's methods in the current period, for callbacks."""
         self._validation: Any = None
         self._validation_calls = 0
         self._batches = 0
@@ -84,8 +83,8 @@ class Training:
     def measure(self) -> None:
         """Train indefinitely; the runtime ends the process after the last profile step."""
         self._reset(training=True)
-        self._callbacks.call("on_trial_startup", 0, None)
-        self._callbacks.call("on_training_start")
+        self._call("on_trial_startup", 0, None)
+        self._call("on_training_start")
         while True:
             self._train_batch(counts=False)
 
@@ -105,18 +104,16 @@ class Training:
                 with other settings.
         """
         total, report = self._length(periods.max_length), self._length(periods.report)
-        validate, save = self._optional(periods.validation, total), self._optional(periods.checkpoint, total)
+        validate = total if periods.validation is None else self._length(periods.validation)
+        save = total if periods.checkpoint is None else self._length(periods.checkpoint)
         self._build_validation()
-        checkpoints = None if folder is None else Checkpoints(folder, rank=self._context.distributed.rank)
-        if checkpoints is not None:
-            self._resume(checkpoints, wanted=resume)
-        else:
-            self._callbacks.call("on_trial_startup", 0, None)
+        checkpoints = None if folder is None else Checkpoints(folder, rank=self._ranks.rank)
+        self._start(checkpoints, resume=resume)
         path = None if folder is None else folder / METRICS
-        output = MetricsFile(path, steps_completed=self._batches) if self._context.distributed.rank == 0 else None
+        output = MetricsFile(path, steps_completed=self._batches) if self._ranks.rank == 0 else None
         self._reset(training=True)
         try:
-            self._callbacks.call("on_training_start")
+            self._call("on_training_start")
             while self._batches < total:
                 self._train_batch()
                 ends = self._batches == total
@@ -128,20 +125,23 @@ class Training:
                 if validates:
                     self._report(output, "validation", self._validate())
                     self._reset(training=True)
-                stops = any(gathered(self._context.get_stop_requested()))
+                stops = any(self._ranks.allgather(self._context.get_stop_requested()))
                 if (saves or stops) and checkpoints is not None:
                     self._save(checkpoints)
                 if stops:
                     break
         finally:
-            self._callbacks.call("on_trial_shutdown")
+            self._call("on_trial_shutdown")
             self._context.close()
 
+    def _call(self, method: str, *args: Any) -> None:
+        for callback in self._callbacks.values():
+            getattr(callback, method)(*args)
+
     def _end_period(self, output: MetricsFile | None) -> None:
-        """Report the training metrics since the previous period."""
         metrics = self._reduced(training=True)
         self._report(output, "training", metrics)
-        self._callbacks.call("on_training_workload_end", metrics, self._returned.take())
+        self._call("on_training_workload_end", metrics, self._take_returned())
         self._reset(training=True)
 
     def _train_batch(self, *, counts: bool = True) -> None:
@@ -150,24 +150,35 @@ class Training:
         self._context.batches = self._stream
         per_epoch = self._batches_per_epoch()
         if per_epoch is not None and self._batches % per_epoch == 0:
-            self._callbacks.call("on_training_epoch_start", self._batches // per_epoch)
+            self._call("on_training_epoch_start", self._batches // per_epoch)
         for _ in range(self._calls):
             metrics = self._trial.train_batch(self._stream, epoch, self._batches)
             if counts and self._unit.should_report_metrics:
-                self._averages.add(metrics, where="train_batch")
-                self._returned.add(metrics, of="on_training_workload_end")
+                self._add(metrics, where="train_batch")
         self._check_accumulation()
         if per_epoch is not None and (self._batches + 1) % per_epoch == 0:
-            self._callbacks.call("on_training_epoch_end", self._batches // per_epoch)
+            self._call("on_training_epoch_end", self._batches // per_epoch)
         self._batches += 1
         self._context.finished_batches = self._batches
 
-    def _check_accumulation(self) -> None:
-        """Reject a batch that ended within a gradient accumulation: engine steps and counted batches would diverge.
+    def _add(self, metrics: Any, *, weight: float = 1.0, where: str) -> None:
+        """Add the result of the definition's method ``where`` to the period."""
+        self._averages.add(metrics, weight=weight, where=where)
+        if self._callbacks:
+            named = by_name(metrics, where=where)
+            tensors = {name: value.detach() for name, value in named.items() if isinstance(value, torch.Tensor)}
+            self._returned.append({**named, **tensors})
 
-        Raises:
-            RuntimeError: If the first engine has not trained on a multiple of its micro-batches per batch.
-        """
+    def _take_returned(self) -> list[dict[str, Any]]:
+        """Return the results of the period, with tensors moved to the CPU, and start the next period."""
+        taken, self._returned = self._returned, []
+        return [
+            {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+            for metrics in taken
+        ]
+
+    def _check_accumulation(self) -> None:
+        """Reject a batch that ended within a gradient accumulation: engine steps and counted batches would diverge."""
         done = getattr(self._engine, "micro_steps", 0)
         if self._context.use_pipeline_parallel or done % self._accumulation == 0:
             return
@@ -189,26 +200,25 @@ class Training:
         self._context.batches = batches
         for engine in self._context.engines:
             engine.eval()
-        self._callbacks.call("on_validation_start")
-        self._callbacks.call("on_validation_epoch_start")
+        self._call("on_validation_start")
+        self._call("on_validation_epoch_start")
         with torch.no_grad():
             for index in range(self._validation_calls):
                 metrics = self._trial.evaluate_batch(batches, index)
                 if self._unit.should_report_metrics:
                     samples = 0 if batches is None else batches.taken()
-                    self._averages.add(metrics, weight=samples or 1, where="evaluate_batch")
-                    self._returned.add(metrics, of="on_validation_epoch_end")
-        self._callbacks.call("on_validation_epoch_end", self._returned.take())
+                    self._add(metrics, weight=samples or 1, where="evaluate_batch")
+        self._call("on_validation_epoch_end", self._take_returned())
         for engine in self._context.engines:
             engine.train()
         restore_random_states(states)
         metrics = self._reduced(training=False)
-        self._callbacks.call("on_validation_end", metrics)
+        self._call("on_validation_end", metrics)
         return metrics
 
     def _reduced(self, *, training: bool) -> dict[str, Any]:
-        reports = self._unit.should_report_metrics
-        return reduced(self._averages, self._context.reducers, training=training, reports=reports)
+        reducers = [registered for registered in self._context.reducers if registered.serves(training=training)]
+        return reduced(self._averages, reducers, self._ranks, reports=self._unit.should_report_metrics)
 
     def _reset(self, *, training: bool) -> None:
         for registered in self._context.reducers:
@@ -222,35 +232,38 @@ class Training:
 
     def _save(self, checkpoints: Checkpoints) -> None:
         position = None if self._stream is None else asdict(self._stream.position)
-        state = {"position": position, "states": random_states(), "callbacks": self._callbacks.state()}
-        self._callbacks.call("on_checkpoint_save_start", state)
+        callbacks = {name: callback.state_dict() for name, callback in self._callbacks.items()}
+        state = {"position": position, "states": random_states(), "callbacks": callbacks}
+        self._call("on_checkpoint_save_start", state)
         folder = checkpoints.save(
             self._batches,
             write=lambda path: self._trial.save(self._context, path),
             rank_state=state,
             shared_state=self._identity(),
         )
-        self._callbacks.call("on_checkpoint_write_end", str(folder))
-        self._callbacks.call("on_checkpoint_upload_end", folder.name)
+        self._call("on_checkpoint_write_end", str(folder))
+        self._call("on_checkpoint_upload_end", folder.name)
 
-    def _resume(self, checkpoints: Checkpoints, *, wanted: bool) -> None:
-        newest = newest_checkpoint(checkpoints.folder)
-        gathered(None)  # barrier: all ranks must look before any rank writes
-        if newest is None:
-            self._callbacks.call("on_trial_startup", 0, None)
+    def _start(self, checkpoints: Checkpoints | None, *, resume: bool) -> None:
+        newest = None if checkpoints is None else newest_checkpoint(checkpoints.folder)
+        self._ranks.allgather(None)  # barrier: all ranks must look before any rank writes
+        if checkpoints is None or newest is None:
+            self._call("on_trial_startup", 0, None)
             return
-        if not wanted:
+        if not resume:
             raise FileExistsError(f"{checkpoints.folder} holds checkpoints: resume from them, or name another folder.")
         state = checkpoints.read_shared_state(newest)
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise ValueError(f"{newest} was saved with {key} {state.get(key)}, and this training has {value}.")
         completed = steps_completed_of(state)
-        self._callbacks.call("on_trial_startup", completed, newest.name)
+        self._call("on_trial_startup", completed, newest.name)
         rank_state = checkpoints.read_rank_state(newest)
-        self._callbacks.call("on_checkpoint_load_start", rank_state)
+        self._call("on_checkpoint_load_start", rank_state)
         self._trial.load(self._context, newest)
-        self._callbacks.restore(rank_state.get("callbacks", {}))
+        for name, saved in rank_state.get("callbacks", {}).items():
+            if name in self._callbacks:
+                self._callbacks[name].load_state_dict(saved)
         if self._stream is not None and rank_state["position"] is not None:
             self._stream.restore(Position(**rank_state["position"]))
         restore_random_states(rank_state["states"])
@@ -259,7 +272,7 @@ class Training:
     def _identity(self) -> dict[str, Any]:
         """Return the settings that must be equal when training resumes from a checkpoint."""
         return {
-            "world_size": self._context.distributed.size,
+            "world_size": self._ranks.size,
             "engines": len(self._context.engines),
             "train_batch_size": self._train_batch_size,
             "gradient_accumulation_steps": self._accumulation,
@@ -267,7 +280,6 @@ class Training:
         }
 
     def _length(self, length: Length) -> int:
-        """Return a length in global batches; equal on all ranks."""
         if self._micro_batches_per_epoch is None and length.unit == "epochs":
             raise ValueError("The training data loader has no length: give lengths in batches or records, not epochs.")
         per_epoch = self._batches_per_epoch() or 1
@@ -278,12 +290,11 @@ class Training:
         count = self._micro_batches_per_epoch
         return None if count is None else max(1, count // self._accumulation)
 
-    def _optional(self, length: Length | None, total: int) -> int:
-        return total if length is None else self._length(length)
-
     def _check_roles(self) -> None:
         unit = self._unit
-        roles = gathered((unit.should_build_data_loader, unit.should_report_metrics, unit.data_parallel_world_size))
+        roles = self._ranks.allgather(
+            (unit.should_build_data_loader, unit.should_report_metrics, unit.data_parallel_world_size)
+        )
         builds, reports, sizes = (list(column) for column in zip(*roles, strict=True))
         if not any(builds) or not any(reports):
             raise ValueError(
@@ -299,11 +310,7 @@ class Training:
         return training_batches(self._loader("build_training_data_loader"), self._context.shard())
 
     def _build_validation(self) -> None:
-        """Build the validation data and agree on the number of its batches; collective.
-
-        Raises:
-            ValueError: If the loader has no length, or too few batches for a single evaluation.
-        """
+        """Build the validation data and agree on the number of its batches; collective."""
         count: int | None = None
         if self._unit.should_build_data_loader:
             loader = self._loader("build_validation_data_loader")
@@ -311,11 +318,7 @@ class Training:
                 loader = loader.validation(self._context.shard())
             elif type(loader).__name__ == "RepeatingLoader":
                 loader = loader.loader
-            self._validation = loader
-            try:
-                count = len(loader)
-            except TypeError:
-                count = None
+            self._validation, count = loader, length_of(loader)
         result = self._agreed(count)
         if result is None:
             raise ValueError("The validation data loader has no length: the ranks cannot agree on the batches of it.")
@@ -338,36 +341,15 @@ class Training:
 
     def _agreed(self, count: int | None) -> int | None:
         """Return the minimum count over the ranks that read data; None if any of them has None; collective."""
-        counts = gathered((self._unit.should_build_data_loader, count))
+        counts = self._ranks.allgather((self._unit.should_build_data_loader, count))
         known = [number for builds, number in counts if builds]
         return None if None in known else min(known)
 
 
-class _Returned:
-    """Results of the definition's methods, kept for callbacks.
-
-    Args:
-        callbacks: The callbacks; results that no callback uses are not kept.
-    """
-
-    def __init__(self, callbacks: Callbacks) -> None:
-        self._kept = {
-            name: callbacks.overrides(name) for name in ("on_training_workload_end", "on_validation_epoch_end")
-        }
-        self._metrics: list[dict[str, Any]] = []
-
-    def add(self, metrics: Any, *, of: str) -> None:
-        """Keep the metrics of a call if any callback overrides the method ``of``."""
-        if self._kept[of]:
-            named = {"loss": metrics} if isinstance(metrics, torch.Tensor) else metrics
-            self._metrics.append(
-                {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in named.items()}
-            )
-
-    def take(self) -> list[dict[str, Any]]:
-        """Return the results since the last call, with tensors moved to the CPU."""
-        taken, self._metrics = self._metrics, []
-        return [
-            {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
-            for metrics in taken
-        ]
+def _checked(callbacks: Any) -> dict[str, PyTorchCallback]:
+    if not isinstance(callbacks, Mapping) or not all(isinstance(item, PyTorchCallback) for item in callbacks.values()):
+        raise TypeError(
+            "build_callbacks returns a mapping of names to PyTorchCallbacks of "
+            f"optuna_dsat.integrations.deepspeed_trial; got {callbacks!r}."
+        )
+    return dict(callbacks)

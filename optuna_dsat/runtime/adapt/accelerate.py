@@ -7,7 +7,6 @@ with the best config contains them too.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
@@ -16,14 +15,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from optuna_dsat.runtime.events import EnvironmentSet, Event
-from optuna_dsat.runtime.overlay import LaidConfig, flatten, read_config
+from optuna_dsat.runtime.imports import patch
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, LaidConfig, flatten, read_config
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 __all__ = ["AccelerateConfig", "how_to_train_with_deepspeed", "join_ranks"]
 
 _USE = "ACCELERATE_USE_DEEPSPEED"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-_ACCUMULATION = "gradient_accumulation_steps"
 _OTHER_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 """Variables with which ``accelerate launch`` selects other distributed backends."""
 _DECIDED_IN_CODE = ("cpu", "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
@@ -33,13 +32,7 @@ _SECTIONS = {"optimizer": ("Optimizer", "DummyOptim"), "scheduler": ("LRSchedule
 
 
 class AccelerateConfig:
-    """Sets accelerate's variables in this rank, once.
-
-    Args:
-        plan: The launch; nothing is set without a user's config.
-        rank: This rank.
-        write: Records an event.
-    """
+    """Sets accelerate's variables in this rank, once."""
 
     def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
         self._plan = plan
@@ -49,65 +42,43 @@ class AccelerateConfig:
         self._left_open = _left_open(plan.user_config_path)  # later reads are the launch's
 
     def patch_accelerator(self, module: Any) -> None:
-        """Provide the config when the script builds its first ``Accelerator``.
+        """Provide the config when the script builds its first ``Accelerator``."""
+        signature = inspect.signature(module.Accelerator.__init__)
 
-        Args:
-            module: ``accelerate.accelerator``.
-        """
-        cls = module.Accelerator
-        init, prepare = cls.__init__, cls.prepare
-        signature = inspect.signature(init)
-
-        @functools.wraps(init)
-        def patched_init(*args: Any, **kwargs: Any) -> None:
+        @patch(module.Accelerator, "__init__")
+        def init(original: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(*args, **kwargs).arguments
             if not any(given.get(name) for name in _DECIDED_IN_CODE) and not module.AcceleratorState._shared_state:
                 self.provide()
-            init(*args, **kwargs)
+            original(*args, **kwargs)
 
-        @functools.wraps(prepare)
-        def patched_prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        @patch(module.Accelerator, "prepare")
+        def prepare(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             plugin = accelerator.state.deepspeed_plugin
             if plugin is not None:
-                self.note_accumulation(plugin.deepspeed_config, accelerator.gradient_accumulation_steps)
+                steps = accelerator.gradient_accumulation_steps
+                self.note_filled_in(plugin.deepspeed_config, {GRADIENT_ACCUMULATION: steps})
             if plugin is not None and self._provided:
                 for section, (own, dummy) in _SECTIONS.items():
                     if any(_is_a(arg, own) and not _is_a(arg, dummy) for arg in args):
                         plugin.deepspeed_config.pop(section, None)
-            return prepare(accelerator, *args, **kwargs)
+            return original(accelerator, *args, **kwargs)
 
-        cls.__init__, cls.prepare = patched_init, patched_prepare
+    def note_filled_in(self, config: Any, values: Mapping[str, Any]) -> None:
+        """Record the values with which ``DeepSpeedPlugin`` fills in ``"auto"`` of the script's or the user's config.
 
-    def note_accumulation(self, config: Any, steps: int) -> None:
-        """Record accumulation steps from arguments or environment of ``DeepSpeedPlugin``, else of ``Accelerator``.
-
-        They apply if the script's config contains ``"auto"``. The user's file may contain it where the launch's file
-        has a number.
+        The user's file may contain ``"auto"`` where the launch's file, which the script then reads, has a number.
 
         Args:
             config: The plugin's config.
-            steps: The steps, before the library replaces them by the config's.
+            values: Dotted key -> value from arguments, else the environment, else accelerate's default.
         """
-        if not isinstance(config, LaidConfig):
-            return
-        own = config.scripts_own().get(_ACCUMULATION)
-        if own == "auto" or (_ACCUMULATION in self._left_open and own == self._plan.overlay.get(_ACCUMULATION)):
-            config.note_own(_ACCUMULATION, steps)
-
-    def note_filled_in(self, config: Any, values: Mapping[str, Any]) -> None:
-        """Record the values that ``DeepSpeedPlugin`` fills in for ``"auto"`` in the config or the user's file.
-
-        Args:
-            config: The plugin's config, filled in.
-            values: Dotted key -> value from the plugin's arguments, else the environment, else accelerate's default.
-        """
-        if not isinstance(config, LaidConfig):
-            return
-        own, launch = flatten(config.scripts_own()), flatten(config)
-        for key, value in values.items():
-            left_open = own.get(key) == "auto" or (key in self._left_open and own.get(key) == launch.get(key))
-            if left_open and key != _ACCUMULATION and value != "auto":
-                config.note_own(key, value)
+        if isinstance(config, LaidConfig):
+            own, launch = flatten(config.scripts_own()), flatten(self._plan.overlay)
+            for key in own.keys() & values.keys():
+                is_open = own[key] == "auto" or (key in self._left_open and own[key] == launch.get(key))
+                if is_open and values[key] != "auto":
+                    config.note_own(key, values[key])
 
     def provide_for(self, arguments: Any) -> None:
         """Provide the config to ``TrainingArguments`` without a config.
@@ -118,7 +89,10 @@ class AccelerateConfig:
         if not getattr(arguments, "deepspeed", None) and not getattr(arguments, "fsdp", None):
             self.provide()
         elif self._provided:
-            self._withdraw()
+            self._provided = False
+            for name in (_USE, _CONFIG_FILE):
+                os.environ.pop(name, None)
+            self._announce({}, "the script names its DeepSpeed config after all: these are unset.")
 
     def leave_optimizer_to(self, arguments: Any) -> None:
         """Remove config sections that duplicate ``TrainingArguments`` settings, if the config was provided here."""
@@ -129,54 +103,33 @@ class AccelerateConfig:
 
     def provide(self) -> None:
         """Set the variables, unless the environment or the script selects a training backend."""
-        if self._provided or not self._plan.user_config_path or _says_how_to_train():
+        chosen = any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in (_USE, *_OTHER_PLUGINS))
+        calls_deepspeed = "deepspeed" in vars(sys.modules["__main__"])
+        if self._provided or not self._plan.user_config_path or chosen or calls_deepspeed:
             return
         self._provided = True
         os.environ.update({_USE: "true", _CONFIG_FILE: self._plan.config_path})
-        if self._rank.rank == 0:
-            self._write(
-                EnvironmentSet(
-                    rank=0,
-                    time=time.time(),
-                    variables={_USE: "true", _CONFIG_FILE: self._plan.user_config_path},
-                )
-            )
-            print(
-                f"optuna-dsat: the script does not say that it trains with DeepSpeed: {_USE}=true and {_CONFIG_FILE} "
-                "are set for it.",
-                file=sys.stderr,
-            )
+        self._announce(
+            {_USE: "true", _CONFIG_FILE: self._plan.user_config_path},
+            f"the script does not say that it trains with DeepSpeed: {_USE}=true and {_CONFIG_FILE} are set for it.",
+        )
 
-    def _withdraw(self) -> None:
-        """Unset the variables again."""
-        self._provided = False
-        for name in (_USE, _CONFIG_FILE):
-            os.environ.pop(name, None)
+    def _announce(self, variables: Mapping[str, str], message: str) -> None:
         if self._rank.rank == 0:
-            self._write(EnvironmentSet(rank=0, time=time.time(), variables={}))
-            print("optuna-dsat: the script names its DeepSpeed config after all: these are unset.", file=sys.stderr)
+            self._write(EnvironmentSet(rank=0, time=time.time(), variables=variables))
+            print(f"optuna-dsat: {message}", file=sys.stderr)
 
 
 def join_ranks(module: Any, *, rank: Rank, on_join: Callable[[], None]) -> None:
-    """Use gloo for ranks without a GPU, where accelerate selects no backend and assumes a single process.
+    """Use gloo for ranks without a GPU, where accelerate selects no backend and assumes a single process."""
 
-    Args:
-        module: ``accelerate.state``.
-        rank: This rank.
-        on_join: Called if accelerate selected no backend.
-    """
-    cls = module.PartialState
-    original = cls._prepare_backend
-
-    @functools.wraps(original)
-    def prepare_backend(*args: Any, **kwargs: Any) -> Any:
+    @patch(module.PartialState, "_prepare_backend")
+    def prepare_backend(original: Any, *args: Any, **kwargs: Any) -> Any:
         backend, kind = original(*args, **kwargs)
         if backend is None and rank.world_size > 1:
             on_join()
             backend = "gloo"
         return backend, kind
-
-    cls._prepare_backend = prepare_backend
 
 
 def how_to_train_with_deepspeed() -> str:
@@ -200,11 +153,6 @@ def _left_open(path: str) -> frozenset[str]:
     except ValueError:  # already reported by the hook
         return frozenset()
     return frozenset(key for key, value in settings.items() if value == "auto")
-
-
-def _says_how_to_train() -> bool:
-    chosen = any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in (_USE, *_OTHER_PLUGINS))
-    return chosen or "deepspeed" in vars(sys.modules["__main__"])  # a script that calls DeepSpeed itself
 
 
 def _is_a(candidate: Any, name: str) -> bool:

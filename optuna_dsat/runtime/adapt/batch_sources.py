@@ -3,26 +3,27 @@
 The profile launch records every integer that the script got from a parser, settings file or data loader. The tuner
 compares them with the batch that the engine received, and verifies its guess with a launch at twice the size. In later
 launches this module replaces the number if its source is a settings file or data loader; command-line options are
-replaced in the arguments instead (``optuna_dsat.script.arg_mapping``).
+replaced in the arguments instead (``optuna_dsat.script.arg_mapping``). Nothing else of a loader changes: the sampler,
+order and seed remain.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from optuna_dsat.runtime.adapt.loaders import LoaderWatch
 from optuna_dsat.runtime.adapt.parsers import ParserWatch, names_training_batch, numbers
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.runtime.files import read_regular
-from optuna_dsat.runtime.measure.inputs import BatchNumbers
-from optuna_dsat.runtime.user_code import Place, is_installed
+from optuna_dsat.runtime.imports import patch
+from optuna_dsat.runtime.measure.inputs import BatchNumbers, leading_dimension
+from optuna_dsat.runtime.user_code import Place, is_installed, is_size, place_of
 
 __all__ = ["BatchSources"]
 
@@ -37,10 +38,9 @@ class BatchSources:
 
     Args:
         micro_batch: Samples per rank and forward pass in the launch's config; None if unspecified.
-        follow: The source to change, with the script's original number B: ``{"kind": "loader", "own": B}``,
-            ``{"kind": "attribute", "key": "CLASS.NAME", "own": B}`` of a dataset, or ``{"kind": "setting", "file": F,
-            "key": K, "own": B, "scale": S}``, where a setting counts S micro-batches (ranks times accumulation).
-            Empty to change nothing. May also contain ``rows`` of ``sample_counter``.
+        follow: The source to change, with the script's original number B: ``{"kind": "loader", "own": B}``, or
+            ``{"kind": "setting", "file": F, "key": K, "own": B, "scale": S}``, where a setting counts S micro-batches
+            (ranks times accumulation). Empty to change nothing. May also contain ``rows`` of ``sample_counter``.
         fed: Returns the number of micro-batches that the engine has received.
         noting: Whether to record settings files; False if ``follow`` is known, so that only its file is read.
         repeat: Whether to restart data loaders that feed the engine when they are exhausted.
@@ -61,9 +61,15 @@ class BatchSources:
         self._micro_batch = micro_batch
         self._follow = follow
         self._parsers = ParserWatch(outputs=outputs)
-        self._loaders = LoaderWatch(micro_batch=micro_batch, follow=follow, fed=fed, repeat=repeat)
+        self._fed = fed
+        self._repeat = repeat
+        self._loaders: list[_Loader] = []
+        self._loaded: int | None = None
+        """Batch size of the loader that yielded last; None if unknown."""
         self._settings: dict[tuple[str, str], int] = {}
-        self._texts = _ArgumentTexts()
+        self._arguments: list[str] | None = None
+        self._texts: dict[str, str] = {}
+        """Content of each settings file in the arguments -> its path."""
         self._folder = f"{Path.cwd().resolve()}{os.sep}"  # the script may change the working directory
 
     def install(self) -> None:
@@ -72,16 +78,19 @@ class BatchSources:
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return module name -> function to call when the module has been imported."""
-        files = {"json": self._json_imported, "yaml": self._yaml_imported, "tomllib": self._json_imported}
-        return {**self._parsers.callbacks(), **self._loaders.callbacks(), **files}
+        files = dict.fromkeys(("json", "yaml", "tomllib"), self._note_results)
+        loaders = {
+            "torch.utils.data.dataloader": lambda module: self._watch_loaders(module.DataLoader),
+            "torchdata.stateful_dataloader.stateful_dataloader": lambda module: self._watch_loaders(
+                module.StatefulDataLoader
+            ),
+        }
+        return {**self._parsers.callbacks(), **loaders, **files}
 
     def event(self, *, rank: int, places: Sequence[Place] = ()) -> BatchSourcesFound:
-        """Return everything recorded until now.
-
-        Args:
-            rank: Global rank.
-            places: Places in the user's code that led to the engine's first input, innermost first.
-        """
+        """Return everything recorded until now."""
+        known = [loader for loader in self._loaders if loader.batch_size is not None or loader.samples is not None]
+        loaders = [loader.described() for loader in known]
         return BatchSourcesFound(
             rank=rank,
             time=time.time(),
@@ -92,96 +101,206 @@ class BatchSources:
                 {"file": file.removeprefix(self._folder), "key": key, "value": value}
                 for (file, key), value in list(self._settings.items())[:_MOST]
             ],
-            loaders=self._loaders.described()[:_MOST],
+            loaders=loaders[:_MOST],
             fed_at=[{"file": file, "line": line} for file, line in places],
         )
 
     def numbers(self, configured: Set[int]) -> BatchNumbers:
-        """Return the numbers known so far to be batch sizes.
-
-        Args:
-            configured: Micro-batch sizes in the launch's config and the script's config.
-        """
+        """Return the numbers known so far to be batch sizes."""
         settings = [(key, value) for (_, key), value in self._settings.items()]
         named = {value for name, value in [*self._parsers.options.items(), *settings] if names_training_batch(name)}
-        return BatchNumbers(configured=configured, named=named, loaded=self._loaders.loaded)
+        return BatchNumbers(configured=configured, named=named, loaded=self._loaded)
 
     def _note_settings(self, source: Any, result: Any) -> None:
         """Record the numbers of a settings file, and replace the batch size selected by ``follow``."""
         if not self._noting and self._follow.get("kind") != "setting":
             return
-        file = self._texts.file_of(source) if isinstance(source, str) else _name_of(source)
-        if (
-            file is None
-            or not (self._noting or file == self._follow["file"])
-            or not isinstance(result, MutableMapping | MutableSequence)
-        ):
+        file = self._file_of(source)
+        followed = self._follow["key"] if file is not None and file == self._follow.get("file") else None
+        if file is None or not (self._noting or followed):
             return
-        for holder, name, key, value in numbers(result):
+        for container, name, key, value in numbers(result):
             self._settings.setdefault((file, key), value)
-            if self._follows_setting(file, key) and self._micro_batch is not None:
-                holder[name] = self._micro_batch * int(self._follow.get("scale", 1))
+            if key == followed and self._micro_batch is not None:
+                container[name] = self._micro_batch * int(self._follow.get("scale", 1))
 
-    def _follows_setting(self, file: str, key: str) -> bool:
-        follow = self._follow
-        return follow.get("kind") == "setting" and follow.get("file") == file and follow.get("key") == key
+    def _file_of(self, source: Any) -> str | None:
+        """Return the path of the settings file that a script parses, from an open file or its text; None for others.
 
-    def _json_imported(self, module: ModuleType) -> None:
-        for name in ("load", "loads"):
-            _after(module, name, self._note_settings)
-
-    def _yaml_imported(self, module: ModuleType) -> None:
-        for name in ("load", "safe_load", "full_load", "unsafe_load"):
-            _after(module, name, self._note_settings)
-
-
-class _ArgumentTexts:
-    """Contents of the settings files in the script's arguments, for scripts that read a file and parse its text."""
-
-    def __init__(self) -> None:
-        self._arguments: list[str] | None = None
-        self._files: dict[str, str] = {}
-
-    def file_of(self, text: str) -> str | None:
-        """Return the absolute path of the file in the arguments that contains exactly this text, or None."""
+        Pipes are not read for comparison, because the script could not read them again.
+        """
+        if not isinstance(source, str):
+            name = getattr(source, "name", None)
+            return os.path.realpath(name) if isinstance(name, str) and not is_installed(name) else None
         if self._arguments != sys.argv:
-            self._arguments = list(sys.argv)
-            named = {arg.rpartition("=")[2] for arg in sys.argv[1:]}
-            self._files = {read: os.path.realpath(name) for name in named if (read := _settings_text(name))}
-        return self._files.get(text)
+            self._arguments, self._texts = list(sys.argv), {}
+            for name in {arg.rpartition("=")[2] for arg in sys.argv[1:]}:
+                if name.endswith((".json", ".toml", ".yaml", ".yml")):
+                    with contextlib.suppress(OSError, UnicodeDecodeError):
+                        text = read_regular(name, most_bytes=_MOST_TEXT_BYTES).decode("utf-8")
+                        self._texts[text] = os.path.realpath(name)
+        return self._texts.get(source)
+
+    def _note_results(self, module: Any) -> None:
+        """Record the settings that functions of a module for JSON, YAML or TOML return."""
+        for name in ("load", "loads", "safe_load", "full_load", "unsafe_load"):
+            if hasattr(module, name):
+
+                @patch(module, name)
+                def noting(original: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+                    result = original(source, *args, **kwargs)
+                    self._note_settings(source, result)
+                    return result
+
+    def _watch_loaders(self, loader_class: Any) -> None:
+        """Record data loaders; set the launch's micro-batch in loaders of the script's batch size."""
+        own = int(self._follow["own"]) if self._follow.get("kind") == "loader" else None
+
+        @patch(loader_class, "__init__")
+        def init(original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            noted = _Loader(place_of(sys._getframe(1)))
+            args, kwargs = noted.sized(args, kwargs, own=own, micro_batch=self._micro_batch)
+            original(loader, *args, **kwargs)
+            noted.measure(loader)
+            loader.__dict__["_optuna_dsat"] = noted
+            self._loaders.append(noted)
+
+        @patch(loader_class, "__iter__")
+        def iterate(original: Any, loader: Any) -> Any:
+            noted = loader.__dict__.get("_optuna_dsat")
+
+            def yielded(batch: Any) -> None:
+                self._loaded = None if noted is None or leading_dimension(batch) is None else noted.batch_size
+
+            return _Iteration(
+                lambda: original(loader), loader=noted, fed=self._fed, repeat=self._repeat, yielded=yielded
+            )
 
 
-def _settings_text(name: str) -> str:
-    """Return the text of a settings file; empty for other suffixes, too large files and anything but regular files.
+class _Loader:
+    """A data loader: its location in the user's code, and its sizes."""
 
-    Pipes are not read, because the script could not read them again.
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.batch_size: int | None = None
+        """Samples of a batch in the script; None if the dataset yields batches."""
+        self.samples: int | None = None
+        """Samples per rank and epoch; None if the dataset has no length, or yields batches."""
+        self.loads_all = False
+        """Whether each rank loads the whole dataset, because the sampler does not shard it."""
+        self.trains = False
+        """Whether the engine received inputs during the iteration."""
+
+    def sized(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: int | None, micro_batch: int | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a data loader's arguments with batch size ``own`` replaced by the launch's micro-batch."""
+        sampler = kwargs.get("batch_sampler", args[4] if len(args) > 4 else None)
+        given = kwargs.get("batch_size", args[1] if len(args) > 1 else 1)
+        if sampler is not None:
+            given = getattr(sampler, "batch_size", None)
+        self.batch_size = given if is_size(given) else None
+        if own is None or micro_batch is None or self.batch_size != own:
+            return args, kwargs
+        if sampler is not None:
+            sampler.batch_size = micro_batch
+        elif "batch_size" in kwargs or len(args) <= 1:
+            kwargs = {**kwargs, "batch_size": micro_batch}
+        else:
+            args = (args[0], micro_batch, *args[2:])
+        return args, kwargs
+
+    def measure(self, loader: Any) -> None:
+        """Record the samples per rank and epoch, unless the dataset yields the batches."""
+        batches: Any = getattr(loader, "batch_sampler", None)
+        if hasattr(batches, "samples_per_rank"):  # the batch sampler of a ``DeepSpeedTrial``, which shards
+            self.samples = batches.samples_per_rank
+        elif batches is not None:
+            self.samples = _sampled(batches)
+            if self.samples is None:
+                self.samples = _length(getattr(loader, "sampler", None))
+            sampler = getattr(batches, "sampler", None)
+            in_data = _length(getattr(loader, "dataset", None))
+            self.loads_all = sampler is not None and not hasattr(sampler, "num_replicas") and self.samples == in_data
+
+    def described(self) -> dict[str, Any]:
+        """Return its entry for ``BatchSourcesFound.loaders``."""
+        return {
+            "batch_size": self.batch_size,
+            "file": self.place[0],
+            "line": self.place[1],
+            "samples": self.samples,
+            "loads_all": self.loads_all,
+            "trains": self.trains,
+        }
+
+
+class _Iteration:
+    """Iterator that restarts when exhausted, if it fed the engine; other iterations end."""
+
+    def __init__(
+        self,
+        start: Callable[[], Iterator[Any]],
+        *,
+        loader: _Loader | None,
+        fed: Callable[[], int],
+        repeat: bool,
+        yielded: Callable[[Any], None],
+    ) -> None:
+        self._start = start
+        self._loader = loader
+        self._fed = fed
+        self._repeat = repeat
+        self._yielded = yielded
+        self._before = fed()
+        self._inner = start()
+
+    def __iter__(self) -> _Iteration:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._next()
+        self._yielded(batch)
+        return batch
+
+    def _next(self) -> Any:
+        feeds = self._fed() > self._before
+        if feeds and self._loader is not None:
+            self._loader.trains = True
+        try:
+            return next(self._inner)
+        except StopIteration:
+            if not (self._repeat and feeds):
+                raise
+        self._before = self._fed()
+        self._inner = self._start()
+        return next(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _sampled(batches: Any) -> int | None:
+    """Return the number of samples that a batch sampler yields to a rank; None if unknown.
+
+    Batch samplers without a ``sampler``, such as accelerate's sharding wrapper, only have a number of batches.
     """
-    if not name.endswith((".json", ".toml", ".yaml", ".yml")):
-        return ""
-    try:
-        return read_regular(name, most_bytes=_MOST_TEXT_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _after(module: ModuleType, name: str, note: Callable[[Any, Any], None]) -> None:
-    """Wrap a function to call ``note`` with its first argument and its result."""
-    original = getattr(module, name, None)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def noting(source: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(source, *args, **kwargs)
-        note(source, result)
-        return result
-
-    setattr(module, name, noting)
-
-
-def _name_of(source: Any) -> str | None:
-    """Return the absolute path of an open file; None for other objects and for files of installed packages."""
-    name = getattr(source, "name", None)
-    if not isinstance(name, str) or is_installed(name):
+    sampler = getattr(batches, "sampler", None)
+    if sampler is not None:
+        return _length(sampler)
+    count = _length(batches)
+    size: Any = getattr(batches, "batch_size", None)
+    if count is None or not is_size(size):
         return None
-    return os.path.realpath(name)
+    parts = batches.num_processes if getattr(batches, "split_batches", False) else 1  # a batch is split among all ranks
+    return count * int(size) // int(parts)
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import functools
 import io
-import itertools
 import os
 import re
 import runpy
@@ -23,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import read_config
 
 __all__ = [
@@ -32,6 +31,7 @@ __all__ = [
     "parse_command",
     "reads_redirected",
     "replace_config_paths",
+    "with_option",
 ]
 
 _CONFIG = re.compile(r"--(deepspeed|deepscale|ds)([-_]?(config|cfg))([-_]?(file|path|json))?$", re.IGNORECASE)
@@ -53,10 +53,9 @@ def default_config_option(config_path: str, *, user_config: str = "", on_found: 
         on_found: Called with the name of an option whose default was replaced or is a DeepSpeed config, and with the
             name of the Trainer's option if its argument is not a file.
     """
-    original = argparse.ArgumentParser.parse_known_args
 
-    @functools.wraps(original)
-    def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+    @patch(argparse.ArgumentParser, "parse_known_args")
+    def parse_known_args(original: Any, self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         result = _config_action(self)
         if result is not None and config_path and _is_open(result, user_config):
             result.default, result.required = config_path, False
@@ -68,11 +67,8 @@ def default_config_option(config_path: str, *, user_config: str = "", on_found: 
             on_found(result.option_strings[0])
         return original(self, *args, **kwargs)
 
-    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
-
 
 def _config_action(parser: argparse.ArgumentParser) -> argparse.Action | None:
-    """Return a parser's option for the DeepSpeed config, or None."""
     valued = [action for action in parser._actions if action.option_strings and action.nargs != 0]
     named = [action for action in valued if any(_CONFIG.match(option) for option in action.option_strings)]
     of_trainer = [action for action in valued if _SWITCH in action.option_strings]
@@ -95,12 +91,12 @@ def _is_given_a_name(action: argparse.Action, args: Sequence[Any], kwargs: Mappi
     given = args[0] if args else kwargs.get("args")
     words = [str(word) for word in (sys.argv[1:] if given is None else given)]
     values = [word.partition("=")[2] for word in words if word.startswith(f"{_SWITCH}=")]
-    values += [value for word, value in itertools.pairwise(words) if word == _SWITCH and not value.startswith("-")]
+    following = zip(words, words[1:])  # noqa: B905, RUF007 - Python 3.9
+    values += [value for word, value in following if word == _SWITCH and not value.startswith("-")]
     return bool(values) and not Path(values[-1]).exists()
 
 
 def _is_config(default: object) -> bool:
-    """Return whether an option's default is the path of a DeepSpeed config."""
     if not isinstance(default, str) or not Path(default).is_file():
         return False
     try:
@@ -109,7 +105,7 @@ def _is_config(default: object) -> bool:
         return False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ScriptCommand:
     """The user's script or module with its arguments."""
 
@@ -119,11 +115,7 @@ class ScriptCommand:
     args: tuple[str, ...]
 
     def run(self, *, safe_path: bool) -> None:
-        """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them.
-
-        Args:
-            safe_path: Whether to keep the script's folder out of ``sys.path`` (``python -P``).
-        """
+        """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them."""
         sys.argv = [self.name, *self.args]
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
@@ -154,16 +146,31 @@ def replace_config_paths(args: Sequence[str], *, user_config: str, config: str) 
 
     An argument, or the value in ``--flag=path``, matches if it is the same text or refers to the same file.
     """
-    return tuple(_replaced(arg, user_config, config) for arg in args)
+    result = []
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        if is_same_file(arg, user_config):
+            result.append(config)
+        else:
+            result.append(f"{flag}={config}" if equals and is_same_file(value, user_config) else arg)
+    return tuple(result)
 
 
-def _replaced(arg: str, user_config: str, config: str) -> str:
-    if is_same_file(arg, user_config):
-        return config
-    flag, equals, value = arg.partition("=")
-    if equals and is_same_file(value, user_config):
-        return f"{flag}={config}"
-    return arg
+def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
+    """Return arguments with the value of an option (``--a_b`` or ``--a-b``) replaced, or appended if it is missing.
+
+    An option that ends with ``=`` is a Hydra override.
+    """
+    if option.endswith("="):
+        kept = [arg for arg in args if not arg.startswith((option, f"+{option}", f"++{option}"))]
+        return [*kept, f"{option}{value}"]
+    result, is_present = list(args), False
+    for index, arg in enumerate(args):
+        name, equals, _ = arg.partition("=")
+        if name.replace("_", "-") == option.replace("_", "-") and (equals or index + 1 < len(args)):
+            is_present = True
+            result[index if equals else index + 1] = f"{name}={value}" if equals else value
+    return result if is_present else [*result, option, value]
 
 
 def is_same_file(candidate: str, path: str) -> bool:
@@ -211,7 +218,7 @@ def reads_redirected(
     name, own_name = Path(user_config).name, Path(config).name
 
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, str | os.PathLike) and not _WRITING & set(mode):
+        if isinstance(file, (str, os.PathLike)) and not _WRITING & set(mode):
             if _names(file, name, user_config):
                 file = config
                 on_read(False)

@@ -10,34 +10,24 @@ Measured launches do not evaluate, save, resume, push or report to trackers. Thi
 
 from __future__ import annotations
 
-import functools
 import sys
-import time
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 from optuna_dsat.runtime.adapt.accelerate import AccelerateConfig
-from optuna_dsat.runtime.events import Event, TrainerFound
-from optuna_dsat.runtime.overlay import LaidConfig, effective_config
+from optuna_dsat.runtime.adapt.trainer_hook import TrainerHook
+from optuna_dsat.runtime.events import Event
+from optuna_dsat.runtime.imports import patch
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, LaidConfig, effective_config
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
-__all__ = [
-    "ACCUMULATION",
-    "MICRO_BATCH",
-    "SCHEDULE_LENGTH_KEYS",
-    "TRAINER_FIELDS",
-    "HuggingFaceHook",
-    "note_own_options",
-]
+__all__ = ["SCHEDULE_LENGTH_KEYS", "TRAINER_FIELDS", "HuggingFaceHook"]
 
-MICRO_BATCH = "train_micro_batch_size_per_gpu"
-ACCUMULATION = "gradient_accumulation_steps"
-TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", ACCUMULATION: "gradient_accumulation_steps"}
+TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", GRADIENT_ACCUMULATION: "gradient_accumulation_steps"}
 """Key of the DeepSpeed config -> field of ``TrainingArguments`` that must have the same value."""
 
 _PLUGIN_FIELDS = {
-    "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_accumulation_steps": GRADIENT_ACCUMULATION,
     "gradient_clipping": "gradient_clipping",
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
@@ -75,43 +65,19 @@ SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
 the micro-batch, so launches use the computed values."""
 
 
-class _OwnOptions:
-    """Batch sizes of the script's command line before ``get_hf_args_with_overwrites`` replaced them."""
+class HuggingFaceHook(TrainerHook):
+    """Patches ``transformers`` and ``accelerate`` once the script has imported them."""
 
-    values: Mapping[str, int | None] | None = None
-    """Field of ``TrainingArguments`` -> value, or None if its option is absent. None if nothing was replaced."""
-
-
-def note_own_options(values: Mapping[str, int | None]) -> None:
-    """Record the batch sizes in the user's arguments before a helper replaces them; the first call counts.
-
-    Args:
-        values: Field of ``TrainingArguments`` -> value, or None if its option is absent.
-    """
-    if _OwnOptions.values is None:
-        _OwnOptions.values = dict(values)
-
-
-class HuggingFaceHook:
-    """Patches ``transformers`` and ``accelerate`` once the script has imported them.
-
-    Args:
-        plan: The launch.
-        rank: This rank.
-        write: Records an event.
-    """
+    framework = "transformers"
 
     def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
-        self._plan = plan
-        self._rank = rank
-        self._write = write
+        super().__init__(plan=plan, rank=rank, write=write)
         self._parses_command_line = False
-        self._found = False
         self._own: tuple[int, int, bool] | None = None
         """Batch sizes set by the script, before ``TrainingArguments`` got the launch's for the first time."""
         self._accelerate = AccelerateConfig(plan=plan, rank=rank, write=write)
 
-    def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
+    def callbacks(self) -> dict[str, Callable[[Any], None]]:
         """Return module name -> function to call with the module once it is imported."""
         return {
             "accelerate.accelerator": self._accelerator_imported,
@@ -124,76 +90,58 @@ class HuggingFaceHook:
 
     def _config_imported(self, module: Any) -> None:
         """Apply the overlay to every config of either library, before its ZeRO stage is read."""
-        cls = module.HfDeepSpeedConfig
-        original = cls.__init__
 
-        @functools.wraps(original)
-        def init(config: Any, *args: Any, **kwargs: Any) -> None:
+        @patch(module.HfDeepSpeedConfig, "__init__")
+        def init(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             original(config, *args, **kwargs)
             laid = effective_config(config.config, self._plan.overlay)
             laid.setdefault("zero_optimization", {"stage": 0})  # accelerate rejects configs without this section
-            if hasattr(config, "trainer_config_finalize"):
-                _reset_schedule_length(laid)
+            params = (laid.get("scheduler") or {}).get("params")
+            if hasattr(config, "trainer_config_finalize") and isinstance(params, dict):
+                params.update({key: "auto" for key in SCHEDULE_LENGTH_KEYS if key in params})
             config.config = LaidConfig(config.config, laid)
             config.set_stage_and_offload()
 
-        cls.__init__ = init
-
     def _plugin_imported(self, module: Any) -> None:
         """Synchronize the fields of accelerate's plugin with its config: parts of accelerate read the fields."""
-        cls = module.DeepSpeedPlugin
-        original = cls.__post_init__
 
-        @functools.wraps(original)
-        def post_init(plugin: Any, *args: Any, **kwargs: Any) -> None:
+        @patch(module.DeepSpeedPlugin, "__post_init__")
+        def post_init(original: Any, plugin: Any, *args: Any, **kwargs: Any) -> None:
             steps, filled_in = plugin.gradient_accumulation_steps, {}
 
             def fill_match(*args: Any, **values: Any) -> None:
                 filled_in.update({key: value for key, value in values.items() if key not in _ARGUMENTS_OF_FILL_MATCH})
-                cls.fill_match(plugin, *args, **values)
+                type(plugin).fill_match(plugin, *args, **values)
 
             plugin.fill_match = fill_match
             original(plugin, *args, **kwargs)
             del plugin.fill_match
-            config = plugin.hf_ds_config.config
-            if isinstance(steps, int):
-                self._accelerate.note_accumulation(config, steps)
-            self._accelerate.note_filled_in(config, filled_in)
+            self._accelerate.note_filled_in(plugin.hf_ds_config.config, {**filled_in, GRADIENT_ACCUMULATION: steps})
             for field, key in _PLUGIN_FIELDS.items():
                 value = plugin.hf_ds_config.get_value(key)
                 if value not in (None, "auto"):
                     setattr(plugin, field, value)
 
-        cls.__post_init__ = post_init
-
     def _accelerator_imported(self, module: Any) -> None:
         """Disable saving and loading of states: a checkpoint of another ZeRO stage cannot be loaded."""
         self._accelerate.patch_accelerator(module)
         if self._plan.measures:
-            for name in ("load_state", "save_model", "save_state"):
-                _disable_method(module.Accelerator, name)
+            _disable_methods(module.Accelerator, "load_state", "save_model", "save_state")
 
     def _parser_imported(self, module: Any) -> None:
         """Record whether ``TrainingArguments`` are parsed from the command line, so that its options can set them."""
-        cls = module.HfArgumentParser
-        original = cls.parse_args_into_dataclasses
 
-        @functools.wraps(original)
-        def parse(*args: Any, **kwargs: Any) -> Any:
+        @patch(module.HfArgumentParser, "parse_args_into_dataclasses")
+        def parse(original: Any, *args: Any, **kwargs: Any) -> Any:
             self._parses_command_line = True
             try:
                 return original(*args, **kwargs)
             finally:
                 self._parses_command_line = False
 
-        cls.parse_args_into_dataclasses = parse
-
     def _arguments_imported(self, module: Any) -> None:
-        cls = module.TrainingArguments
-        original = cls.__post_init__
-
-        @functools.wraps(original)
-        def post_init(arguments: Any, *args: Any, **kwargs: Any) -> None:
+        @patch(module.TrainingArguments, "__post_init__")
+        def post_init(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
             arguments._dsat_script_values = self._script_values(arguments)
             self._set_batch_sizes(arguments)
             if self._plan.measures:
@@ -202,35 +150,29 @@ class HuggingFaceHook:
             original(arguments, *args, **kwargs)
             self._accelerate.leave_optimizer_to(arguments)
 
-        cls.__post_init__ = post_init
-
     def _trainer_imported(self, module: Any) -> None:
         cls = module.Trainer
         if self._plan.measures:
-            for name in _DISABLED_METHODS:
-                _disable_method(cls, name)
+            _disable_methods(cls, *_DISABLED_METHODS)
             cls.evaluate = _no_evaluation
-        init, train = cls.__init__, cls.train
         callback = _no_evaluation_callback(module.TrainerCallback)
         early_stopping = sys.modules["transformers.trainer_callback"].EarlyStoppingCallback
 
-        @functools.wraps(init)
-        def patched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        @patch(cls, "__init__")
+        def init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
             arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
             if arguments is not None:  # the script may have changed them since they were built
                 self._set_batch_sizes(arguments)
-            init(trainer, *args, **kwargs)
+            original(trainer, *args, **kwargs)
 
-        @functools.wraps(train)
-        def patched_train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            self._report(trainer.args)
+        @patch(cls, "train")
+        def train(original: Any, trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._report_arguments(trainer.args)
             if self._plan.measures:
                 resume_from_checkpoint = None  # of another ZeRO stage, and not part of the measurement
                 trainer.remove_callback(early_stopping)  # requires evaluation
                 trainer.add_callback(callback())  # the last callback overrides the others' decisions
-            return train(trainer, resume_from_checkpoint, *args, **kwargs)
-
-        cls.__init__, cls.train = patched_init, patched_train
+            return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
     def _script_values(self, arguments: Any) -> tuple[int, int, bool]:
         """Return the script's micro-batch and accumulation steps, and whether they come from its command line.
@@ -239,23 +181,18 @@ class HuggingFaceHook:
         contain the launch's batch sizes; only the first instance has the script's.
         """
         result = self._given_values(arguments)
-        if self._own is not None and result[:2] == tuple(
-            self._plan.overlay.get(key, own) for key, own in zip(TRAINER_FIELDS, self._own, strict=False)
-        ):
-            return self._own
+        if self._own is not None:
+            sizes = dict(zip(TRAINER_FIELDS, self._own[:2]))  # noqa: B905 - Python 3.9
+            if result[:2] == tuple(self._plan.overlay.get(key, own) for key, own in sizes.items()):
+                return self._own
         self._own = result
         return result
 
     def _given_values(self, arguments: Any) -> tuple[int, int, bool]:
-        own = (_OwnOptions.values or {}) if self._parses_command_line else {}
-        sizes = []
-        for field in TRAINER_FIELDS.values():
-            value = own.get(field, getattr(arguments, field))
-            sizes.append(int(type(arguments).__dataclass_fields__[field].default if value is None else value))
-        return sizes[0], sizes[1], self._parses_command_line
+        micro_batch, accumulation = (int(getattr(arguments, field)) for field in TRAINER_FIELDS.values())
+        return micro_batch, accumulation, self._parses_command_line
 
     def _set_batch_sizes(self, arguments: Any) -> None:
-        """Set the batch sizes of ``TrainingArguments`` to the launch's."""
         for key, field in TRAINER_FIELDS.items():
             value = self._plan.overlay.get(key)
             if isinstance(value, int):
@@ -275,24 +212,12 @@ class HuggingFaceHook:
         else:
             arguments.num_train_epochs = max(arguments.num_train_epochs, float(last))
 
-    def _report(self, arguments: Any) -> None:
-        if self._found:
-            return
-        self._found = True
-        micro_batch, accumulation, by_option = getattr(arguments, "_dsat_script_values", None) or self._script_values(
-            arguments
-        )
-        self._write(
-            TrainerFound(
-                rank=self._rank.rank,
-                time=time.time(),
-                framework="transformers",
-                micro_batch=micro_batch,
-                gradient_accumulation_steps=accumulation,
-                options={key: f"--{field}" for key, field in TRAINER_FIELDS.items()} if by_option else {},
-            )
-        )
-        if self._rank.rank == 0:
+    def _report_arguments(self, arguments: Any) -> None:
+        own = getattr(arguments, "_dsat_script_values", None) or self._script_values(arguments)
+        micro_batch, accumulation, by_option = own
+        options = {key: f"--{field}" for key, field in TRAINER_FIELDS.items()} if by_option else {}
+        is_first = self._report(micro_batch=micro_batch, accumulation=accumulation, options=options)
+        if is_first and self._rank.rank == 0:
             print(
                 f"optuna-dsat: per_device_train_batch_size {arguments.per_device_train_batch_size} (the script says "
                 f"{micro_batch}), gradient_accumulation_steps {arguments.gradient_accumulation_steps} (the script says "
@@ -301,22 +226,10 @@ class HuggingFaceHook:
             )
 
 
-def _reset_schedule_length(config: Mapping[str, Any]) -> None:
-    params = (config.get("scheduler") or {}).get("params")
-    if isinstance(params, dict):
-        params.update({key: "auto" for key in SCHEDULE_LENGTH_KEYS if key in params})
-
-
-def _disable_method(cls: Any, name: str) -> None:
-    original = getattr(cls, name, None)
-    if original is None:  # other versions of the library lack the method
-        return
-
-    @functools.wraps(original)
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    setattr(cls, name, nothing)
+def _disable_methods(cls: Any, *names: str) -> None:
+    for name in names:
+        if hasattr(cls, name):  # other versions of the library lack the method
+            patch(cls, name)(lambda *_, **__: None)
 
 
 def _no_evaluation(trainer: Any, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:

@@ -6,7 +6,6 @@ A rank that is killed, or a launch that ends before its first step, removes noth
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.imports import replace_function
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
 
 __all__ = [
@@ -28,10 +27,8 @@ __all__ = [
     "guard_builds",
     "is_held",
     "note",
+    "note_created_files",
     "note_shared_buffer",
-    "note_shared_memory",
-    "note_temporary_files",
-    "note_temporary_folders",
     "remove_if_abandoned",
     "share_multiprocessing_folder",
 ]
@@ -49,93 +46,46 @@ def note_shared_buffer(record: Path, environ: Mapping[str, str], *, rank: int) -
     """Record the shared-memory buffer that DeepSpeed's CPU communication operator creates and never unlinks.
 
     The name is the one in ``csrc/cpu/comm/shm.cpp`` of DeepSpeed 0.19.8. It is recorded even if no buffer is created.
-
-    Args:
-        record: File that receives the path.
-        environ: Environment of the rank.
-        rank: Its number.
     """
     store = f"{environ.get('MASTER_ADDR', '')}_{environ.get('MASTER_PORT', '')}"
     note(record, str(SHARED_MEMORY / f"deepspeed_allreduce_buffer_{os.getuid()}_{store}_{rank}"))
 
 
-def note_temporary_folders(record: Path) -> None:
-    """Record every folder that ``tempfile.mkdtemp`` creates in the temporary folder.
+def note_created_files(record: Path) -> None:
+    """Record what this process and its forks create in the temporary folder and in shared memory, before its creation.
 
-    Experiment trackers leave such folders behind, and a killed rank leaves all of its folders.
-
-    Args:
-        record: File that receives the paths.
-    """
-    original = tempfile.mkdtemp
-
-    @functools.wraps(original)
-    def mkdtemp(suffix: Any = None, prefix: Any = None, dir: Any = None) -> Any:
-        made = original(suffix, prefix, dir)
-        if dir is None:
-            note(record, os.fsdecode(made))
-        return made
-
-    replace_function(tempfile, "mkdtemp", mkdtemp)
-
-
-def note_temporary_files(record: Path) -> None:
-    """Record every file that ``tempfile`` creates in the temporary folder, before its creation.
-
-    A rank that is killed, or exits early after its last step, does not remove its open temporary files.
-
-    Args:
-        record: File that receives their paths.
+    Experiment trackers leave temporary folders behind, and a rank that is killed, or exits early after its last step,
+    does not remove its open temporary files. Files may exist only briefly, so they cannot be found by looking. Covers
+    ``tempfile``, and in shared memory files that Python opens and ``multiprocessing.shared_memory``. Files of C
+    libraries and other programs are detected while a process uses them (``launch/machine/shared_memory.py``).
     """
 
     def look(event: str, args: tuple[Any, ...]) -> None:
-        if event == "tempfile.mkstemp":
+        if event in ("tempfile.mkstemp", "tempfile.mkdtemp"):
             path = os.fsdecode(args[0])
             if os.path.dirname(path) == tempfile.tempdir and not os.path.lexists(path):  # noqa: PTH120 - opens no module
-                note(record, {"file": path})
+                note(record, {"file": path} if event == "tempfile.mkstemp" else path)
+        elif event == "open" and isinstance(args[0], (str, bytes)) and (args[2] or 0) & os.O_CREAT:
+            _note_new(record, os.fsdecode(args[0]))
 
     sys.addaudithook(look)
+    with contextlib.suppress(ImportError):  # a platform without it
+        posix = importlib.import_module("_posixshmem")
+
+        @patch(posix, "shm_open", copies=True)
+        def shm_open(original: Any, path: Any, flags: int, *rest: Any, **named: Any) -> Any:
+            if flags & os.O_CREAT:
+                _note_new(record, str(SHARED_MEMORY / str(path).lstrip("/")))
+            return original(path, flags, *rest, **named)
 
 
 def share_multiprocessing_folder(util: Any) -> None:
     """Create the temporary folder of ``multiprocessing`` now, so that spawned processes share it.
 
     Spawned processes are fresh interpreters without this journal; each would create its own folder.
-
-    Args:
-        util: ``multiprocessing.util``.
     """
     with contextlib.suppress(OSError):  # raised again where the folder is needed
         util.get_temp_dir()
-
-
-def note_shared_memory(record: Path) -> None:
-    """Record files that this process and its forks create in shared memory, before their creation.
-
-    Files may exist only briefly, so they cannot be found by looking. Covers files that Python opens and
-    ``multiprocessing.shared_memory``. Files of C libraries and other programs are detected while a process uses them
-    (``launch/machine/shared_memory.py``). Existing files are not recorded.
-
-    Args:
-        record: File that receives the paths.
-    """
-
-    def look(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(args[0], str | bytes) and isinstance(args[2], int) and args[2] & os.O_CREAT:
-            _note_new(record, os.fsdecode(args[0]))
-
-    sys.addaudithook(look)
-    with contextlib.suppress(ImportError):  # a platform without it
-        posix = importlib.import_module("_posixshmem")
-        original = posix.shm_open
-
-        @functools.wraps(original)
-        def shm_open(path: Any, flags: int, *rest: Any, **named: Any) -> Any:
-            if flags & os.O_CREAT:
-                _note_new(record, str(SHARED_MEMORY / str(path).lstrip("/")))
-            return original(path, flags, *rest, **named)
-
-        replace_function(posix, "shm_open", shm_open)
 
 
 def _note_new(record: Path, path: str) -> None:
@@ -190,7 +140,8 @@ def remove_if_abandoned(lock: Path) -> bool:
 
 def is_held(lock: Path) -> bool:
     """Return whether a lock has a living owner; an owner that cannot be checked counts while the lock is young."""
-    if any(_works_at(pid, lock) for pid in _processes()):
+    processes = [int(entry.name) for entry in _PROC.glob("[0-9]*")]
+    if any(_works_at(pid, lock) for pid in processes):
         return True
     try:
         signer = lock.read_text(encoding="utf-8", errors="replace").split()
@@ -211,49 +162,35 @@ def guard_builds(file_baton: Any) -> None:
     """Write the owner into torch's build locks, and take over stale locks instead of waiting for them.
 
     A process that waits for a killed build continues that build.
-
-    Args:
-        file_baton: The module ``torch.utils.file_baton``; its class is patched in place, once.
     """
     baton_class = file_baton.FileBaton
     if hasattr(baton_class.try_acquire, "__wrapped__"):
         return
-    acquire = baton_class.try_acquire
 
-    @functools.wraps(acquire)
-    def try_acquire(baton: Any) -> bool:
+    def acquire(original: Any, baton: Any) -> bool:
         path = Path(baton.lock_file_path)
-        taken = bool(acquire(baton)) or (remove_if_abandoned(path) and bool(acquire(baton)))
+        taken = bool(original(baton)) or (remove_if_abandoned(path) and bool(original(baton)))
         if taken:
             with contextlib.suppress(OSError):  # a full disk: the owner is then found by its open file
                 maker = (platform.node(), process_space(), os.getpid(), start_ticks(os.getpid()))
                 path.write_text(" ".join(map(str, maker)) + "\n", encoding="utf-8")
         return taken
 
-    @functools.wraps(baton_class.wait)
-    def wait(baton: Any) -> None:
+    def wait(_original: Any, baton: Any) -> None:
         path, looked = Path(baton.lock_file_path), 0.0
         while path.exists():
             if time.monotonic() - looked > _LOOK_S:
                 looked = time.monotonic()
-                if not is_held(path) and try_acquire(baton):
-                    _finish_build(path.parent)
+                if not is_held(path) and baton.try_acquire():
+                    if (path.parent / "build.ninja").exists():
+                        with contextlib.suppress(OSError):  # errors show when the result is loaded
+                            subprocess.run(["ninja"], cwd=path.parent, stdout=subprocess.DEVNULL, check=False)
                     baton.release()
                     return
             time.sleep(_POLL_S)
 
-    baton_class.try_acquire, baton_class.wait = try_acquire, wait
-
-
-def _finish_build(folder: Path) -> None:
-    """Continue the build of a killed process; errors show when the result is loaded."""
-    if (folder / "build.ninja").exists():
-        with contextlib.suppress(OSError):
-            subprocess.run(["ninja"], cwd=folder, stdout=subprocess.DEVNULL, check=False)
-
-
-def _processes() -> list[int]:
-    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()] if _PROC.is_dir() else []
+    patch(baton_class, "try_acquire")(acquire)
+    patch(baton_class, "wait")(wait)
 
 
 def _works_at(pid: int, lock: Path) -> bool:

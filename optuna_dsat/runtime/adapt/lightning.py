@@ -9,40 +9,27 @@ In measured launches, the Trainer does not validate, save, log or resume. This m
 
 from __future__ import annotations
 
-import functools
 import inspect
-import time
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
-from optuna_dsat.runtime.events import Event, TrainerFound
-from optuna_dsat.runtime.overlay import LaidConfig, effective_config
-from optuna_dsat.runtime.rank import LaunchPlan, Rank
+from optuna_dsat.runtime.adapt.ranks import wrong_number
+from optuna_dsat.runtime.adapt.trainer_hook import TrainerHook
+from optuna_dsat.runtime.imports import patch
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION
 
 __all__ = ["LightningHook"]
 
-_ACCUMULATION = "gradient_accumulation_steps"
 _NEEDS_VALIDATION = frozenset({"Checkpoint", "EarlyStopping", "ModelCheckpoint"})
 """Class names of callbacks that save checkpoints or require validation metrics."""
 
 
-class LightningHook:
-    """Patches Lightning once the script has imported it.
+class LightningHook(TrainerHook):
+    """Patches Lightning once the script has imported it."""
 
-    Args:
-        plan: The launch.
-        rank: This rank.
-        write: Records an event.
-    """
+    framework = "lightning"
 
-    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
-        self._plan = plan
-        self._rank = rank
-        self._write = write
-        self._found = False
-
-    def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
+    def callbacks(self) -> dict[str, Callable[[Any], None]]:
         """Return module name -> function to call with the module once it is imported."""
         return {
             "lightning.fabric.strategies.deepspeed": self._strategy_imported,
@@ -54,77 +41,53 @@ class LightningHook:
             "pytorch_lightning.trainer.trainer": self._trainer_imported,
         }
 
-    def _strategy_imported(self, module: Any) -> None:
-        self._patch_strategy(module.DeepSpeedStrategy)
+    def _strategy_imported(self, module: Any, *, without: str = "") -> None:
+        """Apply the overlay to the config of every strategy, before its ZeRO stage is read."""
+
+        @patch(module.DeepSpeedStrategy, "__init__")
+        def init(original: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+            original(strategy, *args, **kwargs)
+            if isinstance(strategy.config, Mapping):
+                strategy.config = self._laid(strategy.config, without=without)
 
     def _trainer_strategy_imported(self, module: Any) -> None:
-        cls = module.DeepSpeedStrategy
-        self._patch_strategy(cls, without=_ACCUMULATION)
-        format_config = cls._format_config
+        self._strategy_imported(module, without=GRADIENT_ACCUMULATION)
 
-        @functools.wraps(format_config)
-        def set_accumulation_and_format(strategy: Any) -> None:
+        @patch(module.DeepSpeedStrategy, "_format_config")
+        def set_accumulation_and_format(original: Any, strategy: Any) -> None:
             trainer = getattr(strategy.lightning_module, "trainer", None)
             if trainer is not None:
                 own = int(trainer.accumulate_grad_batches)
-                if isinstance(self._plan.overlay.get(_ACCUMULATION), int):
-                    trainer.accumulate_grad_batches = self._plan.overlay[_ACCUMULATION]
-                self._report(own)
-            format_config(strategy)
-
-        cls._format_config = set_accumulation_and_format
-
-    def _patch_strategy(self, cls: Any, *, without: str = "") -> None:
-        """Apply the overlay to the config of every strategy, before its ZeRO stage is read."""
-        original = cls.__init__
-
-        @functools.wraps(original)
-        def init(strategy: Any, *args: Any, **kwargs: Any) -> None:
-            original(strategy, *args, **kwargs)
-            if isinstance(strategy.config, Mapping):
-                laid = effective_config(strategy.config, self._plan.overlay)
-                laid.pop(without, None)
-                strategy.config = LaidConfig(strategy.config, laid)
-
-        cls.__init__ = init
+                if isinstance(self._plan.overlay.get(GRADIENT_ACCUMULATION), int):
+                    trainer.accumulate_grad_batches = self._plan.overlay[GRADIENT_ACCUMULATION]
+                self._report(micro_batch=None, accumulation=own, options={})
+            original(strategy)
 
     def _trainer_imported(self, module: Any) -> None:
         if not self._plan.measures:
             return
-        cls = module.Trainer
-        init, fit = cls.__init__, cls.fit
-        signature = inspect.signature(init)
+        signature = inspect.signature(module.Trainer.__init__)
 
-        @functools.wraps(init)
-        def init_as_launched(*args: Any, **kwargs: Any) -> None:
+        @patch(module.Trainer, "__init__")
+        def init_as_launched(original: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(*args, **kwargs).arguments
             self._check_ranks(given.get("devices", "auto"), given.get("num_nodes", 1))
-            init(*args, **kwargs)
+            original(*args, **kwargs)
 
-        @functools.wraps(fit)
-        def fit_without_validation(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        @patch(module.Trainer, "fit")
+        def fit_without_validation(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
             self._disable_evaluation_and_saving(trainer)
             kwargs.pop("ckpt_path", None)  # of another ZeRO stage, and not part of the measurement
-            return fit(trainer, *args[:4], **kwargs)
-
-        cls.__init__, cls.fit = init_as_launched, fit_without_validation
+            return original(trainer, *args[:4], **kwargs)
 
     def _check_ranks(self, devices: Any, nodes: int) -> None:
-        """Check early that the Trainer's device count is the launch's number of ranks; Lightning checks it later.
-
-        Raises:
-            ValueError: If the numbers differ; the message contains the options to set the number of ranks.
-        """
+        """Check early that the Trainer's device count is the launch's number of ranks; Lightning checks it later."""
         number = _number_of(devices)
-        wanted = None if number is None else nodes * number
-        if wanted not in (None, self._rank.world_size):
-            ranks = "1 rank" if self._rank.world_size == 1 else f"{self._rank.world_size} ranks"
+        if number is not None and nodes * number != self._rank.world_size:
             on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
-            raise ValueError(
-                f"the script's Trainer asks for devices={devices!r}{on_nodes}, and this launch has {ranks}: tune with "
-                f"--gpus-per-trial {wanted} (--cpu-ranks {wanted} on the CPU) "
-                'or let the script say devices="auto"'
-            )
+            wrong = f"the script's Trainer asks for devices={devices!r}{on_nodes}"
+            message = wrong_number(wrong, nodes * number, self._rank.world_size)
+            raise ValueError(f'{message} or let the script say devices="auto"')
 
     def _disable_evaluation_and_saving(self, trainer: Any) -> None:
         trainer.callbacks = [
@@ -141,21 +104,6 @@ class LightningHook:
             loop.max_epochs = max(loop.max_epochs, last)
         if loop.epoch_loop.max_steps >= 0:
             loop.epoch_loop.max_steps = max(loop.epoch_loop.max_steps, last)
-
-    def _report(self, accumulation: int) -> None:
-        if self._found:
-            return
-        self._found = True
-        self._write(
-            TrainerFound(
-                rank=self._rank.rank,
-                time=time.time(),
-                framework="lightning",
-                micro_batch=None,
-                gradient_accumulation_steps=accumulation,
-                options={},
-            )
-        )
 
 
 def _number_of(devices: Any) -> int | None:

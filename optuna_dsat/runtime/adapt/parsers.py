@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import re
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from optuna_dsat.runtime.imports import replace_function
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.user_code import is_size, is_stage
 
 __all__ = [
@@ -67,11 +66,7 @@ _DEPTH = 8
 
 
 class ParserWatch:
-    """Records parsed values. ``simple_parsing`` and ``HfArgumentParser`` are subclasses of argparse's parser.
-
-    Args:
-        outputs: Folder for the output of a Hydra run; None to keep the script's.
-    """
+    """Records parsed values. ``simple_parsing`` and ``HfArgumentParser`` are subclasses of argparse's parser."""
 
     def __init__(self, *, outputs: Path | None = None) -> None:
         self._outputs = outputs
@@ -84,23 +79,19 @@ class ParserWatch:
 
     def install(self) -> None:
         """Start recording values parsed by argparse; other libraries are patched on import (``callbacks``)."""
-        original = argparse.ArgumentParser.parse_known_args
 
-        @functools.wraps(original)
-        def parse_known_args(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        @patch(argparse.ArgumentParser, "parse_known_args")
+        def parse_known_args(original: Any, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
             result = original(parser, *args, **kwargs)
             values = vars(result[0])
             for action in parser._actions:
-                value = values.get(action.dest, action.default)
-                self._note(action.option_strings, value)
+                self._note(action.option_strings, values.get(action.dest, action.default))
                 for option in action.option_strings:
                     if is_size(action.default):
                         self.defaults.setdefault(option, action.default)
                     if isinstance(action.choices, Iterable) and means_stage(option):
                         self.choices.setdefault(option, [choice for choice in action.choices if is_stage(choice)])
             return result
-
-        argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return module name -> function to call when the module has been imported."""
@@ -117,30 +108,20 @@ class ParserWatch:
             if is_size(value) or (is_stage(value) and means_stage(option)):
                 self.options.setdefault(option, value)
 
-    def _note_overrides(self, config: Any) -> None:
-        for _, _, key, value in numbers(config):
-            if not key.startswith("hydra."):
-                self.options.setdefault(f"{key}=", value)
-
-    def _click_imported(self, core: ModuleType) -> None:
-        original = core.Command.make_context
-
-        @functools.wraps(original)
-        def make_context(command: Any, *args: Any, **kwargs: Any) -> Any:
+    def _click_imported(self, core: Any) -> None:
+        @patch(core.Command, "make_context")
+        def make_context(original: Any, command: Any, *args: Any, **kwargs: Any) -> Any:
             context = original(command, *args, **kwargs)
             for param in getattr(command, "params", ()):
                 dashed = [option for option in getattr(param, "opts", ()) if option.startswith("-")]
                 self._note(sorted(dashed, key=len, reverse=True), context.params.get(param.name))
             return context
 
-        core.Command.make_context = make_context
-
-    def _fire_imported(self, core: ModuleType) -> None:
+    def _fire_imported(self, core: Any) -> None:
         """Record the parameters of the functions that Python Fire calls; it has no parser object to query."""
-        original = core._MakeParseFn
 
-        @functools.wraps(original)
-        def make_parse(function: Any, *args: Any, **kwargs: Any) -> Any:
+        @patch(core, "_MakeParseFn")
+        def make_parse(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             parse = original(function, *args, **kwargs)
 
             def noting(words: Any) -> Any:
@@ -150,8 +131,6 @@ class ParserWatch:
                 return parsed
 
             return noting
-
-        core._MakeParseFn = make_parse  # type: ignore[attr-defined]
 
     def _note_parameters(self, function: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Record options and defaults of a call, but not positional arguments, which no option can change."""
@@ -169,36 +148,33 @@ class ParserWatch:
             if isinstance(default, int) and is_size(default):
                 self.defaults.setdefault(options[0], default)
 
-    def _hydra_imported(self, utils: ModuleType) -> None:
-        original = utils.run_job
-
-        @functools.wraps(original)
-        def run_job(*args: Any, **kwargs: Any) -> Any:
+    def _hydra_imported(self, utils: Any) -> None:
+        @patch(utils, "run_job", copies=True)
+        def run_job(original: Any, *args: Any, **kwargs: Any) -> Any:
             config = kwargs.get("config") if "config" in kwargs else (args[1] if len(args) > 1 else None)
             omegaconf = sys.modules.get("omegaconf")
             if omegaconf is not None and config is not None:
-                self._note_overrides(omegaconf.OmegaConf.to_container(config, resolve=False))
+                for _, _, key, value in numbers(omegaconf.OmegaConf.to_container(config, resolve=False)):
+                    if not key.startswith("hydra."):
+                        self.options.setdefault(f"{key}=", value)
                 if self._outputs is not None:
                     with omegaconf.open_dict(config):
                         config.hydra.run.dir = str(self._outputs)
             return original(*args, **kwargs)
 
-        replace_function(utils, "run_job", run_job)
-
 
 def _given() -> set[str]:
-    """Return the options on the command line."""
     return {arg.partition("=")[0] for arg in sys.argv[1:]}
 
 
-def numbers(found: Any, prefix: str = "", depth: int = 0) -> Iterable[tuple[Any, Any, str, int]]:
+def numbers(settings: Any, prefix: str = "", depth: int = 0) -> Iterable[tuple[Any, Any, str, int]]:
     """Yield (container, key in it, dotted key, value) of every integer in nested mappings and lists."""
-    if depth > _DEPTH or not isinstance(found, MutableMapping | MutableSequence):
+    if depth > _DEPTH or not isinstance(settings, (MutableMapping, MutableSequence)):
         return
-    items = found.items() if isinstance(found, Mapping) else enumerate(found)
+    items = settings.items() if isinstance(settings, Mapping) else enumerate(settings)
     for name, value in list(items):
         key = f"{prefix}.{name}" if prefix else str(name)
         if is_size(value):
-            yield found, name, key, value
+            yield settings, name, key, value
         else:
             yield from numbers(value, key, depth + 1)

@@ -1,10 +1,14 @@
-"""Sets the script's ``--local_rank`` option, which the ``deepspeed`` launcher passes.
+"""Lets scripts that are written for other launchers run under torchrun: their rank, rendezvous and spawned ranks.
 
-Scripts for the ``deepspeed`` launcher, which passes ``--local_rank=N`` to every rank, often have a default that is
-valid for a single rank only. torchrun sets the environment variable ``LOCAL_RANK`` instead; DeepSpeed raises an error
-if the two differ. Therefore the option's default is set to this rank's number, in the parsers of argparse, click,
-Typer, absl, jsonargparse and Python Fire; an explicit argument takes precedence. For scripts that search ``sys.argv``,
-the option is added there.
+The ``deepspeed`` launcher passes ``--local_rank=N`` to every rank, and scripts often have a default that is valid for a
+single rank only. torchrun sets the environment variable ``LOCAL_RANK`` instead; DeepSpeed raises an error if the two
+differ. Therefore the option's default is set to this rank's number, in the parsers of argparse, click, Typer and Python
+Fire; an explicit argument takes precedence. For scripts that search ``sys.argv``, the option is added there.
+
+Scripts that set ``os.environ["MASTER_PORT"] = "29500"`` or pass ``init_method="tcp://..."`` are written for launchers
+without a store. Under torchrun, whose store listens elsewhere, they would wait forever: torchrun's settings are used.
+
+For scripts that use ``torch.multiprocessing.spawn``, each rank of a launch runs a single spawned rank.
 """
 
 from __future__ import annotations
@@ -12,52 +16,64 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from optuna_dsat.runtime.imports import ImportWatch
+from optuna_dsat.runtime.imports import ImportWatch, patch
+from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.user_code import parsed_source
 
-__all__ = ["default_local_rank", "with_local_rank"]
+__all__ = ["default_local_rank", "join_group", "spawn_in_place", "with_local_rank", "wrong_number"]
 
 _NAME = "local_rank"
 _OPTIONS = frozenset({"--local_rank", "--local-rank"})
 _BY_HAND = re.compile(r"--local_rank(?![\w-])")
 _DECLARING = frozenset({"add_argument", "Argument", "Option", "option"})
 """Functions that declare options of parsers."""
+_PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def default_local_rank(local_rank: int, *, on_found: Callable[[], None] = lambda: None) -> None:
-    """Make ``local_rank`` the default of the option in every parser of this process.
+    """Make ``local_rank`` the default of the option in every parser of this process."""
 
-    Args:
-        local_rank: Number of this rank on its host, from 0.
-        on_found: Called whenever a parser has the option.
-    """
-    original = argparse.ArgumentParser.parse_known_args
-
-    @functools.wraps(original)
-    def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-        _default_in(self, local_rank, on_found)
+    @patch(argparse.ArgumentParser, "parse_known_args")
+    def parse_known_args(original: Any, self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        for action in self._actions:
+            if _OPTIONS.intersection(action.option_strings):
+                action.default = local_rank
+                on_found()
         return original(self, *args, **kwargs)
 
-    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    def fire_imported(core: Any) -> None:
+        @patch(core, "_ParseKeywordArgs")
+        def parse_keywords(original: Any, args: Any, spec: Any) -> Any:
+            keywords, *left = original(args, spec)
+            if _NAME in (*spec.args, *spec.kwonlyargs):
+                keywords.setdefault(_NAME, str(local_rank))
+                on_found()
+            return (keywords, *left)
+
+    def click_imported(click: Any) -> None:
+        @patch(click.Command, "parse_args")
+        def parse_args(original: Any, self: Any, ctx: Any, args: list[str]) -> Any:
+            for parameter in self.params:
+                if _OPTIONS.intersection(parameter.opts):
+                    parameter.default, parameter.required = local_rank, False
+                    on_found()
+            return original(self, ctx, args)
+
+    # Newer versions of Typer include a copy of click.
     ImportWatch(
-        {name: functools.partial(imported, local_rank, on_found) for name, imported in _WATCHED.items()}
+        {"fire.core": fire_imported, "click.core": click_imported, "typer._click.core": click_imported}
     ).install()
 
 
 def with_local_rank(args: Sequence[str], local_rank: int, *, script: Path | None) -> tuple[str, ...]:
-    """Return a script's arguments, with the option prepended if the script searches ``sys.argv`` for it.
-
-    Args:
-        args: The arguments.
-        local_rank: Number of this rank on its host, from 0.
-        script: The script's file; None if unknown.
-    """
+    """Return a script's arguments, with the option prepended if the script searches ``sys.argv`` for it."""
     given = any(word.partition("=")[0] in _OPTIONS for word in args)
     if given or script is None or not _reads_by_hand(script):
         return tuple(args)
@@ -87,73 +103,75 @@ def _reads_by_hand(script: Path) -> bool:
     return named and any(isinstance(node, ast.Attribute) and node.attr == "argv" for node in nodes)
 
 
-def _default_in(parser: argparse.ArgumentParser, local_rank: int, on_found: Callable[[], None]) -> None:
-    for action in parser._actions:
-        if _OPTIONS.intersection(action.option_strings):
-            action.default = local_rank
-            on_found()
+def join_group(rank: Rank) -> Callable[[Any], None]:
+    """Return a function that makes ``torch.distributed`` use torchrun's rendezvous, and checks the world size.
+
+    Call this before the script runs.
+    """
+    place = {name: os.environ[name] for name in _PLACE if name in os.environ}
+
+    def distributed_imported(distributed: Any) -> None:
+        if not place or not hasattr(distributed, "init_process_group"):  # torch may be built without it
+            return
+        signature = inspect.signature(distributed.init_process_group)
+
+        @patch(distributed, "init_process_group")
+        def init_process_group(original: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            given = bound.arguments
+            if given.get("store") is None:
+                wanted = given.get("world_size", -1)
+                wanted = wanted if wanted > 0 else int(os.environ.get("WORLD_SIZE") or rank.world_size)
+                if wanted != rank.world_size:
+                    wrong = f"the script sets the number of its ranks (WORLD_SIZE) to {wanted} itself"
+                    raise ValueError(wrong_number(wrong, wanted, rank.world_size))
+                method = given.get("init_method")
+                if method is None or str(method).startswith(("env://", "tcp://")):
+                    os.environ.update(place)
+                    given.pop("init_method", None)
+            return original(*bound.args, **bound.kwargs)
+
+    return distributed_imported
 
 
-def _jsonargparse_imported(local_rank: int, on_found: Callable[[], None], core: ModuleType) -> None:
-    """Set the default in jsonargparse, whose parsers derive from argparse's but do not use ``parse_known_args``."""
-    original = core.ArgumentParser.parse_args
+def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], None]) -> None:
+    """Make spawn functions run only this rank's function, in this process, if ``nprocs`` is the rank count."""
 
-    @functools.wraps(original)
-    def parse_args(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _default_in(self, local_rank, on_found)
-        return original(self, *args, **kwargs)
+    def start(
+        original: Any, fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, *rest: Any, **options: Any
+    ) -> Any:
+        if nprocs == rank.local_world_size:
+            on_spawn()
+            fn(rank.local_rank, *args)
+            return None
+        processes = "1 process" if nprocs == 1 else f"{nprocs} processes"
+        wrong = f"the script starts {processes} by torch.multiprocessing"
+        refusal = wrong_number(wrong, nprocs, rank.local_world_size)
+        try:
+            return original(functools.partial(_without_engine, fn, refusal), args, nprocs, *rest, **options)
+        except Exception as error:
+            if wrong in str(error):
+                raise ValueError(refusal) from None
+            raise
 
-    core.ArgumentParser.parse_args = parse_args
-
-
-def _absl_imported(local_rank: int, on_found: Callable[[], None], module: ModuleType) -> None:
-    original = module.FlagValues.__call__
-
-    @functools.wraps(original)
-    def parse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _NAME in self:
-            self.set_default(_NAME, local_rank)
-            on_found()
-        return original(self, *args, **kwargs)
-
-    module.FlagValues.__call__ = parse
-
-
-def _fire_imported(local_rank: int, on_found: Callable[[], None], core: ModuleType) -> None:
-    """Pass ``local_rank`` to functions with such a parameter that Python Fire calls."""
-    original = core._ParseKeywordArgs
-
-    @functools.wraps(original)
-    def parse_keywords(args: Any, spec: Any) -> Any:
-        keywords, *left = original(args, spec)
-        if _NAME in (*spec.args, *spec.kwonlyargs):
-            keywords.setdefault(_NAME, str(local_rank))
-            on_found()
-        return (keywords, *left)
-
-    core._ParseKeywordArgs = parse_keywords  # type: ignore[attr-defined]
+    for name in ("spawn", "start_processes"):
+        patch(multiprocessing, name)(start)
 
 
-def _click_imported(local_rank: int, on_found: Callable[[], None], click: ModuleType) -> None:
-    original = click.Command.parse_args
+def _without_engine(fn: Callable[..., Any], refusal: str, index: int, *args: Any) -> None:
+    """Run a process spawned by the script; raise if it calls ``deepspeed.initialize``."""
 
-    @functools.wraps(original)
-    def parse_args(self: Any, ctx: Any, args: list[str]) -> Any:
-        for parameter in self.params:
-            if _OPTIONS.intersection(parameter.opts):
-                parameter.default, parameter.required = local_rank, False
-                on_found()
-        return original(self, ctx, args)
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ValueError(refusal)
 
-    click.Command.parse_args = parse_args
+    def deepspeed_imported(deepspeed: Any) -> None:
+        deepspeed.initialize = refuse
+
+    ImportWatch({"deepspeed": deepspeed_imported}).install()
+    fn(index, *args)
 
 
-_WATCHED: dict[str, Callable[[int, Callable[[], None], ModuleType], None]] = {
-    "absl.flags._flagvalues": _absl_imported,
-    "click.core": _click_imported,
-    "fire.core": _fire_imported,
-    "jsonargparse._core": _jsonargparse_imported,
-    "jsonargparse.core": _jsonargparse_imported,
-    "typer._click.core": _click_imported,  # a copy, included in newer versions of Typer
-}
-"""Module with a library's parser -> function to call when it has been imported."""
+def wrong_number(wrong: str, wanted: int, ranks: int) -> str:
+    """Return the message for a number of ranks that is not the launch's, with the option to set the launch's."""
+    has = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"{wrong}, and this launch has {has}: tune with --gpus-per-trial {wanted} (--cpu-ranks {wanted} on the CPU)"

@@ -6,12 +6,13 @@ checkpoint of another ZeRO stage; the trial then continues without it, so that s
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from optuna_dsat.runtime.imports import patch
 
 __all__ = [
     "disable_checkpoints",
@@ -55,45 +56,29 @@ def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _MONITORS}
 
 
-def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
-    """Write TensorBoard summaries below ``folder``, in a subfolder with the base name of the script's ``log_dir``.
-
-    Args:
-        writer_class: ``SummaryWriter`` of ``torch.utils.tensorboard`` or tensorboardX; patched in place.
-        folder: Absolute path; created by the first writer.
-    """
-    original = writer_class.__init__
-    signature = inspect.signature(original)
+def redirect_tensorboard(module: Any, folder: Path) -> None:
+    """Write TensorBoard summaries below ``folder``, in a subfolder with the base name of the script's ``log_dir``."""
+    signature = inspect.signature(module.SummaryWriter.__init__)
     names = [name for name in ("log_dir", "logdir") if name in signature.parameters]  # tensorboardX has both
 
-    @functools.wraps(original)
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces the method
+    @patch(module.SummaryWriter, "__init__")
+    def init(original: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         given = [bound.arguments.pop(name, None) for name in names]
         wanted = next((item for item in given if item), None)
         bound.arguments[names[0]] = str(folder / Path(str(wanted)).name if wanted else folder)
         original(*bound.args, **bound.kwargs)
 
-    writer_class.__init__ = __init__
 
+def redirect_accelerates_tensorboard(module: Any, folder: Path) -> None:
+    """Write the additional file (``hparams.yml``) of accelerate's ``TensorBoardTracker`` below ``folder``."""
+    signature = inspect.signature(module.TensorBoardTracker.__init__)
 
-def redirect_accelerates_tensorboard(tracker_class: Any, folder: Path) -> None:
-    """Write the additional file of accelerate's TensorBoard tracker (``hparams.yml``) below ``folder``.
-
-    Args:
-        tracker_class: ``accelerate.tracking.TensorBoardTracker``; patched in place.
-        folder: Absolute path; created by the first tracker.
-    """
-    original = tracker_class.__init__
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces the method
+    @patch(module.TensorBoardTracker, "__init__")
+    def init(original: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.arguments["logging_dir"] = str(folder)
         original(*bound.args, **bound.kwargs)
-
-    tracker_class.__init__ = __init__
 
 
 def disable_checkpoints(engine_class: Any) -> None:
@@ -101,13 +86,29 @@ def disable_checkpoints(engine_class: Any) -> None:
 
     ``save_checkpoint`` and ``save_16bit_model`` keep their signatures and return values: True, or False for
     ``save_16bit_model`` if ZeRO 3 may not gather the weights. They do not synchronize the ranks.
-
-    Args:
-        engine_class: ``deepspeed.DeepSpeedEngine``, the base class of pipeline engines; patched in place.
     """
-    messages: list[str] = []
-    engine_class.save_checkpoint = _skipped(engine_class.save_checkpoint, messages, lambda _engine: True)
-    engine_class.save_16bit_model = _skipped(engine_class.save_16bit_model, messages, _would_gather)
+    skipped: list[str] = []
+
+    def skip(name: str, answer: Callable[[Any], bool]) -> None:
+        signature = inspect.signature(getattr(engine_class, name))
+
+        @patch(engine_class, name)
+        def save(_original: Any, *args: Any, **kwargs: Any) -> bool:
+            given = signature.bind(*args, **kwargs).arguments
+            if not given["save_dir"]:
+                raise ValueError(f"save_dir must be a non-empty string, got {given['save_dir']!r}")
+            if not skipped:
+                skipped.append(name)
+                print(
+                    f"optuna-dsat: no checkpoint is written during a trial; {name} to {given['save_dir']} was skipped, "
+                    "and so are those that follow.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return answer(args[0])
+
+    skip("save_checkpoint", lambda _engine: True)
+    skip("save_16bit_model", _would_gather)
 
 
 def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[[Exception], bool]) -> None:
@@ -120,11 +121,10 @@ def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[
         engine_class: ``deepspeed.DeepSpeedEngine``; patched in place.
         is_mismatch: Returns whether a mismatch can explain an error; other errors, such as out-of-memory, are raised.
     """
-    original = engine_class.load_checkpoint
-    signature = inspect.signature(original)
+    signature = inspect.signature(engine_class.load_checkpoint)
 
-    @functools.wraps(original)
-    def load(*args: Any, **kwargs: Any) -> Any:
+    @patch(engine_class, "load_checkpoint")
+    def load(original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         try:
             return original(*args, **kwargs)
@@ -142,13 +142,13 @@ def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[
             epilogue = getattr(args[0].optimizer, "checkpoint_event_epilogue", None)
             if epilogue is not None:
                 epilogue()
-            return str(states), _client_state(states)
+            import torch
 
-    engine_class.load_checkpoint = load
+            record = torch.load(states, map_location="cpu", mmap=True, weights_only=False)  # as DeepSpeed loads it
+            return str(states), {key: value for key, value in record.items() if key not in _STATES_OF_DEEPSPEED}
 
 
 def _model_states(load_dir: Any, tag: Any) -> Path | None:
-    """Return a ``*model_states.pt`` file of a checkpoint, or None."""
     folder = Path(load_dir)
     latest = folder / "latest"
     if tag is None and latest.is_file():
@@ -156,33 +156,5 @@ def _model_states(load_dir: Any, tag: Any) -> Path | None:
     return None if tag is None else min((folder / str(tag)).glob("*model_states.pt"), default=None)
 
 
-def _client_state(states: Path) -> dict[str, Any]:
-    import torch
-
-    record = torch.load(states, map_location="cpu", mmap=True, weights_only=False)  # as DeepSpeed loads it
-    return {key: value for key, value in record.items() if key not in _STATES_OF_DEEPSPEED}
-
-
 def _would_gather(engine: Any) -> bool:
     return bool(not engine.zero_optimization_partition_weights() or engine.zero_gather_16bit_weights_on_model_save())
-
-
-def _skipped(original: Callable[..., Any], messages: list[str], answer: Callable[[Any], bool]) -> Callable[..., bool]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> bool:
-        given = signature.bind(*args, **kwargs).arguments
-        if not given["save_dir"]:
-            raise ValueError(f"save_dir must be a non-empty string, got {given['save_dir']!r}")
-        if not messages:
-            messages.append(original.__name__)
-            print(
-                f"optuna-dsat: no checkpoint is written during a trial; {original.__name__} to "
-                f"{given['save_dir']} was skipped, and so are those that follow.",
-                file=sys.stderr,
-                flush=True,
-            )
-        return answer(args[0])
-
-    return save

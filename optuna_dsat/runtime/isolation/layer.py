@@ -135,14 +135,13 @@ class Layer:
         self._outside.clear()
 
     def locate(self, path: str, *, follow: bool = True) -> Location:
-        """Look up an absolute path in the folders and the layer over them, as the kernel does for an overlay.
-
-        Args:
-            path: Absolute path.
-            follow: Whether to follow a symbolic link in its last part.
-        """
+        """Look up an absolute path in the folders and the layer over them, as the kernel does for an overlay."""
         follow = follow or path.endswith("/")
-        at, todo = self._start(path)
+        at = ""  # a prefix of the path that needs no lookup
+        if "/.." not in path:
+            root = next((root for root, _ in self._rules if f"{path}/".startswith(root)), "/")
+            at = root[:-1].rpartition("/")[0]
+        todo = _parts(path[len(at) :])
         real, state, visible, inside, plain, links = at or "/", None, True, True, True, 0
         if not todo:
             state = _lstat(real)
@@ -180,14 +179,6 @@ class Layer:
         if path.endswith("/") and state is not None and not stat.S_ISDIR(state.st_mode):
             real += "/"  # the system then reports that it is not a directory
         return Location(at or "/", real, state, visible, plain)
-
-    def _start(self, path: str) -> tuple[str, list[str]]:
-        """Return a prefix of the path that needs no lookup, and the other parts, last first."""
-        if "/.." not in path:
-            root = next((root for root, _ in self._rules if f"{path}/".startswith(root)), "/")
-            at = root[:-1].rpartition("/")[0]
-            return at, _parts(path[len(at) :])
-        return "", _parts(path)
 
     def _entry(self, step: str, *, visible: bool, inside: bool) -> tuple[str, os.stat_result | None, bool, bool]:
         """Look up an entry of a redirected directory.
@@ -232,10 +223,6 @@ class Layer:
             names.remove(self._hidden[1])
         return names
 
-    def is_merged(self, at: Location) -> bool:
-        """Return whether a directory differs from the folder's directory."""
-        return at.real != at.path or at.path in self._parents or at.path == self._hidden[0]
-
     # Writing: each method takes a covered location
 
     def new(self, at: Location) -> str:
@@ -260,13 +247,6 @@ class Layer:
         if at.state is not None and stat.S_ISLNK(at.state.st_mode):
             return self._moved_up(at)
         return self._copied(at, content=True)
-
-    def directory(self, at: Location) -> str:
-        """Return the directory in the layer, for unnamed temporary files."""
-        if at.is_dir:
-            self._make_directory(at.path)
-            return self._files + at.path
-        return at.real
 
     def unlink(self, at: Location) -> None:
         """Remove a file."""
@@ -336,7 +316,6 @@ class Layer:
             raise _error(errno.EACCES, path)
 
     def _make_directory(self, path: str) -> None:
-        """Create a folder's directory in the layer, with the same mode and times."""
         upper = self._files + path.rstrip("/")
         if _lstat(upper) is not None:
             return
@@ -358,7 +337,6 @@ class Layer:
                 raise _error(errno.ENOENT, at.path) from None
 
     def _clear(self, at: Location) -> None:
-        """Remove a hidden or empty directory from the layer."""
         upper = self._files + at.path
         if _lstat(upper) is not None:
             for name in native.listdir(upper):
@@ -384,7 +362,6 @@ class Layer:
         return upper
 
     def _copied(self, at: Location, *, content: bool) -> str:
-        """Return the layer's copy of a regular file; other entries are used in place."""
         upper = self._files + at.path
         if at.state is None or not stat.S_ISREG(at.state.st_mode) or at.real == upper:
             return at.real

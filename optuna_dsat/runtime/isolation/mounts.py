@@ -134,11 +134,7 @@ def unmount(target: str) -> None:
 
 
 def _probe(parent: str) -> None:
-    """Mount an overlay in a folder and change a file through it.
-
-    Raises:
-        OSError: If that is not possible.
-    """
+    """Mount an overlay in a folder and change a file through it."""
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         lower = os.path.join(folder, "lower")
         os.mkdir(lower)

@@ -37,13 +37,7 @@ _open_code = io.open_code
 
 
 def redirect_writes(upper: Path, *, folders: Sequence[str], passed: Sequence[str]) -> None:
-    """Redirect this process's writes below folders to a layer; reads return the redirected data.
-
-    Args:
-        upper: Folder of the layer, common to all processes of the launch.
-        folders: Absolute paths below which writes are redirected.
-        passed: Absolute paths below which writes are not redirected.
-    """
+    """Redirect this process's writes below folders to a layer; reads return the redirected data."""
     redirection = _Redirection(Layer(upper, folders=folders, passed=passed))
     supported = (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids)
     for name, replacement in redirection.functions().items():
@@ -80,9 +74,9 @@ class _Redirection:
         own = ("open", "listdir", "scandir", "chdir", "getcwd", "getcwdb", "rename", "rmdir", "link", "symlink")
         record = {name: getattr(self, name) for name in (*own, "unlink", "truncate")}
         record |= {"open": self.os_open, "replace": self.rename, "remove": self.unlink}
-        record |= {name: self._reader(name) for name in _READERS}
-        record |= {name: self._changer(name) for name in _CHANGERS}
-        return record | {name: self._creator(name) for name in _CREATORS}
+        record |= {name: self._function(name) for name in _READERS}
+        record |= {name: self._function(name, self._layer.changed) for name in _CHANGERS}
+        return record | {name: self._function(name, self._layer.new, follows=False) for name in _CREATORS}
 
     def _find(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Location | None:
         """Return the location of a path; None outside of all folders, where no change is needed."""
@@ -104,44 +98,29 @@ class _Redirection:
 
     # Functions of ``os``: reading or changing entries in place, then creating entries, then the others
 
-    def _reader(self, name: str) -> Callable[..., Any]:
-        original: Any = getattr(native, name, None)
+    def _function(
+        self, name: str, change: Callable[[Location], str] | None = None, *, follows: bool = True
+    ) -> Callable[..., Any]:
+        """Return the replacement of a function of ``os`` for an entry.
 
-        def read(path: Any = ".", *args: Any, dir_fd: int | None = None, **named: Any) -> Any:
-            follow = named.get("follow_symlinks", True) and name not in _LAST_LINK_STAYS
-            at = self._find(path, dir_fd, follow=follow)
+        Args:
+            name: Name of the function.
+            change: Returns the layer's entry to change or create; None if the function only reads.
+            follows: Whether the function follows a symbolic link in the last part of the path.
+        """
+        original: Any = getattr(native, name, None)
+        follows = follows and name not in _LAST_LINK_STAYS
+
+        def call(path: Any = ".", *args: Any, dir_fd: int | None = None, **named: Any) -> Any:
+            at = self._find(path, dir_fd, follow=follows and named.get("follow_symlinks", True))
             if at is None:
-                return original(path, *args, **_with(named, dir_fd))
+                return original(path, *args, **({} if dir_fd is None else {"dir_fd": dir_fd}), **named)
             with _named(path):
-                result = original(at.real, *args, **named)
+                changes = change is not None and self._layer.covers(at.path)
+                result = original(change(at) if changes and change is not None else at.real, *args, **named)
             return os.fsencode(result) if isinstance(result, str) and isinstance(path, bytes) else result
 
-        return read
-
-    def _changer(self, name: str) -> Callable[..., Any]:
-        original: Any = getattr(native, name, None)
-
-        def change(path: Any, *args: Any, dir_fd: int | None = None, **named: Any) -> Any:
-            follow = named.get("follow_symlinks", True) and name not in _LAST_LINK_STAYS
-            at = self._find(path, dir_fd, follow=follow)
-            if at is None:
-                return original(path, *args, **_with(named, dir_fd))
-            with _named(path):
-                return original(self._layer.changed(at) if self._layer.covers(at.path) else at.real, *args, **named)
-
-        return change
-
-    def _creator(self, name: str) -> Callable[..., Any]:
-        original: Any = getattr(native, name, None)
-
-        def create(path: Any, *args: Any, dir_fd: int | None = None, **named: Any) -> Any:
-            at = self._find(path, dir_fd, follow=False)
-            if at is None:
-                return original(path, *args, **_with(named, dir_fd))
-            with _named(path):
-                return original(self._layer.new(at) if self._layer.covers(at.path) else at.real, *args, **named)
-
-        return create
+        return call
 
     def os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         follow = not (flags & os.O_NOFOLLOW or (flags & os.O_CREAT and flags & os.O_EXCL))
@@ -152,7 +131,7 @@ class _Redirection:
             real = at.real
             if self._layer.covers(at.path):
                 if flags & os.O_TMPFILE == os.O_TMPFILE:
-                    real = self._layer.directory(at)
+                    real = self._layer.changed(at) if at.is_dir else at.real
                 elif flags & _WRITES and not at.is_dir:
                     real = self._layer.opened(at, flags)
             return int(native.open(real, flags, mode))
@@ -311,7 +290,7 @@ class _Redirection:
 
         class Opening(base):  # type: ignore[misc]
             def __init__(self, file: Any, *args: Any, **named: Any) -> None:
-                if isinstance(file, str | bytes | os.PathLike):
+                if isinstance(file, (str, bytes, os.PathLike)):
                     file = os.fspath(redirection._real(file, flags))
                 super().__init__(file, *args, **named)
 
@@ -339,8 +318,6 @@ class _Redirection:
 
 
 class _Entry(os.PathLike[Any]):
-    """An ``os.DirEntry`` of the layer."""
-
     def __init__(self, name: Any, path: Any) -> None:
         self.name = name
         self.path = path
@@ -371,8 +348,6 @@ class _Entry(os.PathLike[Any]):
 
 
 class _Entries:
-    """Result of ``os.scandir``."""
-
     def __init__(self, entries: Sequence[_Entry]) -> None:
         self._left = iter(entries)
 
@@ -397,10 +372,6 @@ def _is_own_dir(path: str) -> bool:
         return stat.S_ISDIR(native.lstat(path).st_mode)
     except OSError:
         return False
-
-
-def _with(named: dict[str, Any], dir_fd: int | None) -> dict[str, Any]:
-    return named if dir_fd is None else {**named, "dir_fd": dir_fd}
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ _MOST_ENTRIES = 1000
 """Maximum number of entries per folder checked for groups that a user namespace cannot represent."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WorldPlan:
     """Settings of a launch's world, chosen by the launcher; part of the launch description."""
 
@@ -77,11 +77,7 @@ class WorldPlan:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> WorldPlan:
-        """Build from the plan's JSON.
-
-        Raises:
-            TypeError: If the record has other keys.
-        """
+        """Build from the plan's JSON."""
         return cls(**{**record, "passed": tuple(record.get("passed", ()))})
 
     @property
@@ -90,7 +86,7 @@ class WorldPlan:
         return Path(f"{self.folder}.json")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class World:
     """The world created for a launch on this machine."""
 
@@ -112,17 +108,9 @@ class World:
         """Whether the launch has a private ``/dev/shm``."""
         return _SHARED_MEMORY in self.mounted
 
-    def save(self, path: Path) -> None:
-        """Write the record of the world."""
-        write_text_atomic(path, json.dumps(asdict(self)))
-
     @classmethod
     def load(cls, path: Path) -> World:
-        """Read the record of a world; if it cannot be read, return a world with mode ``off``.
-
-        Args:
-            path: ``WorldPlan.record``.
-        """
+        """Read the record of a world; if it cannot be read, return a world with mode ``off``."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
@@ -134,12 +122,6 @@ class World:
 def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> World:
     """Enter the world of a launch. Call it in a single-threaded process, before starting other processes.
 
-    Args:
-        plan: The plan.
-        cwd: The script's working directory.
-        arguments: Words of the command; paths among them are covered.
-        environ: Environment of the launch; paths in it are covered.
-
     Returns:
         The world, which is also written to ``plan.record``.
     """
@@ -149,7 +131,8 @@ def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ:
     points = mounts.mount_points()
     covered = covered_folders(cwd, arguments, environ, points)
     passed = [*plan.passed, *_caches(environ), *filter(os.path.isdir, _PIPES), *_sockets(covered)]
-    world = World(mode="python", redirected=tuple(covered), passed=_real_paths(passed))
+    real_paths = sorted({os.path.realpath(path) for path in passed if path})
+    world = World(mode="python", redirected=tuple(covered), passed=tuple(real_paths))
     if plan.isolation == "auto":
         try:
             unprivileged = mounts.enter_namespace()
@@ -159,7 +142,7 @@ def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ:
             used = [cwd, *named_folders(cwd, arguments, environ)]
             world = _mount_world(world, plan, points, used=used, unprivileged=unprivileged)
             os.chdir(cwd)
-    world.save(plan.record)
+    write_text_atomic(plan.record, json.dumps(asdict(world)))
     return world
 
 
@@ -170,12 +153,6 @@ def covered_folders(
 
     These are the non-system folders of ``/``, mounts below them, temporary folders, shared memory, and the folders in
     the command, as far as this user may write to them.
-
-    Args:
-        cwd: The script's working directory.
-        arguments: Words of the command.
-        environ: Environment of the launch.
-        points: Mount point -> type of file system.
     """
     folders = [f"/{name}" for name in os.listdir("/") if name not in _SYSTEM]
     folders = [folder for folder in folders if os.path.isdir(folder) and not os.path.islink(folder)]
@@ -221,10 +198,6 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 def _mount_of(path: str, points: Collection[str]) -> str:
     return max((point for point in points if point == "/" or _is_below(path, [point])), key=len, default="/")
-
-
-def _real_paths(paths: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted({os.path.realpath(path) for path in paths if path}))
 
 
 def _caches(environ: Mapping[str, str]) -> list[str]:
@@ -285,15 +258,7 @@ class _Layers:
 def _mount_world(
     world: World, plan: WorldPlan, points: Mapping[str, str], *, used: Sequence[str], unprivileged: bool
 ) -> World:
-    """Mount overlays on the covered folders; folders that do not support overlays stay redirected.
-
-    Args:
-        world: The covered folders and the shared paths.
-        plan: The plan of the launch.
-        points: Mount point -> type of file system.
-        used: Folders that the command uses.
-        unprivileged: Whether this process is in a user namespace.
-    """
+    """Mount overlays on the covered folders; folders that do not support overlays stay redirected."""
     covered = world.redirected
     shared = [path for path in world.passed if _is_below(path, covered)]
     below = [point for point in points if _is_below(point, covered) and point not in covered]
@@ -314,14 +279,12 @@ def _mount_world(
             failed[path] = error.strerror or str(error)
             if _is_below(path, mounted):
                 mounts.bind(lower, path)
-    for path, descriptor in through.items():
+    for path, descriptor in {**through, **caches}.items():
         if _is_below(path, mounted):
-            with contextlib.suppress(OSError):  # removed by its owner in the meantime
-                mounts.bind(descriptor, path)
-    for path, descriptor in caches.items():
-        if _is_below(path, mounted):
-            with contextlib.suppress(OSError):  # the launch then uses a private cache
-                os.makedirs(path, exist_ok=True)
+            # The path may be removed by its owner in the meantime; without a cache the launch uses a private cache.
+            with contextlib.suppress(OSError):
+                if path in caches:
+                    os.makedirs(path, exist_ok=True)
                 mounts.bind(descriptor, path)
     for descriptor in (*through.values(), *caches.values(), *lowers.values()):
         os.close(descriptor)
@@ -361,10 +324,6 @@ def _unmappable(path: str, used: Iterable[str]) -> str:
 
 def _new_caches(paths: Iterable[str], folder: Path) -> dict[str, int]:
     """Create folders, shared by the launches of a study, for caches that do not exist yet.
-
-    Args:
-        paths: Paths of the caches in the script.
-        folder: Parent of the created folders.
 
     Returns:
         Path of the cache -> descriptor of its folder.

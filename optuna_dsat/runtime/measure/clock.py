@@ -3,58 +3,35 @@
 from __future__ import annotations
 
 from time import perf_counter  # the function itself: a script may replace it in the module
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["Clock", "DeviceClock", "HostClock"]
-
-
-class Clock(Protocol):
-    """Times the phases of a step."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has completed all queued work."""
-        ...
-
-    def now(self) -> float:
-        """Return the host's monotonic time in seconds."""
-        ...
-
-    def mark(self) -> Any:
-        """Return a timestamp in the device's work queue, without waiting for the device."""
-        ...
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks; valid only after ``synchronize``."""
-        ...
+__all__ = ["Clock", "DeviceClock"]
 
 
-class HostClock:
+class Clock:
     """Clock of devices that execute synchronously (the CPU)."""
 
     def synchronize(self) -> None:
-        """Do nothing: no work is pending."""
+        """Wait until the device has completed all queued work."""
 
     def now(self) -> float:
         """Return the host's monotonic time in seconds."""
         return perf_counter()
 
-    def mark(self) -> float:
-        """Return the current time in seconds."""
+    def mark(self) -> Any:
+        """Return a timestamp in the device's work queue, without waiting for the device."""
         return perf_counter()
 
-    def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two marks."""
-        return end - start
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks; valid only after ``synchronize``."""
+        return float(end - start)
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Clock of devices that execute asynchronously: phases are timed by events on the device's current stream.
 
     Synchronizing after every phase would keep the host from running ahead and so change the measurement;
     events do not. The device is synchronized once per step, at the step boundary.
-
-    Args:
-        accelerator: DeepSpeed's accelerator of this rank.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -63,10 +40,6 @@ class DeviceClock:
     def synchronize(self) -> None:
         """Wait for the device."""
         self._accelerator.synchronize()
-
-    def now(self) -> float:
-        """Return the host's monotonic time in seconds."""
-        return perf_counter()
 
     def mark(self) -> Any:
         """Record an event on the current stream."""

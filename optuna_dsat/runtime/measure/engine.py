@@ -12,14 +12,12 @@ An engine whose optimizer is stepped directly by the script (Lightning Fabric) n
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from optuna_dsat.runtime.measure.memory import (
-    process_limit_lifted,
-)
+from optuna_dsat.runtime.imports import patch
+from optuna_dsat.runtime.measure.memory import process_limit_lifted
 
 __all__ = [
     "MOST_SKIPPED_STEPS",
@@ -34,7 +32,6 @@ __all__ = [
     "is_pipeline",
     "is_update_step",
     "loss_of",
-    "replace_method",
 ]
 
 
@@ -69,22 +66,6 @@ UPDATES_ALONE = 2
 """Consecutive updates after which another engine counts as the training engine."""
 
 
-def replace_method(
-    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
-    """Replace a method of an object by ``wrap(method)``; return a function that restores it."""
-    own = vars(owner).get(name)
-    setattr(owner, name, wrap(getattr(owner, name)))
-
-    def undo() -> None:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
-
-    return undo
-
-
 class OtherEngine:
     """Observer of the updates of an engine that is not measured.
 
@@ -100,19 +81,15 @@ class OtherEngine:
         self._seen = measured()
         self._is_later = self._seen > 0
         self._alone = 0
-        self._unwatch = replace_method(engine, "train_batch" if is_pipeline(engine) else "step", self._wrap)
+        self._unwatch = patch(engine, "train_batch" if is_pipeline(engine) else "step")(self._step)
         self._engine = engine
 
-    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            updates = is_pipeline(self._engine) or is_update_step(self._engine)
-            result = original(*args, **kwargs)
-            if updates:
-                self._updated()
-            return result
-
-        return step
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        updates = is_pipeline(self._engine) or is_update_step(self._engine)
+        result = original(*args, **kwargs)
+        if updates:
+            self._updated()
+        return result
 
     def _updated(self) -> None:
         done = self._measured()
@@ -133,9 +110,6 @@ class SkipDetector:
 
     DeepSpeed counts the steps that its own scaler skipped (fp16, and non-finite gradients with bf16); at ZeRO 0 with
     ``torch_autocast`` the scaler is torch's, which lowers its scale at each skipped step.
-
-    Args:
-        engine: The engine that ``deepspeed.initialize`` returned.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -177,14 +151,10 @@ def compile_without_limit() -> None:
     """Make DeepSpeed build its operators without the memory limit, which compilers inherit and exceed."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    build = OpBuilder.jit_load
-
-    @functools.wraps(build)
-    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @patch(OpBuilder, "jit_load")
+    def jit_load(original: Any, *args: Any, **kwargs: Any) -> Any:
         with process_limit_lifted():
-            return build(self, *args, **kwargs)
-
-    OpBuilder.jit_load = jit_load
+            return original(*args, **kwargs)
 
 
 def import_dependencies_of_initialize(overlay: Mapping[str, Any]) -> None:

@@ -7,15 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = [
-    "BatchNumbers",
-    "InputSize",
-    "first_tensor",
-    "leading_dimension",
-    "may_have_time_first",
-    "sample_counter",
-    "size_of",
-]
+__all__ = ["BatchNumbers", "InputSize", "leading_dimension", "sample_counter", "size_of"]
 
 _DEPTH = 4
 """Maximum nesting depth at which a batch is searched for tensors; deeper tensors count as not observed."""
@@ -24,7 +16,7 @@ _TOKEN_TYPES = ("int16", "int32", "int64")
 """Element types of token tensors, without the library's name; ``uint8`` and ``bool`` are images and masks."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class InputSize:
     """Size of the inputs of one or several forward passes."""
 
@@ -43,18 +35,16 @@ class InputSize:
 
 
 def size_of(batch: Any) -> InputSize | None:
-    """Return the size of a batch; None without tensors.
-
-    Args:
-        batch: A tensor, or sequences and mappings of them (a ``BatchEncoding`` is a mapping).
-    """
+    """Return the size of a batch; None without tensors."""
     tensors = _shaped(batch)
     if not tensors:
         return None
     tokens = [tensor for tensor in tensors if _holds_tokens(tensor)]
+    # The shape of torch's ragged tensors has no product.
+    counts = [tensor.numel() if hasattr(tensor, "numel") else math.prod(tensor.shape) for tensor in tokens or tensors]
     return InputSize(
         samples=int(tensors[0].shape[0]),
-        elements=max(_elements(tensor) for tensor in tokens or tensors),
+        elements=int(max(counts)),
         are_tokens=bool(tokens),
     )
 
@@ -65,27 +55,8 @@ def leading_dimension(batch: Any) -> int | None:
     return None if size is None else size.samples
 
 
-def first_tensor(batch: Any) -> Any:
-    """Return the first tensor of a batch, whose leading dimension usually counts samples, or None."""
-    return next(iter(_shaped(batch)), None)
-
-
-def may_have_time_first(tensor: Any) -> bool:
-    """Return whether a tensor could have shape (length, samples, ...): tokens, or sequences of float vectors."""
-    if tensor is None:
-        return False
-    kind = str(getattr(tensor, "dtype", ""))
-    return _holds_tokens(tensor) or (len(tensor.shape) == 3 and "float" in kind)
-
-
 def _shaped(batch: Any) -> list[Any]:
     return [tensor for tensor in _tensors(batch, _DEPTH) if len(tensor.shape) > 0]
-
-
-def _elements(tensor: Any) -> int:
-    if callable(getattr(tensor, "numel", None)):  # torch's; the shape of a ragged tensor has no product
-        return int(tensor.numel())
-    return math.prod(tensor.shape)
 
 
 def _holds_tokens(tensor: Any) -> bool:
@@ -93,10 +64,9 @@ def _holds_tokens(tensor: Any) -> bool:
 
 
 def _tensors(batch: Any, depth: int) -> Iterator[Any]:
-    """Yield the tensors of a batch in their order."""
     if getattr(batch, "shape", None) is not None:
         yield batch
-    elif depth > 0 and isinstance(batch, Mapping | list | tuple):
+    elif depth > 0 and isinstance(batch, (Mapping, list, tuple)):
         for item in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _tensors(item, depth - 1)
 
@@ -109,7 +79,7 @@ def _tensors(batch: Any, depth: int) -> Iterator[Any]:
 # batch sizes (``optuna_dsat.study.profile.batch_search``).
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BatchNumbers:
     """Known batch sizes of a launch."""
 
@@ -135,18 +105,11 @@ def sample_counter(
         size = size_of(batch)
         if size is None:
             return None
-        known = numbers()
-        count = _time_first(batch, size.samples, known) or size.samples
+        known, tensor = numbers(), _shaped(batch)[0]
+        count, sizes = size.samples, known.configured | known.named | {known.loaded}
+        is_sequence = len(tensor.shape) == 3 and "float" in str(getattr(tensor, "dtype", ""))
+        if (is_sequence or _holds_tokens(tensor)) and count not in sizes and int(tensor.shape[1]) in sizes - {1}:
+            count = int(tensor.shape[1])
         return replace(size, samples=-(-count * rows[1] // rows[0]))
 
     return counted
-
-
-def _time_first(batch: Any, leading: int, known: BatchNumbers) -> int | None:
-    """Return the second dimension of the inputs if it is a known batch size and the leading dimension is not."""
-    tensor = first_tensor(batch)
-    if not may_have_time_first(tensor):
-        return None
-    second = int(tensor.shape[1])
-    sizes = known.configured | known.named | {known.loaded}
-    return second if second > 1 and second in sizes and leading not in sizes else None

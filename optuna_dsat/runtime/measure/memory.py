@@ -11,20 +11,20 @@ within a phase).
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from optuna_dsat.runtime.imports import patch
 
 __all__ = [
     "CpuMemory",
     "CudaMemory",
     "MemoryPeaks",
-    "MemoryProbe",
     "ProcessMemory",
     "count_out_of_memory_errors",
     "host_memory_bytes",
@@ -51,7 +51,7 @@ and the field of ``memory.stat`` with read files, which the kernel drops first.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ProcessMemory:
     """Memory of this process, in bytes."""
 
@@ -61,29 +61,13 @@ class ProcessMemory:
     peak_resident: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MemoryPeaks:
     """Peaks in bytes, as ``StepMeasured`` defines them."""
 
     allocated: int
     reserved: int
     resident: int
-
-
-class MemoryProbe(Protocol):
-    """Tracks the memory of a rank."""
-
-    def engine_ready(self) -> None:
-        """Called once the engine is built, before the first training step."""
-        ...
-
-    def sample(self) -> None:
-        """Called at the end of each phase of a step."""
-        ...
-
-    def peaks(self) -> MemoryPeaks:
-        """Return the peaks so far."""
-        ...
 
 
 def read_process_memory() -> ProcessMemory:
@@ -103,11 +87,7 @@ def read_process_memory() -> ProcessMemory:
 
 
 class CpuMemory:
-    """Peaks of a rank on CPU, as growth since construction (see the module's docstring).
-
-    Args:
-        read: Returns the memory of this process.
-    """
+    """Peaks of a rank on CPU, as growth since construction (see the module's docstring)."""
 
     def __init__(self, read: Callable[[], ProcessMemory] = read_process_memory) -> None:
         self._read = read
@@ -133,11 +113,7 @@ class CpuMemory:
 
 
 class CudaMemory:
-    """Peaks of the caching allocator since the engine was built.
-
-    Args:
-        accelerator: DeepSpeed's accelerator of this rank.
-    """
+    """Peaks of the caching allocator since the engine was built."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -199,15 +175,10 @@ def unlink_shared_buffers(maps: Path = Path("/proc/self/maps")) -> None:
 
 
 def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
-    """Limit the caching allocator of this rank's device to ``budget_bytes``.
+    """Limit the caching allocator of this rank's device, ``local_rank`` by torchrun's convention, to ``budget_bytes``.
 
     Does not initialize CUDA: torch applies the limit when the script first uses CUDA. The CUDA context and
     allocations by libraries (NCCL buffers) are not included.
-
-    Args:
-        torch: The torch module.
-        budget_bytes: Bytes that the rank may allocate.
-        local_rank: The rank's number on this host; by torchrun's convention also its device index.
     """
 
     def apply() -> None:
@@ -228,14 +199,12 @@ def count_out_of_memory_errors(torch: Any) -> None:
     error = getattr(torch, "OutOfMemoryError", None)
     if error is None:
         return  # torch before 2.5
-    original = error.__init__
 
-    def counted(self: BaseException, *args: object) -> None:
+    @patch(error, "__init__")
+    def counted(original: Any, self: BaseException, *args: object) -> None:
         global _out_of_memory_errors
         _out_of_memory_errors += 1
         original(self, *args)
-
-    error.__init__ = counted
 
 
 def out_of_memory_errors() -> int:
@@ -249,42 +218,26 @@ def support_uuid_visible_devices(accelerator: Any) -> None:
     With nvidia-ml-py installed, DeepSpeed's accelerator (0.19.8) parses that variable as device numbers for NVML and
     raises a ValueError in ``deepspeed.initialize`` at ZeRO 1 and 2 if it contains UUIDs. MIG instances have no numbers.
     On that error, CUDA is queried instead.
-
-    Args:
-        accelerator: DeepSpeed's accelerator of this rank; other versions may lack ``available_memory``.
     """
-    original = getattr(accelerator, "available_memory", None)
-    if original is None:
+    if not hasattr(accelerator, "available_memory"):
         return
 
-    @functools.wraps(original)
-    def available_memory(device_index: int | None = None) -> int:
+    @patch(accelerator, "available_memory")
+    def available_memory(original: Any, device_index: int | None = None) -> int:
         try:
             return int(original(device_index))
         except ValueError:
             return int(sys.modules["torch"].cuda.mem_get_info(device_index)[0])
 
-    accelerator.available_memory = available_memory
-
 
 def host_memory_bytes(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> int:
-    """Return the physical memory of the host in bytes, or the lowest limit of its control groups if that is lower.
-
-    Args:
-        membership: File that names the control groups of this process.
-        root: Where control groups are mounted.
-    """
+    """Return the physical memory of the host in bytes, or the lowest limit of its control groups if that is lower."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(limit for limit, _ in memory_limits(membership=membership, root=root))])
 
 
 def memory_limits(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> Iterator[tuple[int, int]]:
-    """Yield each memory limit of this process's control groups and their parents, and the bytes left below it.
-
-    Args:
-        membership: File that names the control groups of this process.
-        root: Where control groups are mounted.
-    """
+    """Yield each memory limit of this process's control groups and their parents, and the bytes left below it."""
     try:
         lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -7,31 +7,60 @@ evaluation mode or without gradients do not count as training; their time betwee
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, StepMeasured
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.clock import Clock
 from optuna_dsat.runtime.measure.engine import (
+    MOST_SKIPPED_STEPS,
     SkipDetector,
     global_steps,
     is_pipeline,
     is_update_step,
     loss_of,
-    replace_method,
 )
 from optuna_dsat.runtime.measure.inputs import InputSize, size_of
-from optuna_dsat.runtime.measure.memory import MemoryProbe
-from optuna_dsat.runtime.measure.state import RankState, StepObserver
-from optuna_dsat.runtime.user_code import places_of
+from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory
+from optuna_dsat.runtime.measure.profiler import Profiler
+from optuna_dsat.runtime.user_code import Place, places_of
 
-__all__ = ["Meter", "RankState", "StepObserver"]
+__all__ = ["Meter", "RankState"]
+
+
+@dataclass
+class RankState:
+    """Current state of this rank; updated by hook and meter, read when the rank fails."""
+
+    phase: str = "script"
+    """See ``RankFailed.phase``."""
+    steps: int = 0
+    """Global steps completed, without steps that the loss scaler skipped."""
+    skipped: int = 0
+    """Global steps that the loss scaler skipped."""
+    steps_completed: int | None = None
+    """Batches completed, as counted by the script around its current step; None if not reported."""
+    device: str = ""
+    """``cuda`` or ``cpu``; empty before DeepSpeed was imported."""
+    limited: bool = False
+    """Whether this rank's host memory is limited."""
+    script_facts: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``EngineReady`` with what the runtime has found out about the script."""
+    fed: int = 0
+    """Number of training inputs of the engine or its module."""
+    fed_size: int = 0
+    """Samples of the largest input."""
+    fed_from: Sequence[Place] = ()
+    """Places in the user's code that led to the first input, innermost first."""
+
+    def has_measured(self, last_step: int) -> bool:
+        """Return whether a launch up to ``last_step`` ends here."""
+        return self.steps >= last_step or self.skipped >= MOST_SKIPPED_STEPS
 
 
 @dataclass
@@ -73,7 +102,7 @@ class Meter:
         state: Updated with phase and steps.
         last_step: The step after which ``exit_process`` is called, not counting skipped steps.
         exit_process: Ends the script with an exception; called again if the script catches it and continues training.
-        observer: Observes the phases, if given.
+        profiler: Observes the phases, if given.
         size_of: Returns the size of a forward pass's inputs.
     """
 
@@ -84,11 +113,11 @@ class Meter:
         rank: int,
         write: Callable[[Event], None],
         clock: Clock,
-        memory: MemoryProbe,
+        memory: CpuMemory | CudaMemory,
         state: RankState,
         last_step: int,
         exit_process: Callable[[], None],
-        observer: StepObserver | None = None,
+        profiler: Profiler | None = None,
         size_of: Callable[[Any], InputSize | None] = size_of,
     ) -> None:
         self._engine = engine
@@ -102,7 +131,7 @@ class Meter:
         self._trains_in_eval_mode = False
         self._last_step = last_step
         self._exit_process = exit_process
-        self._observer = observer
+        self._profiler = profiler
         self._size_of = size_of
         self._skips = SkipDetector(engine)
         self._step = _Step()
@@ -120,14 +149,16 @@ class Meter:
         if is_pipeline(self._engine):
             hook = self._engine.module.register_forward_pre_hook(self._on_pipeline_input, with_kwargs=True)
             self._undo.append(hook.remove)
-            self._undo.append(replace_method(self._engine, "train_batch", self._wrap_train_batch))
+            self._undo.append(patch(self._engine, "train_batch")(self._train_batch))
             if hasattr(self._engine, "eval_batch"):
-                self._undo.append(replace_method(self._engine, "eval_batch", self._wrap_evaluation))
+                self._undo.append(patch(self._engine, "eval_batch")(self._evaluate))
         else:
-            self._undo.append(replace_method(self._engine, "forward", self._wrap_forward))
-            self._undo.append(replace_method(self._engine, "backward", self._wrap_backward))
-            self._undo.append(replace_method(self._engine, "step", self._wrap_step))
-            self._wrap_optimizer_step()
+            self._undo.append(patch(self._engine, "forward")(self._forward))
+            self._undo.append(patch(self._engine, "backward")(self._backward))
+            self._undo.append(patch(self._engine, "step")(self._engine_step))
+            optimizer = getattr(self._engine, "optimizer", None)
+            if getattr(optimizer, "step", None) is not None:
+                self._undo.append(patch(optimizer, "step", is_method=True)(self._optimizer_step))
             self._hook_module_input()
         self._state.phase = "between"
         self._clock.synchronize()
@@ -139,15 +170,11 @@ class Meter:
             self._undo.pop()()
         self._state.phase = "between"
 
-    def _wrap_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            self._evaluation_begins()
-            result = original(*args, **kwargs)
-            self._evaluation_continues()
-            return result
-
-        return evaluate
+    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._evaluation_begins()
+        result = original(*args, **kwargs)
+        self._evaluation_continues()
+        return result
 
     def _evaluation_begins(self) -> None:
         """Start an evaluation interval at a forward outside of training, unless already started."""
@@ -169,76 +196,51 @@ class Meter:
             self._step.evaluation_s += end - start
             self._evaluation = None
 
-    def _wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        evaluate = self._wrap_evaluation(original)
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_training():
+            self._note_unproven((args, kwargs))
+            return self._evaluate(original, *args, **kwargs)
+        self._count_samples((args, kwargs))
+        self._in_forward = True
+        try:
+            with self._phase("forward"):
+                output = original(*args, **kwargs)
+        finally:
+            self._in_forward = False
+        self._step.forward_end = self._step.spans[-1][2]
+        self._step.loss = loss_of(output)
+        return output
 
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_training():
-                self._note_unproven((args, kwargs))
-                return evaluate(*args, **kwargs)
-            self._count_samples((args, kwargs))
-            self._in_forward = True
-            try:
-                with self._phase("forward"):
-                    output = original(*args, **kwargs)
-            finally:
-                self._in_forward = False
-            self._step.forward_end = self._step.spans[-1][2]
-            self._step.loss = loss_of(output)
-            return output
+    def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        self._prove_training()
+        with self._phase("backward"):
+            result = original(loss, *args, **kwargs)
+        self._close_direct()
+        self._step.forward_end = None
+        self._step.loss = loss_of(loss)
+        return result
 
-        return forward
+    def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._prove_training()
+        self._close_backward()
+        boundary = is_update_step(self._engine)
+        with self._phase("step"):
+            result = original(*args, **kwargs)
+        if boundary:
+            self._finish_step()
+        return result
 
-    def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            self._prove_training()
-            with self._phase("backward"):
-                result = original(loss, *args, **kwargs)
-            self._close_direct()
-            self._step.forward_end = None
-            self._step.loss = loss_of(loss)
-            return result
-
-        return backward
-
-    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            self._prove_training()
-            self._close_backward()
-            boundary = is_update_step(self._engine)
-            with self._phase("step"):
-                result = original(*args, **kwargs)
-            if boundary:
-                self._finish_step()
-            return result
-
-        return step
-
-    def _wrap_optimizer_step(self) -> None:
+    def _optimizer_step(self, original: Callable[..., Any], _: Any, *args: Any, **kwargs: Any) -> Any:
         """Count updates of scripts that call ``optimizer.step()`` instead of ``engine.step()`` (Lightning Fabric)."""
-        optimizer = getattr(self._engine, "optimizer", None)
-        if optimizer is None or getattr(optimizer, "step", None) is None:
-            return
-
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-                if self._state.phase != "between":
-                    return original(*args, **kwargs)  # the engine's own call
-                self._prove_training()
-                self._close_backward()
-                with self._phase("step"):
-                    result = original(*args, **kwargs)
-                self._step.by_script = True
-                self._finish_step()
-                return result
-
-            return types.MethodType(step, optimizer)  # torch's schedulers require a bound method
-
-        self._undo.append(replace_method(optimizer, "step", wrap))
+        if self._state.phase != "between":
+            return original(*args, **kwargs)  # the engine's own call
+        self._prove_training()
+        self._close_backward()
+        with self._phase("step"):
+            result = original(*args, **kwargs)
+        self._step.by_script = True
+        self._finish_step()
+        return result
 
     def _close_backward(self) -> None:
         self._close_direct()
@@ -247,16 +249,12 @@ class Meter:
             self._step.spans.append(("backward", self._step.forward_end, self._clock.mark()))
             self._step.forward_end = None
 
-    def _wrap_train_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def train_batch(*args: Any, **kwargs: Any) -> Any:
-            with self._phase("batch"):
-                loss = original(*args, **kwargs)
-            self._step.loss = loss_of(loss)
-            self._finish_step()
-            return loss
-
-        return train_batch
+    def _train_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._phase("batch"):
+            loss = original(*args, **kwargs)
+        self._step.loss = loss_of(loss)
+        self._finish_step()
+        return loss
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -272,8 +270,8 @@ class Meter:
         self._state.phase = "forward"
         start = self._clock.mark()
         with ExitStack() as observation:
-            if self._observer is not None:
-                observation.enter_context(self._observer.observe("batch", state.steps + 1))
+            if self._profiler is not None:
+                observation.enter_context(self._profiler.observe("batch", state.steps + 1))
                 self._end_observation = observation.close
             yield
         self._end_observation = None
@@ -389,10 +387,10 @@ class Meter:
             self._end_observation()
             self._end_observation = None
         start = self._clock.mark()
-        if self._observer is None:
+        if self._profiler is None:
             yield
         else:
-            with self._observer.observe(name, self._state.steps + 1):
+            with self._profiler.observe(name, self._state.steps + 1):
                 yield
         self._step.spans.append((name, start, self._clock.mark()))
         self._memory.sample()
@@ -439,11 +437,11 @@ class Meter:
                 steps_completed=self._steps_completed(),
             )
         )
-        if self._observer is not None:
+        if self._profiler is not None:
             if skipped:
-                self._observer.discard()
+                self._profiler.discard()
             else:
-                self._observer.boundary(state.steps, step.fed.samples)
+                self._profiler.boundary(state.steps, step.fed.samples)
         self._exit_if_measured()
 
     def _exit_if_measured(self) -> None:

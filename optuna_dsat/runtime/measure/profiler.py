@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, ProfileMeasured
-from optuna_dsat.runtime.measure.memory import MemoryProbe, host_memory_bytes
+from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 __all__ = ["Profiler", "count_parameters"]
@@ -44,16 +44,7 @@ def _numel(parameter: Any) -> int:
 
 
 class Profiler:
-    """Profiles a single step of an engine and records ``ProfileMeasured`` (a ``StepObserver``).
-
-    Args:
-        engine: The engine that ``deepspeed.initialize`` returned.
-        accelerator: DeepSpeed's accelerator.
-        plan: The launch.
-        rank: This rank.
-        memory: Tracks memory.
-        write: Records an event.
-    """
+    """Profiles a single step of an engine and records ``ProfileMeasured``."""
 
     def __init__(
         self,
@@ -62,7 +53,7 @@ class Profiler:
         accelerator: Any,
         plan: LaunchPlan,
         rank: Rank,
-        memory: MemoryProbe,
+        memory: CpuMemory | CudaMemory,
         write: Callable[[Event], None],
     ) -> None:
         self._engine = engine
@@ -105,8 +96,9 @@ class Profiler:
         """Record the profile after the profiled step."""
         if step != self._step:
             return
-        params, trainable = count_parameters(self._engine.module)
-        peaks = self._memory.peaks()
+        module, optimizer = self._engine.module, getattr(self._engine, "basic_optimizer", None)
+        zero = sys.modules.get("deepspeed.runtime.zero.utils")
+        params, trainable = count_parameters(module)
         divisor = max(1, samples)
         host = host_memory_bytes()
         self._write(
@@ -115,16 +107,18 @@ class Profiler:
                 time=time.time(),
                 params=params,
                 trainable_params=trainable,
-                largest_layer_params=_largest_layer(self._engine.module),
-                param_bytes=_element_size(self._engine.module),
+                largest_layer_params=max(
+                    (sum(map(_numel, layer.parameters(recurse=False))) for layer in module.modules()), default=0
+                ),
+                param_bytes=next((int(parameter.element_size()) for parameter in module.parameters()), 4),
                 activation_bytes_per_sample=self._activations // divisor,
                 flops_per_sample=self._flops // divisor if self._flops_known else 0,
                 device_memory_bytes=self._device_memory(host),
                 host_memory_bytes=host,
-                peak_bytes=peaks.allocated,
+                peak_bytes=self._memory.peaks().allocated,
                 device_name=self._device_name(),
-                optimizer=_optimizer_name(self._engine),
-                optimizer_tested=_is_tested(self._engine),
+                optimizer="" if optimizer is None else type(optimizer).__name__,
+                optimizer_tested=optimizer is None or zero is None or bool(zero.is_zero_supported_optimizer(optimizer)),
             )
         )
 
@@ -197,11 +191,9 @@ def _flop_counter() -> Any:
 
 
 def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:
-    """Return a context that records the tensors autograd saves for backward, without parameters.
+    """Return a context that fills ``saved`` with storage address -> bytes of tensors that autograd saves for backward.
 
-    Args:
-        module: Its parameters are excluded.
-        saved: Filled with storage address -> bytes.
+    Parameters of the module are left out.
     """
     import torch
 
@@ -230,22 +222,3 @@ def _parameter_bytes(module: Any) -> int:
                 storage = tensor.untyped_storage()
                 held[storage.data_ptr()] = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
     return sum(held.values())
-
-
-def _largest_layer(module: Any) -> int:
-    return max((sum(_numel(p) for p in m.parameters(recurse=False)) for m in module.modules()), default=0)
-
-
-def _element_size(module: Any) -> int:
-    return next((int(parameter.element_size()) for parameter in module.parameters()), 4)
-
-
-def _optimizer_name(engine: Any) -> str:
-    optimizer = getattr(engine, "basic_optimizer", None)
-    return "" if optimizer is None else type(optimizer).__name__
-
-
-def _is_tested(engine: Any) -> bool:
-    """Return whether ``engine._do_optimizer_sanity_check`` would accept the optimizer with ZeRO."""
-    optimizer, zero = getattr(engine, "basic_optimizer", None), sys.modules.get("deepspeed.runtime.zero.utils")
-    return optimizer is None or zero is None or bool(zero.is_zero_supported_optimizer(optimizer))

@@ -6,7 +6,7 @@ login node, or where the user tunes for one machine of several.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from optuna_dsat.errors import UsageError
@@ -21,10 +21,6 @@ _LONGEST_COUNT = 20
 
 def facts_of(launcher: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of ``LaunchCommand`` from a launcher's options.
-
-    Args:
-        launcher: ``InterceptedRank.launcher``.
-        options: ``InterceptedRank.options``.
 
     Raises:
         UsageError: If the launcher accepts a value that its launch would reject.
@@ -63,9 +59,7 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
     if len(set(counts)) > 1:
         least = f"{min(counts)} of each are used"
         notes.append(f"{', '.join(hosts)} have {', '.join(map(str, counts))} slots: {least}.")
-    if without_effect := [
-        f"--{item}" for item in ("autotuning", "bind_cores_to_rank", "venv_script") if options.get(item)
-    ]:
+    if without_effect := [f"--{item}" for item in _WITHOUT_EFFECT if options.get(item)]:
         notes.append(f"{', '.join(without_effect)} has no effect on a trial.")
     several = len(hosts) > 1
     selects = (options["include"] and len(here) < MOST_SLOTS) or (options["exclude"] and hosts)
@@ -74,10 +68,7 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
         "nodes": len(hosts) or nodes or 1,
         "hosts": hosts if several else (),
         "elsewhere": _given(
-            {
-                "--num_nodes": nodes if nodes and nodes > 1 else None,
-                "--hostfile": options["hostfile"] if hosts else None,
-            }
+            {"--num_nodes": nodes if nodes != 1 else None, "--hostfile": options["hostfile"] if hosts else None}
         ),
         "rendezvous": _given({"--master_addr": options["master_addr"]}),
         "gpus": _listed(here) if selects and not several else None,
@@ -86,7 +77,7 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _listed(slots: Sequence[int] | set[int]) -> str:
+def _listed(slots: Iterable[int]) -> str:
     return ",".join(map(str, sorted(slots)))
 
 
@@ -125,9 +116,9 @@ def _ranks(text: str) -> int | None:
 
 
 def _accelerate(options: Mapping[str, Any]) -> dict[str, Any]:
-    for option, value in (("num_processes", options["asked"]), ("num_machines", options["num_machines"])):
-        if value is not None:
-            _count(value, f"--{option}")
+    for option, name in (("--num_processes", "asked"), ("--num_machines", "num_machines")):
+        if options[name] is not None:
+            _count(options[name], option)
     defaults: Mapping[str, Any] | None = options["defaults"]
     # Without a config file accelerate counts the devices that are here.
     ranks = options["asked"] or (options["num_processes"] if defaults is not None else None)
@@ -154,10 +145,9 @@ def _gpu_indices(text: str) -> str:
 
 def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
     """Return a note on DeepSpeed settings in accelerate's YAML that are dropped in favour of the config file."""
-    dropped = {name: value for name, value in fields.items() if name in _OF_A_CONFIG}
-    if not dropped:
+    named = ", ".join(f"{name} {value}" for name, value in fields.items() if name in _OF_A_CONFIG)
+    if not named:
         return ()
-    named = ", ".join(f"{name} {value}" for name, value in dropped.items())
     return (
         f"Dropped from accelerate's config: {named}. With deepspeed_config_file accelerate refuses them; "
         f"{config} counts alone. Move them there, or remove them.",

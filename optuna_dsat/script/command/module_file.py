@@ -12,15 +12,11 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.interpreter import package_folders
 
-__all__ = ["importable_file", "is_importable", "module_file", "python_tree"]
+__all__ = ["is_importable", "module_file", "python_tree"]
 
 
 def python_tree(file: Path, what: str) -> ast.Module:
     """Return the syntax tree of a Python file.
-
-    Args:
-        file: The file.
-        what: Its description in a message.
 
     Raises:
         UsageError: If it is not Python, or cannot be read.
@@ -34,29 +30,26 @@ def python_tree(file: Path, what: str) -> ast.Module:
         raise UsageError(f"{what} cannot be read: {error.strerror}.") from None
 
 
-def module_file(name: str, cwd: Path, *, python: str | None = None) -> Path | None:
+def module_file(name: str, cwd: Path, *, of_package: str = "__main__.py", python: str | None = None) -> Path | None:
     """Return the file that ``python -m name`` runs in ``cwd``; None if there is none.
 
     The file is ``package/module.py``, or ``package/module/__main__.py`` for a package. As in Python, the working
     directory precedes installed packages. Nothing is imported, so submodules of a package that extends its ``__path__``
-    on import are not found.
+    on import are not found. With ``__init__.py`` as file of a package, it is the file that ``import name`` runs.
 
     Args:
         name: Dotted name of a module.
         cwd: Working directory of the launch.
+        of_package: File that runs for a package.
         python: The interpreter; None for the one of this process.
     """
-    return _file(name, "__main__.py", (cwd, *package_folders(name.partition(".")[0], python)))
-
-
-def importable_file(name: str, cwd: Path) -> Path | None:
-    """Return the file that ``import name`` runs in ``cwd``; None if there is none. Searches like ``module_file``.
-
-    Args:
-        name: Dotted name of a module.
-        cwd: Working directory of the launch.
-    """
-    return _file(name, "__init__.py", (cwd, *package_folders(name.partition(".")[0], None)))
+    top, *rest = name.split(".")
+    for folder in (cwd, *package_folders(top, python)):
+        base = folder.joinpath(top, *rest)
+        for file in (base / of_package, base.with_name(f"{base.name}.py")):
+            if file.is_file():
+                return file
+    return None
 
 
 def is_importable(name: str, folders: Iterable[Path], *, python: str | None) -> bool:
@@ -68,13 +61,3 @@ def is_importable(name: str, folders: Iterable[Path], *, python: str | None) -> 
     if top in sys.builtin_module_names or PathFinder.find_spec(top, [str(folder) for folder in folders]) is not None:
         return True
     return bool(package_folders(top, python))
-
-
-def _file(name: str, of_package: str, folders: Iterable[Path]) -> Path | None:
-    top, *rest = name.split(".")
-    for folder in folders:
-        base = folder.joinpath(top, *rest)
-        for file in (base / of_package, base.with_name(f"{base.name}.py")):
-            if file.is_file():
-                return file
-    return None

@@ -1,4 +1,7 @@
-"""Static analysis of a script: whether it spawns its own ranks or sets ``MASTER_PORT``, and its declared options."""
+"""Static analysis of a script: whether it spawns its own ranks or sets ``MASTER_PORT``, and its declared options.
+
+The script is a path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,7 @@ _MOST_FILES = 200
 
 
 def starts_own_ranks(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> bool:
-    """Detect scripts that start one process per device themselves, also through user files that they import.
-
-    Args:
-        script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
-        is_module: Whether it is a module.
-        cwd: The working directory.
-        python: Interpreter of the script; None for the one of this process.
-    """
+    """Detect scripts that start one process per device themselves, also through user files that they import."""
     return any(
         _spawns(nodes, imported) or any(name.partition(".")[0] in _LAUNCHING for name in imported)
         for nodes, imported in _files(script, is_module=is_module, cwd=cwd, python=python)
@@ -34,7 +30,7 @@ def starts_own_ranks(script: str, *, is_module: bool, cwd: Path, python: str | N
 
 
 def imported_packages(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> set[str]:
-    """Return the packages imported by a script and by user files that it imports; arguments as ``starts_own_ranks``."""
+    """Return the packages imported by a script and by user files that it imports."""
     files = _files(script, is_module=is_module, cwd=cwd, python=python)
     return {name.partition(".")[0] for _, imported in files for name in imported}
 
@@ -65,13 +61,6 @@ def declared_options(
     An option is declared if its name occurs in a call such as ``add_argument`` or in a comparison, as with
     ``sys.argv``. If a package of ``_SIGNATURE_PARSERS`` is imported, fields of classes and parameters of functions also
     declare options.
-
-    Args:
-        options: Options, such as ``--dry-run``.
-        script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
-        is_module: Whether it is a module.
-        cwd: The working directory.
-        python: Interpreter of the script; None for the one of this process.
     """
     spellings: set[str] = set()
     names: set[str] = set()
@@ -100,7 +89,6 @@ def _spellings(node: ast.AST) -> Iterator[str]:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Yield the annotated fields of a class and the parameters of a function."""
     if isinstance(node, ast.ClassDef):
         targets = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
         yield from (target.id for target in targets if isinstance(target, ast.Name))
@@ -136,7 +124,6 @@ def _files(
 
 
 def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """Yield the names of imported modules; relative imports without their dots."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -15,8 +15,9 @@ from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.adapt.parsers import means_stage
-from optuna_dsat.script.arg_mapping import STAGE, with_option
+from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule, guesses, held, samples_per_rank, varying
 from optuna_dsat.script.trainer import ScriptTrainer, trainer_guesses
 from optuna_dsat.study.profile.script import follow_batch, follow_trainer

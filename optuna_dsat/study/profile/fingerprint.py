@@ -68,8 +68,7 @@ def _code_folders(spec: StudySpec) -> list[Path]:
     if not script.is_module:
         return [Path(script.script).parent]
     if script.script == RUNNER:
-        trial_class = find_trial_class(script.args[0], cwd)
-        return sorted({cwd, trial_class.file.parent})
+        return sorted({cwd, find_trial_class(script.args[0], cwd).parent})
     file = module_file(script.script, cwd, python=spec.python)
     return [cwd] if file is None else sorted({cwd, file.parent})
 

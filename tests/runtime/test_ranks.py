@@ -1,0 +1,243 @@
+"""Scripts written for other launchers run under torchrun: their rank, rendezvous and spawned ranks."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from optuna_dsat.runtime.adapt.ranks import default_local_rank, join_group, spawn_in_place, with_local_rank
+from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured
+from tests.harness.ranks import Starter, WarmRanks, rank_of
+
+RANK = rank_of(2, number=1)
+
+
+@pytest.fixture(autouse=True)
+def _own_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    # restored after the test
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+
+
+@pytest.mark.parametrize("option", ["--local_rank", "--local-rank"])
+def test_the_option_follows_the_rank_unless_it_is_given(option: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(option, type=int, default=0)
+    parser.add_argument("--other", type=int, default=0)
+    default_local_rank(3)
+    assert parser.parse_args([]) == argparse.Namespace(local_rank=3, other=0)
+    assert parser.parse_args([f"{option}=1"]).local_rank == 1
+
+
+def test_parsers_without_the_option_get_none() -> None:
+    default_local_rank(3)
+    assert argparse.ArgumentParser().parse_args([]) == argparse.Namespace()
+
+
+def click_command(option: str) -> Callable[[list[str]], Any]:
+    click = pytest.importorskip("click")
+    command = click.Command(
+        "train",
+        callback=lambda **values: values,
+        params=[click.Option([option], type=int, required=True), click.Option(["--other"], type=int, default=0)],
+    )
+    return functools.partial(command.main, standalone_mode=False)
+
+
+def typer_command(option: str) -> Callable[[list[str]], Any]:
+    typer = pytest.importorskip("typer")
+    application = typer.Typer()
+
+    def train(local_rank: int = typer.Option(-1, option), other: int = 0) -> dict[str, int]:
+        return {"local_rank": local_rank, "other": other}
+
+    application.command()(train)
+    return functools.partial(application, standalone_mode=False)
+
+
+@pytest.mark.parametrize("option", ["--local_rank", "--local-rank"])
+@pytest.mark.parametrize("command", [click_command, typer_command])
+def test_the_option_of_other_parsers_follows_the_rank_too(
+    option: str, command: Callable[[str], Callable[[list[str]], Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = command(option)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for name in ("click.core", "typer._click.core"):
+        if (module := sys.modules.get(name)) is not None:
+            monkeypatch.setattr(module.Command, "parse_args", module.Command.parse_args)
+    result: list[None] = []
+    default_local_rank(3, on_found=lambda: result.append(None))
+    assert run([]) == {"local_rank": 3, "other": 0}
+    assert result
+    assert run([f"{option}=1", "--other=2"]) == {"local_rank": 1, "other": 2}
+
+
+def fire_command() -> Callable[..., Any]:
+    fire = pytest.importorskip("fire")
+
+    def train(other: int = 0, *, local_rank: int = -1) -> dict[str, int]:
+        return {"local_rank": local_rank, "other": other}
+
+    return functools.partial(fire.Fire, {"train": train}, name="train", serialize=lambda _: None)
+
+
+def test_a_parameter_of_a_function_that_python_fire_calls_follows_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = fire_command()
+    core = sys.modules["fire.core"]
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for name in ("click.core", "typer._click.core"):
+        if (module := sys.modules.get(name)) is not None:
+            monkeypatch.setattr(module.Command, "parse_args", module.Command.parse_args)
+    monkeypatch.setattr(core, "_ParseKeywordArgs", vars(core)["_ParseKeywordArgs"])
+    result: list[None] = []
+    default_local_rank(3, on_found=lambda: result.append(None))
+    assert run(command=["train"]) == {"local_rank": 3, "other": 0}
+    assert result
+    assert run(command=["train", "--local_rank=1", "--other=2"]) == {"local_rank": 1, "other": 2}
+
+
+@pytest.mark.parametrize(
+    ("source", "looks"),
+    [
+        ('rank = next(one.split("=")[1] for one in sys.argv if one.startswith("--local_rank="))', True),
+        ('rank = re.search(r"--local_rank=(\\d+)", " ".join(sys.argv))', True),
+        ('parser.add_argument("--local_rank", type=int)\nname = sys.argv[0]', False),
+        ('@click.option("--local_rank")\ndef main(local_rank): print(sys.argv)', False),
+        ('rank, config = os.environ["LOCAL_RANK"], sys.argv[1]', False),
+        ('print("--local_rank is no option")', False),
+        ("rank =", False),
+    ],
+)
+def test_a_script_that_looks_for_the_option_by_itself_is_given_it(source: str, looks: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    first = ("--local_rank=3",) if looks else ()
+    assert with_local_rank(("ds.json",), 3, script=script) == (*first, "ds.json")
+    assert with_local_rank(("--local_rank=0",), 3, script=script) == ("--local_rank=0",), "given by the user"
+    assert with_local_rank(("ds.json",), 3, script=None) == ("ds.json",)
+
+
+@pytest.fixture
+def distributed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "4711", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    module: Any = ModuleType("torch.distributed")
+    module.called = []
+
+    def init_process_group(
+        backend: str | None = None,
+        init_method: str | None = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+    ) -> None:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        module.called.append((backend, init_method, world_size, rank, store, place))
+
+    module.init_process_group = init_process_group
+    join_group(RANK)(module)
+    return module
+
+
+@pytest.mark.parametrize("method", [None, "env://", "tcp://localhost:12355"])
+def test_a_place_of_the_scripts_own_is_the_launchs(
+    distributed: Any, monkeypatch: pytest.MonkeyPatch, method: str | None
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "9994")
+    distributed.init_process_group("gloo", init_method=method, world_size=2, rank=1)
+    assert distributed.called == [("gloo", None, 2, 1, None, "localhost:4711")]
+
+
+def test_files_and_stores_are_left_alone(distributed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "9994")
+    distributed.init_process_group("gloo", "file:///tmp/x", world_size=2, rank=1)
+    distributed.init_process_group("gloo", store="own", world_size=7, rank=1)
+    assert [(call[1], call[-1]) for call in distributed.called] == [
+        ("file:///tmp/x", "localhost:9994"),
+        (None, "localhost:9994"),
+    ]
+
+
+@pytest.mark.parametrize("given", [{"world_size": 1, "rank": 0}, {}])
+def test_another_number_of_ranks_is_refused_with_the_option_for_it(
+    distributed: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, int]
+) -> None:
+    if not given:
+        monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(
+        ValueError, match=r"\(WORLD_SIZE\) to 1 itself, .* launch has 2 ranks: tune with --gpus-per-trial 1"
+    ):
+        distributed.init_process_group("gloo", **given)
+    assert not distributed.called
+
+
+def multiprocessing(spawn: Callable[..., Any], *, on_spawn: Callable[[], None] = lambda: None) -> Any:
+    module: Any = ModuleType("torch.multiprocessing")
+    module.spawn = module.start_processes = spawn
+    spawn_in_place(module, rank=RANK, on_spawn=on_spawn)
+    return module
+
+
+def test_as_many_processes_as_ranks_are_the_ranks() -> None:
+    ran: list[Any] = []
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("started")
+
+    module = multiprocessing(never, on_spawn=lambda: ran.append("told"))
+    assert not ran
+    module.spawn(lambda index, word: ran.append((index, word)), args=("a",), nprocs=2, join=True)
+    assert ran == ["told", (1, "a")]
+
+
+def test_other_processes_are_started_and_may_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    deepspeed: Any = ModuleType("deepspeed")
+    deepspeed.initialize = None
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    started: list[int] = []
+
+    def spawn(fn: Callable[..., None], args: tuple[Any, ...], nprocs: int, **_: Any) -> None:
+        for index in range(nprocs):
+            try:
+                fn(index, *args)
+            except ValueError as error:  # as torch reports errors of spawned processes
+                raise RuntimeError(f"-- Process {index} terminated with the following error:\n{error}") from error
+
+    module = multiprocessing(spawn)
+    module.start_processes(started.append, nprocs=3)
+    assert started == [0, 1, 2]
+    with pytest.raises(
+        ValueError, match=r"^the script starts 4 processes by .* launch has 2 ranks: tune with --gpus-per"
+    ):
+        module.spawn(lambda _: deepspeed.initialize(), nprocs=4)
+    with pytest.raises(RuntimeError, match="another"):
+        module.spawn(_another_error, nprocs=1)
+
+
+def _another_error(_: int) -> None:
+    raise ValueError("another")
+
+
+@pytest.mark.torchrun
+def test_each_rank_runs_its_share(tmp_path: Path, warm_ranks: WarmRanks) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    overlay = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
+    launch = Starter(tmp_path).torchrun("spawned.py", port, overlay=overlay, warm=warm_ranks)
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    for rank in (0, 1):
+        engine = launch.of(EngineReady, rank)[0]
+        assert (engine.train_micro_batch_size_per_gpu, engine.data_parallel_size) == (3, 2)
+        assert engine.starts_ranks
+        assert {step.observed_micro_batch for step in launch.of(StepMeasured, rank)} == {3}
+        assert launch.of(RankFinished, rank)[0].reason == "profile_done"
