@@ -18,9 +18,6 @@ from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
 
-IN_THE_DATABASE: frozenset[str] = frozenset()
-"""Tests whose trials are in SQLite."""
-
 SLEEPER = Holder(device="GPU 1", who="process 4711 (sleep, user anna)")
 
 

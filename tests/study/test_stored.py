@@ -35,6 +35,8 @@ from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
 
+pytestmark = pytest.mark.usefixtures("in_sqlite")
+
 LIGHTNING = ScriptTrainer(framework="lightning", micro_batch=None, gradient_accumulation_steps=4, options={})
 
 
