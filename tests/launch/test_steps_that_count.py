@@ -224,8 +224,7 @@ def simulated(rng: random.Random, count: int) -> list[GlobalStep]:
     return sized(lengths, seconds, samples=8)
 
 
-@pytest.mark.parametrize("metric", ["throughput", "tokens_per_s", "latency"])
-@pytest.mark.parametrize("count", [3, 10])
+@pytest.mark.parametrize(("metric", "count"), [("tokens_per_s", 3), ("throughput", 10)])
 def test_the_interval_of_a_ratio_covers_its_truth(metric: str, count: int) -> None:
     rng = random.Random(f"{metric} {count}")
     whole = simulated(rng, 40_000)

@@ -21,18 +21,18 @@ from tests.harness.worker import release_file, spec_of
 from tests.harness.workers import StoredStudy, WorkerBench, WorkerProcess, wait_until
 
 
-def test_six_workers_start_at_once_on_an_empty_database_and_share_eighteen_launches(
+def test_four_workers_start_at_once_on_an_empty_database_and_share_twelve_launches(
     bench: WorkerBench, url: str
 ) -> None:
-    workers = [bench.driver(url, max_trials=18, poll_s=0.05) for _ in range(6)]
+    workers = [bench.driver(url, max_trials=12, poll_s=0.05) for _ in range(4)]
     bench.run(workers)
     for worker in workers:
         worker.finish()
     study = StoredStudy.read(url)
-    study.check_whole(budget=18)
+    study.check_whole(budget=12)
     assert study.lost == []
     assert sorted(note.key for note in bench.launched()) == sorted(study.measured)
-    assert len({note.pid for note in bench.launched()}) == 6
+    assert len({note.pid for note in bench.launched()}) == 4
     assert len(bench.launched("profile")) == 1
     own = [trial for trial in study.trials if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG]
     assert [trial.state for trial in own] == [TrialState.COMPLETE]
