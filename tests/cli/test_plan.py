@@ -174,23 +174,16 @@ def test_the_margin_of_memory_may_be_per_cent(run_here: Run) -> None:
 CASES = {
     "nothing-given": ([], "plan takes SCRIPT and DS_CONFIG, or --params"),
     "no-gpu": (["--params", "7e9"], "--params needs --gpu; known are t4"),
-    "hf-no-gpu": (["--hf-config", "."], "--hf-config is ., a folder without config.json"),
     "hf-and-shape": (["--hf-config", ".", "--vocab", "9", "--gpu", "t4"], "says the shape: leave out --vocab"),
     "hf-and-script": (["train.py", "--hf-config", ".", "--gpu", "t4"], "With --hf-config nothing is launched"),
     "share": (["--params", "7e9", "--gpu", "t4", "--trainable-share", "0"], "--trainable-share is 0; it must be above"),
-    "share-text": (["--params", "7e9", "--gpu", "t4", "--trainable-share", "x"], "--trainable-share is 'x'"),
-    "share-of-a-launch": (["train.py", "ds.json", "--trainable-share", "1%"], "is for plans without a launch"),
     "no-number": (["--params", "seven", "--gpu", "t4"], "--params is 'seven'"),
     "no-such-gpu": (["--params", "7e9", "--gpu", "a100"], "--gpu is 'a100'; known are"),
-    "a-script-too": (["train.py", "--params", "7e9", "--gpu", "t4"], "give no script"),
-    "no-gpus": (["--params", "7e9", "--gpu", "t4", "--gpus", "0"], "--gpus is 0"),
-    "length-of-a-launch": (["train.py", "ds.json", "--seq-length", "0"], "--seq-length is 0"),
     "margin": (
         ["--params", "7e9", "--gpu", "t4", "--memory-margin", "1"],
         "--memory-margin is 1; it must",
     ),
     "heads": (["--params", "7e9", "--gpu", "t4", "--hidden", "4096", "--heads", "7"], "no multiple of the 7 heads"),
-    "network": (["--params", "7e9", "--gpu", "t4", "--nodes", "2", "--network", "0"], "--network is 0.0"),
 }
 
 

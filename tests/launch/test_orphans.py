@@ -160,11 +160,6 @@ def test_notes_end_only_the_process_that_they_mean() -> None:
     others = [
         {**noted, "start_ticks": key.start_ticks - 1},
         {**noted, "space": process_space() + "1"},
-        {**noted, "pid": str(key.pid)},
-        {**noted, "pid": -1},
-        {"pid": key.pid},
-        "/somewhere",
-        None,
     ]
     assert end_noted(others) == 0
     assert key.alive

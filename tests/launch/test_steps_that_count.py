@@ -28,7 +28,8 @@ from optuna_dsat.metrics import Interval
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import STEPS_SKIPPED, Event, RankFinished, StepMeasured, encode_event
 from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
-from tests.launch.test_measurement import engine, global_steps, step_of
+from tests.harness.events import engine, step_of
+from tests.launch.test_measurement import global_steps
 
 
 def scaled(skips: str, *, rank: int = 0, samples: int = 8) -> Iterator[StepMeasured]:
