@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,7 @@ def test_a_plan_without_a_launch(tmp_path: Path) -> None:
         tmp_path, "plan", "--params", "7e9", "--hidden", "4096", "--layers", "32", "--gpu", "a100-80g", "--gpus", "8"
     )
     assert done.returncode == 0, done.stderr
-    for words in (
-        "ZeRO 3 + parameter offload",
-        "does not fit",
-        "compute",
-        "Begin with ZeRO ",
-        "tokens/s",
-        "MFU",
-        "data sheets",
-    ):
+    for words in ("ZeRO 3 + parameter offload", "does not fit", "Begin with ZeRO ", "tokens/s", "MFU", "data sheets"):
         assert words in done.stdout
     assert not list(tmp_path.iterdir())
 
@@ -74,19 +67,7 @@ def test_selective_recomputation_is_planned_as_such(run_here: Run, attention: tu
 def test_a_plan_as_json_follows_the_config(tmp_path: Path, run_here: Run) -> None:
     config = {"fp16": {"enabled": True}, "zero_optimization": {"reduce_bucket_size": 5_000_000}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    shape = (
-        "--params",
-        "1.3B",
-        "--gpu",
-        "v100-32g",
-        "--gpus",
-        "4",
-        "--nodes",
-        "2",
-        "--host-memory",
-        "256GiB",
-        "--json",
-    )
+    shape = shlex.split("--params 1.3B --gpu v100-32g --gpus 4 --nodes 2 --host-memory 256GiB --json")
     own, other = (json.loads(run_here("plan", *args, *shape).stdout) for args in (("ds.json",), ()))
     assert own["world_size"] == 8
     assert own["host_memory_bytes"] == 256 * 2**30

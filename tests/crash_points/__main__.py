@@ -25,7 +25,7 @@ import psutil
 from sqlalchemy.engine import make_url
 
 from optuna_dsat.store import Store
-from tests.crash_points.chosen import Strike, all_strikes, distinct, drawn
+from tests.crash_points.chosen import Strike, all_strikes, distinct
 from tests.crash_points.points import Blow
 from tests.crash_points.runs import METHODS, SEED, Case, Reference, StudyOfPoints, Tried
 from tests.harness.databases import Server, revisions_loaded_once, running_server
@@ -85,7 +85,7 @@ def _chosen(asked: argparse.Namespace, references: dict[Case, Reference], *, see
     for case, reference in references.items():
         places = len({point.place for point in reference.points})
         print(f"{case.words}: {len(reference.points)} points at {places} places", flush=True)
-    chosen = drawn(strikes, seed=seed, sample=asked.sample)
+    chosen = random.Random(seed).sample(strikes, min(asked.sample or len(strikes), len(strikes)))
     print(f"{len(chosen)} blows of {len(every)}; to repeat the order or the sample: {SEED}={seed}", flush=True)
     return chosen
 

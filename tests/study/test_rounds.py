@@ -171,20 +171,6 @@ def test_a_raised_budget_compares_a_new_best_in_rounds_of_its_own(bench: StudyBe
     assert quiet.configs == []
 
 
-def test_where_nothing_beats_the_users_config_that_is_the_result(bench: StudyBench) -> None:
-    def own_is_best(config: Mapping[str, Any]) -> SimulatedResult:
-        own = micro_batch_of(config) == 2 and config["zero_optimization"]["stage"] == 2
-        return step_of(0.02 * micro_batch_of(config) * (1.0 if own else 1.1))
-
-    config = {**USER_CONFIG, "zero_optimization": {"stage": 2, "overlap_comm": True}}
-    result = found(bench.run(bench.spec(ds_config=config, zero_stages=(1, 3)), Hill(own_is_best), noise=0.01))
-    assert result.verdict.kind is VerdictKind.BASELINE_IS_BEST
-    assert (result.trial, result.speed_up) == (0, 1.0)
-    written = json.loads(Path(result.config_path).read_text())
-    assert (result.train_batch_size, written["zero_optimization"]["stage"]) == (4, 2)
-    assert result.learning_rate_advice is None
-
-
 def test_a_machine_that_slows_down_between_rounds_changes_the_warning_not_the_speed_up(bench: StudyBench) -> None:
     confirmed: list[str] = []
 

@@ -14,7 +14,6 @@ from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StudyCon
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds
-from optuna_dsat.study.confirm.verdict import VerdictKind
 from optuna_dsat.study.progress import FinalistMeasured, Message, ProfileFinished, ProfileStarted, TrialFinished
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import GIB, Hill
@@ -99,17 +98,6 @@ def test_concurrent_launches_share_the_slots(bench: StudyBench) -> None:
     assert result is not None
     assert sum(result.launches.values()) == 16
     assert len(set(keys_of(hill.configs[1:17]))) == 16
-
-
-@pytest.mark.usefixtures("in_sqlite")
-def test_a_second_run_of_a_finished_study_launches_no_trial_again(bench: StudyBench) -> None:
-    first = bench.run(bench.spec(), Hill())
-    again = Hill()
-    second = bench.run(bench.spec(), again)
-    assert again.configs == []
-    assert first is not None
-    assert second is not None
-    assert second.trial == first.trial
 
 
 def test_a_raised_budget_adds_exactly_the_difference(bench: StudyBench) -> None:
@@ -241,31 +229,6 @@ def test_a_users_config_that_runs_out_of_data_ends_the_study_with_the_remedy(ben
     with pytest.raises(ScriptFailedError, match=r"your own config.*ended after 4 steps.*--end-profile-step"):
         bench.run(bench.spec(), hill)
     assert len(hill.configs) == 2
-
-
-def test_an_interrupted_confirmation_keeps_what_was_confirmed(bench: StudyBench) -> None:
-    class Interrupts(SimulatedLauncher):
-        def start(self, request: LaunchRequest) -> None:
-            if request.purpose == "confirm" and confirmed:
-                raise KeyboardInterrupt
-            if request.purpose == "confirm":
-                confirmed.append(request.launch_id)
-            super().start(request)
-
-    confirmed: list[str] = []
-    session = bench.session(bench.spec(), Interrupts(Hill(), total_slots=2))
-    result = session.run()
-    assert session.interrupted
-    assert result is not None
-    assert result.reason == "interrupted"
-    assert Path(result.config_path).exists()
-    assert len(confirmed) == len(launches_of(bench)) == 1
-    assert result.verdict.kind is VerdictKind.UNCONFIRMED
-    again = Hill()
-    resumed = bench.run(bench.spec(), again)
-    assert resumed is not None
-    assert len(again.configs) == len(launches_of(bench)) - 1
-    assert resumed.verdict.rounds >= 3
 
 
 def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench: StudyBench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sqlite3
 import stat
@@ -15,21 +16,8 @@ import pytest
 from optuna_dsat.cli import main
 from tests.harness.entry_points import EntryPointBench, searching_in
 
-SEARCH = (
-    "random",
-    "train.py",
-    "ds.json",
-    "--cpu-ranks",
-    "2",
-    "--metric",
-    "throughput",
-    "--max-trials",
-    "2",
-    "--confirm",
-    "0",
-    "--quiet",
-    "--study",
-    "s",
+SEARCH = shlex.split(
+    "random train.py ds.json --cpu-ranks 2 --metric throughput --max-trials 2 --confirm 0 --quiet --study s"
 )
 RESUME = ("resume", "s", "--max-trials", "3", "--confirm-time", "0")
 
