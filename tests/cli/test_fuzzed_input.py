@@ -13,13 +13,10 @@ import signal
 import string
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
-from datetime import time as clock_time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -115,26 +112,6 @@ def test_ds_configs(check: Check, config: Any) -> None:
     check("random", "train.py", "fuzzed.json", *DRY)
 
 
-hparams_keys = names(
-    """
-    hyperparameters overwrite_deepspeed_args deepspeed_config searcher entrypoint resources name
-    max_length min_validation_period environment global_batch_size type val minval
-    """
-)
-
-
-@fuzzed
-@given(
-    data=st.dictionaries(hparams_keys | words, st.dictionaries(hparams_keys | words, values, max_size=3) | values,
-                         max_size=4),
-    tail=st.sampled_from(["", "\nx: *y", "\nx: &x [*x]", "\n<<: 5", "\n? [a]\n: b", "\nd: 2020-99-99", "\n\t"]),
-)  # fmt: skip
-def test_hyperparameters(check: Check, data: Any, tail: str) -> None:
-    text = "\n".join(f"{json.dumps(key)}: {json.dumps(item)}" for key, item in data.items())
-    Path("hparams.yaml").write_text(text + tail)
-    check("asha", "definition:MyTrial", "ds.json", "--hparams", "hparams.yaml", *DRY)
-
-
 OPTIONS = _split(
     """
     --metric --zero-stages --fix --no-tune --arg-mapping --env --nvme-path --max-trials
@@ -161,89 +138,6 @@ option_values = st.one_of(
 @given(given_options=st.lists(st.tuples(st.sampled_from(OPTIONS), option_values), min_size=1, max_size=3))
 def test_options(check: Check, given_options: list[tuple[str, str]]) -> None:
     check("random", "train.py", "ds.json", *(f"{name}={value}" for name, value in given_options), *DRY)
-
-
-toml_values = st.recursive(
-    st.booleans()
-    | st.integers()
-    | st.floats()
-    | words
-    | st.sampled_from(["a\0b", "a\nb", "\x1b[31m", "x" * 5000, "--x", "a=b"])
-    | st.dates()
-    | st.datetimes()
-    | st.times(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=3),
-    max_leaves=6,
-)
-OF_COMMANDS = {
-    ("random", "train.py", "ds.json", *DRY): " ".join(option[2:] for option in OPTIONS),
-    ("train", "definition:MyTrial"): "hparams max-length validation-period checkpoint-dir resume seed gpus cpu-ranks",
-    ("worker", "s"): "storage workdir trust quiet",
-    ("resume", "s"): "storage max-trials min-gain confirm-time wait-for-gpus trust json",
-    ("dashboard", "s"): "storage port host optuna-dashboard",
-    ("report", "s"): "storage output dataset-size epochs price",
-    ("plan",): "params hidden layers heads seq-length gpus nodes network device-memory hf-config cpu-ranks nvme-path",
-    ("db", "check"): "storage",
-}
-"""Command -> options of it, some of which it may not have."""
-tables = st.sampled_from(sorted(OF_COMMANDS)).flatmap(
-    lambda command: st.tuples(
-        st.just(command), st.dictionaries(names(OF_COMMANDS[command]) | words, toml_values, max_size=3)
-    )
-)
-
-
-def in_toml(value: object) -> str:
-    """Return a value as TOML writes it."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{in_toml(str(key))} = {in_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(in_toml, value)) + "]"
-    if isinstance(value, date | clock_time):
-        return value.isoformat()
-    return json.dumps(value).replace("\x7f", "\\u007f") if isinstance(value, str | bool) else repr(value)
-
-
-@settings(fuzzed, max_examples=max(1, EXAMPLES // 2))  # the search's options alone take a tenth of a second
-@given(given_table=tables)
-def test_tables_of_pyproject(check: Check, given_table: tuple[tuple[str, ...], dict[str, object]]) -> None:
-    command, table = given_table
-    name = ".".join(command[:2] if command[0] == "db" else command[:1])
-    lines = [f"{in_toml(key)} = {in_toml(value)}" for key, value in table.items()]
-    Path("pyproject.toml").write_text("\n".join([f"[tool.optuna-dsat.{name}]", *lines]), errors="replace")
-    check(*command)
-
-
-yaml_keys = words | st.integers() | st.booleans() | st.none() | st.dates()
-yaml_values = st.recursive(
-    st.none() | st.booleans() | numbers | words | st.dates() | st.datetimes() | st.binary(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(yaml_keys, inner, max_size=3) | st.sets(yaml_keys, max_size=3)
-    ),
-    max_leaves=6,
-)
-"""Much that JSON has no form for, as keys and as values."""
-YAML_FILES = {
-    ("random", "definition:MyTrial", "ds.json", "--hparams", "fuzzed.yaml"): hparams_keys,
-    ("asha", "fuzzed.yaml", "."): hparams_keys,
-    ("random", "train.py", "ds.json", "--", "fuzzed.yaml"): sections,
-    ("random", "train.py", "-", "--", "--config=fuzzed.yaml"): sections,
-}
-
-
-@fuzzed
-@given(
-    given_file=st.sampled_from(sorted(YAML_FILES)).flatmap(
-        lambda command: st.tuples(
-            st.just(command), st.dictionaries(YAML_FILES[command] | yaml_keys, yaml_values, max_size=4)
-        )
-    )
-)
-def test_yaml_of_which_json_has_no_form(check: Check, given_file: tuple[tuple[str, ...], dict[Any, Any]]) -> None:
-    command, data = given_file
-    Path("fuzzed.yaml").write_text(yaml.safe_dump(data))
-    place = command.index("--") if "--" in command else len(command)
-    check(*command[:place], *DRY, *command[place:])
 
 
 @fuzzed

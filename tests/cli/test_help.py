@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -146,69 +147,53 @@ NEEDLESS_TO_READ = {*TO_LAUNCH, *TO_UPGRADE, *TO_MEASURE, *OUR_OWN, "optuna_dsat
 """What a command that reads a study does without."""
 
 
-def imported(folder: Path, *arguments: str) -> set[str]:
-    """Return the modules that a command imports in a process of its own."""
+def imported(folder: Path, *commands: Sequence[str]) -> set[str]:
+    """Return the modules that commands import in a process of their own, one after the other."""
     code = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print(*[name for name, module in sys.modules.items() if module], file=sys.stderr))\n"
-        "from optuna_dsat.cli import main\nmain()\n"
+        "import atexit, gc, sys\n"
+        "from optuna_dsat.cli import main\n"
+        "def report():\n"
+        "    frozen = ['gc frozen'] if gc.get_freeze_count() > len(sys.modules) else []\n"
+        "    names = [name for name, module in sys.modules.items() if module]\n"
+        "    print(*names, *frozen, sep='\\n', file=sys.stderr)\n"
+        "atexit.register(report)\n"
+        f"for command in {[[*command] for command in commands]!r}:\n"
+        "    try:\n"
+        "        sys.argv[1:] = command\n        main()\n"
+        "    except SystemExit as error:\n"
+        "        assert not error.code, command\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return set(done.stderr.splitlines()[-1].split())
+    return set(done.stderr.splitlines())
 
 
-@pytest.mark.parametrize("arguments", ["guided --help", "tune --help-all", "--help", "--version", "plan --help"])
-def test_help_imports_nothing_that_a_search_needs(tmp_path: Path, arguments: str) -> None:
-    result = imported(tmp_path, *arguments.split())
+def test_help_imports_nothing_that_a_search_needs(tmp_path: Path) -> None:
+    helps = [words.split() for words in ("guided --help", "tune --help-all", "--help", "plan --help")]
+    result = imported(tmp_path, *helps)
     assert not THIRD_PARTIES & result
     assert not OUR_OWN & result
 
 
-@pytest.mark.parametrize("arguments", ["--version", "doctor --help", "report --help"])
-def test_what_searches_nothing_imports_no_spec_of_a_search(tmp_path: Path, arguments: str) -> None:
-    result = imported(tmp_path, *arguments.split())
-    assert not {"optuna_dsat.study.spec", "optuna_dsat.tuning.options.tune_options"} & result
-
-
-def test_a_command_imports_no_other(tmp_path: Path) -> None:
-    result = imported(tmp_path, "studies", "--help")
+def test_a_command_imports_no_other_and_no_spec_of_a_search(tmp_path: Path) -> None:
+    result = imported(tmp_path, ["--version"], ["studies", "--help"])
     commands = {f"optuna_dsat.cli.{entry.module}" for entry in COMMANDS.values()}
     assert commands & result == {"optuna_dsat.cli.studies"}
+    assert not {"optuna_dsat.study.spec", "optuna_dsat.tuning.options.tune_options"} & result
+    assert "gc frozen" in result, "no look for garbage in all modules at the end"
 
 
-def test_what_reads_a_study_imports_nothing_that_launches_need(bench: EntryPointBench, run_here: Run) -> None:
+def test_who_reads_a_study_or_finds_nothing_left_imports_and_starts_nothing_to_launch_with(
+    bench: EntryPointBench, run_here: Run
+) -> None:
     search = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "2")
     assert run_here(*search, "--confirm", "0", "--quiet").returncode == 0
     name = "train-random"
-    shown = [(command, name) for command in ("show", "best", "trials", "export")]
-    for arguments in (("studies",), *shown, ("db", "current")):
-        result = imported(bench.folder, *arguments)
-        assert not NEEDLESS_TO_READ & result, arguments
-    result = imported(bench.folder, "explain", name)
-    assert not (TO_LAUNCH | TO_UPGRADE) & result
-
-
-def test_a_command_ends_without_a_look_for_garbage_in_all_modules() -> None:
-    code = (
-        "import atexit, gc, sys\n"
-        "atexit.register(lambda: print(gc.get_freeze_count() > len(sys.modules)))\n"
-        "from optuna_dsat.cli import main\n"
-        "sys.argv[1:] = ['--version']\n"
-        "main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "True"
-
-
-def test_a_worker_with_nothing_left_imports_and_starts_nothing_to_launch_with(
-    bench: EntryPointBench, run_here: Run
-) -> None:
-    search = ("guided", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "2")
-    assert run_here(*search, "--confirm", "0", "--quiet").returncode == 0
+    reads = [(command, name) for command in ("show", "best", "trials", "export")]
+    assert not NEEDLESS_TO_READ & imported(bench.folder, ["studies"], *reads, ["db", "current"])
     before = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
-    result = imported(bench.folder, "worker", "train-guided", "--trust", "--quiet")
-    assert not (TO_LAUNCH | TO_UPGRADE) & result
+    others = imported(bench.folder, ["explain", name], ["worker", name, "--trust", "--quiet"])
+    assert not (TO_LAUNCH | TO_UPGRADE) & others
     left = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
     assert [path for path in left if path not in before and "optuna-dsat.db" not in path.name] == []
 

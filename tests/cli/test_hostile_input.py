@@ -1,122 +1,35 @@
-"""Inputs that a person hardly types: huge, endless, self-referring, or not there. One line and exit code 2 each."""
+"""Files, folders and streams that cannot be used: one line each."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import stat
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from optuna_dsat.config.documents import read_document
-from optuna_dsat.errors import UsageError
-from optuna_dsat.store import Store
 from tests.cli.test_bad_input import GOOD
-from tests.harness.entry_points import Run, bench, run_here
+from tests.harness.entry_points import Run, run_here
 
-__all__ = ["bench", "run_here"]
-
-DIGITS = "9" * 5000
-BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
-)
-TEXTS = {
-    "huge.json": f'{{"train_batch_size": {DIGITS}}}',
-    "deep.json": '{"a":' * 300 + "1" + "}" * 300,
-    "nul.json": '{"wandb": {"api_key": "ab\\u0000cd12"}}',
-    "bomb.yaml": BOMB,
-    "cycle.yaml": "fix: &x {a: *x}\n",
-    "deep.yaml": "a: " + "[" * 5000,
-    "digits.toml": f"max-trials = {DIGITS}\n",
-}
-OF_FILES = [
-    *(["random", "train.py", name] for name in TEXTS if name.endswith(".json")),
-    *(["--options", name, "random", "train.py", "ds.json"] for name in TEXTS if name.endswith("toml")),
-    *(["random", "def:MyTrial", "ds.json", "--hparams", name] for name in TEXTS if name.endswith("yaml")),
-]
-OF_OPTIONS = [
-    ["--timeout", "inf"],
-    ["--cpu-ranks", "100000000"],
-    ["--random-seed", "1" + "0" * 30],
-    ["--device-memory", f"{DIGITS}GiB"],
-    ["--fix", "reduce_bucket_size=" + "[" * 5000],
-    ["--output-dir", "x" * 5000],
-    ["--nvme-path", "gone"],
-    ["--storage", "sqlite:///pipe"],
-]
+__all__ = ["run_here"]
 
 
 @pytest.fixture
-def refused(run_here: Run, tmp_path: Path) -> Run:
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text("raise SystemExit('never run')\n")
-    (tmp_path / "def.py").write_text("class MyTrial:\n    pass\n")
     (tmp_path / "ds.json").write_text(json.dumps(GOOD))
-    for name, text in TEXTS.items():
-        (tmp_path / name).write_text(text)
-    os.mkfifo(tmp_path / "pipe")
-
-    def run(*arguments: str) -> object:
-        begun = time.process_time()
-        done = run_here(*arguments)
-        assert done.returncode == 2, done.stderr
-        [line] = done.stderr.strip().split("\n")
-        assert len(line) <= 1000
-        assert time.process_time() - begun < 5
-        return done
-
-    return run  # type: ignore[return-value]
+    return tmp_path
 
 
-@pytest.mark.parametrize("arguments", OF_FILES, ids=" ".join)
-def test_files_are_read_within_bounds(refused: Run, arguments: list[str]) -> None:
-    refused(*arguments, "--dry-run")
-
-
-@pytest.mark.parametrize("options", OF_OPTIONS, ids=lambda words: words[0] + words[1][:20])
-def test_options_are_checked(refused: Run, options: list[str]) -> None:
-    ranks = [] if "--cpu-ranks" in options else ["--cpu-ranks", "2"]
-    refused("random", "train.py", "ds.json", "--dry-run", *ranks, *options)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["random", "train.py", "pipe", "--dry-run"],
-        ["random", "train.py", "/dev/zero", "--dry-run"],
-        ["random", "pipe", "ds.json", "--dry-run"],
-        ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?port=abc"],
-        ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?service=s&servicefile=pipe"],
-    ],
-    ids=" ".join,
-)
-def test_nothing_is_waited_for(refused: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
-    monkeypatch.setattr("optuna_dsat.config.documents._PIPE_S", 0.1)
-    refused(*arguments)
-
-
-def test_a_file_that_has_nothing_yet_is_no_document(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As /proc/kmsg, which says that it is a file."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    monkeypatch.setattr(stat, "S_ISFIFO", lambda _: False)
-    monkeypatch.setattr(stat, "S_ISREG", lambda _: True)
-    writer = os.open(pipe, os.O_RDWR)
-    with pytest.raises(UsageError, match="is no file to be read"):
-        read_document(pipe)
-    os.close(writer)
-
-
-@pytest.mark.usefixtures("refused")
-def test_a_pipe_is_read_once_and_used_all_the_same(run_here: Run, tmp_path: Path) -> None:
+def test_a_pipe_is_read_once_and_used_all_the_same(run_here: Run, folder: Path) -> None:
     config = {**GOOD, "train_micro_batch_size_per_gpu": 7}
-    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(json.dumps(config),))
+    os.mkfifo(folder / "pipe")
+    writer = threading.Thread(target=(folder / "pipe").write_text, args=(json.dumps(config),))
     writer.start()
     done = run_here("random", "train.py", "pipe", "--dry-run", "--cpu-ranks", "2")
     writer.join()
@@ -152,10 +65,10 @@ OF_SHUT_FOLDERS = [
 
 @pytest.mark.parametrize("arguments", OF_SHUT_FOLDERS, ids=" ".join)
 def test_what_this_user_may_not_look_at_is_named_in_one_line(
-    refused: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+    run_here: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
     """As the system refuses it; who runs the tests may be root, to whom nothing is shut."""
-    shut, look = tmp_path / "shut", os.stat
+    shut, look = folder / "shut", os.stat
     shut.mkdir()
 
     def refuse(path: Any, **options: Any) -> os.stat_result:
@@ -164,7 +77,9 @@ def test_what_this_user_may_not_look_at_is_named_in_one_line(
         return look(path, **options)
 
     monkeypatch.setattr(os, "stat", refuse)
-    done = refused(*(word.format(shut=shut) for word in arguments))
+    done = run_here(*(word.format(shut=shut) for word in arguments))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
     assert "Permission denied" in done.stderr
 
 
@@ -180,14 +95,3 @@ def test_no_memory_is_told_in_one_line(run_here: Run, monkeypatch: pytest.Monkey
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "no memory left" in done.stderr
-
-
-@pytest.mark.parametrize("command", ["show", "resume"])
-@pytest.mark.usefixtures("bench")
-def test_a_name_that_no_database_can_hold_is_no_studys(run_here: Run, command: str) -> None:
-    with Store.open("sqlite:///optuna-dsat.db") as store:
-        store.create_study("one", {})
-    done = run_here(command, os.fsdecode(b"\xff\xfe"))
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "There is no study" in done.stderr

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.cli import search
-from optuna_dsat.cli.parsing.options_file import find_options
 from optuna_dsat.cli.parsing.rewriting import lift_option
 from optuna_dsat.tuning import prepare as tuning_prepare
 from optuna_dsat.tuning.options.given import Given
@@ -106,8 +105,7 @@ def test_the_nearest_table_upwards_counts(seen: Seen, bench: EntryPointBench, mo
     assert seen("asha", "../../train.py", "../../ds.json", "--cpu-ranks", "2").options.max_trials == 9
 
 
-@pytest.mark.parametrize("table", ["", "[tool.optuna-dsat]\n"])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("table", "first"), [("", True), ("[tool.optuna-dsat]\n", False)])
 def test_a_file_of_ones_own_takes_the_place_of_pyproject(
     seen: Seen, bench: EntryPointBench, table: str, first: bool
 ) -> None:
@@ -128,14 +126,9 @@ def test_a_file_of_ones_own_takes_the_place_of_pyproject(
 BAD = {
     "unknown": ("max-trails = 3", "'max-trails' is no option of any command. Did you mean 'max-trials'?"),
     "of-another-command": ("asha = {early-stopping = 1}", "'early-stopping' is no option of `optuna-dsat asha`."),
-    "nested": ("db = {check = {quiet = true}}", "'quiet' is no option of `optuna-dsat db check`."),
-    "argument": ("config = 'ds.json'", "'config' is no option of any command."),
     "type": ("max-trials = 'many'", 'max-trials is "many": '),
-    "flag": ("quiet = 1", "quiet is 1; it must be true or false."),
     "number-for-flag": ("max-trials = true", "max-trials is true; it must be a value such as on the command line."),
     "table-for-value": ("metric = {a = 1}", 'metric is {"a": 1}; it must be'),
-    "date": ("max-trials = 2000-01-01", 'max-trials is "2000-01-01": '),
-    "date-in-table": ("fix = {overlap_comm = 2000-01-01}", "overlap_comm is '2000-01-01'"),
     "not-toml": ("a: [", "o.toml is not TOML: "),
     "no-table": ("tool.optuna-dsat = 5", "o.toml holds no table of options"),
 }
@@ -153,10 +146,10 @@ def test_what_a_file_says_wrongly_is_one_clear_line(
     assert len(shown.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["o.yaml", "o.yml", "o.JSON"])
 def test_a_file_that_is_not_toml_is_refused_with_the_place_for_its_options(
-    bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch, name: str, capsys: pytest.CaptureFixture[str]
+    bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    name = "o.yaml"
     (bench.folder / name).write_text('{"max-trials": 3}')
     assert leave("--options", name, *PLAIN) == 2
     shown = capsys.readouterr().err
@@ -231,9 +224,7 @@ OTHER = 12345
     ("attack", "reason"),
     [
         (lambda file: os.chown(file, OTHER, OTHER), f"it belongs to another user (uid {OTHER})"),
-        (lambda file: os.chown(file.parent, OTHER, OTHER), f"belongs to another user (uid {OTHER})"),
         (lambda file: file.chmod(0o666), "it can be written by every user"),
-        (lambda file: file.parent.chmod(0o777), "can be written by every user"),
     ],
 )
 def test_settings_that_another_user_can_write_are_ignored_with_a_line(
@@ -254,19 +245,6 @@ def test_settings_that_another_user_can_write_are_ignored_with_a_line(
     assert f"{file} is ignored: " in error
     assert reason in error
     assert seen("--options", str(file), *PLAIN).options.max_trials == 12
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_a_link_to_settings_of_another_user_is_ignored(bench: EntryPointBench, tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    (theirs / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 12\n")
-    (bench.folder / "pyproject.toml").symlink_to(theirs / "pyproject.toml")
-    assert find_options(bench.folder) is not None
-    os.chown(theirs, OTHER, OTHER)
-    ignored: list[str] = []
-    assert find_options(bench.folder, on_ignored=ignored.append) is None
-    assert len(ignored) == 1
 
 
 def test_the_first_lines_of_a_search_name_the_file_of_its_options(

@@ -18,12 +18,13 @@ from sqlalchemy.exc import OperationalError
 from optuna_dsat import __version__
 from optuna_dsat.cli import main
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.store import Store
 from optuna_dsat.study.conclusion import Conclusion
 from optuna_dsat.study.folder import held_folder
 from optuna_dsat.study.progress import Phase
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
-from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
+from tests.harness.entry_points import EntryPointBench, Run, bench, run_here, searching_in
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.simulated import SimulatedResult
 
@@ -42,6 +43,22 @@ def leave(*arguments: str) -> int:
     with pytest.raises(SystemExit) as left:
         main(list(arguments))
     return int(left.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a finished study, which tests only read."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch, searching_in(folder, patch):
+        assert leave(*SEARCH, "--quiet") == 0
+    return folder
+
+
+@pytest.fixture
+def in_finished(finished: Path, bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch) -> EntryPointBench:
+    """Run commands in the folder of the finished study; return the bench of a folder to write to."""
+    monkeypatch.chdir(finished)
+    return bench
 
 
 def test_a_search_that_finds_something_exits_with_0_and_stdout_holds_the_result(
@@ -129,15 +146,14 @@ def test_a_guided_search_that_ended_by_itself_goes_on_with_a_smaller_least_gain(
     assert sum(json.loads(capsys.readouterr().out)["launches"].values()) == launches + 2
 
 
+@pytest.mark.usefixtures("in_finished")
 def test_other_methods_have_no_least_gain(capsys: pytest.CaptureFixture[str]) -> None:
-    assert leave(*SEARCH, "--quiet") == 0
     assert leave("resume", STUDY, "--min-gain", "0") == 2
     assert "--min-gain is an option of guided; this study is searched by random" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("in_finished")
 def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert leave(*SEARCH, "--quiet") == 0
-    capsys.readouterr()
     for arguments, words in ((["studies"], STUDY), (["show", STUDY], STUDY), (["trials", STUDY], "measured")):
         for form in ([], ["--json"]):
             assert leave(*arguments, *form) == 0
@@ -151,24 +167,10 @@ def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixt
         shown = capsys.readouterr()
         assert shown.out
         assert shown.err == ""
-
-
-def test_best_prints_the_config_to_stdout_and_what_it_is_known_by_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert leave(*SEARCH, "--quiet") == 0
-    capsys.readouterr()
     assert leave("best", STUDY) == 0
     shown = capsys.readouterr()
     assert "zero_optimization" in json.loads(shown.out)
     assert re.fullmatch(r"Config of (trial \d+|your own config).*\n", shown.err)
-
-
-def test_a_study_is_deleted_with_its_launches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert leave(*SEARCH, "--quiet") == 0
-    capsys.readouterr()
-    assert leave("delete", STUDY, "--yes") == 0
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "Deleted" in shown.err
 
 
 def command(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -256,8 +258,9 @@ def test_commands_and_options_complete(complete: Complete) -> None:
 
 
 def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: EntryPointBench, complete: Complete) -> None:
-    leave(*SEARCH, "--quiet", "--storage", "sqlite:///mine.db")
-    leave(*SEARCH, "--quiet", "--storage", "sqlite:///mine.db", "--study", "other")
+    with Store.open("sqlite:///mine.db") as store:
+        for name in (STUDY, "other"):
+            store.create_study(name, {})
     assert complete("optuna-dsat show tr") == []
     assert not (bench.folder / "optuna-dsat.db").exists()
     assert complete("optuna-dsat show --storage sqlite:///mine.db tr") == [STUDY]
@@ -268,13 +271,12 @@ def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: EntryP
     assert complete("optuna-dsat --options o.yaml resume o") == []
 
 
-def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(bench: EntryPointBench) -> None:
-    assert leave(*SEARCH, "--quiet") == 0
+def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(finished: Path) -> None:
     done = subprocess.run(
         f"{shlex.quote(sys.executable)} -c '{MAIN}' export {STUDY} | true; echo ${{PIPESTATUS[0]}}",
         shell=True,
         executable="/bin/bash",
-        cwd=bench.folder,
+        cwd=finished,
         capture_output=True,
         text=True,
         timeout=120,
@@ -285,10 +287,9 @@ def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(bench: EntryPo
 
 @pytest.mark.parametrize("command", ["best", "report"])
 def test_a_file_of_the_user_is_not_replaced_by_output(
-    command: str, bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
+    command: str, in_finished: EntryPointBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert leave(*SEARCH, "--quiet") == 0
-    theirs, ours = bench.folder / "theirs.txt", bench.folder / "ours.txt"
+    theirs, ours = in_finished.folder / "theirs.txt", in_finished.folder / "ours.txt"
     theirs.write_text("weights")
     assert leave(command, STUDY, "-o", str(theirs)) == 2
     assert "was not written by this command" in capsys.readouterr().err
@@ -297,33 +298,25 @@ def test_a_file_of_the_user_is_not_replaced_by_output(
     assert leave(command, STUDY, "-o", str(ours)) == 0
 
 
-def test_result_files_that_others_wrote_or_changed_are_kept(
+def test_resume_keeps_result_files_that_others_wrote_or_changed_and_names_edited_keys(
     bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = bench.folder / "optuna-dsat-output" / STUDY
+    folder, config = bench.folder / "optuna-dsat-output" / STUDY, bench.folder / "ds.json"
     folder.mkdir(parents=True)
     best, metrics = folder / "best_ds_config.json", folder / "best_ds_metrics.json"
     best.write_text("theirs")
     assert leave(*SEARCH, "--quiet") == 0
     assert (folder / "best_ds_config.json.old-1").read_text() == "theirs"
-    assert leave("resume", STUDY, "--quiet", "--max-trials", "4") == 0
-    assert not (folder / "best_ds_config.json.old-2").exists(), "what the study itself wrote is replaced"
-    metrics.write_text("edited")
-    capsys.readouterr()
-    assert leave("resume", STUDY, "--max-trials", "5") == 0
-    assert (folder / "best_ds_metrics.json.old-1").read_text() == "edited"
-    assert "best_ds_metrics.json.old-1" in capsys.readouterr().err
-
-
-def test_resume_names_keys_that_were_edited(bench: EntryPointBench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert leave(*SEARCH, "--quiet") == 0
-    path = bench.folder / "ds.json"
     capsys.readouterr()
     assert leave("resume", STUDY, "--max-trials", "4") == 0
+    assert not (folder / "best_ds_config.json.old-2").exists(), "what the study itself wrote is replaced"
     assert "was edited" not in capsys.readouterr().err
-    path.write_text(json.dumps({**json.loads(path.read_text()), "gradient_clipping": 0.25}))
+    metrics.write_text("edited")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "gradient_clipping": 0.25}))
     assert leave("resume", STUDY, "--max-trials", "5") == 0
     words = " ".join(capsys.readouterr().err.split())
+    assert (folder / "best_ds_metrics.json.old-1").read_text() == "edited"
+    assert "best_ds_metrics.json.old-1" in words
     assert "was edited; the study keeps its config: gradient_clipping unset (file: 0.25)." in words
 
 
@@ -345,6 +338,9 @@ def test_a_study_is_not_deleted_while_it_is_searched(
     assert codes == [2, 2]
     assert "is being searched by" in capsys.readouterr().err
     assert leave("delete", STUDY, "--yes") == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Deleted" in shown.err
 
 
 def test_a_search_whose_study_was_deleted_ends_with_one_line(

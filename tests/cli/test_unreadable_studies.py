@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +59,6 @@ class Altered:
         spec = json.loads(result) if isinstance(result, str) else result
         self.execute("UPDATE dsat_studies SET spec = :spec WHERE name = 'bad'", spec=json.dumps({**spec, **changes}))
 
-    def trial_attribute(self, key: str, value: str) -> None:
-        self.execute(
-            "UPDATE trial_user_attributes SET value_json = :value WHERE key = :key AND trial_id IN (SELECT trial_id"
-            " FROM trials JOIN studies USING (study_id) WHERE study_name = 'bad')",
-            value=value,
-            key=key,
-        )
-
-    def launch(self, column: str, value: Any) -> None:
-        self.execute(
-            f"UPDATE dsat_launches SET {column} = :value WHERE study_uuid ="
-            " (SELECT uuid FROM dsat_studies WHERE name = 'bad') AND launch_id = 'trial-0000'",
-            value=value,
-        )
-
 
 @pytest.fixture
 def altered(two_studies: Path, tmp_path: Path, run_here: Run) -> Altered:
@@ -82,19 +66,9 @@ def altered(two_studies: Path, tmp_path: Path, run_here: Run) -> Altered:
     return Altered(f"sqlite:///{tmp_path / 'study.db'}", run_here)
 
 
-DAMAGES: dict[str, Callable[[Altered], None]] = {
-    "a field of a newer version": lambda db: db.spec(of_a_newer_version=1),
-    "a spec of another study": lambda db: db.spec(name="../bad"),
-    "an outcome of a newer version": lambda db: db.trial_attribute("outcome", '"evaporated"'),
-    "a launch's name with a path": lambda db: db.launch("launch_id", "../../etc"),
-}
-COMMANDS = ("resume", "trials", "best", "export", "explain", "report")
-"""Read a study by the same means as ``show``; each meets some of the damages."""
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_it_is_listed_as_such_beside_the_others(altered: Altered, damage: str) -> None:
-    DAMAGES[damage](altered)
+def test_it_is_listed_as_such_beside_the_others(altered: Altered) -> None:
+    altered.execute("""UPDATE dsat_studies SET versions = '{"optuna-dsat": "9.1"}' WHERE name = 'bad'""")
+    altered.spec(of_a_newer_version=1)
     listed = altered("studies")
     assert listed.returncode == 0, listed.stderr
     assert "good" in listed.stdout
@@ -106,27 +80,13 @@ def test_it_is_listed_as_such_beside_the_others(altered: Altered, damage: str) -
     checked = altered("db", "check")
     assert checked.returncode == UNREADABLE
     assert checked.stdout.startswith("current\nbad cannot be read: ")
-    command = COMMANDS[[*DAMAGES].index(damage) % len(COMMANDS)]
-    ended = altered(command, "bad")
-    assert "Traceback" not in ended.stderr
-    assert len(ended.stderr.strip().splitlines()) <= 1, (command, ended.stderr)
-    assert ended.returncode in (0, UNREADABLE), (command, ended.stderr)
-    shown = altered("show", "bad")
-    assert shown.returncode == UNREADABLE
-    assert shown.stderr.startswith("optuna-dsat: The study 'bad' cannot be read: ")
-    assert len(shown.stderr) < 1000
+    for command in ("resume", "trials", "best", "export", "explain", "report", "show"):
+        ended = altered(command, "bad")
+        assert ended.returncode == UNREADABLE, (command, ended.stderr)
+        assert len(ended.stderr.strip().splitlines()) == 1, (command, ended.stderr)
+        assert ended.stderr.startswith("optuna-dsat: The study 'bad' cannot be read: ")
+        assert "its spec: of_a_newer_version" in ended.stderr
+        assert "(made by optuna-dsat 9.1)" in ended.stderr
     assert altered("show", "good").returncode == 0
-
-
-def test_it_can_be_deleted(altered: Altered) -> None:
-    DAMAGES["a field of a newer version"](altered)
     assert altered("delete", "bad", "--yes").returncode == 0
     assert altered("db", "check").returncode == 0
-
-
-def test_the_version_that_made_it_is_named(altered: Altered) -> None:
-    altered.execute("""UPDATE dsat_studies SET versions = '{"optuna-dsat": "9.1"}' WHERE name = 'bad'""")
-    altered.spec(of_a_newer_version=1)
-    shown = altered("show", "bad").stderr
-    assert "its spec: of_a_newer_version" in shown
-    assert "(made by optuna-dsat 9.1)" in shown

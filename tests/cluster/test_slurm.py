@@ -20,7 +20,7 @@ from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.places import slurm as slurm_module
 from optuna_dsat.launch.places.cluster import Limits
 from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
-from optuna_dsat.launch.places.slurm import SlurmEngine, SlurmPlace, agent_environment, srun_command
+from optuna_dsat.launch.places.slurm import SlurmEngine, srun_command
 from optuna_dsat.launch.protocol import Observed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted
@@ -84,7 +84,7 @@ def test_what_can_never_be_granted_is_refused_at_once(
     assert not slurm.jobs
 
 
-def test_a_place_that_does_not_fit_waits_with_the_schedulers_reason(slurm: SlurmCluster, engine: SlurmEngine) -> None:
+def test_a_place_that_does_not_fit_waits_with_the_schedulers_reason(engine: SlurmEngine) -> None:
     places = [engine.request(nodes=2, slots=2) for _ in range(3)]
 
     def ready() -> list[Place]:
@@ -98,22 +98,7 @@ def test_a_place_that_does_not_fit_waits_with_the_schedulers_reason(slurm: Slurm
     engine.release(ready()[0])
     until(engine, lambda: third.state is PlaceState.READY, what="the third place is ready")
     took_s = time.monotonic() - begun
-    if took_s > RELEASE_S:  # the machine is busy: it takes nearly as long without an engine
-        assert took_s < 1.5 * bare_wait_s(slurm, engine, places) + 1
-
-
-def bare_wait_s(slurm: SlurmCluster, engine: SlurmEngine, places: list[Place]) -> float:
-    """Return how long after a release an ``srun`` that imports what an agent imports begins to speak."""
-    words = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", sys.executable, "-c"]
-    environ = agent_environment({**os.environ, **slurm.environ})
-    with subprocess.Popen(
-        [*words, "import optuna_dsat.launch.places.node_agent"], env=environ, stderr=subprocess.DEVNULL
-    ) as bare:
-        wait_until(lambda: "PENDING" in slurm.ask("squeue", "-h", "-o", "%T"), what="it is queued")
-        begun = time.monotonic()
-        engine.release(next(place for place in places if place.state is PlaceState.READY))
-        bare.wait(120)
-    return time.monotonic() - begun
+    assert took_s < stretched(2 * RELEASE_S)
 
 
 def test_who_searches_is_told_why_a_launch_waits_and_it_starts_once_there_is_room(
@@ -286,16 +271,6 @@ def test_a_place_of_which_a_node_starts_no_agent_is_lost(engine: SlurmEngine, mo
     place = engine.request(nodes=2, slots=0)
     until(engine, lambda: place.state is PlaceState.LOST, what="the place is lost")
     assert place.why == "only 1 of 2 nodes started an agent within 1 s"
-
-
-def test_a_place_has_the_name_of_its_job(slurm: SlurmCluster, engine: SlurmEngine) -> None:
-    place = engine.request(nodes=1, slots=0)
-    until(engine, lambda: place.state is PlaceState.READY, what="the place is ready")
-    assert isinstance(place, SlurmPlace)
-    assert place.names[0].startswith("n")
-    assert place.name == f"SLURM job {place.job}"
-    assert place.job in slurm.jobs
-    engine.release(place)
 
 
 INSIDE = """

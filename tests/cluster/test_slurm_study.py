@@ -125,7 +125,7 @@ def test_the_printed_command_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: 
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
 def test_the_users_files_are_as_before_a_search_on_two_nodes(slurm: SlurmCluster, world: Path, shared: Path) -> None:
     before, outside = state(world, shared), world.parent
-    options = ("--zero-stages", "1", "--no-tune", "offload_optimizer", "--max-trials", "2", "--confirm", "0")
+    options = ("--zero-stages", "1", "--no-tune", "offload_optimizer", "--max-trials", "1", "--confirm", "0")
     output, errors = Command(
         world,
         *("random", "train.py", "ds_config.json", *ON_TWO_NODES, *options),

@@ -17,6 +17,5 @@ observed: what lies in the database, the folder and the machine afterwards.
 checks: what must hold, as pure functions of what was observed.
 runs: one study and its points; what befalls it, what is done then.
 chosen: which of all blows are tried.
-results: what came of them, in a file that later runs go on with.
 __main__: the command ``python -m tests.crash_points``.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import math
 import os
+import pickle
 import random
 import shutil
 import sys
@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,15 +25,15 @@ import psutil
 from sqlalchemy.engine import make_url
 
 from optuna_dsat.store import Store
-from tests.crash_points.chosen import Strike, all_strikes, distinct, drawn
+from tests.crash_points.chosen import Strike, all_strikes, distinct
 from tests.crash_points.points import Blow
-from tests.crash_points.results import Results, show
 from tests.crash_points.runs import METHODS, SEED, Case, Reference, StudyOfPoints, Tried
 from tests.harness.databases import Server, revisions_loaded_once, running_server
 
 _ROOM_BYTES = 4 * 2**30
 _SUBREAPER = 36
 """``PR_SET_CHILD_SUBREAPER`` of prctl(2): orphans of ended processes become children of this one."""
+_RESULTS = "results.pickle"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -47,11 +48,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--at", default="", metavar="TEXT", help="Only at points with this in what they do, or where.")
     parser.add_argument("--sample", type=int, help="Try so many of these blows.")
     parser.add_argument("--seed", type=int, help=f"Seed of the sample; otherwise {SEED}, or drawn.")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="Try no further ones after so many minutes.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="Studies at a time.")
-    parser.add_argument(
-        "--results", type=Path, help="File that every outcome is added to; those that it has without violations count."
-    )
     return parser.parse_args(argv)
 
 
@@ -71,14 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             study.warm_up()
         references = {study.case: study.reference() for study in studies}
         strikes = _chosen(asked, references, seed=seed)
-        results = Results(asked.results or folder / "results.jsonl")
-        held = {strike: tried for strike, tried in results.of(strikes).items() if not tried.violations}
-        if held:
-            print(f"{len(held)} of them were tried before", flush=True)
-        until = time.monotonic() + 60 * asked.minutes
-        left = [strike for strike in strikes if strike not in held]
-        _try_all(left, studies, references, results=results, folder=folder, jobs=asked.jobs, until=until)
-        return show(results.of(strikes), chosen=strikes)
+        return _show(_try_all(strikes, studies, references, folder=folder, jobs=asked.jobs))
 
 
 def _fastest_place() -> Path | None:
@@ -95,7 +85,7 @@ def _chosen(asked: argparse.Namespace, references: dict[Case, Reference], *, see
     for case, reference in references.items():
         places = len({point.place for point in reference.points})
         print(f"{case.words}: {len(reference.points)} points at {places} places", flush=True)
-    chosen = drawn(strikes, seed=seed, sample=asked.sample)
+    chosen = random.Random(seed).sample(strikes, min(asked.sample or len(strikes), len(strikes)))
     print(f"{len(chosen)} blows of {len(every)}; to repeat the order or the sample: {SEED}={seed}", flush=True)
     return chosen
 
@@ -133,12 +123,10 @@ def _try_all(
     studies: Sequence[StudyOfPoints],
     references: dict[Case, Reference],
     *,
-    results: Results,
     folder: Path,
     jobs: int,
-    until: float,
-) -> None:
-    """Try blows in several processes; each adds what came of its own to the results.
+) -> list[tuple[Strike, Tried]]:
+    """Try blows in several processes; return the result of each.
 
     Raises:
         RuntimeError: If one of the processes died, or they could share more than memory.
@@ -153,11 +141,12 @@ def _try_all(
     for job in range(jobs):
         child = os.fork()
         if child == 0:
-            _work(strikes[job::jobs], studies, references, results=results, folder=folder / f"job-{job}", until=until)
+            _work(strikes[job::jobs], studies, references, folder=folder / f"job-{job}")
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(codes):
         raise RuntimeError(f"Processes of the harness ended with {codes}.")
+    return [pair for job in range(jobs) for pair in pickle.loads((folder / f"job-{job}" / _RESULTS).read_bytes())]
 
 
 def _work(
@@ -165,21 +154,19 @@ def _work(
     studies: Sequence[StudyOfPoints],
     references: dict[Case, Reference],
     *,
-    results: Results,
     folder: Path,
-    until: float,
 ) -> NoReturn:
-    """Try blows in this process until a moment of the monotonic clock, and end it."""
+    """Try blows in this process, write their results to a file, and end the process."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         by_case = {study.case: study.moved(folder / str(number)) for number, study in enumerate(studies)}
+        results = []
         for strike in strikes:
-            if time.monotonic() > until:
-                break
             tried = by_case[strike.case].strike(strike.number, strike.blow, references[strike.case])
-            results.add(strike.case, tried)
+            results.append((strike, tried))
             _say(strike, tried)
+        (folder / _RESULTS).write_bytes(pickle.dumps(results))
         code = 0
     except BaseException:  # noqa: BLE001 - the process ends here, whatever it is
         traceback.print_exc()
@@ -195,6 +182,24 @@ def _say(strike: Strike, tried: Tried) -> None:
     point = strike.point
     place = f"{strike.case.words}, {strike.blow} at point {strike.number} ({point.kind}: {point.what}; {point.site})"
     print(f"{place}: {'; '.join(tried.violations)}", flush=True)
+
+
+def _show(results: Sequence[tuple[Strike, Tried]]) -> int:
+    """Print how many blows of each kind were tried and how the processes ended; return 1 for any violation."""
+    rows: dict[tuple[str, str], Counter[str]] = {}
+    for strike, result in results:
+        count = rows.setdefault((strike.case.words, str(strike.blow)), Counter())
+        count["tried"] += 1
+        count["first went on"] += result.first_code == 0
+        count["second finished"] += result.second_code == 0
+        count["violations"] += bool(result.violations)
+    columns = ("tried", "first went on", "second finished", "violations")
+    print(f"{'study':32} {'blow':10}" + "".join(f" {name:>15}" for name in columns))
+    for (words, blow), count in sorted(rows.items()):
+        print(f"{words:32} {blow:10}" + "".join(f" {count[name]:>15}" for name in columns))
+    wrong = sum(count["violations"] for count in rows.values())
+    print(f"{len(results)} blows, {wrong} with violations")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,8 +194,3 @@ def _other_result(seen: Aftermath, undisturbed: Aftermath) -> Iterator[str]:
 
 def _measured(observed: Observed) -> set[tuple[str, str, float | None]]:
     return {(trial.key, trial.outcome, trial.value) for trial in observed.trials if trial.launched}
-
-
-def in_words(found: Sequence[str]) -> str:
-    """Return violations as one line."""
-    return "; ".join(found)

@@ -1,17 +1,14 @@
-"""Which blows are tried: all, those at distinct places, or a sample."""
+"""Which blows are tried: all, or those at distinct places."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 from tests.crash_points.points import Blow, Point, applies
 from tests.crash_points.runs import Case, Reference
 
-__all__ = ["Strike", "all_strikes", "distinct", "drawn"]
+__all__ = ["Strike", "all_strikes", "distinct"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,25 +58,3 @@ def distinct(strikes: Sequence[Strike], *, times: int) -> list[Strike]:
         last = len(group) - 1
         kept |= {group[round(index * last / (times - 1))] for index in range(times)} if last >= times else {*group}
     return [item for item in strikes if item in kept]
-
-
-def drawn(strikes: Sequence[Strike], *, seed: int, sample: int | None) -> list[Strike]:
-    """Return blows in an order drawn by a seed, whose beginning samples all code: each is met once before any is again.
-
-    Code is what a point does and the functions that lead there, whatever the lines, the method and the database.
-
-    Args:
-        strikes: What may be tried.
-        seed: Draws the order.
-        sample: How many of them; None for all.
-    """
-    order = list(strikes)
-    random.Random(seed).shuffle(order)
-    met: Counter[object] = Counter()
-    rounds = []
-    for item in order:
-        code = (item.blow, item.point.code)
-        rounds.append(met[code])
-        met[code] += 1
-    order = [one for _, one in sorted(zip(rounds, order, strict=True), key=itemgetter(0))]
-    return order if sample is None else order[:sample]

@@ -19,7 +19,7 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey, end_processes
 from tests.harness.landscapes import Hill
-from tests.harness.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
+from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 
 __all__ = ["SLOTS", "Launched", "ProcessLauncher"]
 
@@ -28,17 +28,11 @@ _PATIENCE_S = 20.0
 """How long a killed process may take to end."""
 
 
-class Edge(Hill):
-    """The hill, where the memory ends sooner, so that a search of a few launches comes to its edge."""
-
-    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
-        result = super().run(ds_config, slots)
-        if int(ds_config["train_micro_batch_size_per_gpu"]) > 30:
-            return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=10, missing_bytes=2**30)
-        return result
-
-    def profile(self, slots: int) -> SimulatedProfile:
-        return super().profile(slots)
+def _out_of_memory(config: Mapping[str, Any]) -> SimulatedResult | None:
+    """End the memory of the hill sooner, so that a search of a few launches comes to its edge."""
+    if int(config["train_micro_batch_size_per_gpu"]) <= 30:
+        return None
+    return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=10, missing_bytes=2**30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +67,7 @@ class ProcessLauncher(SimulatedLauncher):
     """
 
     def __init__(self, output_dir: Path, *, notes: int) -> None:
-        super().__init__(Edge(), total_slots=SLOTS)
+        super().__init__(Hill(_out_of_memory), total_slots=SLOTS)
         self._output_dir = Path(output_dir)
         self._notes = notes
         self._left = TunerNotes(self._output_dir)

@@ -69,14 +69,7 @@ class Point:
         """What the passes of a loop have in common: all but the numbers in names."""
         return self.kind, _NUMBER.sub("#", self.what), self.site
 
-    @property
-    def code(self) -> tuple[str, str, str]:
-        """What places have in common that differ in lines only."""
-        kind, what, site = self.place
-        return kind, what, _LINE.sub("", site)
 
-
-_LINE = re.compile(r"\+[0-9]+")
 _NUMBER = re.compile(r"[0-9a-f]{32}|[0-9]+")
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,17 +70,10 @@ class Reference:
 class Tried:
     """What came of one blow at one point."""
 
-    number: int
-    point: Point
-    blow: Blow
     first_code: int | None
     second_code: int | None
     """None where the first process ended well, or the second one hung."""
     violations: tuple[str, ...]
-    seconds: float
-    """Wall time of it all."""
-    cpu_s: float
-    """CPU time of it all, but for a server's."""
 
 
 class StudyOfPoints:
@@ -136,7 +127,6 @@ class StudyOfPoints:
         return tried
 
     def _strike(self, number: int, blow: Blow, reference: Reference) -> Tried:
-        began, used_s = time.monotonic(), _cpu_s()
         with self._place() as (folder, url):
             first = run_command(folder, self._search(url), at=number, blow=blow)
             middle = _middle(folder, url)
@@ -144,14 +134,9 @@ class StudyOfPoints:
             second = None if done else self._go_on(folder, url, again=bool(number % 2))
             seen = _aftermath(folder, url, blow=blow, first=first, second=second, middle=middle)
         return Tried(
-            number=number,
-            point=reference.points[number],
-            blow=blow,
             first_code=first.code,
             second_code=None if second is None else second.code,
             violations=tuple(violations(seen, reference.aftermath, budget=BUDGET)),
-            seconds=round(time.monotonic() - began, 2),
-            cpu_s=round(_cpu_s() - used_s, 2),
         )
 
     def _go_on(self, folder: Path, url: str, *, again: bool) -> Ended:
@@ -187,11 +172,6 @@ class StudyOfPoints:
         finally:
             for name in ("work", "home", "tmp", "notes"):
                 shutil.rmtree(self._folder / name)
-
-
-def _cpu_s() -> float:
-    """Return the CPU time of this process and of its children that have ended."""
-    return sum(os.times()[:4])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli import main
-from optuna_dsat.doctor import launchers, libraries, machine, nvme, offloads, storage
+from optuna_dsat.doctor import launchers, libraries, nvme, offloads, storage
 from optuna_dsat.doctor.examination import examine
 from optuna_dsat.doctor.finding import Finding, Status, exit_code, to_json
 from optuna_dsat.doctor.libraries import Libraries
+from optuna_dsat.doctor.machine import host_findings
 from optuna_dsat.launch.machine import devices as devices_module
-from optuna_dsat.launch.machine.devices import Nvml
 from optuna_dsat.store import Store
-from tests.launch.test_slots import FakeNvml
+from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries, uuid
 
-GIB = 2**30
+__all__ = ["machine", "nvml_libraries"]
+
 TORCH: dict[str, Any] = {
     "version": "2.13.0", "cuda": "12.8", "distributed": True, "gloo": True, "nccl": True, "nccl_version": "2.27.3",
     "torchrun": True, "cuda_works": True, "cuda_error": "", "architectures": ["sm_80", "sm_90", "compute_90"],
@@ -36,27 +37,22 @@ DEEPSPEED: dict[str, Any] = {
 }
 
 
-class Driver(FakeNvml):
-    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802 - NVML's name
-        return b"570.124.06"
-
-
 def told(torch: Mapping[str, Any] | None = None, deepspeed: Mapping[str, Any] | None = None) -> Libraries:
     return Libraries(torch={**TORCH, **(torch or {})}, deepspeed={**DEEPSPEED, **(deepspeed or {})})
 
 
 def look(
-    folder: Path,
+    gpus: Machine,
     *,
-    fake: FakeNvml | None = None,
     found: Libraries | None = None,
     environ: Mapping[str, str] | None = None,
     **more: Any,
 ) -> dict[str, Finding]:
+    folder = gpus.file.parent
     findings = examine(
         output_dir=folder / "out",
         environ={"PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(folder), **(environ or {})},
-        nvml=Nvml(fake or Driver(2)),
+        nvml=gpus.nvml(),
         ask=lambda **_: found or told(),
         **more,
     )
@@ -90,37 +86,36 @@ def test_this_machine_can_run_launches_and_nothing_heavy_is_imported(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gpus_are_named_and_one_in_use_is_a_problem(tmp_path: Path) -> None:
-    fake = Driver(3)
-    fake.compute[1] = {4711: 30 * GIB}
-    fake.used[1] = 30 * GIB
-    fake.used[2] = 20 * GIB
-    result = look(tmp_path, fake=fake)
-    assert result["driver"].text == "Driver 570.124.06"
+def test_gpus_are_named_and_one_in_use_is_a_problem(machine: Machine) -> None:
+    machine.has(*(f"gpu {uuid(index)} 81920 {used} H100" for index, used in enumerate((4, 30720, 20480))))
+    machine.gets("process 1 compute 4194305 30720")
+    result = look(machine)
+    assert result["driver"].text == "Driver 580.00"
     assert result["gpu 0"].status is Status.FINE
-    assert "GPU model 0, 80.00 GiB" in result["gpu 0"].text
+    assert "H100, 80.00 GiB" in result["gpu 0"].text
     assert result["gpu 1"].status is Status.PROBLEM
-    assert "in use by process 4711, 30.00 GiB" in result["gpu 1"].text
+    assert "in use by process 4194305 (far-4194305), 30.00 GiB" in result["gpu 1"].text
     assert "a process that NVML does not name" in result["gpu 2"].text
     assert "NCCL 2.27.3" in result["communication"].text
     assert exit_code(list(result.values())) == 0
 
 
-def test_hidden_gpus_are_told_and_launches_run_on_the_cpu(tmp_path: Path) -> None:
-    result = look(tmp_path, environ={"CUDA_VISIBLE_DEVICES": ""}, found=told({"cuda": None}))
+def test_hidden_gpus_are_told_and_launches_run_on_the_cpu(machine: Machine) -> None:
+    result = look(machine, environ={"CUDA_VISIBLE_DEVICES": ""}, found=told({"cuda": None}))
     assert result["hidden GPUs"].text.endswith("hides 2 GPUs of this machine.")
     assert result["cpu"].status is Status.NOTE
     assert result["torch"].status is Status.FINE
     assert "gloo" in result["communication"].text
 
 
-def test_a_driver_that_does_not_answer_is_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Driver(1)
-    monkeypatch.setattr(fake, "nvmlDeviceGetCount", lambda: (_ for _ in ()).throw(FakeNvml.NVMLError("Lost")))
+def test_a_driver_that_does_not_answer_is_fatal(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gets(f"refuse nvmlDeviceGetCount {GPU_IS_LOST}")
     monkeypatch.setattr(devices_module, "_DRIVER", tmp_path)
-    result = look(tmp_path, fake=fake)
+    result = look(machine)
     assert result["driver"].status is Status.FATAL
-    assert "Lost" in result["driver"].text
+    assert "GPU is lost" in result["driver"].text
     assert "CUDA_VISIBLE_DEVICES=" in result["driver"].remedy
     assert exit_code(list(result.values())) == 3
 
@@ -138,15 +133,15 @@ def test_a_driver_that_does_not_answer_is_fatal(tmp_path: Path, monkeypatch: pyt
         ({"torchrun": False}, Status.FATAL, "without torch.distributed"),
     ],
 )
-def test_what_torch_cannot_do_is_told(tmp_path: Path, torch: dict[str, Any], status: Status, said: str) -> None:
-    result = look(tmp_path, found=told(torch))["torch"]
+def test_what_torch_cannot_do_is_told(machine: Machine, torch: dict[str, Any], status: Status, said: str) -> None:
+    result = look(machine, found=told(torch))["torch"]
     assert result.status is status
     assert said in result.text
     assert bool(result.remedy) == (status is not Status.FINE)
 
 
-def test_without_nccl_ranks_on_gpus_cannot_talk(tmp_path: Path) -> None:
-    assert look(tmp_path, found=told({"nccl": False}))["communication"].status is Status.FATAL
+def test_without_nccl_ranks_on_gpus_cannot_talk(machine: Machine) -> None:
+    assert look(machine, found=told({"nccl": False}))["communication"].status is Status.FATAL
 
 
 def test_a_broken_installation_is_told_by_its_error(tmp_path: Path) -> None:
@@ -165,9 +160,9 @@ def test_a_library_that_kills_its_process_is_told(tmp_path: Path) -> None:
     assert "exit code 132" in result.torch["error"]
 
 
-def test_which_offloads_can_work_and_why_not(tmp_path: Path) -> None:
+def test_which_offloads_can_work_and_why_not(machine: Machine, tmp_path: Path) -> None:
     names = ("optimizer to the CPU", "parameters to the CPU", "to NVMe")
-    result = look(tmp_path)
+    result = look(machine)
     assert [result[name].status for name in names] == [Status.FINE, Status.FINE, Status.NOTE]
     assert "--nvme FOLDER" in result["to NVMe"].text
     not_built = {"compatible": False, "why_not": "no nvcc"}
@@ -180,24 +175,24 @@ def test_which_offloads_can_work_and_why_not(tmp_path: Path) -> None:
     assert "libaio" in result["to NVMe"].remedy
 
 
-def test_each_operator_is_built_or_can_be_or_cannot_and_why(tmp_path: Path) -> None:
+def test_each_operator_is_built_or_can_be_or_cannot_and_why(machine: Machine, tmp_path: Path) -> None:
     not_built = {"compatible": False, "why_not": "no libaio."}
     result = told(deepspeed={"operators": {**DEEPSPEED["operators"], "AsyncIOBuilder": not_built}})
     library = tmp_path / "py311_cu128" / "fused_adam" / "fused_adam.so"
     library.parent.mkdir(parents=True)
     library.touch()
-    findings = look(tmp_path, found=result)
+    findings = look(machine, found=result)
     assert findings["fused_adam"].text == "fused_adam (Adam on the device): built."
     assert findings["cpu_adam"].data["state"] == "can be built"
     assert "1 to 3 min" in findings["cpu_adam"].text
     assert findings["async_io"].text == "async_io (offload to NVMe): cannot be built, because: no libaio."
     assert findings["async_io"].status is Status.NOTE
     assert "deepspeed_shm_comm" not in findings, "communication on the CPU is of no use to GPUs"
-    without = look(tmp_path, found=result, environ={"PATH": str(tmp_path)})
+    without = look(machine, found=result, environ={"PATH": str(tmp_path)})
     assert without["cpu_adam"].data["why_not"] == "there is no C++ compiler and no ninja"
     assert without["fused_adam"].data["state"] == "built"
     installed = told(deepspeed={"operators": {"CPUAdamBuilder": {**WORKS, "installed": True}}})
-    assert look(tmp_path, found=installed)["cpu_adam"].data["state"] == "built"
+    assert look(machine, found=installed)["cpu_adam"].data["state"] == "built"
 
 
 def test_a_drive_is_measured_and_nothing_is_left_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,14 +223,14 @@ def test_a_folder_in_memory_is_no_drive() -> None:
 def test_scarce_shared_memory_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(total=64 * 2**20, free=60 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    result = {f.name: f for f in machine.host_findings(output_dir=tmp_path, environ={}, shm=tmp_path)}
+    result = {f.name: f for f in host_findings(output_dir=tmp_path, environ={}, shm=tmp_path)}
     assert result["shared memory"].status is Status.PROBLEM
     assert "--shm-size" in result["shared memory"].remedy
     assert result["disk"].status is Status.PROBLEM
 
 
-def test_without_a_compiler_operators_cannot_be_built(tmp_path: Path) -> None:
-    result = look(tmp_path, environ={"PATH": str(tmp_path)})["compiler"]
+def test_without_a_compiler_operators_cannot_be_built(machine: Machine, tmp_path: Path) -> None:
+    result = look(machine, environ={"PATH": str(tmp_path)})["compiler"]
     assert result.status is Status.PROBLEM
     assert "a C++ compiler and ninja" in result.text
 
@@ -244,7 +239,7 @@ def test_an_output_directory_that_cannot_be_written_to_is_fatal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    findings = list(machine.host_findings(output_dir=tmp_path / "file" / "out", environ=dict(os.environ)))
+    findings = list(host_findings(output_dir=tmp_path / "file" / "out", environ=dict(os.environ)))
     assert exit_code(findings) == 3
     assert to_json(findings)["can_run"] is False
     monkeypatch.setattr("optuna_dsat.doctor.examination.examine", lambda **_: findings)

@@ -109,7 +109,6 @@ def test_the_compiler_of_operators_is_looked_for(
     [
         ("echo 'Cuda compilation tools, release 13.0, V13.0.88'", "13.0", ""),
         ("echo nothing", None, "nvcc tells no version"),
-        ("exit 3", None, "CalledProcessError"),
         (None, None, "FileNotFoundError"),
     ],
 )
@@ -132,9 +131,7 @@ def test_the_probe_asks_nvcc_where_torch_looks_for_it(
     assert "no CUDA toolkit" in probe._toolkit()["why_not"]
 
 
-@pytest.mark.parametrize(
-    ("version", "maker"), [("2.9.0+rocm6.4", "AMD GPUs"), ("2.9.0.dev1+rocm7.0.0.lw", "AMD"), ("2.9.0+xpu", "Intel")]
-)
+@pytest.mark.parametrize(("version", "maker"), [("2.9.0.dev1+rocm7.0.0.lw", "AMD GPUs"), ("2.9.0+xpu", "Intel")])
 def test_a_torch_for_other_gpus_is_refused_and_says_what_is_supported(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, version: str, maker: str
 ) -> None:
@@ -148,7 +145,7 @@ def test_a_torch_for_other_gpus_is_refused_and_says_what_is_supported(
     assert "--cpu-ranks" in result["accelerator"].remedy
 
 
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.6.0a0+ecf3bae40a.nv25.01"])
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.6.0a0+ecf3bae40a.nv25.01"])
 def test_a_torch_for_cuda_or_the_cpu_is_not_refused(version: str) -> None:
     refuse_build(version)  # raises nothing
 
@@ -159,7 +156,7 @@ def test_an_accelerator_that_deepspeed_knows_and_we_do_not_is_refused(machine: M
     assert detect_devices(environ={"DS_ACCELERATOR": "cuda"}, nvml=machine.nvml()).kind == "cuda"
 
 
-@pytest.mark.parametrize(("node", "said"), [("kfd", "AMD"), ("nvhost-gpu", "Jetson"), ("nvgpu", "Jetson")])
+@pytest.mark.parametrize(("node", "said"), [("kfd", "AMD"), ("nvgpu", "Jetson")])
 def test_another_makers_gpu_is_a_notice_where_launches_run_on_the_cpu(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, said: str
 ) -> None:

@@ -13,6 +13,7 @@ Simulated studies:
 
 Launches and ranks:
     launches: launch requests and their updates, for every launcher.
+    events: events and reports of launches, with every field filled in.
     ranks: ``Starter`` runs scripts under the runtime, alone or with torchrun.
     meter: ``MeterBench``, the runtime's meter on stub engines, with a manually advanced clock.
     commands: ``Command``, the real command in a separate process, with real launches.

@@ -1,8 +1,8 @@
 """A real Ray cluster of three nodes on this machine, in a separate process, entirely on 127.0.0.1.
 
 ``python -m tests.harness.ray_cluster`` starts a head without cores and two nodes with two cores and two (logical) GPUs,
-prints its address, and reads commands, one per line: ``add`` and ``add NAME=VALUE``, with a variable for the new node,
-print the node's number; ``raylet NUMBER`` and ``control`` print a process number. It ends at the end of its input.
+prints its address, and prints the process number of the control service for each line that it reads. It ends at the end
+of its input.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class RayCluster:
     address: str
     process: subprocess.Popen[str]
 
-    def ask(self, line: str) -> Any:
-        """Send a command; return the answer."""
+    def control(self) -> int:
+        """Return the process number of the control service."""
         assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
+        self.process.stdin.write("control\n")
         self.process.stdin.flush()
-        return self._answer()
+        return int(self._answer())
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
@@ -91,21 +91,11 @@ def main() -> None:
     common = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, **common})
 
-    def add() -> Any:
-        return cluster.add_node(num_cpus=2, num_gpus=2, **common)
-
-    nodes = [add(), add()]
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, num_gpus=2, **common)
     answers.write(json.dumps(cluster.address) + "\n")
-    for line in sys.stdin:
-        what, _, number = line.strip().partition(" ")
-        if what == "add":
-            nodes.append(add())
-            answer = len(nodes) - 1
-        elif what == "control":
-            answer = cluster.head_node.all_processes["gcs_server"][0].process.pid
-        else:
-            answer = nodes[int(number)].all_processes["raylet"][0].process.pid
-        answers.write(json.dumps(answer) + "\n")
+    for _ in sys.stdin:
+        answers.write(json.dumps(cluster.head_node.all_processes["gcs_server"][0].process.pid) + "\n")
     cluster.shutdown()
 
 

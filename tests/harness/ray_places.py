@@ -141,23 +141,6 @@ def agent_frozen(engine: RayEngine) -> Seen:
     return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
 
 
-def raylet_killed(engine: RayEngine, raylet: int) -> Seen:
-    """Kill Ray's raylet process of a node."""
-    import ray
-
-    def living() -> int:
-        return sum(node["Alive"] for node in ray.nodes())
-
-    place = engine.request(nodes=2, slots=2)
-    pids, before = ready(engine, place), living()
-    os.kill(raylet, signal.SIGKILL)
-    lost_s = until(engine, lambda: place.state is PlaceState.LOST)
-    gone_s = until(engine, lambda: not any(map(lives, pids)))
-    until(engine, lambda: living() < before)
-    time.sleep(2)  # Ray has noticed the missing node, and would report it
-    return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
-
-
 def control_frozen(engine: RayEngine, control: int) -> Seen:
     """Stop (SIGSTOP) Ray's control service."""
     place = engine.request(nodes=2, slots=2)

@@ -1,32 +1,8 @@
 """A launcher that simulates launches from a landscape: whole searches in seconds, without a GPU, in virtual time.
 
-A landscape maps a configuration to the result of its launch. It is any object with the two methods of ``Landscape``:
-
-    class Hill:
-        '''ZeRO 1 is fastest, throughput saturates with the micro-batch, 40 samples fit.'''
-
-        def profile(self, slots):
-            return SimulatedProfile(
-                params=10**9, trainable_params=10**9, largest_layer_params=10**7, param_bytes=2,
-                activation_bytes_per_sample=10**9, flops_per_sample=6 * 10**12,
-                device_memory_bytes=80 * 2**30, host_memory_bytes=2**40, peak_bytes=20 * 2**30,
-            )
-
-        def run(self, ds_config, slots):
-            micro_batch = ds_config["train_micro_batch_size_per_gpu"]
-            stage = ds_config.get("zero_optimization", {}).get("stage", 0)
-            if micro_batch > 40:
-                return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=20.0, missing_bytes=2**30)
-            forward_s = 0.01 * (micro_batch + 4) * (1 + 0.1 * abs(stage - 1))
-            return SimulatedResult(
-                startup_s=20.0, forward_s=forward_s, backward_s=2 * forward_s, step_s=0.02,
-                peak_bytes=(20 + micro_batch) * 2**30,
-            )
-
-    launcher = SimulatedLauncher(Hill(), total_slots=8, noise=0.02)
-
-The launcher sends the same events and reports as a real launcher. Its clock jumps from event to event, so concurrent
-launches interleave as in real time.
+A landscape maps a configuration to the result of its launch: any object with the two methods of ``Landscape``, such as
+``tests.harness.landscapes.Hill``. The launcher sends the same events and reports as a real launcher. Its clock jumps
+from event to event, so concurrent launches interleave as in real time.
 """
 
 from __future__ import annotations
@@ -171,16 +147,9 @@ class SimulatedLauncher:
         noise: Relative standard deviation of the step time between launches of the same configuration; a fifth of it
             between steps of a launch.
         seed: Determines the noise, together with the configuration and the number of its earlier launches.
-
-    Raises:
-        ValueError: If ``total_slots`` is less than 1 or ``noise`` is negative.
     """
 
     def __init__(self, landscape: Landscape, *, total_slots: int = 8, noise: float = 0.0, seed: int = 0) -> None:
-        if total_slots < 1:
-            raise ValueError(f"total_slots is at least 1; got {total_slots}.")
-        if noise < 0:
-            raise ValueError(f"noise is a relative standard deviation, 0 or more; got {noise}.")
         self._landscape = landscape
         self._noise = noise
         self._seed = seed
@@ -191,17 +160,11 @@ class SimulatedLauncher:
         self._queue: list[tuple[float, int, LaunchUpdate]] = []
         self._order = itertools.count()
         self._now_s = 0.0
-        self._busy_s = 0.0
 
     @property
     def now_s(self) -> float:
         """Virtual time in seconds since the launcher was created."""
         return self._now_s
-
-    @property
-    def busy_s(self) -> float:
-        """Total virtual seconds of all finished launches (not slot-seconds)."""
-        return self._busy_s
 
     @property
     def free_slots(self) -> int:
@@ -258,15 +221,14 @@ class SimulatedLauncher:
         profile = self._landscape.profile(request.slots) if request.purpose == "profile" else None
         end_s = 0.0
         for offset_s, event in timeline.events(profile):
-            if request.timeout_s is not None and offset_s > request.timeout_s:
-                break
             end_s = offset_s
             self._push(launch.started_s + offset_s, Observed(launch_id=request.launch_id, event=event))
             if isinstance(event, StepMeasured):
                 launch.first_boundary_s = offset_s if launch.first_boundary_s is None else launch.first_boundary_s
                 launch.last_boundary_s = offset_s
-        outcome, message, end_s = timeline.ending(end_s)
-        self._finish_at(launch, launch.started_s + end_s + _EXIT_S, outcome, message, result)
+        measured = f"measured to step {timeline.last_step}"
+        message = measured if result.outcome is Outcome.MEASURED else _message(result)
+        self._finish_at(launch, launch.started_s + end_s + _EXIT_S, result.outcome, message, result)
 
     def _finish_at(
         self, launch: _SimulatedLaunch, time_s: float, outcome: Outcome, message: str, result: SimulatedResult | None
@@ -314,7 +276,6 @@ class SimulatedLauncher:
     def _release(self, launch_id: str) -> None:
         launch = self._running.pop(launch_id)
         self._free = sorted((*self._free, *launch.devices))
-        self._busy_s += self._now_s - launch.started_s
 
     def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
         """End a launch; its ``Finished`` comes half a virtual second later. Unknown launches are ignored."""
@@ -352,9 +313,9 @@ class _RankTimeline:
         self._accumulation = int(config.get(GRADIENT_ACCUMULATION, 1))
         self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self._failed = result.outcome is not Outcome.MEASURED
-        self._last_step = request.end_profile_step
+        self.last_step = request.end_profile_step
         if self._failed:
-            self._last_step = min(self._last_step, result.failed_at_step - 1)
+            self.last_step = min(self.last_step, result.failed_at_step - 1)
 
     def events(self, profile: SimulatedProfile | None) -> list[tuple[float, Event]]:
         """Return the events of all ranks with their offsets in seconds from the start of the launch."""
@@ -367,36 +328,15 @@ class _RankTimeline:
             now_s += self._result.latency_s
             values = dataclasses.asdict(profile)
             timed += [(now_s, ProfileMeasured(rank=rank, time=0.0, **values)) for rank in ranks]
-        for step in range(1, self._last_step + 1):
+        for step in range(1, self.last_step + 1):
             factor = self._run_factor * max(0.1, self._rng.gauss(1.0, self._noise / 5))
             now_s += self._result.latency_s * factor
             timed += [(now_s, self._step(rank, step, factor)) for rank in ranks]
         if not self._failed:
-            timed += [(now_s, _finished(rank, self._last_step)) for rank in ranks]
+            timed += [(now_s, _finished(rank, self.last_step)) for rank in ranks]
         elif self._result.outcome in _RECORDED_FAILURES:
             timed.append((now_s, self._failure()))
         return timed
-
-    def ending(self, last_event_s: float) -> tuple[Outcome, str, float]:
-        """Return outcome, message and time of the launch's end, after applying limits."""
-        request, result = self._request, self._result
-        timeout_s = request.timeout_s
-        silent = result.outcome in (Outcome.STALLED, Outcome.TIMEOUT)
-        silent_until_s = last_event_s + request.stall_s
-        planned_s = result.startup_s + result.latency_s * self._run_factor * max(0, self._last_step)
-        if timeout_s is not None and (
-            (silent and silent_until_s > timeout_s) or (not silent and planned_s > timeout_s)
-        ):
-            return Outcome.TIMEOUT, f"longer than the limit of {timeout_s:g} s (--trial-timeout)", timeout_s
-        if silent:
-            text = f"no sign of life from any rank for {request.stall_s:g} s (--stall-timeout)"
-            return Outcome.STALLED, text, silent_until_s
-        if self._failed:
-            return result.outcome, self._message(), last_event_s
-        return Outcome.MEASURED, f"measured to step {self._last_step}", last_event_s
-
-    def _message(self) -> str:
-        return self._result.message or f"rank 0: {self._result.outcome.value.replace('_', ' ')}"
 
     def _started(self, rank: int) -> RankStarted:
         slots = self._request.slots
@@ -448,12 +388,16 @@ class _RankTimeline:
             outcome=result.outcome.value,
             phase="forward",
             error_type="SimulatedError",
-            message=self._message(),
+            message=_message(result),
             traceback="",
             missing_bytes=result.missing_bytes,
-            steps=self._last_step,
+            steps=self.last_step,
         )
 
 
 def _finished(rank: int, steps: int) -> RankFinished:
     return RankFinished(rank=rank, time=0.0, reason="profile_done", steps=steps)
+
+
+def _message(result: SimulatedResult) -> str:
+    return result.message or f"rank 0: {result.outcome.value.replace('_', ' ')}"

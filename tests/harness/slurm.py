@@ -48,7 +48,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1,sched_min_interval=100000
 ReturnToService=2
-KillWait={kill_wait_s}
+KillWait=2
 SlurmdTimeout=10
 SlurmdParameters=config_overrides
 MailProg=/bin/true
@@ -119,11 +119,6 @@ class SlurmCluster:
         """Return torchruns, ranks and processes started by them."""
         return [task for task in self.tasks() if MARK_ENV in _environ(task)]
 
-    def keepers(self, node: str) -> list[psutil.Process]:
-        """Return the daemons that a node's jobs depend on: its slurmd, and the slurmstepd of each of its agents."""
-        steps = [agent.parent() for agent in self.agents() if _environ(agent).get("SLURMD_NODENAME") == node]
-        return [psutil.Process(self.pids[f"slurmd.{node}"]), *filter(None, steps)]
-
     def processes(self) -> list[psutil.Process]:
         """Return all processes of this SLURM, by environment, open files or folder, except this process."""
         return [item for item in psutil.process_iter() if item.pid != os.getpid() and _lives(item) and self._has(item)]
@@ -186,13 +181,13 @@ def _ports(count: int) -> int:
     raise RuntimeError("no ports are free")
 
 
-def _write_files(cluster: SlurmCluster, *, kill_wait_s: int) -> None:
+def _write_files(cluster: SlurmCluster) -> None:
     root, nodes = cluster.root, cluster.nodes
     for name in ("state", "spool"):
         (root / name).mkdir()
     first, host = _ports(nodes + 1), socket.gethostname().partition(".")[0]
     ports = {"port": first, "first": first + 1, "last": first + nodes}
-    config = _CONTROLLER.format(root=root, host=host, nodes=nodes, kill_wait_s=kill_wait_s, **ports)
+    config = _CONTROLLER.format(root=root, host=host, nodes=nodes, **ports)
     (root / "slurm.conf").write_text(config, encoding="utf-8")
     for number in (0, 1):
         os.mknod(root / f"gpu{number}", 0o020666, os.makedev(1, 3))  # not a GPU: /dev/null under another name
@@ -241,16 +236,15 @@ def _stop(cluster: SlurmCluster) -> None:
 
 
 @contextmanager
-def running_slurm(root: Path, *, nodes: int = 4, kill_wait_s: int = 2) -> Iterator[SlurmCluster]:
+def running_slurm(root: Path, *, nodes: int = 4) -> Iterator[SlurmCluster]:
     """Start a SLURM with its files in ``root``; stop it at the end of the block.
 
     Args:
         root: An empty folder.
         nodes: Number of nodes.
-        kill_wait_s: Seconds from SIGTERM to SIGKILL for processes of a job that is being ended; SLURM's default is 30.
     """
     cluster = SlurmCluster(root=root, nodes=nodes)
-    _write_files(cluster, kill_wait_s=kill_wait_s)
+    _write_files(cluster)
     try:
         _start(cluster)
         yield cluster

@@ -18,8 +18,9 @@ from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
-from optuna_dsat.runtime.events import Event, RankStarted, StepMeasured, encode_event
+from optuna_dsat.runtime.events import Event, RankStarted, encode_event
 from optuna_dsat.runtime.stacks import stacks_path
+from tests.harness.events import step_of
 from tests.harness.launches import followed
 
 MIB = 2**20
@@ -47,7 +48,6 @@ def look(
     ("key", "done", "before_training", "after"),
     [
         (RANK, ProcessUsage(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB), False, False),  # nothing since the last reading
-        (RANK, ProcessUsage(cpu_s=10.2, ended_cpu_s=1.0, io_bytes=MIB), False, False),
         (RANK, ProcessUsage(cpu_s=10.3, ended_cpu_s=1.0, io_bytes=MIB), True, False),
         (RANK, ProcessUsage(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB + 4096), False, False),
         (RANK, ProcessUsage(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=3 * MIB), True, False),
@@ -126,10 +126,6 @@ def test_readings_are_taken_of_living_processes_and_of_what_they_ended() -> None
 
 
 SPIN = "while :; do :; done"
-STEP = StepMeasured(
-    rank=0, time=2.0, step=1, latency_s=1.0, forward_s=0.3, backward_s=0.3, step_s=0.3, samples=4,
-    observed_micro_batch=4, loss=None, peak_allocated_bytes=1, peak_reserved_bytes=1, rss_bytes=1,
-)  # fmt: skip
 
 
 class SilentRankBench:
@@ -168,9 +164,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("longest_start_s", "stalled"), [(None, False), (2.0, True), (30.0, False)])
+@pytest.mark.parametrize(("longest_start_s", "stalled"), [(2.0, True), (30.0, False)])
 def test_a_rank_that_stands_still_before_its_first_step_is_measured_by_earlier_starts(
-    tmp_path: Path, longest_start_s: float | None, stalled: bool
+    tmp_path: Path, longest_start_s: float, stalled: bool
 ) -> None:
     folder = RunDirectory(tmp_path / "trial-0000").log_dir
     script = f"exec {shlex.join([sys.executable, '-c', WAITING, str(folder)])}"
@@ -233,12 +229,12 @@ def test_a_rank_that_computes_before_its_first_step_is_alive(bench: Callable[[st
 
 def test_a_rank_that_spins_after_its_first_step_is_stalled(bench: Callable[[str], SilentRankBench]) -> None:
     spinning = bench(SPIN)
-    spinning.write(STEP)
+    spinning.write(step_of(step=1, time=2.0))
     message = spinning.pass_time(spinning.rank)
     assert "the last step was 1 of 3; last seen: a step (rank 0)" in message
 
 
 def test_a_compiler_below_a_rank_is_alive_after_the_first_step_too(bench: Callable[[str], SilentRankBench]) -> None:
     compiling = bench(f"({SPIN}) & wait")
-    compiling.write(STEP)
+    compiling.write(step_of(step=1, time=2.0))
     assert compiling.pass_time(child_of(compiling.rank.pid)) == ""

@@ -20,9 +20,9 @@ from optuna_dsat.launch.protocol import Conditions, Finished
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event
+from tests.harness.events import engine, step_of
 from tests.harness.launches import STUB, request, updates_until_finished
 from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid
-from tests.launch.test_measurement import engine, step_of
 
 __all__ = ["machine", "nvml_libraries"]
 

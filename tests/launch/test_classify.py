@@ -20,6 +20,7 @@ from optuna_dsat.runtime.events import (
     StepMeasured,
 )
 from optuna_dsat.runtime.failure import diagnose
+from tests.harness.events import engine, step_of
 
 PRUNE = StopReason(outcome=Outcome.PRUNED, message="cannot win")
 ENOUGH = StopReason(outcome=Outcome.MEASURED, message="measured to step 4: the step time is known")
@@ -30,40 +31,11 @@ def started(rank: int) -> RankStarted:
 
 
 def ready(rank: int) -> EngineReady:
-    return EngineReady(
-        rank=rank,
-        time=2.0,
-        zero_stage=1,
-        train_batch_size=8,
-        train_micro_batch_size_per_gpu=4,
-        gradient_accumulation_steps=1,
-        data_parallel_size=2,
-        pipeline=False,
-        params=10,
-        trainable_params=10,
-        initialize_s=1.0,
-        device="cpu",
-        torch_version="0",
-        deepspeed_version="0",
-    )
+    return engine(rank=rank, time=2.0, train_micro_batch_size_per_gpu=4)
 
 
 def step(rank: int, number: int, batch: int | None = 4) -> StepMeasured:
-    return StepMeasured(
-        rank=rank,
-        time=2.0 + number,
-        step=number,
-        latency_s=1.0,
-        forward_s=0.3,
-        backward_s=0.3,
-        step_s=0.3,
-        samples=batch or 0,
-        observed_micro_batch=batch,
-        loss=None,
-        peak_allocated_bytes=1,
-        peak_reserved_bytes=1,
-        rss_bytes=1,
-    )
+    return step_of(rank, number, 1.0, batch or 0, time=2.0 + number, observed_micro_batch=batch)
 
 
 def failed(rank: int, outcome: str, *, time: float = 9.0, **fields: Any) -> RankFailed:

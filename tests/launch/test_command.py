@@ -77,7 +77,7 @@ def test_the_environment_is_the_golden_one(kind: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE", "PET_NNODES", "TORCHELASTIC_RUN_ID"),
+        *("MASTER_PORT", "RANK", "PET_NNODES", "TORCHELASTIC_RUN_ID"),
         *("OPTUNA_DSAT_STORAGE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID", "SLURM_PROCID"),
     ],
 )

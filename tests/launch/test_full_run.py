@@ -69,7 +69,7 @@ def notes_in(folder: Path) -> Path:
     return folder / "tmp" / f"optuna-dsat-{os.getuid()}" / "launches"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_passed_on_and_nothing_is_left(
     training: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_signal_is_passed_on_and_nothing_is_left(
     assert not notes_in(tmp_path).exists()
 
 
-@pytest.mark.parametrize(("second", "saved"), [(signal.SIGTERM, True), (signal.SIGHUP, True), (signal.SIGINT, False)])
+@pytest.mark.parametrize(("second", "saved"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_a_second_request_ends_at_once_what_still_saves_but_not_the_first_told_again(
     training: subprocess.Popen[str], tmp_path: Path, second: signal.Signals, saved: bool
 ) -> None:

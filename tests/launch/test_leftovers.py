@@ -146,17 +146,6 @@ def test_another_container_keeps_its_notes(notes: Path, space: str, left_alone: 
     assert (notes / "one").exists() is left_alone
 
 
-def test_spoiled_notes_stop_nobody(notes: Path, environ: dict[str, str]) -> None:
-    for name, text in (("a", "{"), ("b", "[]"), ("c", '{"pid": "x"}'), ("d", "")):
-        (notes / name).mkdir()
-        (notes / name / "tuner").write_text(text)
-        (notes / name / "1.jsonl").write_bytes(b'\xff\n{"a": 1}\n"' + b"x" * 5000 + b'"\n')
-        (notes / f"{name}.lock").touch()
-    (notes / "e.lock").touch()
-    remove_leftovers(environ, notes=notes)
-    assert list(notes.iterdir()) == []
-
-
 def test_what_others_leave_is_removed_while_a_search_runs(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,17 +49,3 @@ def test_a_log_within_the_limit_is_left_as_it_is(log: Path) -> None:
     limit.check(0.0)
     limit.close()
     assert log.read_bytes() == before
-
-
-@pytest.mark.parametrize("make", [os.symlink, os.link])
-def test_a_log_that_a_script_replaced_by_a_file_of_the_user_is_left_as_it_is(
-    log: Path, tmp_path: Path, make: Callable[[Path, Path], None]
-) -> None:
-    theirs = tmp_path / "data.bin"
-    write_lines(theirs, LIMIT + 2**20)
-    make(theirs, log)
-    limit = LogLimit([log])
-    limit.check(0.0)
-    limit.close()
-    assert theirs.stat().st_size == LIMIT + 2**20
-    assert b"\x00" not in theirs.read_bytes()

@@ -14,45 +14,7 @@ from optuna_dsat.launch.measurement import (
     metrics_of,
     step_time_uncertainty,
 )
-from optuna_dsat.runtime.events import EngineReady, StepMeasured
-
-
-def step_of(rank: int = 0, step: int = 3, latency_s: float = 0.5, samples: int = 8, **changes: object) -> StepMeasured:
-    values: dict[str, object] = {
-        "rank": rank,
-        "time": 0.0,
-        "step": step,
-        "latency_s": latency_s,
-        "forward_s": 0.1,
-        "backward_s": 0.2,
-        "step_s": 0.05,
-        "samples": samples,
-        "observed_micro_batch": samples,
-        "loss": 2.0,
-        "peak_allocated_bytes": 100,
-        "peak_reserved_bytes": 200,
-        "rss_bytes": 300,
-    }
-    return StepMeasured(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def engine(world_size: int = 2) -> EngineReady:
-    return EngineReady(
-        rank=0,
-        time=0.0,
-        zero_stage=2,
-        train_batch_size=8 * world_size,
-        train_micro_batch_size_per_gpu=8,
-        gradient_accumulation_steps=1,
-        data_parallel_size=world_size,
-        pipeline=False,
-        params=10,
-        trainable_params=10,
-        initialize_s=0.1,
-        device="cpu",
-        torch_version="2",
-        deepspeed_version="0",
-    )
+from tests.harness.events import engine, step_of
 
 
 def global_steps(latencies: list[float], samples: float = 16.0) -> list[GlobalStep]:

@@ -45,7 +45,7 @@ def test_a_launch_follows_one_that_is_settled(launcher: TorchrunLauncher, cwd: P
         launcher.start(request(cwd, launch_id="too-early", script=STUB))
     assert settled(launcher).report.outcome is Outcome.MEASURED
     assert launcher.free_slots == 2
-    launcher.start(request(cwd, launch_id="second"))
+    launcher.start(request(cwd, launch_id="second", script=STUB))
     assert launcher.free_slots == 0
     assert tuple(launcher.waiting) == ("second",)
     assert launcher.run_directory("second").config.exists()

@@ -28,17 +28,14 @@ __all__ = ["machine", "nvml_libraries"]
 COMPUTE, GRAPHICS = "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"
 MEMORY = "nvmlDeviceGetMemoryInfo"
 PARTS = [f"MIG-{letter}0000000-1111-2222-3333-444444444444" for letter in "ab"]
-GONE = 2**22 + 1
-"""A process number that Linux never assigns."""
 
 
-@pytest.mark.parametrize("code", [NOT_SUPPORTED, UNKNOWN])
-def test_without_a_list_of_processes_memory_tells_who_uses_a_gpu(machine: Machine, code: int) -> None:
+def test_without_a_list_of_processes_memory_tells_who_uses_a_gpu(machine: Machine) -> None:
     machine.has(
         f"gpu {uuid(0)} 81559 4 NVIDIA H100 80GB HBM3",
         f"gpu {uuid(1)} 81559 30000 NVIDIA H100 80GB HBM3",
-        f"refuse {COMPUTE} {code}",
-        f"refuse {GRAPHICS} {code}",
+        f"refuse {COMPUTE} {NOT_SUPPORTED}",
+        f"refuse {GRAPHICS} {UNKNOWN}",
     )
     pool = machine.pool()
     assert machine.detect().notices == ()
@@ -66,16 +63,7 @@ def test_a_driver_without_the_lists_that_pynvml_wants_is_judged_by_memory(machin
     assert machine.pool(driver="old").take(1).indices == (0,)
 
 
-def test_a_package_of_another_version_is_no_end_either(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in (COMPUTE, "nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlDeviceGetIndex"):
-        monkeypatch.delattr(machine.pynvml(), function)
-    monkeypatch.setattr(machine.pynvml(), GRAPHICS, lambda: None)  # takes no argument: a TypeError
-    pool = machine.pool("1")
-    assert [(d.index, d.visible_id, d.name) for d in machine.detect("1").devices] == [(1, "1", "NVIDIA GPU")]
-    assert pool.take(1).indices == (1,)
-
-
-@pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetName", MEMORY, "nvmlDeviceGetIndex"])
+@pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex", MEMORY])
 def test_one_lost_gpu_of_eight_is_left_out_and_the_others_are_named_for_certain(
     machine: Machine, function: str
 ) -> None:
@@ -87,10 +75,6 @@ def test_one_lost_gpu_of_eight_is_left_out_and_the_others_are_named_for_certain(
     (notice,) = result.notices
     assert notice.startswith(f"GPU 3 is left out, it does not answer ({function}: ")
     assert machine.pool().take(7).indices == result.indices
-
-
-def test_gpus_that_answer_keep_their_numbers(machine: Machine) -> None:
-    assert [device.visible_id for device in machine.detect().devices] == ["0", "1"]
 
 
 def test_where_no_gpu_answers_the_error_names_each_of_them(machine: Machine) -> None:
@@ -116,12 +100,6 @@ def test_a_gpu_that_shares_the_hosts_memory_is_judged_by_its_processes(machine: 
     assert pool.free == 0
 
 
-def test_memory_of_a_process_may_be_unknown(machine: Machine) -> None:
-    machine.gets(f"process 0 compute {os.getpid()} -")
-    assert machine.nvml().use("0").processes == {os.getpid(): 0}
-    assert machine.pool().take(1).indices == (1,)
-
-
 def test_a_gpu_that_falls_off_the_bus_mid_search_is_left_out_and_comes_back(machine: Machine) -> None:
     notices: list[str] = []
     pool = machine.pool(on_notice=notices.append)
@@ -144,33 +122,19 @@ def test_a_gpu_that_falls_off_the_bus_mid_search_is_left_out_and_comes_back(mach
     assert [device.visible_id for device in pool.take(2).devices] == [uuid(0), uuid(1)]
 
 
-def test_a_library_that_stops_answering_leaves_no_gpu_and_no_error(machine: Machine) -> None:
-    pool = machine.pool()
-    machine.gets(f"refuse {MEMORY} 18", f"refuse {COMPUTE} 1")
-    assert pool.free == 0
-    with pytest.raises(RuntimeError, match="0 of 2 are free"):
-        pool.take(1)
-
-
 @pytest.mark.parametrize(
     ("visible", "indices", "said"),
     [
         (None, (0, 1, 2, 3), ""),
         ("2,3", (2, 3), ""),
         ("3, 1", (3, 1), ""),
-        ("1,-1", (1,), ""),
-        ("0,", (0,), ""),
-        ("1gpu,+2", (1, 2), ""),
         ("1,-1,2", (1,), "'-1' is no device, so CUDA ignores '-1,2'"),
         ("0,9,1", (0,), "'9' is none of this machine's 4 GPUs, so CUDA ignores '9,1'"),
         ("0,0,1", (0, 1), "GPU 0 counts once"),
         (f"{uuid(2)},{uuid(1)}", (2, 1), ""),
-        (f"{uuid(2)[:12]}", (2,), ""),
         (f"{uuid(2)[:12]},{uuid(2)}", (2,), "GPU 2 counts once"),
         (f"{uuid(3)[:12]},GPU-0", (3,), "'GPU-0' may be GPU 0 or 1 or 2 or 3"),
-        (f"{uuid(3)[:12]},GPU-f", (3,), "'GPU-f' is none of this machine's GPUs"),
         (f"1,{uuid(2)},3", (1,), "is of another kind than '1'"),
-        (f"{uuid(2)},1", (2,), "'1' is of another kind than 'GPU-"),
     ],
 )
 def test_visible_gpus_are_read_as_cuda_reads_them_and_what_is_ignored_is_said(
@@ -196,9 +160,8 @@ def test_a_lost_gpu_that_is_named_by_its_uuid_hides_no_other(machine: Machine) -
     assert result.notices[0].startswith(f"GPU {uuid(1)} is left out")
 
 
-@pytest.mark.parametrize("visible", ["7", "none", "NoDevFiles"])
-def test_a_list_that_names_no_gpu_means_the_cpu_and_says_so(machine: Machine, visible: str) -> None:
-    result = machine.detect(visible)
+def test_a_list_that_names_no_gpu_means_the_cpu_and_says_so(machine: Machine) -> None:
+    result = machine.detect("7")
     assert result.kind == "cpu"
     assert "CUDA_VISIBLE_DEVICES names no GPU: launches run on the CPU." in result.notices
 
@@ -232,13 +195,6 @@ def test_parts_of_gpus_are_taken_one_a_launch(machine: Machine) -> None:
     pool = machine.pool(",".join(PARTS))
     machine.gets(f"process 2 compute {os.getpid()} 900")
     assert pool.take(1).devices[0].visible_id == PARTS[1]
-
-
-def test_a_part_that_is_not_there_is_left_out(machine: Machine) -> None:
-    machine.gets(f"gpu {PARTS[0]} 9856 12 NVIDIA H100 80GB HBM3 MIG 1g.10gb")
-    result = machine.detect(f"{PARTS[1]},{PARTS[0]}")
-    assert [device.visible_id for device in result.devices] == [PARTS[0]]
-    assert result.notices[0].startswith(f"GPU {PARTS[1]} is left out")
 
 
 def test_a_silent_driver_is_an_error_whose_version_mismatch_is_named(machine: Machine) -> None:

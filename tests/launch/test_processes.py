@@ -126,22 +126,6 @@ def test_launches_of_a_living_tuner_in_another_namespace_are_left_alone() -> Non
         assert container.communicate()[0] == "None\n", "its rank still runs"
 
 
-def test_leftovers_of_a_dead_tuner_are_ended() -> None:
-    code = (
-        "import os, subprocess, sys\n"
-        "from optuna_dsat.launch.machine.processes import new_mark\n"
-        "from optuna_dsat.runtime.agent.processes import MARK_ENV\n"
-        "env = {**os.environ, MARK_ENV: new_mark()}\n"
-        "print(subprocess.Popen(['sleep', '600'], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)\n"
-    )
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    tuner = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    pid = int(tuner.stdout)
-    assert pid in {process.key.pid for process in find_leftovers()}
-    assert pid in kill_leftovers()
-    assert ProcessKey.of(pid) is None
-
-
 def test_a_process_key_is_not_fooled_by_a_reused_number() -> None:
     own = ProcessKey.of(os.getpid())
     assert own is not None

@@ -1,43 +1,19 @@
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from optuna_dsat.errors import DsatError
-from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory, recorded_environment
-from optuna_dsat.outcome import Outcome
-
-
-def report() -> LaunchReport:
-    return LaunchReport(
-        launch_id="trial-0001",
-        outcome=Outcome.OUT_OF_MEMORY,
-        message="rank 0: out of memory",
-        exit_code=1,
-        error_excerpt="",
-        missing_bytes=7,
-        log_path="",
-        command=("python",),
-        host="here",
-        devices=(0, 1),
-        pids=(1, 2),
-        started_at=1.0,
-        startup_s=1.0,
-        measured_s=1.0,
-        exit_s=1.0,
-    )
+from tests.harness.events import report_of
 
 
 def test_a_failure_in_words_ends_with_the_last_line_of_its_error() -> None:
-    failed = replace(report(), message="rank 3: the script left with sys.exit(1)")
+    failed = report_of(message="rank 3: the script left with sys.exit(1)")
     assert failed.failure_in_words == "the script left with sys.exit(1)"
     text = replace(failed, error_excerpt="Traceback\nOSError: no disk\n")
     assert text.failure_in_words == "the script left with sys.exit(1) (OSError: no disk)"
@@ -81,7 +57,7 @@ def test_files_are_replaced_whole_and_leave_no_temporary_ones(tmp_path: Path) ->
 
 def test_a_report_is_written_in_plain_values(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "one")
-    directory.write_report(report())
+    directory.write_report(report_of())
     written = json.loads(directory.report.read_text())
     assert written["outcome"] == "out_of_memory"
     assert written["devices"] == [0, 1]
@@ -135,40 +111,3 @@ def test_only_listed_variables_are_recorded(tmp_path: Path) -> None:
     assert directory.command_text.read_text() == (
         "cd '/x y'\nenv NCCL_DEBUG=INFO OMP_NUM_THREADS=1 python --token '***'\n"
     )
-
-
-def test_a_link_in_the_place_of_a_run_directory_leads_nothing_out(tmp_path: Path) -> None:
-    directory = RunDirectory.create(tmp_path / "runs", "one")
-    (elsewhere := tmp_path / "elsewhere").mkdir()
-    (elsewhere / "report.json").write_text("theirs")
-    directory.root.rename(tmp_path / "runs" / "moved")
-    directory.root.symlink_to(elsewhere)
-    directory.write_report(report())
-    assert [(path.name, path.read_text()) for path in elsewhere.iterdir()] == [("report.json", "theirs")]
-    assert json.loads(directory.report.read_text())["outcome"] == "out_of_memory"
-
-
-SHUT = """
-import json, sys
-from pathlib import Path
-from optuna_dsat.launch.machine.journal import remove_noted
-here = Path(sys.argv[1])
-(left := here / "left").mkdir()
-(left / "file").touch()
-left.chmod(0)
-(here / "record").write_text(json.dumps(str(left)))
-assert remove_noted(here / "record").folders == 1
-assert not left.exists()
-"""
-_PR_CAPBSET_DROP, _OF_FILES = 24, (1, 2, 3)
-"""``linux/prctl.h``; capabilities by which root opens protected files: CAP_DAC_OVERRIDE, _DAC_READ_SEARCH, _FOWNER."""
-
-
-def test_a_folder_that_a_script_has_shut_is_removed_all_the_same(tmp_path: Path) -> None:
-    def as_anybody() -> None:
-        for file in _OF_FILES:
-            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, file, 0, 0, 0)
-
-    command = [sys.executable, "-c", SHUT, str(tmp_path)]
-    done = subprocess.run(command, preexec_fn=as_anybody, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -15,18 +15,12 @@ from optuna_dsat.launch.launch import Launch
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.reports import report_of
 from optuna_dsat.runtime.agent.processes import MARK_ENV
-from optuna_dsat.runtime.events import Event, RankFinished, RankStarted, StepMeasured
+from optuna_dsat.runtime.events import Event, RankFinished, RankStarted
 from optuna_dsat.runtime.writer import EventWriter
+from tests.harness.events import step_of
 from tests.harness.launches import followed, processes_of
 
 HOURS_S = 5 * 3600.0
-
-
-def step(number: int, at: float) -> StepMeasured:
-    return StepMeasured(
-        rank=0, time=at, step=number, latency_s=0.1, forward_s=0.03, backward_s=0.03, step_s=0.03, samples=4,
-        observed_micro_batch=4, loss=None, peak_allocated_bytes=1, peak_reserved_bytes=1, rss_bytes=1,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -49,7 +43,7 @@ def test_a_launch_takes_what_it_took(launch: Launch, monkeypatch: pytest.MonkeyP
     read: list[Event] = []
     for number, second in ((1, 4.0), (2, 6.0)):
         at = launch.started_unix + second + (by_s if number > after else 0.0)
-        events: list[Event] = [step(number, at)]
+        events: list[Event] = [step_of(step=number, time=at, latency_s=0.1)]
         if number == 1:
             events = [RankStarted(rank=0, time=at, local_rank=0, world_size=1, pid=os.getpid(), host="h"), *events]
         for event in events:
@@ -64,7 +58,11 @@ def test_a_launch_takes_what_it_took(launch: Launch, monkeypatch: pytest.MonkeyP
 
 def test_a_rank_s_events_stay_in_their_order(launch: Launch) -> None:
     now = time.time()
-    events = [step(1, now), step(2, now - HOURS_S), RankFinished(rank=0, time=now, reason="profile_done", steps=2)]
+    events = [
+        step_of(step=1, time=now),
+        step_of(step=2, time=now - HOURS_S),
+        RankFinished(rank=0, time=now, reason="profile_done", steps=2),
+    ]
     written = EventWriter(launch.directory.events(0))
     for event in events:
         written.write(event)

@@ -202,14 +202,10 @@ def test_an_exception_is_recorded_and_ends_the_launch(launcher: TorchrunLauncher
     assert not [process for process in find_marked() if process.key.pid in report.pids]
 
 
-@pytest.mark.parametrize(("end", "said"), [("kill", "rank 1: killed"), ("segv", "rank 1")])
-def test_a_rank_that_dies_is_explained_by_torchrun(
-    launcher: TorchrunLauncher, folder: Path, end: str, said: str
-) -> None:
-    report, _ = run(launcher, request(folder, launch_id=f"dies-{end}", args=("--end", end, "--end-rank", "1")))
-    killed = (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY)  # by the kernel's count
-    assert report.outcome in (killed if end == "kill" else (Outcome.SCRIPT_ERROR,)), report
-    assert said in report.message
+def test_a_rank_that_dies_is_explained_by_torchrun(launcher: TorchrunLauncher, folder: Path) -> None:
+    report, _ = run(launcher, request(folder, launch_id="dies", args=("--end", "segv", "--end-rank", "1")))
+    assert report.outcome is Outcome.SCRIPT_ERROR, report
+    assert "rank 1" in report.message
     assert_gone(report.pids)
 
 

@@ -56,22 +56,6 @@ def claims(url: str, count: int, keys: int) -> object:
     return won
 
 
-def takes(url: str, count: int) -> object:
-    """Take trials from the queue until it is empty."""
-    wait()
-    taken: list[int] = []
-    with Store.open(url) as store:
-        _, study = open_study(store)
-        while len(taken) < count:
-            trial = study.ask()
-            if "queued" not in trial.user_attrs:
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-                break
-            taken.append(trial.suggest_int("number", 0, 10_000))
-            study.tell(trial, 1.0)
-    return taken
-
-
 def holds(url: str) -> object:
     """Run a trial until this process is killed."""
     with Store.open(url) as store:
@@ -103,7 +87,6 @@ def main() -> None:
     role, url, *numbers = sys.argv[1:]
     roles: dict[str, Callable[..., object]] = {
         "claims": claims,
-        "takes": takes,
         "holds": holds,
         "reclaims": reclaims,
     }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sqlite3
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,18 +54,6 @@ def test_workers_claim_overlapping_configurations(url: str, actor: ActorFactory)
     assert len(won) == 32
 
 
-def test_enqueued_trials_are_taken_once(url: str, actor: ActorFactory) -> None:
-    with Store.open(url) as store:
-        store.create_study(STUDY, SPEC)
-        study = load(store)
-        for number in range(24):
-            study.enqueue_trial({"number": number}, user_attrs={"queued": True})
-    actors = [actor("takes", url, "24") for _ in range(3)]
-    start_together(actors)
-    taken = [number for item in actors for number in json.loads(item.answer())]
-    assert sorted(taken) == list(range(24))
-
-
 def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(url: str, actor: ActorFactory) -> None:
     victim = actor("holds", url)
     victim.wait_ready()
@@ -114,25 +100,6 @@ def test_the_server_restarts_in_the_middle(postgres_server: Any, postgres_url: s
         assert len(study.trials) > before, "the restart came after the work was done"
         assert sorted(trial.user_attrs["key"] for trial in complete) == sorted(won)
         assert len(won) == len(set(won)) == 80
-
-
-def test_a_file_that_is_locked_for_longer_than_pythons_own_limit_is_waited_for(sqlite_url: str) -> None:
-    with Store.open(sqlite_url) as store:
-        record = store.create_study(STUDY, SPEC)
-        study = load(store)
-        trial = study.ask()
-        other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None, check_same_thread=False)
-        other.execute("BEGIN EXCLUSIVE")
-        release = threading.Timer(7.0, other.rollback)  # Python's own limit is five seconds
-        release.start()
-        try:
-            study.tell(trial, 1.0)
-            assert not other.in_transaction
-            assert store.claim(record.uuid, "key", trial.number)
-        finally:
-            release.join()
-            other.close()
-        assert study.best_value == 1.0
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_the_study_whole(sqlite_url: str) -> None:

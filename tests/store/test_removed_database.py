@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,21 +26,7 @@ from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 __all__ = ["bench"]
 
 DATABASE = Path("optuna-dsat.db")
-SEARCH = (
-    "random",
-    "train.py",
-    "ds.json",
-    "--cpu-ranks",
-    "2",
-    "--metric",
-    "throughput",
-    "--max-trials",
-    "4",
-    "--study",
-    "s",
-    "--confirm",
-    "0",
-)
+SEARCH = shlex.split("random train.py ds.json --cpu-ranks 2 --metric throughput --max-trials 4 --study s --confirm 0")
 
 
 def leave(*arguments: str) -> int:

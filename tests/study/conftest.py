@@ -8,18 +8,35 @@ import pytest
 
 from benchmarks.ours import quick_store
 from optuna_dsat.store import Store
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.stored import read_stored
+from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
 
 @pytest.fixture
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StudyBench]:
-    """Return a bench on a new database.
+def in_sqlite() -> None:
+    """Have the bench's trials in SQLite, where other stores see them; in memory a study takes half the time."""
 
-    Where the test's module has ``IN_THE_DATABASE``, names of tests, trials of the others are in memory: half the time.
-    """
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StudyBench]:
+    """Return a bench on a new database, whose trials are in memory unless the test uses ``in_sqlite``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     (tmp_path / "train.py").write_text("")
-    names = getattr(request.module, "IN_THE_DATABASE", None)
-    real = names is None or request.function.__name__ in names
+    real = "in_sqlite" in request.fixturenames
     with Store.open(f"sqlite:///{tmp_path / 'study.db'}") if real else quick_store(tmp_path) as store:
         yield StudyBench(tmp_path, store)
+
+
+@pytest.fixture(scope="session")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+    """Return the profile that a study over the hill stores."""
+    folder = tmp_path_factory.mktemp("profiled")
+    (folder / "train.py").write_text("")
+    with quick_store(folder) as store:
+        bench = StudyBench(folder, store)
+        bench.run(bench.spec(max_trials=1, confirm=0), Hill())
+        result = read_stored(store, "s").profiled
+    assert result is not None
+    return result

@@ -8,8 +8,6 @@ import pytest
 
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.space import dataset_size, epoch_samples, largest_global_batch
-from optuna_dsat.study.stored import read_stored
-from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
 
@@ -19,11 +17,8 @@ from tests.harness.studies import StudyBench
     (True, 6000, (6000, 6000, 600)),
 ])  # fmt: skip
 def test_data_that_each_rank_loads_as_a_whole_count_once(
-    bench: StudyBench, loads_all: bool, given: int | None, expected: tuple[int, int, int]
+    bench: StudyBench, profiled: Profiled, loads_all: bool, given: int | None, expected: tuple[int, int, int]
 ) -> None:
-    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
-    profiled = read_stored(bench.store, "s").profiled
-    assert profiled is not None
     profiled = Profiled.from_json(replace(profiled, samples_per_rank=4000, loads_all=loads_all).to_json())
     spec = bench.spec(dataset_size=given)
     sizes = dataset_size(spec, profiled), epoch_samples(spec, profiled), largest_global_batch(spec, profiled, own=8)

@@ -46,13 +46,10 @@ def ctrl_c_after(owner: Any, name: str, *, call: int = 2) -> Iterator[list[int]]
     ("owner", "name"),
     [
         (optuna.Study, "ask"),
-        (Heartbeat, "add"),
         (Store, "claim"),
-        (optuna.Trial, "set_user_attr"),
         (SimulatedLauncher, "start"),
         (Flights, "start"),
         (Flights, "land"),
-        (TrialRecorder, "record"),
         (TrialRecorder, "record_steps"),
         (optuna.Study, "tell"),
         (Heartbeat, "remove"),

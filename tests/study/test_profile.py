@@ -33,10 +33,7 @@ from tests.harness.studies import StudyBench
 SCRIPT = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json"}
 
 
-def test_a_profile_that_an_older_version_stored_is_read(bench: StudyBench) -> None:
-    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
-    profiled = read_stored(bench.store, "s").profiled
-    assert profiled is not None
+def test_a_profile_that_an_older_version_stored_is_read(profiled: Profiled) -> None:
     record = profiled.to_json()
     assert Profiled.from_json(record) == profiled
     older = {("rung" if key == "measured_with" else key): value for key, value in record.items()}
@@ -73,20 +70,20 @@ def test_a_script_that_accumulates_as_its_config_says_is_told_nothing(
     ],
 )
 def test_an_optimizer_that_accelerate_prepares_needs_deepspeeds_on_the_host(
-    bench: StudyBench, modules: tuple[str, ...], allowed: list[Any] | None, expected: tuple[str, ...]
+    bench: StudyBench,
+    profiled: Profiled,
+    modules: tuple[str, ...],
+    allowed: list[Any] | None,
+    expected: tuple[str, ...],
 ) -> None:
-    spec = bench.spec(max_trials=1, confirm=0)
-    bench.run(spec, Hill())
-    stored = read_stored(bench.store, "s").profiled
-    assert stored is not None
-    profiled = replace(
-        stored,
-        profile=replace(stored.profile, optimizer="AdamW"),
+    prepared = replace(
+        profiled,
+        profile=replace(profiled.profile, optimizer="AdamW"),
         preload=Preload(modules=modules),
         config_differences={} if allowed is None else {"zero_allow_untested_optimizer": allowed},
     )
     space = build_space(SpaceRequest(ds_config={"train_micro_batch_size_per_gpu": 1}, zero_stages=(1, 2)))
-    assert profiled.operators(spec, space) == expected
+    assert prepared.operators(bench.spec(), space) == expected
 
 
 @pytest.mark.parametrize(
@@ -103,16 +100,12 @@ def test_an_optimizer_that_accelerate_prepares_needs_deepspeeds_on_the_host(
     ],
 )
 def test_zero_is_searched_for_an_untested_optimizer_only_where_the_user_allows_it(
-    bench: StudyBench, config: dict[str, Any], differences: dict[str, list[Any]], modules: tuple[str, ...],
-    stages: tuple[int, ...],
+    bench: StudyBench, profiled: Profiled, config: dict[str, Any], differences: dict[str, list[Any]],
+    modules: tuple[str, ...], stages: tuple[int, ...],
 ) -> None:  # fmt: skip
-    spec = bench.spec(max_trials=1, confirm=0)
-    bench.run(spec, Hill())
-    stored = read_stored(bench.store, "s").profiled
-    assert stored is not None
-    spec = spec.model_copy(update={"ds_config": {"train_micro_batch_size_per_gpu": 1, **config}})
-    own_adam = replace(stored, config_differences=differences, preload=Preload(modules=modules))
-    row_norm = replace(own_adam, profile=replace(stored.profile, optimizer="RowNorm", optimizer_tested=False))
+    spec = bench.spec().model_copy(update={"ds_config": {"train_micro_batch_size_per_gpu": 1, **config}})
+    own_adam = replace(profiled, config_differences=differences, preload=Preload(modules=modules))
+    row_norm = replace(own_adam, profile=replace(profiled.profile, optimizer="RowNorm", optimizer_tested=False))
     assert own_adam.followed_by(spec).zero_stages == (1, 2, 3)
     followed = row_norm.followed_by(spec)
     assert followed.zero_stages == stages
@@ -132,7 +125,7 @@ def test_a_study_of_an_untested_optimizer_says_why_only_zero_0_is_searched(bench
     assert '"zero_allow_untested_optimizer": true' in text
 
 
-def _with_losses(zero: float | None) -> Hill:
+def _with_losses(zero: float) -> Hill:
     """Return a landscape of an untested optimizer whose losses are 1 without ZeRO, and ``zero`` with it."""
 
     def run(config: Mapping[str, Any]) -> SimulatedResult:
@@ -142,9 +135,9 @@ def _with_losses(zero: float | None) -> Hill:
     return Hill(optimizer="RowNorm", optimizer_tested=False, override=run)
 
 
-@pytest.mark.parametrize(("loss", "is_searched"), [(1.0, True), (1.01, False), (None, False)])
+@pytest.mark.parametrize(("loss", "is_searched"), [(1.0, True), (1.01, False)])
 def test_losses_that_agree_have_zero_searched_for_an_untested_optimizer(
-    bench: StudyBench, loss: float | None, is_searched: bool
+    bench: StudyBench, loss: float, is_searched: bool
 ) -> None:
     hill = _with_losses(loss)
     spec = bench.spec(max_trials=6, confirm=0)
@@ -178,16 +171,12 @@ def test_a_stored_profile_is_completed_by_the_comparison_of_losses(bench: StudyB
     assert purposes["profile"] == 0
 
 
-def test_of_the_thousands_of_modules_that_are_imported_the_packages_are_shown(bench: StudyBench) -> None:
-    spec = bench.spec(max_trials=1, confirm=0)
-    bench.run(spec, Hill())
-    stored = read_stored(bench.store, "s").profiled
-    assert stored is not None
+def test_of_the_thousands_of_modules_that_are_imported_the_packages_are_shown(
+    bench: StudyBench, profiled: Profiled
+) -> None:
     modules = ("torch", *(f"torch.part{number}" for number in range(3000)), "parts.network", "parts")
-    profiled = replace(stored, preload=Preload(modules=modules))
-    (line,) = (
-        line for line in what_runs(spec.model_copy(update={"preload": ("own.module",)}), profiled) if "imports" in line
-    )
+    profiled = replace(profiled, preload=Preload(modules=modules))
+    (line,) = (line for line in what_runs(bench.spec(preload=("own.module",)), profiled) if "imports" in line)
     assert line.split(maxsplit=1)[1] == "own.module, torch, parts (3,003 modules)"
 
 
@@ -250,10 +239,10 @@ def test_a_model_built_within_zero_init_climbs_to_zero_3(bench: StudyBench, monk
     assert {trial.params["zero_stage"] for trial in bench.study().trials} == {3}
 
 
-def test_an_option_that_sets_the_stage_follows_it_and_limits_it_to_what_it_accepts(bench: StudyBench) -> None:
-    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
-    stored = read_stored(bench.store, "s").profiled
-    assert stored is not None
+def test_an_option_that_sets_the_stage_follows_it_and_limits_it_to_what_it_accepts(
+    bench: StudyBench, profiled: Profiled
+) -> None:
+    stored = profiled
     profiled = replace(stored, stage_option="--stage", stage_choices={"--stage": [2, 3], "--level": [0]})
     assert Profiled.from_json(json.loads(json.dumps(profiled.to_json()))) == profiled
     followed = profiled.followed_by(bench.spec(zero_stages=(0, 2)))
@@ -473,12 +462,11 @@ def test_what_auto_stands_for_is_looked_for_where_it_is_filled_in(
     ("steps", "mapped", "sizes", "own"),
     [
         (lambda micro: 16 // micro, True, [1, 4], 4),
-        (lambda _: 2, True, [1, 4], 2),
         (lambda micro: 4 // micro, True, [1, 4], 1),
         (lambda _: 1, True, [1], 1),
         (lambda _: 4, False, [1], 4),
     ],
-    ids=["of a global batch", "constant", "one step", "none but the launch's", "not mapped"],
+    ids=["of a global batch", "one step", "none but the launch's", "not mapped"],
 )
 def test_steps_computed_from_a_mapped_batch_size_are_read_at_the_scripts_own_size(
     bench: StudyBench, monkeypatch: pytest.MonkeyPatch, steps: Any, mapped: bool, sizes: list[int], own: int

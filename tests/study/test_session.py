@@ -14,20 +14,11 @@ from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StudyCon
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds
-from optuna_dsat.study.confirm.verdict import VerdictKind
 from optuna_dsat.study.progress import FinalistMeasured, Message, ProfileFinished, ProfileStarted, TrialFinished
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
-
-IN_THE_DATABASE = frozenset(
-    {
-        "test_a_study_beats_the_users_config_and_leaves_what_to_train_with",
-        "test_a_second_run_of_a_finished_study_launches_no_trial_again",
-    }
-)
-"""Tests whose trials are in SQLite."""
 
 
 def launches_of(bench: StudyBench) -> Sequence[RoundLaunch]:
@@ -38,6 +29,7 @@ def keys_of(configs: list[dict[str, Any]]) -> list[str]:
     return [ds_config.canonical_key(config) for config in configs]
 
 
+@pytest.mark.usefixtures("in_sqlite")
 @pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
 def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: StudyBench, method: str) -> None:
     spec = bench.spec(method=method, max_trials=12, options={"min_gain": 0.0})
@@ -66,6 +58,7 @@ def test_the_users_config_is_measured_first_and_confirmed_with_the_winner(bench:
     assert hill.configs[1]["train_micro_batch_size_per_gpu"] == 2
     first = bench.study().trials[0]
     assert first.user_attrs[attributes.PURPOSE] == attributes.USER_CONFIG
+    assert first.user_attrs[attributes.OVERHEAD_S] > 0, "what a launch takes beside its steps"
     confirmed = {news.number for news in bench.news if isinstance(news, FinalistMeasured)}
     assert 0 in confirmed
     speed_ups = [n.speed_up for n in bench.news if isinstance(n, TrialFinished) and n.value is not None]
@@ -105,16 +98,6 @@ def test_concurrent_launches_share_the_slots(bench: StudyBench) -> None:
     assert result is not None
     assert sum(result.launches.values()) == 16
     assert len(set(keys_of(hill.configs[1:17]))) == 16
-
-
-def test_a_second_run_of_a_finished_study_launches_no_trial_again(bench: StudyBench) -> None:
-    first = bench.run(bench.spec(), Hill())
-    again = Hill()
-    second = bench.run(bench.spec(), again)
-    assert again.configs == []
-    assert first is not None
-    assert second is not None
-    assert second.trial == first.trial
 
 
 def test_a_raised_budget_adds_exactly_the_difference(bench: StudyBench) -> None:
@@ -185,15 +168,6 @@ def test_when_no_trial_is_measured_the_message_has_the_commonest_failure(bench: 
     assert "(3 script errors). The commonest failure: ValueError: no. The logs lie in" in str(caught.value)
 
 
-def test_of_a_failure_in_many_words_the_message_has_beginning_and_end(bench: StudyBench) -> None:
-    long = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message=f"rank 0: ValueError: {'A' * 5000}")
-    ends = iter([None, long])
-    with pytest.raises(NothingRunnableError) as caught:
-        bench.run(bench.spec(max_trials=1), Hill(override=lambda _: next(ends)))
-    assert "ValueError: AAA" in str(caught.value)
-    assert len(str(caught.value)) < 1000
-
-
 def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(bench: StudyBench) -> None:
     broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
     hill = Hill(override=lambda _: broken)
@@ -255,31 +229,6 @@ def test_a_users_config_that_runs_out_of_data_ends_the_study_with_the_remedy(ben
     with pytest.raises(ScriptFailedError, match=r"your own config.*ended after 4 steps.*--end-profile-step"):
         bench.run(bench.spec(), hill)
     assert len(hill.configs) == 2
-
-
-def test_an_interrupted_confirmation_keeps_what_was_confirmed(bench: StudyBench) -> None:
-    class Interrupts(SimulatedLauncher):
-        def start(self, request: LaunchRequest) -> None:
-            if request.purpose == "confirm" and confirmed:
-                raise KeyboardInterrupt
-            if request.purpose == "confirm":
-                confirmed.append(request.launch_id)
-            super().start(request)
-
-    confirmed: list[str] = []
-    session = bench.session(bench.spec(), Interrupts(Hill(), total_slots=2))
-    result = session.run()
-    assert session.interrupted
-    assert result is not None
-    assert result.reason == "interrupted"
-    assert Path(result.config_path).exists()
-    assert len(confirmed) == len(launches_of(bench)) == 1
-    assert result.verdict.kind is VerdictKind.UNCONFIRMED
-    again = Hill()
-    resumed = bench.run(bench.spec(), again)
-    assert resumed is not None
-    assert len(again.configs) == len(launches_of(bench)) - 1
-    assert resumed.verdict.rounds >= 3
 
 
 def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench: StudyBench) -> None:
@@ -382,24 +331,6 @@ def test_the_users_config_is_launched_where_no_other_structure_is_searched(bench
     assert sum(result.launches.values()) == 1
 
 
-def test_a_guided_search_ends_where_little_can_be_gained_and_goes_on_when_told_to(bench: StudyBench) -> None:
-    result = bench.run(bench.spec(method="guided", max_trials=40, confirm=0), Hill())
-    assert result is not None
-    assert "expected to win" in result.reason
-    launches = sum(result.launches.values())
-    assert launches < 40
-    more = bench.run(bench.spec(method="guided", max_trials=launches + 3, confirm=0, options={"min_gain": 0.0}), Hill())
-    assert more is not None
-    assert sum(more.launches.values()) == launches + 3
-
-
-def test_what_a_launch_takes_beside_its_steps_is_kept(bench: StudyBench) -> None:
-    bench.run(bench.spec(max_trials=4, confirm=0), Hill())
-    for trial in bench.study().trials:
-        if trial.state is TrialState.COMPLETE:
-            assert trial.user_attrs[attributes.OVERHEAD_S] > 0
-
-
 def test_a_metric_to_minimise_picks_the_smallest(bench: StudyBench) -> None:
     result = bench.run(bench.spec(metric="latency", max_trials=8), Hill())
     assert result is not None
@@ -407,7 +338,7 @@ def test_a_metric_to_minimise_picks_the_smallest(bench: StudyBench) -> None:
     assert result.value == pytest.approx(min(v for v in values if v is not None), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
+@pytest.mark.parametrize("method", ["binary", "guided"])
 def test_only_the_micro_batches_that_the_user_lists_are_run(bench: StudyBench, method: str) -> None:
     listed = [4, 8, 24, 100]
     config = {**USER_CONFIG, "train_micro_batch_size_per_gpu": listed}
@@ -420,7 +351,7 @@ def test_only_the_micro_batches_that_the_user_lists_are_run(bench: StudyBench, m
     assert len(run) > 1
 
 
-@pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
+@pytest.mark.parametrize("method", ["asha", "guided"])
 def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: StudyBench, method: str) -> None:
     hill = Hill()
     result = bench.run(bench.spec(method=method, train_batch_size=96, max_trials=16, confirm=0), hill)
@@ -449,7 +380,7 @@ def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_bat
 
 @pytest.mark.parametrize(
     ("noise", "adaptive_steps", "fewest", "most"),
-    [(0.0, None, 3, 3), (0.0, 40, 3, 3), (0.3, None, 5, 15), (0.3, 40, 40, 40), (0.05, 4000, 4, 3999)],
+    [(0.0, None, 3, 3), (0.3, None, 5, 15), (0.3, 40, 40, 40)],
 )
 def test_finalists_end_when_their_step_time_is_known(
     bench: StudyBench, noise: float, adaptive_steps: int | None, fewest: int, most: int
@@ -499,7 +430,7 @@ def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(
     assert result.trial in substitutes
 
 
-@pytest.mark.parametrize(("step_s", "steps"), [(0.2, 15), (0.43, 8), (9.0, 5)])
+@pytest.mark.parametrize(("step_s", "steps"), [(0.2, 15), (9.0, 5)])
 def test_a_finalist_of_long_steps_counts_fewer_of_them(bench: StudyBench, step_s: float, steps: int) -> None:
     """Three seconds are enough, five steps the least; steps vary by 2%, so their time is never certain."""
 

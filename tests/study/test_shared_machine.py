@@ -18,9 +18,6 @@ from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
 
-IN_THE_DATABASE: frozenset[str] = frozenset()
-"""Tests whose trials are in SQLite."""
-
 SLEEPER = Holder(device="GPU 1", who="process 4711 (sleep, user anna)")
 
 
@@ -95,10 +92,11 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_search_says_for_whom_it_waits_and_then_goes_on(bench: StudyBench) -> None:
     search(bench, bench.spec(max_trials=2, confirm=0), Shared(Hill(), after=0, looks=3))
     search(bench, bench.spec(max_trials=3, confirm=0), Shared(Hill(), after=0, looks=2, shows="taken"))
+    search(bench, bench.spec(max_trials=4, confirm=0), Shared(Hill(), after=0, looks=1, shows="start"))
     words = [text for text in messages(bench) if "Waiting for 2 free slots" in text]
-    assert len(words) == 2
+    assert len(words) == 3
     assert all("Not free: GPU 1: process 4711 (sleep, user anna)." in text for text in words)
-    assert attributes.launches_used(bench.study().trials) == 3
+    assert attributes.launches_used(bench.study().trials) == 4
 
 
 def test_a_profile_launch_waits_no_longer_than_it_may(bench: StudyBench) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.study.confirm.speeds import Speed, Speeds, speed_of, with_utilisation
 from optuna_dsat.words import (
     bytes_in_words,
@@ -26,6 +25,7 @@ from optuna_dsat.words import (
     things_in_words,
     times_in_words,
 )
+from tests.harness.events import step_of
 from tests.harness.small_model import profiled_of
 
 PROFILE = replace(profiled_of().profile, flops_per_sample=10**12, device_name="NVIDIA H100 80GB HBM3")
@@ -37,11 +37,8 @@ def record(*, tokens: bool) -> LaunchRecord:
     made = LaunchRecord(world_size=1, start_profile_step=1)
     for step in (1, 2):
         made.add(
-            StepMeasured(
-                rank=0, time=0.0, step=step, latency_s=1.0, forward_s=0.4, backward_s=0.4, step_s=0.1, samples=8,
-                observed_micro_batch=8, loss=None, peak_allocated_bytes=1, peak_reserved_bytes=1, rss_bytes=1,
-                elements=8 * 512, elements_are_tokens=tokens,
-            )
+            step_of(step=step, latency_s=1.0, elements=8 * 512, elements_are_tokens=tokens, forward_s=0.4,
+                    backward_s=0.4, step_s=0.1)
         )  # fmt: skip
     return made
 

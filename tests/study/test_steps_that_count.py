@@ -26,6 +26,8 @@ from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
 
+pytestmark = pytest.mark.usefixtures("in_sqlite")
+
 SKIPS = 2
 RESUMED = 700
 """Batches that the training had completed before each launch."""

@@ -35,6 +35,8 @@ from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
 
+pytestmark = pytest.mark.usefixtures("in_sqlite")
+
 LIGHTNING = ScriptTrainer(framework="lightning", micro_batch=None, gradient_accumulation_steps=4, options={})
 
 
@@ -191,13 +193,5 @@ def test_the_spec_that_is_exported_is_the_one_that_was_stored(
     assert study.spec.ds_config[ds_config.GRADIENT_ACCUMULATION] == 4
     for command in ("export", "show"):
         with pytest.raises(SystemExit):
-            main(
-                [
-                    command,
-                    "s",
-                    "--storage",
-                    f"sqlite:///{bench.folder / 'study.db'}",
-                    *(["--json"] * (command == "show")),
-                ]
-            )
+            main([command, "s", "--storage", bench.store.url, *(["--json"] * (command == "show"))])
         assert json.loads(capsys.readouterr().out)["spec"]["ds_config"] == USER_CONFIG

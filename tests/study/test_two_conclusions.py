@@ -19,6 +19,8 @@ from tests.harness.landscapes import Hill
 from tests.harness.simulated import SIMULATED_DEVICES, SimulatedLauncher
 from tests.harness.studies import StudyBench
 
+pytestmark = pytest.mark.usefixtures("in_sqlite")
+
 
 def confirmed(bench: StudyBench) -> int:
     record = bench.store.find_study("s")

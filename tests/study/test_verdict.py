@@ -19,7 +19,7 @@ from optuna_dsat.study.confirm.confirmation import next_in_rounds, staying
 from optuna_dsat.study.confirm.finalists import choose_finalists, refuted, with_next_best
 from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
-from optuna_dsat.study.confirm.words import value_in_words, verdict_in_words
+from optuna_dsat.study.confirm.words import verdict_in_words
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.trials import attributes
 
@@ -35,11 +35,6 @@ def trial(number: int, value: float, *, micro_batch: int = 2, **zero: Any) -> Fr
     result = optuna.trial.create_trial(value=value, user_attrs=attrs)
     result.number = number
     return result
-
-
-def with_metrics(trial: FrozenTrial, **metrics: float) -> FrozenTrial:
-    trial.set_user_attr(attributes.METRICS, metrics)
-    return trial
 
 
 def launch(number: int, round_number: int, value: float | None, **changes: Any) -> RoundLaunch:
@@ -176,12 +171,6 @@ def test_of_equals_the_smallest_global_batch_wins_and_the_tie_is_named() -> None
     assert judged(trials, rounds_of(values), tie=0.001).result.number == 1
 
 
-def test_nothing_faster_is_given_up_for_a_batch_that_is_hardly_smaller() -> None:
-    trials = (trial(OWN, 73.0), trial(1, 147.0, micro_batch=117), trial(2, 146.0, micro_batch=116))
-    values = {OWN: [73.0, 73.5, 73.2], 1: [147.0, 147.4, 146.9], 2: [146.0, 146.2, 146.1]}
-    assert judged(trials, rounds_of(values)).result.number == 1
-
-
 def test_of_equals_at_one_batch_the_nearest_to_the_users_config_wins() -> None:
     far = trial(1, 15.0, micro_batch=4, overlap_comm=True, reduce_bucket_size=5e7)
     near = trial(2, 15.0, micro_batch=4)
@@ -193,12 +182,6 @@ def test_of_equals_at_one_batch_the_nearest_to_the_users_config_wins() -> None:
 def test_a_gain_within_the_tie_is_not_worth_another_config() -> None:
     result = judged(TRIALS[:2], rounds_of({OWN: [10.0] * 3, 1: [10.05, 10.051, 10.049]}))
     assert (result.kind, result.result.number, result.ties) == (VerdictKind.BASELINE_IS_BEST, OWN, (1,))
-
-
-def test_what_the_rounds_cannot_tell_apart_is_a_tie() -> None:
-    values = {OWN: [10.0, 10.2, 9.9], 1: [20.0, 20.6, 19.9], 2: [19.9, 20.1, 20.2]}
-    result = judged(TRIALS, rounds_of(values))
-    assert (result.result.number, result.ties) == (2, (1,))
 
 
 @pytest.mark.parametrize(("searched_sd", "handed_over"), [(0.005, 1), (0.2, 2)])
@@ -227,14 +210,6 @@ def test_settings_nearer_to_the_users_own_are_worth_a_quarter_of_a_tie(second: f
     assert judged(trials, rounds_of(values, estimate=estimate)).result.number == handed_over
 
 
-def test_what_the_search_says_is_stored_with_the_rounds() -> None:
-    estimate = JointEstimate(numbers=(0, 3), means=(0.5, 0.25), covariance=((0.01, 0.0), (0.0, 0.04)))
-    stored = {attributes.CONFIRMATION: json.loads(json.dumps(Rounds(estimate=estimate).to_json()))}
-    assert Rounds.of(stored).estimate == estimate
-    del stored[attributes.CONFIRMATION]["estimate"]  # an older version's
-    assert Rounds.of(stored).estimate is None
-
-
 def test_what_the_rounds_do_not_distinguish_from_the_result_is_reported_with_the_reason_why_it_is_not_equal() -> None:
     """It was 'not told from the result: trial 2' at a smaller batch, beside the rule that the smallest batch wins."""
     trials = [trial(OWN, 100), trial(1, 150, micro_batch=64), trial(2, 150, micro_batch=4)]
@@ -252,7 +227,7 @@ def test_what_the_rounds_do_not_distinguish_from_the_result_is_reported_with_the
     assert "Equal to the result" not in line
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_result_has_the_smallest_batch_of_all_that_is_reported_as_equal(seed: int) -> None:
     rng = random.Random(seed)
     trials = [trial(n, 15.0, micro_batch=2 ** (n + 1)) for n in range(6)]
@@ -363,10 +338,13 @@ def test_what_fails_with_more_steps_is_not_handed_over() -> None:
 
 
 def test_rounds_are_stored_as_plain_values_and_those_of_older_versions_are_one_round() -> None:
-    rounds = rounds_of({OWN: [10.0, 11.0], 1: [12.0]}, since=2)
+    estimate = JointEstimate(numbers=(0, 3), means=(0.5, 0.25), covariance=((0.01, 0.0), (0.0, 0.04)))
+    rounds = rounds_of({OWN: [10.0, 11.0], 1: [12.0]}, since=2, estimate=estimate)
     noted = rounds.with_launch(launch(1, 2, 12.5, conditions=Conditions(cores=2, throttle_reasons=("heat",))))
     stored = {attributes.CONFIRMATION: json.loads(json.dumps(noted.to_json()))}
     assert Rounds.of(stored) == noted
+    del stored[attributes.CONFIRMATION]["estimate"]  # an older version's
+    assert Rounds.of(stored).estimate is None
     older = {"number": 1, "value": 9.0, "low": 8.0, "high": 10.0, "metrics": {}, "steps": 15, "outcome": "measured",
              "message": ""}  # fmt: skip
     assert Rounds.of({attributes.FINALISTS: [older]}).values() == {1: {1: 9.0}}
@@ -516,21 +494,3 @@ def test_what_rounds_refuted_is_no_finalist_again_and_says_why_it_left() -> None
     rounds = rounds_of({OWN: [10.0] * 4, 1: [9.9, 9.95, 9.9], 2: [15.0] * 4})
     result = judged(trials, Rounds(chosen=(OWN, 2), launches=rounds.launches))
     assert [contender.left for contender in result.contenders] == ["", "", "no better than your own config"]
-
-
-def test_samples_per_second_come_first_in_every_line_on_a_speed() -> None:
-    trials = (
-        with_metrics(trial(OWN, 1e12), FLOPS_per_gpu=1e12, throughput=10.0),
-        with_metrics(trial(1, 2e12, micro_batch=8), FLOPS_per_gpu=2e12, throughput=20.0),
-    )
-    result = judged(trials, rounds_of({OWN: [1.1e12, 1.11e12, 1.09e12], 1: [2.2e12, 2.21e12, 2.19e12]}))
-    words = verdict_in_words(result, metric="FLOPS_per_gpu")[0]
-    assert words.endswith("22 samples/s, 2.2 TFLOP/s per GPU against 11 samples/s, 1.1 TFLOP/s per GPU.")
-    value = value_in_words(result, metric="FLOPS_per_gpu")
-    assert value.startswith("22 samples/s, 2.2 TFLOP/s per GPU (95% between ")
-    assert value.endswith(" samples/s)")
-
-
-def test_only_what_was_measured_again_is_called_so() -> None:
-    [words] = [line for line in verdict_in_words(judged(TRIALS[:2], Rounds()), metric="throughput") if "global" in line]
-    assert "nothing better than your own config was measured;" in words

@@ -18,14 +18,6 @@ from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
 from tests.harness.studies import StudyBench
 
-IN_THE_DATABASE = frozenset(
-    {
-        "test_a_second_study_of_the_same_begins_with_what_the_first_learnt",
-        "test_a_resumed_study_plans_with_the_same_knowledge_though_its_source_is_gone",
-    }
-)
-"""Tests whose trials are in SQLite."""
-
 KEEP = (
     "contiguous_gradients", "reduce_scatter", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
     "stage3_max_reuse_distance", "stage3_param_persistence_threshold", "sub_group_size", "offload_param",
@@ -88,6 +80,7 @@ def slow_low(config: Any) -> SimulatedResult | None:
     return SimulatedResult(startup_s=10, forward_s=9.0, backward_s=18.0, step_s=0.02, peak_bytes=30 * 2**30)
 
 
+@pytest.mark.usefixtures("in_sqlite")
 def test_a_resumed_study_plans_with_the_same_knowledge_though_its_source_is_gone(bench: StudyBench) -> None:
     bench.run(guided(bench, "first"), Hill())
     bench.run(guided(bench, "whole", options={"warm_start": "first"}), Hill())

@@ -18,9 +18,6 @@ from tests.harness.landscapes import Hill
 from tests.harness.small_model import Machine, small_planner, small_space
 from tests.harness.studies import StudyBench
 
-IN_THE_DATABASE: frozenset[str] = frozenset()
-"""Tests whose trials are in SQLite."""
-
 
 def trial(number: int, value: float) -> FrozenTrial:
     result = optuna.trial.create_trial(value=value)

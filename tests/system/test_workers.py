@@ -6,33 +6,26 @@ import contextlib
 import signal
 import sqlite3
 from collections import Counter
-from pathlib import Path
 
 from optuna.trial import TrialState
 
-from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
-from optuna_dsat.store import Store
-from optuna_dsat.study.session import Session
-from optuna_dsat.study.spec import StudyRequest
 from optuna_dsat.trials import attributes
-from tests.harness.landscapes import Hill
-from tests.harness.simulated import SIMULATED_DEVICES, SimulatedLauncher
-from tests.harness.worker import release_file, spec_of
+from tests.harness.worker import release_file
 from tests.harness.workers import StoredStudy, WorkerBench, WorkerProcess, wait_until
 
 
-def test_six_workers_start_at_once_on_an_empty_database_and_share_eighteen_launches(
+def test_four_workers_start_at_once_on_an_empty_database_and_share_twelve_launches(
     bench: WorkerBench, url: str
 ) -> None:
-    workers = [bench.driver(url, max_trials=18, poll_s=0.05) for _ in range(6)]
+    workers = [bench.driver(url, max_trials=12, poll_s=0.05) for _ in range(4)]
     bench.run(workers)
     for worker in workers:
         worker.finish()
     study = StoredStudy.read(url)
-    study.check_whole(budget=18)
+    study.check_whole(budget=12)
     assert study.lost == []
     assert sorted(note.key for note in bench.launched()) == sorted(study.measured)
-    assert len({note.pid for note in bench.launched()}) == 6
+    assert len({note.pid for note in bench.launched()}) == 4
     assert len(bench.launched("profile")) == 1
     own = [trial for trial in study.trials if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG]
     assert [trial.state for trial in own] == [TrialState.COMPLETE]
@@ -84,29 +77,3 @@ def stopped_outside_a_transaction(worker: WorkerProcess, sqlite_url: str) -> boo
             worker.process.send_signal(signal.SIGCONT)
             return False
     return True
-
-
-class ContestedLauncher(SimulatedLauncher):
-    """A launcher on a machine where another tuner is faster every first time."""
-
-    def __init__(self) -> None:
-        super().__init__(Hill(), total_slots=4)
-        self.refused: set[str] = set()
-
-    def start(self, request: LaunchRequest) -> None:
-        if request.launch_id not in self.refused:
-            self.refused.add(request.launch_id)
-            raise SlotsBusyError("another tuner was faster")
-        super().start(request)
-
-
-def test_slots_that_another_tuner_takes_first_are_waited_for(tmp_path: Path, sqlite_url: str) -> None:
-    (tmp_path / "train.py").write_text("")
-    launcher = ContestedLauncher()
-    spec = spec_of(tmp_path, max_trials=4, max_concurrent_trials=2, confirm=1)
-    with Store.open(sqlite_url) as store:
-        request = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=sqlite_url)
-        result = Session(request, store=store, launcher=launcher, observer=lambda _: None).run()
-    assert result is not None
-    assert launcher.refused >= {"profile", "trial-0000", "trial-0001", "trial-0002", "trial-0003"}
-    StoredStudy.read(sqlite_url).check_whole(budget=4)

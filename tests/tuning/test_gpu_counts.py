@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import Mock
@@ -128,19 +129,8 @@ def test_samples_of_a_bar_are_written_as_in_the_table(capsys: pytest.CaptureFixt
 def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
     run_here: Run,
 ) -> None:
-    sweep = (
-        "random",
-        "train.py",
-        "ds.json",
-        "--gpus-per-trial",
-        "1",
-        "2",
-        "--max-trials",
-        "2",
-        "--metric",
-        "throughput",
-    )
-    options = (*sweep, "--confirm", "0", "--quiet")
+    sweep = "random train.py ds.json --gpus-per-trial 1 2 --max-trials 2 --metric throughput --confirm 0 --quiet"
+    options = shlex.split(sweep)
     done = run_here(*options)
     assert done.returncode == 0, done.stderr
     rows = [line.split("│") for line in done.stdout.splitlines() if "train-random-" in line and "│" in line]

@@ -81,13 +81,7 @@ def test_a_lone_knob_is_a_list_of_one(bench: EntryPointBench) -> None:
     [
         ({"script": ["train.py"]}, "script must be a path; got list"),
         ({"ds_config": 3}, r"ds_config must be a path or a dictionary; got 3 \(int\)"),
-        ({"zero_stages": "12"}, r"zero_stages must be a list of whole numbers or a whole number"),
-        ({"fix": ["overlap_comm=true"]}, "fix must be a dictionary; got list"),
-        ({"env": {"N": 1}}, r"env\['N'\] must be text; got int"),
         ({"timeout": "1h"}, r"timeout must be a number; got '1h' \(str\)"),
-        ({"quiet": "yes"}, r"quiet must be True or False; got 'yes' \(str\)"),
-        ({"max_trials": 2.5}, r"max_trials must be a whole number; got 2\.5 \(float\)"),
-        ({"study": 7}, r"study must be text; got 7 \(int\)"),
     ],
 )
 def test_another_type_is_one_clear_type_error_and_nothing_is_written(given: dict[str, Any], said: str) -> None:
@@ -102,21 +96,13 @@ def test_another_type_is_one_clear_type_error_and_nothing_is_written(given: dict
     [
         ({"preload": ["../x"]}, r"preload takes a module's name, such as package\.module; got '\.\./x'"),
         ({"preload": ["json", "no_such_module.part"]}, "preload is no_such_module.part: no such module is installed"),
-        ({"no_preload": [""]}, "no_preload takes a module's name"),
         ({"no_preload": ["torch.nn"]}, "no_preload takes whole packages: write torch instead of torch.nn"),
         ({"slurm_arg": ["--partition=a100"]}, "slurm_arg is for launches by on slurm; these run here"),
         ({"ray_node": ["n1"], "on": "slurm"}, "ray_node is for launches by on ray; these run by on slurm"),
         ({"queue_timeout": 60}, "queue_timeout is for launches by on slurm or ray; these run here"),
-        ({"env": {"": "x"}}, "env has a variable named ''"),
         ({"env": {"A=B": "x"}}, "env has a variable named 'A=B'"),
         ({"env": {"A": "secret\0"}}, "env holds a NUL character: no system takes such a text"),
-        ({"script_args": ["a\0b"]}, "script_args holds a NUL character"),
-        ({"output_dir": "a\0b"}, "output_dir holds a NUL character"),
-        ({"ds_config": "\ud800"}, "ds_config holds half a surrogate pair"),
-        ({"output_dir": "x" * 5000}, "File name too long"),
         ({"study": ""}, "study is ''"),
-        ({"method": ""}, "the method is ''"),
-        ({"max_rungs": 10**30}, "max_rungs is 10+; it must be at most 64"),
     ],
 )
 def test_another_value_is_one_clear_error_and_nothing_is_written(given: dict[str, Any], said: str) -> None:

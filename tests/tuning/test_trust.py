@@ -3,57 +3,69 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sqlite3
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from optuna_dsat.cli import main
-from tests.harness.entry_points import EntryPointBench, bench
+from tests.harness.entry_points import EntryPointBench, searching_in
 
-__all__ = ["bench"]
-
-SEARCH = (
-    "random",
-    "train.py",
-    "ds.json",
-    "--cpu-ranks",
-    "2",
-    "--metric",
-    "throughput",
-    "--max-trials",
-    "2",
-    "--confirm",
-    "0",
-    "--quiet",
-    "--study",
-    "s",
+SEARCH = shlex.split(
+    "random train.py ds.json --cpu-ranks 2 --metric throughput --max-trials 2 --confirm 0 --quiet --study s"
 )
 RESUME = ("resume", "s", "--max-trials", "3", "--confirm-time", "0")
 
 Leave = Callable[..., tuple[int, str]]
 
 
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state"
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([*arguments])
+    return int(left.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the folder of a search, with this user's notes in ``state``, and a copy of what it holds."""
+    folder, copy = tmp_path_factory.mktemp("searched"), tmp_path_factory.mktemp("copy") / "copy"
+    with pytest.MonkeyPatch.context() as patch, searching_in(folder, patch):
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        assert call(*SEARCH, "--", "--epochs", "3") == 0
+    shutil.copytree(folder, copy)
+    return folder, copy
 
 
 @pytest.fixture
-def leave(bench: EntryPointBench, state: Path, capsys: pytest.CaptureFixture[str]) -> Leave:  # noqa: ARG001
-    def call(*arguments: str) -> tuple[int, str]:
+def bench(searched: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[EntryPointBench]:
+    """Return the bench of the search, whose folder is as the search left it."""
+    folder, copy = searched
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.copytree(copy, folder, dirs_exist_ok=True)
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    with searching_in(folder, monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def state(bench: EntryPointBench) -> Path:
+    return bench.folder / "state"
+
+
+@pytest.fixture
+def leave(bench: EntryPointBench, capsys: pytest.CaptureFixture[str]) -> Leave:  # noqa: ARG001 - the folder it runs in
+    def shown(*arguments: str) -> tuple[int, str]:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main([*arguments])
-        return int(left.value.code or 0), capsys.readouterr().err
+        code = call(*arguments)
+        return code, capsys.readouterr().err
 
-    assert call(*SEARCH, "--", "--epochs", "3")[0] == 0
-    return call
+    return shown
 
 
 def alter(**changes: Any) -> None:
@@ -72,16 +84,12 @@ def test_what_ran_here_goes_on_and_is_shown(leave: Leave) -> None:
     assert "The study runs:" in shown
     for text in ("train.py", "--epochs 3", "works in", "writes to"):
         assert text in shown
-    code, shown = leave(*RESUME[:2], "--max-trials", "4", "--quiet")
-    assert (code, shown) == (0, "")
-
-
-def test_a_script_that_its_owner_edited_goes_on(leave: Leave) -> None:
     Path("train.py").write_text("print('mended')\n")
-    assert leave(*RESUME)[0] == 0
+    code, shown = leave(*RESUME[:2], "--max-trials", "4", "--quiet")
+    assert (code, shown) == (0, ""), "its owner may edit the script"
 
 
-def test_the_note_is_the_users_own(leave: Leave, state: Path) -> None:  # noqa: ARG001
+def test_the_note_is_the_users_own(state: Path) -> None:
     notes = [path for path in state.rglob("*") if path.is_file()]
     assert len(notes) == 1
     assert stat.S_IMODE(notes[0].stat().st_mode) == 0o600

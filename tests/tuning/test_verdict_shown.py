@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import optuna_dsat
 from optuna_dsat.errors import UsageError
 from optuna_dsat.study.options.parse import share
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
@@ -40,26 +39,6 @@ def test_that_ones_own_config_is_best_is_a_result(bench: EntryPointBench, run_he
     assert (again["verdict"]["kind"], again["trial"], again["speed_up"]) == ("baseline_is_best", 0, 1.0)
     written = json.loads(Path(again["config_path"]).read_text())
     assert (written["train_micro_batch_size_per_gpu"], written["zero_optimization"]["stage"]) == (2, 2)
-    result = optuna_dsat.tune(
-        "train.py", "ds.json", method="random", cpu_ranks=2, metric="throughput", max_trials=4, confirm=1,
-        zero_stages=[1], quiet=True,
-    )  # fmt: skip
-    assert json.loads(json.dumps(result.verdict.to_json())) == again["verdict"]
-
-
-def test_nothing_slower_than_ones_own_config_is_handed_over_without_a_confirmation(
-    bench: EntryPointBench, run_here: Run
-) -> None:
-    """It was: 'Best: trial 1, 5.892 ... Your own config: 6.101; the best is 0.97 times as good.'"""
-    bench.landscape = Hill(own_is_best)
-    options = ("--train-batch-size", "16", "--max-trials", "2", "--confirm", "0")
-    done = run_here("guided", *OPTIONS, *options)
-    assert done.returncode == 0, done.stderr
-    assert any(line.startswith("Your own config measured best in the search: ") for line in done.stdout.splitlines())
-    result = json.loads(run_here("guided", *OPTIONS, *options, "--json").stdout)
-    assert result["speed_up"] == 1.0
-    assert result["value"] == result["user_value"]
-    assert result["train_batch_size"] == 16
 
 
 def test_options_of_the_confirmation_and_the_batch_reach_the_study(bench: EntryPointBench, run_here: Run) -> None:
