@@ -30,9 +30,6 @@ class Reports:
     """Statistics over the reports of finished trials.
 
     Results are cached and updated with the trials that finished since the last query.
-
-    Args:
-        finished: Finished trials; the sequence may grow.
     """
 
     def __init__(self, finished: Sequence[FrozenTrial]) -> None:
@@ -125,14 +122,6 @@ def below_rung(
     for k = 0, 1, ... It continues while it is among the best ``1 / divisor`` of all trials that reported the same
     step, including itself (Li et al. 2018, arXiv:1810.05934). With fewer than ``divisor`` trials it is not
     stopped. Trials that ran out of memory later do not count.
-
-    Args:
-        trial: The running trial.
-        reports: Statistics of finished trials.
-        pending: Other running trials, which count as well.
-        direction: Direction of the metric.
-        divisor: ``eta`` of the paper.
-        early_stopping: ``s`` of the paper.
     """
     made = len(trial.intermediate_values)
     rung = divisor**early_stopping

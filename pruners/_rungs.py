@@ -56,12 +56,6 @@ def build_rungs(
     A lineage completes a rung when it has the launches of the rung, or when its search ended with fewer. It is
     ranked by its best metric within the launches of the rung, so a longer search is not an advantage. A lineage
     without a metric counts as completed but is never promoted.
-
-    Args:
-        lineages: The lineages of the study.
-        rungs: Sizes of the rungs.
-        direction: Direction of the metric.
-        ended: Keys of lineages whose search is over.
     """
     remaining = list(lineages)
     result = []

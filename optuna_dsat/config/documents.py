@@ -52,10 +52,6 @@ def is_pipe(path: str | os.PathLike[str]) -> bool:
 def read_document(path: str | os.PathLike[str], error: Callable[[str], UsageError] = UsageError) -> bytes:
     """Return the content of a file or pipe; the content of a pipe is cached, because it can be read only once.
 
-    Args:
-        path: The file.
-        error: Creates the error from a message.
-
     Raises:
         OSError: If it cannot be opened or read.
         UsageError: If it is neither file nor pipe, is too large, or is a pipe without a writer.
@@ -129,11 +125,6 @@ def check_nesting(text: str, where: str, error: Callable[[str], UsageError] = Us
 
 def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageError) -> Any:
     """Return the data of a document if they are within the limits.
-
-    Args:
-        data: The parsed data.
-        where: The document, for messages.
-        error: Creates the error from a message.
 
     Raises:
         UsageError: If there are too many values, the nesting is too deep or circular, a number is too large, or text

@@ -142,12 +142,7 @@ def size_limit(key: str, params_count: int) -> int:
 
 
 def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with other values at dotted keys; None removes a key and sections that become empty.
-
-    Args:
-        config: The config; not modified.
-        values: Dotted key -> value.
-    """
+    """Return a config with other values at dotted keys; None removes a key and sections that become empty."""
     result = copy.deepcopy(dict(config))
     for key, value in values.items():
         *sections, name = key.split(".")

@@ -97,9 +97,6 @@ class SearchSpace:
     def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
         """Suggest a configuration: only the knobs that apply, the micro-batch last.
 
-        Args:
-            trial: An Optuna trial, live or fixed.
-
         Returns:
             The params, keyed by name.
         """

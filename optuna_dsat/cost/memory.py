@@ -214,11 +214,6 @@ def rank_moments(profile: ModelProfile, ds_config: Config, hardware: Hardware) -
     """Return the moments of a step at which a rank's memory may peak.
 
     On CPU they include offloaded states, which stay in the rank's memory.
-
-    Args:
-        profile: The model.
-        ds_config: The DeepSpeed config.
-        hardware: Where it runs.
     """
     settings = zero_settings(profile, ds_config, hardware)
     result = moments(settings)

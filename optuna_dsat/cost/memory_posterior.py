@@ -238,11 +238,6 @@ class MemoryPosterior:
 
         The limit becomes less certain, unless a peak above the prediction was measured: then the formulas are wrong
         about the structure.
-
-        Args:
-            out_of_memory: The launches that ran out of memory.
-            measured: The launches whose peaks were measured.
-            errors: Measured minus predicted peaks.
         """
         shared = self._covariance(out_of_memory, measured)
         noise = self._noise_variance * np.eye(len(errors))

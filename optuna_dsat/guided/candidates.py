@@ -103,14 +103,7 @@ class Observations:
 
 
 class CandidateTable:
-    """All lineages of a space, with the inputs of the cost models for each; must not be modified.
-
-    Args:
-        profile: The model, as measured by the profile launch.
-        hardware: Hardware of the launches.
-        config: The user's DeepSpeed config.
-        space: The search space.
-    """
+    """All lineages of a space, with the inputs of the cost models for each; must not be modified."""
 
     def __init__(
         self, *, profile: ModelProfile, hardware: Hardware, config: Mapping[str, Any], space: SearchSpace
@@ -307,12 +300,7 @@ class CandidateTable:
         )
 
     def observations_of_launches(self, launches: Sequence[EarlierLaunch], *, metric: str) -> Observations:
-        """Return the observations of an earlier study's launches; launches outside the space are skipped.
-
-        Args:
-            launches: The launches.
-            metric: Name of the metric to optimise.
-        """
+        """Return the observations of an earlier study's launches; launches outside the space are skipped."""
         result = [(self._index.get(lineage_key(launch.params)), launch) for launch in launches]
         rows = [(row, launch) for row, launch in result if row is not None]
         count = len(rows)
@@ -353,12 +341,6 @@ def candidate_table(
 
     Building the table of a large space takes a second, and a study often shares its space with the earlier study that
     provides its prior knowledge.
-
-    Args:
-        profile: The model, as measured by the profile launch.
-        hardware: Hardware of the launches.
-        config: The user's DeepSpeed config.
-        space: The search space.
     """
     text = repr((profile, hardware, config, space))
     return _kept_table(_TableInputs(text=text, profile=profile, hardware=hardware, config=config, space=space))

@@ -75,12 +75,7 @@ class JointEstimate(Record):
         )
 
     def log_ratio(self, number: int, other: int) -> tuple[float, float]:
-        """Return the log ratio of two trials and its standard deviation; positive if the first is better.
-
-        Args:
-            number: Number of the first trial.
-            other: Number of the second trial.
-        """
+        """Return the log ratio of two trials and its standard deviation; positive if the first is better."""
         first, two = self.numbers.index(number), self.numbers.index(other)
         of = self.covariance
         variance = of[first][first] + of[two][two] - of[first][two] - of[two][first]

@@ -109,12 +109,7 @@ class GuidedPlanner:
         self._latest: tuple[Sequence[FrozenTrial], Posterior, Observations] | None = None
 
     def next(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any] = MappingProxyType({})) -> Candidate | None:
-        """Return the configuration to launch next, None if the search is over.
-
-        Args:
-            trials: The study's trials, without the trial to suggest for.
-            fixed: Knobs that this trial already has.
-        """
+        """Return the configuration to launch next, None if the search is over."""
         observations, samples = self._observed(trials)
         avoided = structure_failures(trials).avoided
         key = (observations.digest(), samples, lineage_key(fixed, micro_batch=""), repr(avoided))
@@ -159,22 +154,12 @@ class GuidedPlanner:
         return None
 
     def largest_fit(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any]) -> int | None:
-        """Return the largest micro-batch of a lineage expected to fit; None outside this space.
-
-        Args:
-            trials: The study's trials, without the trial to suggest for.
-            params: Knobs of the lineage.
-        """
+        """Return the largest micro-batch of a lineage expected to fit; None outside this space."""
         row = self.problem.table.row_index(params)
         return None if row is None else int(self._searched(trials)[0].all_edges[row])
 
     def largest_worth(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any]) -> int | None:
-        """Return the largest micro-batch of a lineage worth a launch if it fits; None outside this space.
-
-        Args:
-            trials: The study's trials, without the trial to suggest for.
-            params: Knobs of the lineage.
-        """
+        """Return the largest micro-batch of a lineage worth a launch if it fits; None outside this space."""
         row = self.problem.table.row_index(params)
         return None if row is None else self._searched(trials)[0].largest_worth(row)
 
@@ -208,10 +193,6 @@ class GuidedPlanner:
     ) -> tuple[list[int], Numbers, Numbers]:
         """Return the joint posterior of measured trials' log objectives, without noise.
 
-        Args:
-            trials: The study's trials.
-            numbers: Numbers of the requested trials.
-
         Returns:
             Numbers of the n requested trials that were measured and are in this space, means (n,), covariance (n, n).
         """
@@ -225,10 +206,6 @@ class GuidedPlanner:
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
     ) -> list[Prediction | None]:
         """Return the predictions for configurations given some trials.
-
-        Args:
-            trials: The study's trials.
-            configurations: Knobs and micro-batch of each.
 
         Returns:
             A prediction per configuration, None for configurations outside this space.
@@ -250,11 +227,6 @@ class GuidedPlanner:
         """Return the log ratio of a configuration's objective to another's, and its standard deviation.
 
         The formula's error is assumed to be ``DOUBTED_FORMULA`` for each, which a fit to few launches underestimates.
-
-        Args:
-            trials: The study's trials.
-            configuration: Knobs and micro-batch.
-            other: Knobs and micro-batch of the other configuration.
 
         Raises:
             ValueError: If one of them is not in this space.

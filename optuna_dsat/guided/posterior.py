@@ -358,13 +358,7 @@ class Posterior:
         return keys // len(sizes), sizes[keys % len(sizes)]
 
     def refined(self, rows: Numbers, sizes: Numbers, value: Numbers) -> tuple[Numbers, Numbers]:
-        """Return more micro-batches around the largest acquisition values, each of a different lineage.
-
-        Args:
-            rows: Rows of evaluated configurations.
-            sizes: Their micro-batches.
-            value: Their acquisition values.
-        """
+        """Return more micro-batches around the largest acquisition values, each of a different lineage."""
         order = np.argsort(-value, kind="stable")
         chosen = order[rank_within(rows[order]) == 0][:_REFINED]
         fine = np.outer(sizes[chosen], _FINE)
@@ -472,10 +466,6 @@ class Posterior:
         """Return the possible gain over the incumbent, None before a metric was measured.
 
         It considers the most promising of some configurations and all measured configurations.
-
-        Args:
-            rows: Rows of the configurations.
-            sizes: Their micro-batches.
         """
         if self._incumbent is None:
             return None

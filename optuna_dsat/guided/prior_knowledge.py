@@ -94,11 +94,7 @@ class PriorKnowledge(Record):
         )
 
     def prior(self, step_time: StepTimeModel) -> LogCoefficients:
-        """Return the discounted prior for a new study; other coefficients keep the model's prior.
-
-        Args:
-            step_time: The step-time model of the new study.
-        """
+        """Return the discounted prior for a new study; other coefficients keep the model's prior."""
         own = step_time.prior_coefficients()
         mean, covariance = own.mean.copy(), own.covariance.copy()
         known = [name for name in COEFFICIENTS if name in self.coefficients]

@@ -222,12 +222,7 @@ class ResidualGP:
         return shared @ self.weights, np.maximum(variance, 0.0)
 
     def size_means(self, structure: Numbers, micro_batch: Numbers) -> Numbers:
-        """Return the posterior mean of the micro-batch's smooth parts of the residual, (..., n) as ``micro_batch``.
-
-        Args:
-            structure: Index of each lineage's structure, length n.
-            micro_batch: Micro-batches of each lineage.
-        """
+        """Return the posterior mean of the micro-batch's smooth parts of the residual, (..., n) as ``micro_batch``."""
         points, factor = self.points, self.factors["size"]
         result = np.zeros(micro_batch.shape)
         if not len(points.row):

@@ -71,10 +71,6 @@ class _Compared:
 def render_comparison(views: Sequence[StudyView], *, training: Training | None = None) -> str:
     """Return several studies side by side as the text of an HTML file.
 
-    Args:
-        views: At least two studies; the others are compared with the first.
-        training: The planned training; None for an epoch of each study's data.
-
     Raises:
         UsageError: If there are fewer than two studies, or plotly is not installed.
     """

@@ -112,11 +112,6 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
 def render(view: StudyView, *, links: Links | None = None, training: Training | None = None) -> str:
     """Return the report of a study as the text of an HTML file.
 
-    Args:
-        view: The study.
-        links: Links to the files of its launches, or None.
-        training: The planned training; None for an epoch of the study's data.
-
     Raises:
         UsageError: If plotly is not installed.
     """

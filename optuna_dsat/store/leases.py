@@ -122,11 +122,6 @@ def _belongs_to(worker: Worker) -> tuple[ColumnElement[bool], ...]:
 class Heartbeat:
     """Renews the heartbeats of this process's trials, so that other workers do not reclaim them.
 
-    Args:
-        database: Holds the heartbeats.
-        worker: This process.
-        interval_s: Seconds between two heartbeats.
-
     Raises:
         ValueError: If the interval is not positive.
     """
@@ -282,13 +277,6 @@ def _stored(config_key: str) -> str:
 def claim(session: Session, study_uuid: str, config_key: str, trial_number: int, *, worker: str) -> bool:
     """Claim a configuration for a trial.
 
-    Args:
-        session: A session in a transaction.
-        study_uuid: The study.
-        config_key: Canonical key of the configuration.
-        trial_number: The trial that claims it.
-        worker: Host and process, for display only.
-
     Returns:
         Whether the trial holds the claim; also True if it held the claim before (the call is idempotent).
     """
@@ -341,14 +329,7 @@ class TurnLostError(Exception):
 
 
 class Turn:
-    """The turn of this process.
-
-    Args:
-        database: The database.
-        heartbeat: Of this process.
-        study_uuid: The study.
-        number: The task's number, negative.
-    """
+    """The turn of this process."""
 
     def __init__(self, database: Database, heartbeat: Heartbeat, *, study_uuid: str, number: int) -> None:
         self._database = database

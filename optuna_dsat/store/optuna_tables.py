@@ -34,9 +34,6 @@ class _ReadyTables(RDBStorage):
     """Tables that all exist in the newest schema.
 
     ``RDBStorage`` checks this with Alembic, whose import takes longer than Optuna's; here a single SQL statement did.
-
-    Args:
-        database: The database.
     """
 
     def __init__(self, database: Database) -> None:
@@ -73,10 +70,6 @@ def open_optuna_tables(database: Database) -> RDBStorage:
 
 def refuse_unusable_tables(connection: Connection, *, shown: str) -> None:
     """Raise if a database's tables belong to another application or to another Optuna schema; only reads.
-
-    Args:
-        connection: To the database.
-        shown: The database's URL for display.
 
     Raises:
         StorageUrlError: If a foreign table has the name of an Optuna table, or the schema differs from this Optuna's.

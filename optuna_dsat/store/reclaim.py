@@ -115,9 +115,6 @@ class Reclaimer:
     def reclaim(self, study: optuna.Study) -> tuple[int, ...]:
         """Fail the trials whose worker died and enqueue a copy of each.
 
-        Args:
-            study: The study, loaded from the same database.
-
         Returns:
             The numbers of the trials that this call failed.
 

@@ -46,12 +46,7 @@ class StudyRecord:
 
 
 class Registry:
-    """Creates, finds, lists and deletes studies.
-
-    Args:
-        database: Our tables.
-        storage: Optuna's storage in the same database.
-    """
+    """Creates, finds, lists and deletes studies."""
 
     def __init__(self, database: Database, storage: BaseStorage) -> None:
         self._database = database
@@ -59,11 +54,6 @@ class Registry:
 
     def create(self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection) -> StudyRecord:
         """Create a study, or return the existing study if its spec is equal.
-
-        Args:
-            name: Its name.
-            spec: The validated spec, JSON values only.
-            direction: Whether the metric is maximized or minimized.
 
         Returns:
             The study's record.

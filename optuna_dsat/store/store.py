@@ -303,11 +303,6 @@ class Store:
     def return_trial(self, study: optuna.Study, trial: optuna.Trial, *, reason: str) -> bool:
         """Fail a running trial of this process and enqueue a copy, which a resumed search runs.
 
-        Args:
-            study: The study.
-            trial: A trial whose launch has been stopped.
-            reason: Message stored with the trial.
-
         Returns:
             Whether the trial was still running.
         """

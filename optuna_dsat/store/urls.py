@@ -37,11 +37,7 @@ _SUPPORTED = "sqlite:///FILE and postgresql://USER@HOST:PORT/DATABASE are suppor
 
 
 def display_url(url: str | URL) -> str:
-    """Return the URL with passwords masked, for display.
-
-    Args:
-        url: A storage URL; may be invalid.
-    """
+    """Return the URL with passwords masked, for display."""
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
@@ -56,9 +52,6 @@ def parse_url(url: str) -> URL:
 
     ``postgres://`` and ``postgresql://`` become ``postgresql+psycopg://``; the file of an SQLite URL becomes
     absolute.
-
-    Args:
-        url: The user's URL.
 
     Raises:
         StorageUrlError: If it cannot be parsed, the kind of database is not supported, or the file cannot be opened.

@@ -91,12 +91,7 @@ def device_settings(spec: StudySpec) -> list[str]:
 
 
 def environment_words(spec: StudySpec, settings: Sequence[str]) -> list[str]:
-    """Return the words before a command that set its variables and its working directory; empty for neither.
-
-    Args:
-        spec: The study.
-        settings: Variables, as ``NAME=VALUE``.
-    """
+    """Return the words before a command that set its variables and its working directory; empty for neither."""
     words = [*in_folder(spec.script.cwd), *settings]
     return ["env", *words] if words else []
 

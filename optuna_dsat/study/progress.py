@@ -260,14 +260,7 @@ class StudyContext:
     def record_launch(
         self, report: LaunchReport, record: LaunchRecord, *, purpose: str, trial_number: int | None = None
     ) -> None:
-        """Store a finished launch and its steps.
-
-        Args:
-            report: Report of the launch.
-            record: Its events.
-            purpose: ``profile`` or ``confirm``.
-            trial_number: The trial that it measures again, or None.
-        """
+        """Store a finished launch and its steps."""
         self.store.record_launch(self.study_uuid, report, trial_number=trial_number, purpose=purpose, attempt=0)
         self.store.record_steps(self.study_uuid, report.launch_id, record.events)
 

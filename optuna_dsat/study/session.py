@@ -35,12 +35,6 @@ __all__ = ["Session"]
 class Session:
     """Runs the study of a request.
 
-    Args:
-        request: What to tune, where, and how far.
-        store: The opened database of the study.
-        launcher: Runs the launches.
-        observer: Called with each progress event.
-
     Raises:
         StudyConflictError: If a study of this name exists with other settings.
         UsageError: If ``--warm-start`` names a study that cannot be used.

@@ -92,10 +92,6 @@ def objective(spec: StudySpec, profiled: Profiled) -> str:
 def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int, bool], int]:
     """Return the largest micro-batch of each structure by the memory model, with the smallest searched buckets.
 
-    Args:
-        spec: The study.
-        profiled: Result of the profile launch.
-
     Returns:
         (ZeRO stage, whether everything possible is offloaded) -> samples per rank, 0 if nothing fits.
     """

@@ -35,15 +35,7 @@ def edge_interval(
     direction: StudyDirection,
     best: float | None = None,
 ) -> tuple[int, int] | None:
-    """Return the remaining interval (low, high) of the search for the edge, None if the search is over.
-
-    Args:
-        lineage: The lineage.
-        ceiling: Largest micro-batch worth a launch.
-        distribution: Distribution of the micro-batch.
-        direction: Direction of the metric.
-        best: Best metric of the study, None if nothing was measured.
-    """
+    """Return the remaining interval (low, high) of the search for the edge, None if the search is over."""
     low, high = search_interval(lineage, ceiling, floor=distribution.low)
     finished = tuple(size for size in lineage.used if size not in lineage.running)
     if not unused_micro_batches(low, high, distribution, used=finished):
@@ -67,14 +59,7 @@ def refine(
     direction: StudyDirection,
     best: float | None = None,
 ) -> Sequence[int]:
-    """Return the unused micro-batches next to a lineage's peak that are still worth a launch, ascending.
-
-    Args:
-        lineage: The lineage.
-        distribution: Distribution of the micro-batch.
-        direction: Direction of the metric.
-        best: Best metric of the study, None if nothing was measured.
-    """
+    """Return the unused micro-batches next to a lineage's peak that are still worth a launch, ascending."""
     gap = peak_gap(lineage, distribution, direction)
     if not gap or best is None or direction == StudyDirection.MINIMIZE:
         return gap
@@ -84,13 +69,7 @@ def refine(
 
 
 def ended(lineage: Lineage, direction: StudyDirection, best: float | None = None) -> bool:
-    """Return whether a lineage's bisection is over: broken, or no micro-batch up to its ceiling is worth a launch.
-
-    Args:
-        lineage: The lineage.
-        direction: Direction of the metric.
-        best: Best metric of the study, None if nothing was measured.
-    """
+    """Return whether a lineage's bisection is over: broken, or no micro-batch up to its ceiling is worth a launch."""
 
     def find() -> bool:
         distribution, ceiling = lineage.distribution, lineage.ceiling

@@ -69,12 +69,7 @@ def error_of(trial: FrozenTrial) -> str:
 
 
 def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> StructureFailures:
-    """Return the evidence from a study's failed launches against structures.
-
-    Args:
-        trials: Trials; unfinished trials are ignored.
-        micro_batch: Name of the micro-batch's parameter.
-    """
+    """Return the evidence from a study's failed launches against structures."""
     ran: set[frozenset[_Component]] = set()
     failed: list[tuple[FrozenTrial, frozenset[_Component], int]] = []
     largest, stages = 0, dict[Any, None]()

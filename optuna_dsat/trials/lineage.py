@@ -121,11 +121,7 @@ def score(trial: FrozenTrial) -> float | None:
 
 
 class MicroBatchSet(IntDistribution):
-    """An explicit set of allowed micro-batches: the choices of a categorical parameter.
-
-    Args:
-        values: Allowed micro-batches, in any order.
-    """
+    """An explicit set of allowed micro-batches: the choices of a categorical parameter."""
 
     def __init__(self, values: Iterable[int]) -> None:
         self.values = tuple(sorted(set(values)))
@@ -381,11 +377,6 @@ def search_interval(lineage: Lineage, ceiling: int, *, floor: int = 1) -> tuple[
 
     ``low = largest micro-batch that fits + 1`` and ``high = smallest that does not fit - 1``, within [floor,
     ceiling].
-
-    Args:
-        lineage: The lineage.
-        ceiling: Largest micro-batch worth a launch.
-        floor: Smallest micro-batch allowed.
     """
     low = floor if lineage.largest_fit is None else max(floor, lineage.largest_fit + 1)
     high = ceiling if lineage.smallest_too_large is None else min(ceiling, lineage.smallest_too_large - 1)
@@ -408,11 +399,6 @@ def peak_gap(lineage: Lineage, distribution: IntDistribution, direction: StudyDi
     If the metric has a single peak, the best micro-batch is between the measured neighbours of the best measured value.
     The wider of these two gaps is returned; an empty result means that the peak was not passed yet, or that both gaps
     are narrower than ``PEAK_WIDTH`` times the best micro-batch.
-
-    Args:
-        lineage: The lineage.
-        distribution: Distribution of the micro-batch.
-        direction: Direction of the metric.
     """
     if not past_peak(lineage, direction):
         return ()

@@ -39,11 +39,6 @@ class StudyHistory:
 
     Derived data is cached until the same thread reads the study's history again; after that it is recomputed from these
     trials only.
-
-    Args:
-        trials: The trials, by number.
-        pending: The unfinished trials among them.
-        cache: Cache of the study.
     """
 
     def __init__(self, trials: Sequence[FrozenTrial], pending: Sequence[FrozenTrial], cache: _StudyCache) -> None:

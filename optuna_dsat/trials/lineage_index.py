@@ -84,11 +84,7 @@ class StructureGroup(_Memoised):
 
 
 class Lineages(_Memoised, Mapping[str, Lineage]):
-    """Lineages by key, ordered by their first trial.
-
-    Args:
-        lineages: Initial lineages.
-    """
+    """Lineages by key, ordered by their first trial."""
 
     def __init__(self, lineages: Iterable[Lineage] = ()) -> None:
         super().__init__()

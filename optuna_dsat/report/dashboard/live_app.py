@@ -77,10 +77,6 @@ def guarded(app: WSGIApplication, *, host: str) -> WSGIApplication:
     """Return an application that answers only requests for this machine's names and for numeric addresses.
 
     Modifying requests from pages of other origins are rejected.
-
-    Args:
-        app: The application.
-        host: The address to listen on.
     """
     names = {"localhost", host.lower()}
     if not _is_loopback(host):

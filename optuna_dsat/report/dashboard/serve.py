@@ -32,9 +32,6 @@ class ResultStorage(RetryingStorage):
     """A storage whose best trial of a study is optuna-dsat's result; values are unchanged.
 
     Optuna would choose the best value of the search, which rounds may have refuted.
-
-    Args:
-        store: The database.
     """
 
     def __init__(self, store: Store) -> None:

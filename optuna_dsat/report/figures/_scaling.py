@@ -33,12 +33,7 @@ class AtCount:
 
 
 def scaling_figure(rows: Sequence[AtCount], *, device: str) -> go.Figure:
-    """Return the samples/s per device by number of devices, with the ratio to the smallest number's samples/s.
-
-    Args:
-        rows: Results by ascending number of devices.
-        device: ``cuda`` or ``cpu``.
-    """
+    """Return the samples/s per device by number of devices, with the ratio to the smallest number's samples/s."""
     import plotly.graph_objects as go
 
     unit = slot_name(device)

@@ -100,10 +100,6 @@ class Confirmation:
         A finalist that fails with more steps is replaced by the next best trial, at most ``--confirm`` times. If no
         finalist is better than the user's config, the next best trial with a better measurement is added
         (``study/confirm/finalists.py``). After an interruption the rounds so far are returned.
-
-        Args:
-            trials: All trials.
-            candidates: The measured trials, best first.
         """
         by_number = {trial.number: trial for trial in candidates}
         rounds = self._begun(trials, candidates)
@@ -293,11 +289,6 @@ def staying(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
 
     The user's config always stays. Another trial is dropped after three rounds if its whole interval is below a tie
     with the best.
-
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        spec: The study.
     """
     present = [number for number in rounds.chosen if rounds.failure(number) is None]
     verdict, values = verdict_of(trials, rounds, spec), rounds.values()
@@ -340,11 +331,6 @@ def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) 
 
     Few rounds may agree by chance, so the noise pooled over all finalists must allow this precision, too. Stopping once
     an interval is narrow makes it slightly too narrow: in simulations, 90 to 94 of 100 intervals cover the true value.
-
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        spec: The study.
     """
     verdict = verdict_of(trials, rounds, spec)
     if verdict is None or verdict.baseline is None:

@@ -250,18 +250,7 @@ def round_launch(
     profile: ModelProfile,
     config: Mapping[str, Any],
 ) -> RoundLaunch:
-    """Return a finalist's launch as stored; if the script's data ended early, the steps of a trial suffice.
-
-    Args:
-        record: Record of its ranks.
-        report: Report of the launch.
-        spec: The study.
-        number: Number of its trial.
-        round_number: Its round.
-        metric: The optimised metric.
-        profile: The study's profile.
-        config: The DeepSpeed config of the launch.
-    """
+    """Return a finalist's launch as stored; if the script's data ended early, the steps of a trial suffice."""
     short_of_data = report.outcome is Outcome.OUT_OF_DATA and len(record.counted) >= max(2, _trial_steps(spec))
     measured = report.outcome is Outcome.MEASURED or short_of_data
     flops = profile.flops_per_sample
@@ -296,11 +285,6 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
     """Return the trials that failed in the rounds, or were not better than the user's config in them.
 
     Not better means not surely better, and by at most a tie after three rounds.
-
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        spec: The study.
     """
     out = {launch.number for launch in rounds.launches if rounds.failure(launch.number) is not None}
     verdict = verdict_of(trials, rounds, spec)
@@ -318,14 +302,7 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
 def without_failed(
     rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, spec: StudySpec
 ) -> Rounds:
-    """Return the rounds, with the next best trial as a finalist if the last launch eliminated a finalist.
-
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        candidates: The measured trials, best first.
-        spec: The study.
-    """
+    """Return the rounds, with the next best trial as a finalist if the last launch eliminated a finalist."""
     last = rounds.launches[-1].number
     own = attributes.user_config_trial(trials)
     failed = [number for number in rounds.chosen if rounds.failure(number) is not None]
@@ -343,12 +320,6 @@ def with_next_best(
 
     The new finalist is the next best trial that the search measured better than the user's config by more than a tie.
     There are at most twice ``--confirm`` finalists. None is added after ``--confirm-time`` is spent.
-
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        candidates: The measured trials, best first.
-        spec: The study.
     """
     verdict = verdict_of(trials, rounds, spec)
     spent = spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time

@@ -256,10 +256,6 @@ def noise_of_search(values: Mapping[int, Mapping[int, float]], searched: Mapping
 
     It includes drift of the machine and variation that the few steps of a launch do not show.
 
-    Args:
-        values: Configuration -> round -> metric.
-        searched: Configuration -> metric of the search.
-
     Returns:
         The noise; None without a configuration that was measured in both.
     """

@@ -116,14 +116,6 @@ def measure_profile(
     A script whose batch size is a mapped option may compute its accumulation steps from a global batch. The steps are
     read from a launch at the script's micro-batch.
 
-    Args:
-        spec: The study.
-        launcher: Where to launch.
-        on_attempt: Called before each launch.
-        on_report: Called after each launch.
-        on_event: Called with each event of a launch.
-        wait: As for ``follow``.
-
     Raises:
         DeviceError: If other processes occupy the slots for too long.
         ScriptFailedError: If the script fails for a reason that is not memory.

@@ -30,12 +30,7 @@ __all__ = [
 
 
 def own_train_batch_size(spec: StudySpec, *, ranks: int) -> int:
-    """Return the global batch of the original user config, in samples, before ``--train-batch-size``.
-
-    Args:
-        spec: The study.
-        ranks: Data-parallel ranks.
-    """
+    """Return the global batch of the original user config, in samples, before ``--train-batch-size``."""
     return ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=ranks).train_batch_size
 
 
@@ -94,11 +89,6 @@ def follow_trainer(
     Batch sizes in the user's config are unchanged. An open batch size is set to the value that the user passes as an
     option of ``--arg-mapping``, else the option's default, else the trainer's value. The user's mappings take
     precedence over the trainer's options.
-
-    Args:
-        spec: The study.
-        trainer: The script's trainer; None if it has none.
-        defaults: Option of the script -> its default.
     """
     config = dict(spec.ds_config)
     if _is_open(config.get(ds_config.TRAIN_BATCH)):  # otherwise open batch sizes follow from the global batch

@@ -290,12 +290,7 @@ def _passes_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady)
 
 
 def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
-    """Return how the amount of training data bounds the search; empty if it does not.
-
-    Args:
-        spec: The study, as the script means it.
-        profiled: Result of the profile launch.
-    """
+    """Return how the amount of training data bounds the search; empty if it does not."""
     ranks = profiled.data_parallel_size or spec.slots_per_trial
     cap, samples = micro_batch_cap(spec, profiled), profiled.samples_per_rank
     own_batch = own_train_batch_size(spec, ranks=ranks)

@@ -43,16 +43,7 @@ class Refusal(Enum):
 
 
 class Proposals:
-    """Asks a study for trials and turns them into launches.
-
-    Args:
-        context: The running study.
-        study: The Optuna study, made with ``method``'s sampler and pruner.
-        space: The search space.
-        profiled: Result of the profile launch.
-        method: Sampler and pruner.
-        recorder: Finishes and drops trials.
-    """
+    """Asks a study for trials and turns them into launches."""
 
     def __init__(
         self,

@@ -36,13 +36,7 @@ _STATES = {
 
 
 class TrialRecorder:
-    """Finishes the trials of a study with the results of their launches.
-
-    Args:
-        context: The running study.
-        study: The Optuna study.
-        profiled: Result of the profile launch.
-    """
+    """Finishes the trials of a study with the results of their launches."""
 
     def __init__(self, context: StudyContext, *, study: optuna.Study, profiled: Profiled) -> None:
         self._study = study
@@ -57,11 +51,7 @@ class TrialRecorder:
         self._speeds = Speeds(profiled.profile, metric=self.metric, device=context.spec.device)
 
     def announce_search(self, *, total_slots: int) -> None:
-        """Send ``SearchStarted`` with the state of the study.
-
-        Args:
-            total_slots: Slots of the launcher.
-        """
+        """Send ``SearchStarted`` with the state of the study."""
         spec, trials = self._spec, self._trials()
         user = attributes.user_config_trial(trials)
         self._observer(

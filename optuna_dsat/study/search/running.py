@@ -48,12 +48,7 @@ class Flight:
 
 
 class Flights:
-    """Starts, stops and keeps the launches of trials in this process.
-
-    Args:
-        context: The running study.
-        study: The Optuna study.
-    """
+    """Starts, stops and keeps the launches of trials in this process."""
 
     def __init__(self, context: StudyContext, *, study: optuna.Study) -> None:
         self._context = context
@@ -130,9 +125,6 @@ class Flights:
     def watch_slots(self, *, ending: bool) -> None:
         """Report and limit the wait for slots while nothing runs for want of them.
 
-        Args:
-            ending: Whether the search starts no more launches.
-
         Raises:
             DeviceError: If others hold the slots for too long.
         """
@@ -146,11 +138,7 @@ class Flights:
             wait.reset()
 
     def stop_all(self, *, reason: str) -> None:
-        """Stop all launches; trials of launches that wait for slots are returned to the study.
-
-        Args:
-            reason: Why, for people.
-        """
+        """Stop all launches; trials of launches that wait for slots are returned to the study."""
         for flight in self._waiting:
             del self._running[flight.request.launch_id]
             self._context.store.return_trial(self._study, flight.trial, reason=reason)
@@ -160,9 +148,6 @@ class Flights:
 
     def return_all(self, *, reason: str) -> list[int]:
         """Stop all launches and return their trials to the study, where another run or worker takes them.
-
-        Args:
-            reason: Why, for people.
 
         Returns:
             Numbers of the trials.

@@ -50,15 +50,7 @@ _TIMED_OUT = "the search ran out of time (--timeout)"
 
 
 class Tuner:
-    """Searches a study until its budget is spent, continuing from its history.
-
-    Args:
-        context: The running study.
-        study: The Optuna study, made with ``method``'s sampler and pruner.
-        space: The search space.
-        profiled: Result of the profile launch.
-        method: Sampler and pruner.
-    """
+    """Searches a study until its budget is spent, continuing from its history."""
 
     def __init__(
         self, context: StudyContext, *, study: optuna.Study, space: SearchSpace, profiled: Profiled, method: Method
