@@ -6,12 +6,10 @@ which running trials count as stale. ``Heartbeat`` works with ask and tell, and 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import socket
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ from optuna_dsat.runtime.process_identity import process_space, start_ticks
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.registry import STUDY_UUID
 from optuna_dsat.store.retry import one_line_reason
-from optuna_dsat.store.tables import KEY_LENGTH, ClaimRow, HeartbeatRow, insert_or_skip, insert_or_update
+from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, insert_or_update
 
 __all__ = [
     "HEARTBEAT_INTERVAL_S",
@@ -35,9 +33,7 @@ __all__ = [
     "Turn",
     "TurnLostError",
     "Worker",
-    "claim",
     "delete_beat",
-    "release_claim",
     "release_trial",
     "server_time",
     "this_worker",
@@ -265,51 +261,6 @@ class Heartbeat:
                 .values(beat_at=now)
                 .execution_options(synchronize_session=False)
             )
-
-
-def _stored(config_key: str) -> str:
-    """Return the key as stored; long keys are replaced by their digest because index entries are limited in length."""
-    if len(config_key) <= KEY_LENGTH:
-        return config_key
-    return "sha256:" + hashlib.sha256(config_key.encode()).hexdigest()
-
-
-def claim(session: Session, study_uuid: str, config_key: str, trial_number: int, *, worker: str) -> bool:
-    """Claim a configuration for a trial.
-
-    Returns:
-        Whether the trial holds the claim; also True if it held the claim before (the call is idempotent).
-    """
-    insert_or_skip(
-        session,
-        ClaimRow,
-        [
-            {
-                "study_uuid": study_uuid,
-                "config_key": _stored(config_key),
-                "trial_number": trial_number,
-                "worker": worker,
-                "claimed_at": time.time(),
-            }
-        ],
-    )
-    return _owner(session, study_uuid, config_key) == trial_number
-
-
-def _owner(session: Session, study_uuid: str, config_key: str) -> int | None:
-    """Return the number of the trial that holds the claim, or None."""
-    return session.scalar(
-        select(ClaimRow.trial_number).where(
-            ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key)
-        )
-    )
-
-
-def release_claim(session: Session, study_uuid: str, config_key: str) -> None:
-    """Release the claim on a configuration, if any."""
-    session.execute(
-        delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key))
-    )
 
 
 def release_trial(session: Session, study_uuid: str, trial_number: int) -> None:
