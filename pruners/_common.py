@@ -1,34 +1,14 @@
-"""Code shared by the pruners: base class, origin of a trial, and lineage of a trial."""
+"""Code shared by the pruners: origin of a trial, and lineage of a trial."""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from optuna.pruners import BasePruner
-from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.trials.lineage import RETRY_ATTR, Lineage, group
 
-__all__ = ["LineagePruner", "chosen_by_user", "lineage_of"]
-
-
-class LineagePruner(BasePruner):
-    """Base class of the pruners over lineages; implements ``optuna_dsat.trials.lineage.LineageGate``."""
-
-    @abc.abstractmethod
-    def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
-        """Return the keys of the lineages that may get another launch, most urgent first."""
-
-    @abc.abstractmethod
-    def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
-        """Return the structures (partial knobs) whose new lineages cannot win."""
-
-    def held_back(self, study: Study, lineages: Mapping[str, Lineage]) -> frozenset[str]:
-        """Return the keys of the lineages that must currently not be launched."""
-        return frozenset(lineages) - frozenset(self.continuable(study, lineages))
+__all__ = ["chosen_by_user", "lineage_of"]
 
 
 def chosen_by_user(trial: FrozenTrial) -> bool:

@@ -44,10 +44,7 @@ def edge_interval(
         return low, high
     if past_peak(lineage, direction) or high - low + 1 <= EDGE_WIDTH * (lineage.largest_fit or 0):
         return None
-    if (
-        best is not None
-        and optimistic_bound(lineage.points(), low, high, direction=direction, margin=PEAK_MARGIN) < best
-    ):
+    if best is not None and optimistic_bound(lineage.points, low, high, direction=direction, margin=PEAK_MARGIN) < best:
         return None
     return low, high
 
@@ -63,20 +60,16 @@ def refine(
     gap = peak_gap(lineage, distribution, direction)
     if not gap or best is None or direction == StudyDirection.MINIMIZE:
         return gap
-    below = [point for point in lineage.points() if point[0] < gap[0]]
+    below = [point for point in lineage.points if point[0] < gap[0]]
     bound = optimistic_bound(below, gap[0], gap[-1], direction=direction)
     return () if below and bound < best else gap
 
 
 def ended(lineage: Lineage, direction: StudyDirection, best: float | None = None) -> bool:
     """Return whether a lineage's bisection is over: broken, or no micro-batch up to its ceiling is worth a launch."""
-
-    def find() -> bool:
-        distribution, ceiling = lineage.distribution, lineage.ceiling
-        if lineage.broken or distribution is None or ceiling is None:
-            return lineage.broken
-        if edge_interval(lineage, ceiling, distribution, direction=direction, best=best) is not None:
-            return False
-        return not refine(lineage, distribution, direction=direction, best=best)
-
-    return lineage.derived(("ended", direction, best), find)
+    distribution, ceiling = lineage.distribution, lineage.ceiling
+    if lineage.broken or distribution is None or ceiling is None:
+        return lineage.broken
+    if edge_interval(lineage, ceiling, distribution, direction=direction, best=best) is not None:
+        return False
+    return not refine(lineage, distribution, direction=direction, best=best)

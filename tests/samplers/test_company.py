@@ -174,14 +174,3 @@ def test_knobs_of_a_planned_trial_are_suggested_without_reading_the_history(
     monkeypatch.setattr(study, "get_trials", reads)
     assert kit.suggest(trial)["zero_stage"] == study.trials[0].params["zero_stage"]
     assert reads.call_count == 1  # the line above
-
-
-def test_knobs_of_a_new_lineage_are_drawn_from_one_reading(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study = kit.create(LineageRandomSampler(seed=0), DeepSpeedPruner())
-    trial = study.ask()
-    reads = MagicMock(wraps=study.get_trials)
-    monkeypatch.setattr(study, "get_trials", reads)
-    kit.suggest(trial)
-    assert reads.call_count == 2  # one for the knobs, one for the micro-batch

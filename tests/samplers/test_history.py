@@ -19,16 +19,10 @@ from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
 
 Method = tuple[Callable[..., BaseSampler], Callable[[], BasePruner]]
-GUIDED = partial(
-    BinarySearchSampler,
-    max_micro_batch=lambda knobs, _: 16 * knobs["zero_stage"],
-    usual=lambda name, _: {"offload_param": "none", "reduce_bucket_size": int(5e7)}.get(name, True),
-)
 METHODS: dict[str, Method] = {
     "binary": (BinarySearchSampler, NopPruner),
     "random": (LineageRandomSampler, DeepSpeedPruner),
     "asha": (BinarySearchSampler, AshaPruner),
-    "asha, guided": (GUIDED, AshaPruner),
 }
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 
