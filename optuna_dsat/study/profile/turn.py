@@ -16,14 +16,14 @@ from optuna_dsat.launch.machine.operators import is_built
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, Preload
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import EngineReady, Event
+from optuna_dsat.runtime.events import EngineReady
 from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.confirm.loss_check import check_loss
+from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.profile.profile import ProfileAttempt, measure_profile, own_batch
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
-from optuna_dsat.study.progress import LaunchEnded, ProfileFinished, ProfileStarted, StudyContext, TrialPhase
-from optuna_dsat.study.requests import phase_of
+from optuna_dsat.study.progress import ProfileFinished, ProfileStarted
 from optuna_dsat.study.space import (
     dataset_size,
     largest_global_batch,
@@ -164,7 +164,7 @@ class ProfileTurn:
             self._context.launcher,
             on_attempt=self._attempt_started,
             on_report=self._attempt_ended,
-            on_event=self._entered,
+            on_event=lambda event: self._context.show_phase(event, None),
             wait=self._context.wait,
         )
         with turn.held("store the profile"):
@@ -235,22 +235,8 @@ class ProfileTurn:
     def _attempt_started(self, attempt: ProfileAttempt) -> None:
         self._context.observer(ProfileStarted(words=attempt.words, micro_batch=attempt.micro_batch))
 
-    def _entered(self, event: Event) -> None:
-        if (phase := phase_of(event)) is not None:
-            self._context.observer(TrialPhase(number=None, words=phase))
-
     def _attempt_ended(self, report: LaunchReport, record: LaunchRecord) -> None:
-        self._context.observer(
-            LaunchEnded(
-                launch_id=report.launch_id,
-                purpose="profile",
-                number=None,
-                words="",
-                outcome=report.outcome,
-                value=None,
-                message=report.message,
-            )
-        )
+        self._context.show_end(report, purpose="profile")
         self._context.record_launch(report, record, purpose="profile")
         if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
             self._say_differences(record.engine.config_differences)

@@ -10,7 +10,8 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.progress import StudyContext, TrialStarted
+from optuna_dsat.study.context import SearchContext
+from optuna_dsat.study.progress import TrialStarted
 from optuna_dsat.trials import attributes
 
 __all__ = ["Flight", "Flights", "frozen"]
@@ -50,11 +51,11 @@ class Flight:
 class Flights:
     """Starts, stops and keeps the launches of trials in this process."""
 
-    def __init__(self, context: StudyContext, *, study: optuna.Study) -> None:
+    def __init__(self, context: SearchContext) -> None:
         self._context = context
         self._spec = context.spec
         self._launcher = context.launcher
-        self._study = study
+        self._study = context.study
         self._running: dict[str, Flight] = {}
         self._waiting: list[Flight] = []
         """Launches of ``_running`` that wait for slots."""
