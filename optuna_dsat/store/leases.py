@@ -118,6 +118,8 @@ def _belongs_to(worker: Worker) -> tuple[ColumnElement[bool], ...]:
 class Heartbeat:
     """Renews the heartbeats of this process's trials, so that other workers do not reclaim them.
 
+    Its methods raise ``StorageError`` if the database failed.
+
     Raises:
         ValueError: If the interval is not positive.
     """
@@ -138,18 +140,11 @@ class Heartbeat:
 
         Args:
             trial: A running trial of a study that the store created.
-
-        Raises:
-            StorageError: If the database failed.
         """
         self.add_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def add_number(self, study_uuid: str, number: int) -> None:
-        """Start the heartbeat of a trial, or of another task of a study, which has a negative number.
-
-        Raises:
-            StorageError: If the database failed.
-        """
+        """Start the heartbeat of a trial, or of another task of a study, which has a negative number."""
         key = (study_uuid, number)
 
         def work(session: Session) -> None:
@@ -172,11 +167,7 @@ class Heartbeat:
                 self._thread.start()
 
     def remove(self, trial: optuna.Trial) -> None:
-        """Stop and delete the heartbeat of a trial, after ``study.tell``.
-
-        Raises:
-            StorageError: If the database failed.
-        """
+        """Stop and delete the heartbeat of a trial, after ``study.tell``."""
         self.remove_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def remove_number(self, study_uuid: str, number: int, *, limit_s: float | None = None) -> None:
@@ -186,9 +177,6 @@ class Heartbeat:
             study_uuid: The study.
             number: The trial, or the task, which has a negative number.
             limit_s: Seconds to wait for the database; None for the database's limit.
-
-        Raises:
-            StorageError: If the database failed.
         """
         key = (study_uuid, number)
         with self._guard:
@@ -200,18 +188,11 @@ class Heartbeat:
 
         This happens if the process was suspended or disconnected from the database for long. The launch's result
         must be discarded: a copy of the trial runs elsewhere.
-
-        Raises:
-            StorageError: If the database failed.
         """
         return not self.is_own(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def is_own(self, study_uuid: str, number: int) -> bool:
-        """Return whether this worker still owns a trial or another task: its heartbeat is in the database.
-
-        Raises:
-            StorageError: If the database failed.
-        """
+        """Return whether this worker still owns a trial or another task: its heartbeat is in the database."""
         item = self._own(study_uuid, number)
         return self._database.run(lambda session: session.scalar(item), read_only=True) is not None
 

@@ -117,9 +117,6 @@ class Reclaimer:
 
         Returns:
             The numbers of the trials that this call failed.
-
-        Raises:
-            StorageError: If the database failed.
         """
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         now, beats = self._database.run(self._read, read_only=True)

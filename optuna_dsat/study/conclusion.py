@@ -122,9 +122,7 @@ class Conclusion:
                 data_parallel_size=attributes.data_parallel_size(
                     verdict.result.trial, slots=self._spec.slots_per_trial
                 ),
-                launcher=self._context.launcher,
-                on_report=lambda report, record: self._context.record_launch(report, record, purpose="confirm"),
-                wait=self._context.wait,
+                launch=self._context.launch,
             )
         except KeyboardInterrupt:
             self.interrupted = True

@@ -10,9 +10,9 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.space_builder import SearchSpace
-from optuna_dsat.launch.follow import SlotWait
+from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
-from optuna_dsat.launch.protocol import Launcher, LaunchReport
+from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.store import Store
 from optuna_dsat.study.profile.profiled import Profiled
@@ -75,6 +75,12 @@ class StudyContext:
                 message=report.message,
             )
         )
+
+    def launch(self, request: LaunchRequest) -> tuple[LaunchRecord, LaunchReport]:
+        """Run a launch beside the trials to its end, and store it."""
+        record, report = follow(self.launcher, request, wait=self.wait)
+        self.record_launch(report, record, purpose=request.purpose)
+        return record, report
 
     def record_launch(
         self, report: LaunchReport, record: LaunchRecord, *, purpose: str, trial_number: int | None = None

@@ -212,10 +212,9 @@ def test_a_comparison_of_long_names_fits_and_leaves_its_bars_room(
     file = tmp_path / "comparison.html"
     file.write_text(render_comparison((view, other)), encoding="utf-8")
     with open_page(browser, scheme=scheme, **size) as (page, seen):
-        show(page, file, 3)
+        show(page, file, 2)
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         share = "(e => e._fullLayout._size.w / e.clientWidth)(document.querySelector('#results .plot'))"
         until(page, f"{share} > 0.4")
-        assert page.locator("#scaling .plot").is_visible()
         assert seen.console == []
         assert seen.requests == [file.as_uri()]

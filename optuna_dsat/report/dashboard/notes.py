@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from optuna.trial import FrozenTrial
 
@@ -21,10 +23,10 @@ from optuna_dsat.report.facts import (
     training_command_line,
     versions,
 )
-from optuna_dsat.report.markdown import WHOLE_CHARS, json_block
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.command import BEST_CONFIG
 from optuna_dsat.study.confirm.measured import Measured, configuration_of
 from optuna_dsat.study.confirm.speeds import speed_of
@@ -44,7 +46,12 @@ from optuna_dsat.words import (
     times_in_words,
 )
 
-__all__ = ["study_note", "trial_note"]
+__all__ = ["OWN_TEXT", "WHOLE_CHARS", "json_block", "keep_own_text", "study_note", "trial_note"]
+
+OWN_TEXT = "*Written by optuna-dsat, anew at every refresh. What you write below this line is kept.*"
+"""Last line of every generated note."""
+WHOLE_CHARS = 2**17
+"""Maximum length of a config or list of commands in a note; longer texts were not written by this program."""
 
 _MAX_CHOICES = 8
 _LINE_CHARS = 80
@@ -301,3 +308,18 @@ def _step_range(times_s: Sequence[float]) -> str:
     if not times_s:
         return ""
     return f"{metric_in_words('latency', min(times_s))} to {metric_in_words('latency', max(times_s))}"
+
+
+def json_block(data: Mapping[str, Any]) -> Markdown:
+    """Return a JSON object as a code block, without secrets."""
+    return fenced(json.dumps(hidden_data(data), indent=2), "json", limit_chars=WHOLE_CHARS)
+
+
+def keep_own_text(generated: str, present: str) -> str:
+    """Return the note to save: the generated text followed by the users' text of the present note.
+
+    In a note by optuna-dsat the users' text is the text below ``OWN_TEXT``; any other note is kept whole.
+    """
+    _, mark, own = present.partition(OWN_TEXT)
+    own = (own if mark else present).strip()
+    return f"{generated.rstrip()}\n\n---\n{OWN_TEXT}\n" + (f"\n{own}\n" if own else "")

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import Launcher, LaunchReport
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
@@ -67,9 +66,7 @@ def check_loss(
     best: Mapping[str, Any],
     *,
     data_parallel_size: int,
-    launcher: Launcher,
-    on_report: Callable[[LaunchReport, LaunchRecord], None],
-    wait: SlotWait | None = None,
+    launch: Callable[[LaunchRequest], tuple[LaunchRecord, LaunchReport]],
     name: str = "",
     steps: int = STEPS,
 ) -> LossCheck:
@@ -79,9 +76,7 @@ def check_loss(
         spec: The study.
         best: The winning DeepSpeed config.
         data_parallel_size: Ranks that consume different samples.
-        launcher: Where to launch.
-        on_report: Called after each launch.
-        wait: As for ``follow``.
+        launch: Runs and reports a launch.
         name: Distinguishes the launches of several checks of a study.
         steps: First global steps whose losses are compared.
 
@@ -105,8 +100,7 @@ def check_loss(
             start_profile_step=1,
             end_profile_step=steps,
         )
-        record, report = follow(launcher, request, wait=wait)
-        on_report(report, record)
+        record, report = launch(request)
         if report.outcome is not Outcome.MEASURED:
             ended = outcome_in_words(report.outcome)
             return _undecided(_precision(user), losses, f"the launch {request.launch_id} ended with {ended}")

@@ -127,6 +127,11 @@ def measure_profile(
     attempts, launches, least, accumulation = deque(profile_attempts(spec)), 0, 1, 1
     parts: Mapping[str, Sequence[Any]] = {}
 
+    def proof(request: LaunchRequest) -> tuple[LaunchRecord, LaunchReport]:
+        record, report = follow(launcher, request, wait=wait)
+        on_report(report, record)
+        return record, report
+
     def launch(attempt: ProfileAttempt) -> tuple[LaunchRequest, LaunchRecord, LaunchReport]:
         nonlocal launches
         on_attempt(attempt)
@@ -157,16 +162,9 @@ def measure_profile(
                 if ended.outcome is Outcome.MEASURED and seen.engine is not None:
                     record.engine = replace(record.engine, config_differences=seen.engine.config_differences)
             _check_data(record, smallest=attempt.micro_batch)
-            batch = find_batch_rule(
-                spec,
-                launcher,
-                record,
-                overlay=request.overlay,
-                present=own_batch(spec, record).micro_batch,
-                on_report=on_report,
-                wait=wait,
-            )
-            trainer = find_trainer(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
+            own = own_batch(spec, record)
+            batch = find_batch_rule(spec, proof, record, overlay=request.overlay, present=own.micro_batch)
+            trainer = find_trainer(spec, proof, record, overlay=request.overlay)
             profiled = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
             profiled = replace(
                 profiled,
@@ -175,13 +173,7 @@ def measure_profile(
                 stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
             )
             stage_option = find_stage_option(
-                spec,
-                launcher,
-                record,
-                overlay=request.overlay,
-                differences=profiled.config_differences,
-                on_report=on_report,
-                wait=wait,
+                spec, proof, record, overlay=request.overlay, differences=profiled.config_differences
             )
             return replace(profiled, stage_option=stage_option, only_zero_3=only_zero_3, least_micro_batch=least)
         # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.

@@ -197,9 +197,7 @@ class ProfileTurn:
             spec,
             {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True},
             data_parallel_size=profiled.data_parallel_size or spec.slots_per_trial,
-            launcher=self._context.launcher,
-            on_report=lambda report, record: self._context.record_launch(report, record, purpose="confirm"),
-            wait=self._context.wait,
+            launch=self._context.launch,
             name="zero",
             steps=_COMPARED_STEPS,
         )
