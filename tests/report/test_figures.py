@@ -17,6 +17,7 @@ from optuna_dsat.report import figures
 from optuna_dsat.report.dashboard.notes import trial_note
 from optuna_dsat.report.figures import (
     BEST,
+    CONFIRMED,
     EDGE,
     PREDICTED_AS_MEASURED,
     USER,
@@ -62,7 +63,7 @@ def test_one_line_per_lineage_with_its_out_of_memory_edge(view: StudyView) -> No
 def test_best_and_the_users_config_are_marked(view: StudyView) -> None:
     assert view.best is not None
     traces = by_name(figures.plot_metric(view))
-    (best,), (user,) = traces[BEST], traces[USER]
+    (best,), (user,) = traces[f"{BEST}{CONFIRMED}"], traces[f"{USER}{CONFIRMED}"]
     assert list(best.x) == [view.best.trial.params["train_micro_batch_size_per_gpu"]]
     assert f"trial {view.best.trial.number}" in best.hovertext[0]
     assert list(user.x) == [2]

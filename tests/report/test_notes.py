@@ -7,7 +7,7 @@ import pytest
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.cost import memory
-from optuna_dsat.escape.markdown import code, fenced, table
+from optuna_dsat.escape.markdown import code, fenced, literal, table
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.dashboard.notes import OWN_TEXT, keep_own_text, study_note, trial_note
 from optuna_dsat.report.memory_table import memory_table
@@ -95,7 +95,7 @@ def test_a_trials_note_says_what_happened_and_what_to_do(view: StudyView, outcom
     text = trial_note(view, trials[-1])
     assert f"**{outcome.value.replace('_', ' ')}**" in text
     assert said in text
-    assert trials[-1].user_attrs[attributes.CONFIGURATION] in text
+    assert literal(trials[-1].user_attrs[attributes.CONFIGURATION]) in text
     assert f"`{trials[-1].user_attrs[attributes.LAUNCH_ID]}`" in text
 
 
