@@ -50,11 +50,7 @@ def cannot_win(
     steps, the trial cannot win when ``m`` is worse than ``b`` by more than ``max(margin, 3 s sqrt(2 / n)) *
     |b|``, where s is the noise of a step relative to its mean, estimated from completed trials.
 
-    Args:
-        trial: The running trial.
-        finished: Other trials.
-        direction: Direction of the metric.
-        margin: Minimum relative distance from the best at which a trial is stopped.
+    ``margin`` is the minimum relative distance from the best at which a trial is stopped.
     """
     mine = {step: value for step, value in trial.intermediate_values.items() if math.isfinite(value)}
     rival = _best_mean(finished, mine, direction) if mine else None

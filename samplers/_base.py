@@ -114,10 +114,8 @@ class LineageSampler(BaseSampler):
 
         Structures that fail, or that the study's pruner considers hopeless, are ignored.
 
-        Args:
-            study: The study.
-            classes: Number of lineages of the space; None to infer the space from the trials, which works for purely
-                categorical spaces once all lineages were opened.
+        ``classes`` is the number of lineages of the space; None infers the space from the trials, which works for
+        purely categorical spaces once all lineages were opened.
         """
         history = read_history(study, micro_batch=self._name)
         if history.pending:

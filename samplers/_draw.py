@@ -46,13 +46,7 @@ def draw_choice(
 
     Structures that are hopeless are drawn only if no other is left.
 
-    Args:
-        rng: Random generator.
-        name: The knob.
-        distribution: Choices of the knob.
-        params: The knobs drawn before.
-        lineages: Lineages opened before, with all their parameters.
-        hopeless: Structures (partial knobs) that fail or cannot win.
+    ``hopeless`` contains structures (partial knobs) that fail or cannot win.
     """
     known, choices = list(lineages), distribution.choices
     for avoided in (hopeless, ()):

@@ -143,9 +143,7 @@ class SearchSpace:
         splits parameters, and an optimizer that reads their shapes then trains differently
         (``Profiled.zero_is_untested``).
 
-        Args:
-            params: Params as returned by :meth:`suggest`.
-            gradient_accumulation_steps: Accumulation steps; None for :meth:`accumulation` of the micro-batch.
+        ``gradient_accumulation_steps`` are the accumulation steps; None for :meth:`accumulation` of the micro-batch.
 
         Raises:
             ConfigError: If a param that applies is missing.

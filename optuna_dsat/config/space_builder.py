@@ -409,11 +409,7 @@ def _other_accumulation(config: Mapping[str, Any]) -> bool:
 def site_of(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_rank: bool) -> Site:
     """Return the properties of a config on which the conditions of knobs depend.
 
-    Args:
-        plain: The config, with a ``zero_optimization`` section.
-        pipeline: See ``Site``.
-        nvme_only: See ``Site``.
-        one_rank: See ``Site``.
+    ``plain`` is the config, with a ``zero_optimization`` section.
     """
     predivide = plain.get("gradient_predivide_factor", 1.0)
     return Site(

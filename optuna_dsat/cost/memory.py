@@ -128,11 +128,7 @@ def estimate(
 ) -> MemoryEstimate:
     """Predict the peak memory of a step.
 
-    Args:
-        profile: The model.
-        ds_config: The DeepSpeed config; of its batch sizes only gradient accumulation is read.
-        micro_batch: Samples per rank and forward pass.
-        hardware: Where it runs.
+    ``ds_config`` is the DeepSpeed config; of its batch sizes only gradient accumulation is read.
 
     Raises:
         ValueError: If the micro-batch is negative.

@@ -91,9 +91,7 @@ class Candidate:
 class GuidedPlanner:
     """Decides which configuration to launch next.
 
-    Args:
-        problem: Model, machine, space and metric.
-        min_gain: Minimum expected relative improvement of the metric per launch to continue the search.
+    ``min_gain`` is the minimum expected relative improvement of the metric per launch to continue the search.
 
     Raises:
         ValueError: If ``min_gain`` is negative.
@@ -129,11 +127,7 @@ class GuidedPlanner:
 
         Before a metric was measured, return the lineage of the largest acquisition value.
 
-        Args:
-            trials: The study's trials, without the trial to suggest for.
-            rng: Random generator.
-            fixed: Knobs that this trial already has.
-            hopeless: Structures (partial knobs) to draw only if no other is left.
+        ``hopeless`` contains structures (partial knobs) to draw only if no other is left.
 
         Returns:
             The knobs, and the micro-batch at which they were drawn; None if no lineage is left.
@@ -246,10 +240,7 @@ class GuidedPlanner:
     def expected_peak(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any], config: Mapping[str, Any]) -> int:
         """Return the expected peak of a rank in bytes; outside this space, the formula's without measured errors.
 
-        Args:
-            trials: A snapshot of the study's trials.
-            params: Parameters of the configuration; empty outside the space.
-            config: Its DeepSpeed config.
+        ``params`` are the parameters of the configuration; empty outside the space.
         """
         size = int(config[MICRO_BATCH])
         row = self.problem.table.row_index(params) if params else None
@@ -265,9 +256,7 @@ class GuidedPlanner:
     ) -> list[float] | None:
         """Return the metric predicted by the fitted step-time formula alone, without measured residuals.
 
-        Args:
-            trials: The study's trials, to fit the formula to.
-            configurations: Knobs and micro-batch of each.
+        ``trials`` are the study's trials, to fit the formula to.
 
         Returns:
             None if a configuration is not in this space.

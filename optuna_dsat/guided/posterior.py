@@ -346,9 +346,7 @@ class Posterior:
     def _unused(self, rows: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers]:
         """Return the permitted configurations nearest to a request, without duplicates: rows and micro-batches.
 
-        Args:
-            rows: n rows.
-            wanted: Micro-batches of each, shape (n, k).
+        ``wanted`` contains micro-batches of each, shape (n, k).
         """
         sizes = self._problem.sizes
         index = self._problem.size_index(wanted)
@@ -393,10 +391,7 @@ class Posterior:
     def acquisition(self, rows: Numbers, sizes: Numbers, *, over: float | None = None) -> Acquisition:
         """Return the acquisition function at configurations.
 
-        Args:
-            rows: Rows of the configurations.
-            sizes: Their micro-batches.
-            over: Log objective to improve on; None for the incumbent (or its substitute).
+        ``over`` is the log objective to improve on; None for the incumbent (or its substitute).
         """
         peak, fits = self._runs.fits(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))

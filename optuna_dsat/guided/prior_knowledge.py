@@ -78,11 +78,7 @@ class PriorKnowledge(Record):
     ) -> PriorKnowledge:
         """Build from the coefficients fitted to the last of the studies.
 
-        Args:
-            fitted: The coefficients.
-            studies: Names of the studies.
-            same_model: Whether they trained the same model on the same machine.
-            untold: Coefficients that launches cannot determine.
+        ``same_model`` tells whether they trained the same model on the same machine.
         """
         parts = [index for index, name in enumerate(COEFFICIENTS) if name not in untold]
         return cls(

@@ -188,9 +188,7 @@ class ResidualGP:
     def structure_means(self, structure: Numbers, effect: Numbers) -> Numbers:
         """Return the posterior mean of the structures' part of the residual for n lineages.
 
-        Args:
-            structure: Index of each lineage's structure.
-            effect: Predicted effect of each lineage's structure, as in ``Points``.
+        ``effect`` is the predicted effect of each lineage's structure, as in ``Points``.
         """
         points = self.points
         if not len(points.row):

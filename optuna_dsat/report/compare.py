@@ -149,9 +149,7 @@ def _course(view: StudyView) -> Iterator[tuple[float, float]]:
 def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> list[Row]:
     """Return the facts of the studies' results; facts unknown for all studies are left out.
 
-    Args:
-        views: The studies; speeds are also given as multiples of the first study's speed.
-        training: The planned training; None for an epoch of each study's data.
+    ``views`` are the studies; speeds are also given as multiples of the first study's speed.
     """
     rates = [None if view.best is None else view.best.samples_per_s for view in views]
     ratios = [speed_up(rate, rates[0], maximize=True) for rate in rates]

@@ -76,9 +76,6 @@ def fruitless_in_words(view: StudyView) -> str:
 def cli_command(view: StudyView, name: str, *arguments: object) -> str:
     """Return a command line of optuna-dsat for the study.
 
-    Args:
-        view: The study.
-        name: The command, such as ``resume``.
-        arguments: Further arguments.
+    ``name`` is the command, such as ``resume``.
     """
     return shlex.join(["optuna-dsat", name, view.spec.name, "--storage", view.storage_url, *map(str, arguments)])

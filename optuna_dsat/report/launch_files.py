@@ -40,10 +40,7 @@ class FileLink:
 def file_of(folder: Path, launch_id: str, name: str) -> Path | None:
     """Return the path of a launch's config or log; None for other names, links out of the folder and missing files.
 
-    Args:
-        folder: The study's folder.
-        launch_id: The launch.
-        name: The file's name, such as ``rank0.stderr.log``.
+    ``name`` is the file's name, such as ``rank0.stderr.log``.
     """
     is_log = _LOG.fullmatch(name) is not None
     if not is_launch_id(launch_id) or not (is_log or name == _CONFIG):

@@ -122,11 +122,7 @@ def render(view: StudyView, *, links: Links | None = None, training: Training | 
 def page_values(view: StudyView, *, links: Links | None, training: Training, with_why: bool) -> dict[str, Any]:
     """Return the variables of the templates that show a study.
 
-    Args:
-        view: The study.
-        links: Links to the files of its launches, or None.
-        training: The planned training.
-        with_why: Whether to explain the winner, which fits models to all launches.
+    ``with_why`` tells whether to explain the winner, which fits models to all launches.
 
     Raises:
         UsageError: If plotly is not installed.

@@ -48,11 +48,7 @@ def newest_revision(folder: Path) -> str | None:
 
 
 def all_revisions(folder: Path) -> frozenset[str]:
-    """Return all revisions; empty if a file cannot be read.
-
-    Args:
-        folder: See ``newest_revision``.
-    """
+    """Return all revisions; empty if a file cannot be read."""
     return frozenset(_revisions_below(folder))
 
 

@@ -157,9 +157,6 @@ def _checked(database: Database, newest: str | None) -> RDBStorage:
 def has_our_tables(url: str) -> bool:
     """Return whether optuna-dsat created an existing database; also True if it cannot be read.
 
-    Args:
-        url: See ``Store.open``, which reports why a database cannot be read.
-
     Raises:
         StorageUrlError: See ``parse_url``.
     """
@@ -172,10 +169,6 @@ def has_our_tables(url: str) -> bool:
 
 def refuse_others_database(url: str, name: str) -> None:
     """Raise if a search could not create our tables or its study in a database without our tables.
-
-    Args:
-        url: See ``Store.open``.
-        name: Name of the study.
 
     Raises:
         StorageUrlError: If its tables belong to another application, or their schema differs from this Optuna's.

@@ -142,10 +142,7 @@ class Reclaimer:
     def requeue(self, study: optuna.Study, number: int, *, reason: str) -> bool:
         """Fail a trial of this process and enqueue a copy to run later; does not count as a loss.
 
-        Args:
-            study: The study.
-            number: Number of a running trial whose launch has been stopped.
-            reason: Message stored with the trial.
+        ``number`` is the number of a running trial whose launch has been stopped.
 
         Returns:
             Whether the trial was still running.
@@ -162,9 +159,7 @@ class Reclaimer:
     def acquire_task(self, heartbeat: Heartbeat, number: int) -> bool:
         """Acquire an exclusive task of the study unless a live worker holds it.
 
-        Args:
-            heartbeat: This process's heartbeat; renews the task's heartbeat until ``remove_number`` is called.
-            number: The task's number, negative.
+        ``heartbeat`` renews the task's heartbeat until ``remove_number`` is called.
 
         Returns:
             Whether this process holds the task now.

@@ -53,10 +53,7 @@ def epoch_samples(spec: StudySpec, profiled: Profiled | None) -> int | None:
 def largest_global_batch(spec: StudySpec, profiled: Profiled | None, *, own: int) -> int | None:
     """Return the upper bound of the global batch, in samples; None for no bound.
 
-    Args:
-        spec: The study.
-        profiled: Result of the profile launch; None before it.
-        own: Global batch of the user's config, which is never excluded by default.
+    ``own`` is the global batch of the user's config, which is never excluded by default.
     """
     if spec.max_train_batch_size is not None:
         return spec.max_train_batch_size

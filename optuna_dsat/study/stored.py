@@ -237,10 +237,8 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
 
     The budgets of ``spec`` replace the stored budgets. If the study has no trials, ``spec`` replaces its whole spec.
 
-    Args:
-        store: The database.
-        spec: The requested study.
-        relocated: Whether ``spec`` is the stored spec with this machine's paths: it is neither compared nor stored.
+    ``relocated`` tells whether ``spec`` is the stored spec with this machine's paths: it is neither compared nor
+    stored.
 
     Raises:
         StudyConflictError: If a study of this name has other settings; lists the differences.

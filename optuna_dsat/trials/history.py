@@ -122,10 +122,7 @@ def all_opened(
 
     The next knob is shared by all known lineages below ``params``; its distribution provides the other choices.
 
-    Args:
-        params: Partial knobs; empty for the whole space.
-        lineages: Lineages with all their parameters.
-        hopeless: Structures (partial knobs) that cannot win.
+    ``params`` are the partial knobs; empty for the whole space.
     """
     if any(agrees(params, record, strict=True) for record in hopeless):
         return True

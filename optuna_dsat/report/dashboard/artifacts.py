@@ -81,9 +81,7 @@ class Artifact:
 def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
     """Return the end of a file from the start of a line, preceded by a line with the omitted size.
 
-    Args:
-        path: The file.
-        limit_bytes: A file up to this size is returned whole.
+    A file of at most ``limit_bytes`` is returned whole.
 
     Raises:
         OSError: If it cannot be read, is a link or is not a regular file.
@@ -114,9 +112,7 @@ def artifacts_of(view: StudyView, on_refused: Callable[[str], None] = lambda _: 
 
     Files that are not on this machine, and empty logs, are left out. Configs come without secrets.
 
-    Args:
-        view: The study.
-        on_refused: Called with the name of each file left out because it leads out of the study's folder.
+    ``on_refused`` is called with the name of each file left out because it leads out of the study's folder.
     """
     for name in (BEST_CONFIG, BEST_METRICS):
         content = _content(view, name, on_refused=on_refused)
@@ -174,12 +170,7 @@ def save_artifacts(
     An earlier artifact of the same trial and name with other content is removed, as are leftovers of a process that
     was killed between two of these steps.
 
-    Args:
-        study: The study; its storage receives the records.
-        study_uuid: UUID of the study.
-        artifacts: What to save.
-        store: Receives the content.
-        read_attributes: Returns the study's current system attributes in the database.
+    ``read_attributes`` returns the study's current system attributes in the database.
     """
     storage, study_id, new = study._storage, study._study_id, 0
     with _writing(store._base_path) as remove_unrecorded:

@@ -223,9 +223,7 @@ def _commands(view: StudyView) -> str:
 def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     """Return the note of a launched trial: meaning of its outcome, advice, metrics and memory.
 
-    Args:
-        view: The study.
-        trial: One of ``view.launched``.
+    ``trial`` is one of ``view.launched``.
     """
     attrs = trial.user_attrs
     outcome = Outcome(attrs.get(attributes.OUTCOME, Outcome.LOST))

@@ -117,10 +117,7 @@ def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
 def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
     """Write a study's notes, plots and artifacts for optuna-dashboard.
 
-    Args:
-        store: The study's store.
-        name: The study.
-        artifacts: Whether to copy logs and configs as well.
+    ``artifacts`` tells whether to copy logs and configs as well.
 
     Raises:
         UsageError: If the study does not exist, or optuna-dashboard is not installed.

@@ -81,9 +81,7 @@ class _Quiet(WSGIRequestHandler):
 def optuna_app(store: Store, artifacts: FileSystemArtifactStore | None) -> WSGIApplication:
     """Return optuna-dashboard.
 
-    Args:
-        store: The database to show.
-        artifacts: Store of the artifacts; None to offer no artifacts.
+    ``artifacts`` is the store of the artifacts; None to offer none.
     """
     from optuna_dashboard import wsgi
 

@@ -174,10 +174,7 @@ def _alike(predicted: Mapping[str, float], measured: Mapping[str, float]) -> boo
 def _look_at(phase: str, config: Mapping[str, Any], *, both: bool) -> str:
     """Return where to look for the excess time of a phase.
 
-    Args:
-        phase: The phase.
-        config: The DeepSpeed config.
-        both: Whether forward and backward pass are slower than predicted by about the same factor.
+    ``both`` tells whether forward and backward pass are slower than predicted by about the same factor.
     """
     structure = Structure.of(config)
     if phase == "step":

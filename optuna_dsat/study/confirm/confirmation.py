@@ -67,9 +67,7 @@ _FEWEST_DEGREES = 3
 class Confirmation:
     """Measures the finalists of a study again, in rounds, and stores each launch with the study at once.
 
-    Args:
-        context: The study.
-        storing: Returns a context for storing the named item; it raises if another worker has taken over.
+    ``storing`` returns a context for storing the named item; it raises if another worker has taken over.
     """
 
     def __init__(
@@ -269,12 +267,8 @@ def next_in_rounds(
 ) -> tuple[int, int] | None:
     """Return the round and the trial of the next launch; None if no launch is needed.
 
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        spec: The study.
-        allowed_s: Device seconds for rounds beyond the first few, without ``--confirm-time`` and unless the best is
-            nearly known to be faster than the user's config.
+    ``allowed_s`` limits the device seconds of rounds beyond the first few, without ``--confirm-time`` and unless the
+    best is nearly known to be faster than the user's config.
     """
     if not rounds.chosen or (spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time):
         return None

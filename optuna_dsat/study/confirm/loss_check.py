@@ -72,13 +72,7 @@ def check_loss(
 ) -> LossCheck:
     """Launch the user's config twice and the best config once, at the user's batch; compare their first losses.
 
-    Args:
-        spec: The study.
-        best: The winning DeepSpeed config.
-        data_parallel_size: Ranks that consume different samples.
-        launch: Runs and reports a launch.
-        name: Distinguishes the launches of several checks of a study.
-        steps: First global steps whose losses are compared.
+    ``name`` distinguishes the launches of several checks of a study.
 
     Raises:
         DeviceError: If other processes occupy the slots for too long.
@@ -126,9 +120,7 @@ def nothing_to_compare(spec: StudySpec) -> LossCheck:
 def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossCheck:
     """Compare the losses of ``best`` and ``user``, given the difference between the user's two runs.
 
-    Args:
-        losses: Loss of each step of the three launches.
-        precision: ``fp32``, ``fp16`` or ``bf16``.
+    ``losses`` contains the loss of each step of the three launches.
     """
     counts = {name: len(values) for name, values in losses.items()}
     if len(set(counts.values())) != 1 or not counts["user"]:

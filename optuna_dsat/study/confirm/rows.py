@@ -35,9 +35,7 @@ _COLUMNS = (
 def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
     """Return a trial as a flat row, as ``trials`` of a result and ``optuna-dsat export`` show it.
 
-    Args:
-        trial: The trial.
-        verdict: What came of its study so far; None if nothing was measured.
+    ``verdict`` is the verdict on its study so far; None if nothing was measured.
     """
     attrs = trial.user_attrs
     again = None if verdict is None else verdict.in_rounds(trial.number)
@@ -66,9 +64,6 @@ def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
 
 def flat_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return rows without dictionaries in them: parameters and metrics as ``param:NAME`` and ``metric:NAME``.
-
-    Args:
-        rows: As ``optuna_dsat.study.result.trial_row`` makes them.
 
     Returns:
         Rows that all have the same keys in the same order; configs are left out.

@@ -101,10 +101,7 @@ def speed_of(metrics: Mapping[str, float], value: float, *, metric: str, device:
 class Speeds:
     """Makes speeds of metrics; tokens per sample are learnt from launches, where all their inputs are tokens.
 
-    Args:
-        profile: The study's profile; None if it is not needed.
-        metric: The metric that is optimised.
-        device: ``cuda`` or ``cpu``.
+    ``profile`` is the study's profile; None if it is not needed.
     """
 
     def __init__(self, profile: ModelProfile | None, *, metric: str, device: str) -> None:

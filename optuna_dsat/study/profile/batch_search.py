@@ -44,12 +44,7 @@ def find_batch_rule(
     Two launches reveal rows per sample (views, pairs, groups): the engine's input rows have the same ratio to the
     micro-batch in both. For an option that the user mapped, only its rows per sample are detected.
 
-    Args:
-        spec: The study.
-        launch: Runs and reports a launch.
-        record: The profile launch, measured.
-        overlay: Its overlay, whose ZeRO settings are known to fit.
-        present: Micro-batch of the user's config.
+    The ZeRO settings of ``overlay`` are known to fit.
 
     Raises:
         UsageError: If an option that the user mapped does not change the engine's inputs.
@@ -113,11 +108,7 @@ def find_trainer(
 
     The trainer itself follows each configuration as it is; these are for the command that trains with the best.
 
-    Args:
-        spec: The study.
-        launch: Runs and reports a launch.
-        record: The profile launch, measured.
-        overlay: Its overlay, whose ZeRO settings are known to fit.
+    The ZeRO settings of ``overlay`` are known to fit.
     """
     if record.trainer is None:
         return None
@@ -160,12 +151,7 @@ def find_stage_option(
     It is proven by a launch with another value of the option, whose overlay leaves the stage to the script: the config
     that reaches ``deepspeed.initialize`` has that stage. An option that the user mapped is not searched for.
 
-    Args:
-        spec: The study.
-        launch: Runs and reports a launch.
-        record: The profile launch, measured.
-        overlay: Its overlay.
-        differences: Differences between the script's config and the file, as of ``follow_script``.
+    ``differences`` are the differences between the script's config and the file, as of ``follow_script``.
     """
     own = _scripts_stage(spec, differences)
     if STAGE in spec.script.arg_mappings or not spec.follow_batch:

@@ -76,10 +76,7 @@ class Method:
     ) -> int | None:
         """Return the peak of a rank in bytes that the method expects; None if it has no memory model.
 
-        Args:
-            trials: The study's trials.
-            params: Knobs of the configuration; empty if it is outside the search space.
-            config: Its DeepSpeed config.
+        ``params`` are the knobs of the configuration; empty if it is outside the search space.
         """
         if self.planner is None:
             return None

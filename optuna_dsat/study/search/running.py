@@ -111,9 +111,7 @@ class Flights:
     def land(self, launch_id: str, *, exiting: bool) -> None:
         """Remove a launch from the running launches.
 
-        Args:
-            launch_id: The launch; nothing happens if it does not run.
-            exiting: Whether its processes still exit.
+        ``launch_id`` is the launch; nothing happens if it does not run.
         """
         flight = self._running.pop(launch_id, None)
         if flight is not None and exiting:
