@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.config.documents import as_written, check_nesting, checked, read_document
+from optuna_dsat.config.documents import as_written, checked, read_document
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.overlay import merge, nest, read_config
@@ -244,9 +244,7 @@ def read_settings(path: str | Path, *, what: str) -> Any:
     import yaml
 
     try:
-        text = read_document(path).decode()
-        check_nesting(text, str(path))
-        record = checked(_read_yaml(text), str(path))
+        record = checked(_read_yaml(read_document(path).decode()), str(path))
     except OSError as error:
         raise UsageError(f"{what} {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
