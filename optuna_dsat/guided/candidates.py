@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -323,15 +322,9 @@ class CandidateTable:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TableInputs:
-    """Arguments of a table, compared by their text."""
-
-    text: str
-    profile: ModelProfile = field(compare=False)
-    hardware: Hardware = field(compare=False)
-    config: Mapping[str, Any] = field(compare=False)
-    space: SearchSpace = field(compare=False)
+_MOST_TABLES = 4
+_tables: dict[str, CandidateTable] = {}
+"""Recent tables by the text of their arguments."""
 
 
 def candidate_table(
@@ -343,12 +336,11 @@ def candidate_table(
     provides its prior knowledge.
     """
     text = repr((profile, hardware, config, space))
-    return _kept_table(_TableInputs(text=text, profile=profile, hardware=hardware, config=config, space=space))
-
-
-@lru_cache(maxsize=4)
-def _kept_table(inputs: _TableInputs) -> CandidateTable:
-    return CandidateTable(profile=inputs.profile, hardware=inputs.hardware, config=inputs.config, space=inputs.space)
+    table = _tables.pop(text, None) or CandidateTable(profile=profile, hardware=hardware, config=config, space=space)
+    _tables[text] = table  # the latest last
+    if len(_tables) > _MOST_TABLES:
+        del _tables[next(iter(_tables))]
+    return table
 
 
 def rank_within(groups: Numbers) -> Numbers:

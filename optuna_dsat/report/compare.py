@@ -14,7 +14,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.errors import UsageError
 from optuna_dsat.metrics import shares_of_linear, speed_up
 from optuna_dsat.report import figures
-from optuna_dsat.report.facts import created, fruitless_in_words, ranks_of_a_launch, script_command_line
+from optuna_dsat.report.facts import fruitless_in_words, ranks_of_a_launch, script_command_line
 from optuna_dsat.report.figures import ComparedStudy
 from optuna_dsat.report.page import figure_section
 from optuna_dsat.report.slot_time import account
@@ -28,6 +28,7 @@ from optuna_dsat.study.confirm.words import how_known
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
+    date_in_words,
     duration_in_words,
     metric_in_words,
     params_in_words,
@@ -250,7 +251,7 @@ def _tuned(view: StudyView) -> dict[str, str]:
         "launches": f"{view.launches_used} of {view.spec.max_trials}",
         "time of the search": duration_in_words(account(view.launches).wall_s),
         "ended": fruitless_in_words(view) if view.is_fruitless else ended,
-        "begun": created(view),
+        "begun": date_in_words(view.record.created_at),
         "database": view.storage_url,
     }
 

@@ -11,12 +11,11 @@ from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words, date_in_words, outcomes_in_words, slot_name, things_in_words
+from optuna_dsat.words import bytes_in_words, outcomes_in_words, slot_name, things_in_words
 
 __all__ = [
     "advice_on",
     "cli_command",
-    "created",
     "fruitless_in_words",
     "outcome_counts",
     "ranks_of_a_launch",
@@ -49,11 +48,6 @@ def training_command_line(result: StudyResult) -> str:
 def advice_on(result: StudyResult) -> list[str]:
     """Return advice for the use of a result: learning rate, changes of the script."""
     return list(filter(None, (result.learning_rate_advice, result.advice)))
-
-
-def created(view: StudyView) -> str:
-    """Return the local creation time of the study."""
-    return date_in_words(view.record.created_at)
 
 
 def versions(view: StudyView) -> str:

@@ -23,7 +23,6 @@ from optuna_dsat.report.explain.why import why_of
 from optuna_dsat.report.facts import (
     advice_on,
     cli_command,
-    created,
     fruitless_in_words,
     outcome_counts,
     ranks_of_a_launch,
@@ -45,6 +44,7 @@ from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
+    date_in_words,
     metric_in_words,
     params_in_words,
     range_in_words,
@@ -146,34 +146,20 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
 
 def sections_of(view: StudyView) -> tuple[Section, ...]:
     """Return the figures of a study with their texts, in the order of the page."""
-    return tuple(_section(*parts, view) for parts in _SECTIONS)
-
-
-def _section(id: str, heading: str, lead: str, plot: Callable[[StudyView], go.Figure], view: StudyView) -> Section:
-    return figure_section(id=id, heading=heading, lead=lead, figure=plot(view))
+    return tuple(
+        figure_section(id=id, heading=heading, lead=lead, figure=plot(view)) for id, heading, lead, plot in _SECTIONS
+    )
 
 
 def figure_section(*, id: str, heading: str, lead: str, figure: go.Figure) -> Section:
     """Return a figure as a section: its data and layout as plain values, or the reason for missing data."""
-    missing = figures.missing(figure)
-    note = figures.note_of(figure)
-    drawn = None
+    missing, note, drawn = figures.missing(figure), figures.note_of(figure), None
     if missing is None:
         figure.update_layout(title=None, meta=None)
         drawn = safe_figure(json.loads(figure.to_json()))
         drawn["layout"].pop("template", None)
-    return Section(
-        id=id,
-        heading=heading,
-        lead=lead,
-        missing=missing,
-        note=_sentence(note),
-        figure=drawn,
-    )
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}." if text else ""
+    note = f"{note[0].upper()}{note[1:]}." if note else ""
+    return Section(id=id, heading=heading, lead=lead, missing=missing, note=note, figure=drawn)
 
 
 def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str, Any]:
@@ -243,7 +229,7 @@ def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
         profile = view.profiled.profile
         yield "Model", f"{params_in_words(profile.params)} parameters"
         yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
-    yield "Begun", created(view)
+    yield "Begun", date_in_words(view.record.created_at)
     yield "Versions", versions(view)
 
 

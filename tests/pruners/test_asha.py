@@ -7,7 +7,7 @@ import pytest
 from optuna.study import StudyDirection
 
 from optuna_dsat.pruners import AshaPruner
-from optuna_dsat.pruners._rungs import Rungs, build_rungs
+from optuna_dsat.pruners._asha import Rungs, build_rungs
 from optuna_dsat.trials.lineage import group
 
 THREE = Rungs(max_rungs=3, min_launches=1, divisor=2, early_stopping=0)

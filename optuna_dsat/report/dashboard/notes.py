@@ -15,7 +15,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
     advice_on,
     cli_command,
-    created,
     fruitless_in_words,
     outcome_counts,
     ranks_of_a_launch,
@@ -37,6 +36,7 @@ from optuna_dsat.words import (
     bytes_in_words,
     choices_in_words,
     combinations_in_words,
+    date_in_words,
     duration_in_words,
     flops_in_words,
     metric_in_words,
@@ -134,7 +134,7 @@ def _tuned(view: StudyView) -> str:
         ("steps counted", f"{spec.start_profile_step} to {spec.end_profile_step}"),
         ("one launch", ranks_of_a_launch(view)),
         ("files", code(str(spec.study_dir))),
-        ("created", created(view)),
+        ("created", date_in_words(view.record.created_at)),
         ("versions", versions(view)),
     ]
     return table(("", ""), rows)
