@@ -81,13 +81,6 @@ def test_axes_name_their_units_and_times_are_shown_in_ms(view: StudyView) -> Non
     assert max(y for y in as_times.data[0].y) == pytest.approx(1000 * max(y for y in throughput.data[0].y))
 
 
-@pytest.mark.parametrize(("device", "slot"), [("cuda", "GPU"), ("cpu", "CPU rank"), ("", "rank")])
-def test_a_speed_of_each_rank_is_said_of_what_it_runs_on_as_elsewhere(view: StudyView, device: str, slot: str) -> None:
-    figure = metric_figure(history(view.trials, "FLOPS_per_gpu", device))
-    assert figure.layout.yaxis.title.text == f"speed (FLOP/s per {slot})"
-    assert f"FLOP/s per {slot} in the search" in figure.data[0].hovertext[0]
-
-
 @pytest.mark.parametrize("method", ["guided", "random"])
 def test_the_memory_figure_has_the_peaks_that_were_predicted_at_proposal(
     bench: ReportedStudyBench, method: str
@@ -198,16 +191,6 @@ def test_a_night_between_two_sessions_is_a_pause_and_not_idle(view: StudyView) -
     assert [shape.type for shape in figure.layout.shapes] == ["line"]
     assert [note.text for note in figure.layout.annotations] == ["pause"]
     assert max(x for trace in figure.data for x in trace.x if x is not None) * 60 == pytest.approx(spent.wall_s)
-
-
-def test_idle_time_is_drawn_for_every_slot_that_waits(view: StudyView) -> None:
-    figure = figures.plot_timeline(view)
-    (idle,) = by_name(figure)["idle"]
-    spent = account(view.launches)
-    assert len(idle.x) == 4 * len(spent.idle)
-    drawn = sum(end - start for start, end in zip(idle.x[::4], idle.x[2::4], strict=True))
-    assert drawn * 60 == pytest.approx(spent.seconds["idle"])
-    assert list(figure.layout.yaxis.ticktext) == ["GPU 3", "GPU 2", "GPU 1", "GPU 0"]
 
 
 def test_progress_never_falls_and_ends_at_the_best(view: StudyView) -> None:

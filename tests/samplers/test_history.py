@@ -46,14 +46,6 @@ def test_restarting_after_every_trial_changes_nothing(kit: SimpleNamespace, meth
 
 
 @methods
-def test_another_seed_gives_another_sequence(kit: SimpleNamespace, method: Method) -> None:
-    sampler, pruner = method
-    study = kit.create(sampler(seed=8), pruner())
-    kit.Driver(study).run(25)
-    assert kit.sequence(study) != kit.sequence(unbroken(kit, method, 25))
-
-
-@methods
 @pytest.mark.filterwarnings("ignore:RetryHeartbeatStaleTrialCallback is experimental")
 @pytest.mark.parametrize("suggested", [True, False])
 @pytest.mark.parametrize("at", [0, 9])
