@@ -14,8 +14,7 @@ from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.pruners._common import chosen_by_user, lineage_of
-from optuna_dsat.pruners._inflight import below_rung, cannot_win
+from optuna_dsat.pruners._inflight import below_rung, cannot_win, chosen_by_user, lineage_of
 from optuna_dsat.trials.bisection import ended
 from optuna_dsat.trials.history import best_score, read_history
 from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage

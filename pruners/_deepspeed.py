@@ -11,8 +11,7 @@ from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.pruners._common import chosen_by_user, lineage_of
-from optuna_dsat.pruners._inflight import cannot_win
+from optuna_dsat.pruners._inflight import cannot_win, chosen_by_user, lineage_of
 from optuna_dsat.trials.bisection import ended
 from optuna_dsat.trials.extrapolation import optimistic_bound
 from optuna_dsat.trials.history import best_score, by_structure, read_history, same_structure
@@ -99,28 +98,23 @@ class DeepSpeedPruner(BasePruner):
         lineage = lineage_of(trial, lineages, micro_batch=self._micro_batch)
         if lineage is None:
             return None
-        veto = self._veto_reason(lineage, lineages, study.direction, self.hopeless(study, lineages))
+        hopeless = self.hopeless(study, lineages)
+        veto = veto_reason(lineage, lineages, direction=study.direction, budget=self._budget, hopeless=hopeless)
         return None if veto is None else self._explain(veto, lineage, lineages, study.direction)
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may get another launch, the oldest first."""
-        hopeless = self.hopeless(study, lineages)
-        return [o.key for o in lineages.values() if self._veto_reason(o, lineages, study.direction, hopeless) is None]
+        hopeless, direction = self.hopeless(study, lineages), study.direction
+
+        def may(lineage: Lineage) -> bool:
+            veto = veto_reason(lineage, lineages, direction=direction, budget=self._budget, hopeless=hopeless)
+            return veto is None
+
+        return [key for key, lineage in lineages.items() if may(lineage)]
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
         """Return the structures (ZeRO stage and offload) that cannot win."""
         return hopeless_structures(lineages, direction=study.direction, budget=self._budget)
-
-    def _veto_reason(
-        self,
-        lineage: Lineage,
-        lineages: Mapping[str, Lineage],
-        direction: StudyDirection,
-        hopeless: Sequence[Mapping[str, Any]],
-    ) -> VetoReason | None:
-        if not lineage.conclusive and lineage.structure in hopeless:
-            return VetoReason.HOPELESS
-        return veto_reason(lineage, lineages, direction=direction, budget=self._budget)
 
     def _explain(
         self, veto: VetoReason, lineage: Lineage, lineages: Mapping[str, Lineage], direction: StudyDirection
@@ -159,16 +153,19 @@ class VetoReason(StrEnum):
 
 
 def veto_reason(
-    lineage: Lineage, lineages: Mapping[str, Lineage], *, direction: StudyDirection, budget: int
+    lineage: Lineage,
+    lineages: Mapping[str, Lineage],
+    *,
+    direction: StudyDirection,
+    budget: int,
+    hopeless: Sequence[Mapping[str, Any]] = (),
 ) -> VetoReason | None:
-    """Return why a lineage should get no further launch, None if it may.
+    """Return why a lineage should get no further launch after ``budget`` conclusive launches at most; None if it may.
 
-    Args:
-        lineage: The lineage.
-        lineages: All lineages of the study.
-        direction: Direction of the metric.
-        budget: Largest number of conclusive launches of a lineage.
+    ``hopeless`` contains the structures whose new lineages cannot win.
     """
+    if not lineage.conclusive and lineage.structure in hopeless:
+        return VetoReason.HOPELESS
     if lineage.broken:
         return VetoReason.BROKEN
     if lineage.dead:

@@ -1,20 +1,34 @@
-"""Rules that stop a running trial, based on the metrics that trials report per step."""
+"""Code shared by the pruners: the lineage of a trial, and rules that stop a running trial by its reported metrics."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.trials.lineage import Feasibility, feasibility
+from optuna_dsat.trials.lineage import RETRY_ATTR, Feasibility, Lineage, feasibility, group
 
-__all__ = ["below_rung", "cannot_win", "step_noise"]
+__all__ = ["below_rung", "cannot_win", "chosen_by_user", "lineage_of", "step_noise"]
 
 _SIGMAS = 3.0
 """Standard errors within which a trial is not stopped."""
+
+
+def chosen_by_user(trial: FrozenTrial) -> bool:
+    """Return whether a trial was enqueued or is the retry of a lost trial; pruners never veto such a trial."""
+    return bool(trial.system_attrs.get("fixed_params")) or RETRY_ATTR in trial.system_attrs
+
+
+def lineage_of(trial: FrozenTrial, lineages: Mapping[str, Lineage], *, micro_batch: str) -> Lineage | None:
+    """Return the lineage of a trial, without trials if it is the first; None if the trial has no micro-batch."""
+    own = next(iter(group([trial], micro_batch=micro_batch).values()), None)
+    if own is None:
+        return None
+    empty = Lineage(key=own.key, params=own.params, trials=(), micro_batch=micro_batch)
+    return lineages.get(own.key, empty)
 
 
 def step_noise(finished: Sequence[FrozenTrial]) -> float:

@@ -21,6 +21,7 @@ from optuna_dsat.report import figures
 from optuna_dsat.report.cards import cards_of
 from optuna_dsat.report.explain.why import why_of
 from optuna_dsat.report.facts import (
+    MEANING,
     advice_on,
     cli_command,
     fruitless_in_words,
@@ -31,7 +32,6 @@ from optuna_dsat.report.facts import (
     versions,
 )
 from optuna_dsat.report.launch_files import Links
-from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.template import page_text
 from optuna_dsat.report.training import Training

@@ -280,12 +280,13 @@ class Turn:
             TurnLostError: If another worker has taken it over.
             StorageError: If the database failed.
         """
+
+        def require(connection: Connection) -> None:
+            if not self._heartbeat.stays_own(connection, self._uuid, self._number):
+                raise TurnLostError
+
         with self._database.exclusive(purpose):
             if not self._heartbeat.is_own(self._uuid, self._number):
                 raise TurnLostError
-            with self._database.fenced(self._require):
+            with self._database.fenced(require):
                 yield
-
-    def _require(self, connection: Connection) -> None:
-        if not self._heartbeat.stays_own(connection, self._uuid, self._number):
-            raise TurnLostError

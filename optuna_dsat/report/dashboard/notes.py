@@ -13,6 +13,7 @@ from optuna_dsat.escape.shell import folded
 from optuna_dsat.metrics import METRICS, PER_ELEMENT
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
+    MEANING,
     advice_on,
     cli_command,
     fruitless_in_words,
@@ -22,7 +23,6 @@ from optuna_dsat.report.facts import (
     training_command_line,
     versions,
 )
-from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.shapes import hidden_data

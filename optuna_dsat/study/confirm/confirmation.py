@@ -94,7 +94,8 @@ class Confirmation:
         """
         by_number = {trial.number: trial for trial in candidates}
         rounds = self._begun(trials, candidates)
-        allowed_s = self._allowed_s()
+        launches = self._context.store.launches(self._context.study_uuid)
+        allowed_s = SEARCH_SHARE * sum(row.report.held_s for row in launches if row.purpose != "confirm")
         try:
             while True:
                 rounds, turn = self._next(rounds, trials, candidates, allowed_s=allowed_s)
@@ -158,11 +159,6 @@ class Confirmation:
         verdict = verdict_of(trials, rounds, self._spec)
         noise = None if verdict is None else verdict.noise
         return 0.0 if noise is None or noise.degrees < _FEWEST_DEGREES else noise.relative_sd
-
-    def _allowed_s(self) -> float:
-        """Return the device seconds for rounds beyond the first few: by default a share of the search's."""
-        launches = self._context.store.launches(self._context.study_uuid)
-        return SEARCH_SHARE * sum(launch.report.held_s for launch in launches if launch.purpose != "confirm")
 
     def _launch(
         self, trial: FrozenTrial, *, round_number: int, noise: float, rounds: Rounds

@@ -188,16 +188,12 @@ def measure_profile(
             attempts.appendleft(planned)
             continue
         pipeline = record.engine is not None and record.engine.pipeline
-        tried.append(f"{attempt.words} ({_end_in_words(report)})")
+        missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
+        tried.append(f"{attempt.words} ({outcome_in_words(report.outcome)}{missing})")
     raise NothingRunnableError(
         f"The model does not fit at micro-batch {attempt.micro_batch}. Tried: " + "; ".join(tried) + ". "
         "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."
     )
-
-
-def _end_in_words(report: LaunchReport) -> str:
-    missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
-    return f"{outcome_in_words(report.outcome)}{missing}"
 
 
 def _steps_may_follow(spec: StudySpec, record: LaunchRecord) -> bool:

@@ -20,7 +20,7 @@ from optuna_dsat.runtime.events import EngineReady
 from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.confirm.loss_check import check_loss
 from optuna_dsat.study.context import StudyContext
-from optuna_dsat.study.profile.profile import ProfileAttempt, measure_profile, own_batch
+from optuna_dsat.study.profile.profile import measure_profile, own_batch
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.progress import ProfileFinished, ProfileStarted
@@ -162,7 +162,9 @@ class ProfileTurn:
         profiled = measure_profile(
             self._spec,
             self._context.launcher,
-            on_attempt=self._attempt_started,
+            on_attempt=lambda attempt: self._context.observer(
+                ProfileStarted(words=attempt.words, micro_batch=attempt.micro_batch)
+            ),
             on_report=self._attempt_ended,
             on_event=lambda event: self._context.show_phase(event, None),
             wait=self._context.wait,
@@ -229,9 +231,6 @@ class ProfileTurn:
             f'{remedy} If yours reads no shapes, add "zero_allow_untested_optimizer": true to the config to have ZeRO '
             "1 to 3 searched, too."
         )
-
-    def _attempt_started(self, attempt: ProfileAttempt) -> None:
-        self._context.observer(ProfileStarted(words=attempt.words, micro_batch=attempt.micro_batch))
 
     def _attempt_ended(self, report: LaunchReport, record: LaunchRecord) -> None:
         self._context.show_end(report, purpose="profile")

@@ -19,7 +19,6 @@ from optuna_dsat.study.confirm.verdict import verdict_of
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.progress import BestSoFar, SearchStarted, TrialDropped, TrialFinished
 from optuna_dsat.study.search.running import Flight
-from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
 __all__ = ["TrialRecorder"]
@@ -52,6 +51,7 @@ class TrialRecorder:
     def announce_search(self, *, total_slots: int) -> None:
         """Send ``SearchStarted`` with the state of the study."""
         spec, trials = self._spec, self._context.trials()
+        slots = total_slots if spec.max_slots is None else min(total_slots, spec.max_slots)
         user = attributes.user_config_trial(trials)
         self._observer(
             SearchStarted(
@@ -60,7 +60,7 @@ class TrialRecorder:
                 maximize=self._maximize,
                 max_trials=spec.max_trials,
                 launched=attributes.launches_used(trials),
-                side_by_side=_concurrent_launches(spec, total_slots),
+                side_by_side=max(1, min(spec.max_concurrent_trials, slots // spec.slots_per_trial)),
                 finalists=MIN_ROUNDS * (spec.confirm + spec.enqueue_user_config) if spec.confirm else 0,
                 finalist_steps=confirmation_end(spec) / spec.end_profile_step,
                 timeout_s=spec.timeout,
@@ -222,12 +222,6 @@ class TrialRecorder:
         """Return the best measured trial; None if nothing was measured."""
         best = attributes.best_trials(trials, maximize=self._maximize)
         return self._shown(best[0], best[0].user_attrs.get(attributes.METRICS, {}), best[0].values[0]) if best else None
-
-
-def _concurrent_launches(spec: StudySpec, total_slots: int) -> int:
-    """Return how many launches may be in flight at once."""
-    slots = total_slots if spec.max_slots is None else min(total_slots, spec.max_slots)
-    return max(1, min(spec.max_concurrent_trials, slots // spec.slots_per_trial))
 
 
 def _data_limit(flight: Flight) -> int:
