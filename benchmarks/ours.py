@@ -15,7 +15,7 @@ from benchmarks.rig import COMMAND, BudgetSpentError, Rig
 from optuna_dsat.config.knobs import PARTITION_COPY
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.store import Store
-from optuna_dsat.store.registry import STUDY_UUID, Registry
+from optuna_dsat.store.registry import STUDY_UUID
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import verdict_of
 from optuna_dsat.study.search.methods import make_method
@@ -28,11 +28,11 @@ from tests.harness.simulated import SIMULATED_DEVICES
 __all__ = ["quick_store", "run", "spec_of"]
 
 
-class _RegistryInMemory(Registry):
+class _QuickStore(Store):
     """Asks Optuna's storage which studies there are, where the tables of its studies are empty."""
 
     def _uuids(self, name: str | None = None) -> dict[str, str]:
-        studies = [study for study in self._storage.get_all_studies() if name in (None, study.study_name)]
+        studies = [study for study in self.storage.get_all_studies() if name in (None, study.study_name)]
         return {study.study_name: study.user_attrs[STUDY_UUID] for study in studies if STUDY_UUID in study.user_attrs}
 
 
@@ -45,8 +45,7 @@ def quick_store(folder: Path) -> Iterator[Store]:
     """
     with Store.open(f"sqlite:///{folder / 'study.db'}") as store:
         trials = cast(optuna.storages.RDBStorage, optuna.storages.InMemoryStorage())
-        quick = Store(store._database, trials)
-        quick._registry = _RegistryInMemory(store._database, trials)
+        quick = _QuickStore(store._database, trials)
         try:
             yield quick
         finally:

@@ -1,26 +1,93 @@
-"""Asynchronous successive halving over lineages."""
+"""Asynchronous successive halving over lineages.
+
+Li et al. 2018, "A System for Massively Parallel Hyperparameter Tuning" (arXiv:1810.05934), algorithm 2, with
+the launches of a lineage as the resource. Rung k has ``r * eta ** (s + k)`` launches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.pruners._common import LineagePruner, chosen_by_user, lineage_of
-from optuna_dsat.pruners._inflight import below_rung, cannot_win, reports_of
-from optuna_dsat.pruners._rungs import Rungs, build_rungs
+from optuna_dsat.pruners._inflight import below_rung, cannot_win, chosen_by_user, lineage_of
 from optuna_dsat.trials.bisection import ended
+from optuna_dsat.trials.history import best_score, read_history
 from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage
-from optuna_dsat.trials.lineage_cache import read_history
-from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_score
 from optuna_dsat.words import things_in_words
 
-__all__ = ["AshaPruner"]
+__all__ = ["AshaPruner", "Rung", "Rungs", "build_rungs"]
 
 
-class AshaPruner(LineagePruner):
+@dataclass(frozen=True, kw_only=True)
+class Rungs:
+    """Sizes of the rungs, in launches."""
+
+    max_rungs: int
+    """Number of rungs; the last rung is never left."""
+    min_launches: int
+    """Launches of the lowest rung, before ``early_stopping`` (``r`` in the paper)."""
+    divisor: int
+    """Inverse share of lineages promoted to the next rung (``eta`` in the paper)."""
+    early_stopping: int
+    """Raises all rungs by this power of the divisor (``s`` in the paper)."""
+
+    def size(self, rung: int) -> int:
+        """Return the total launches of a lineage that completed a rung."""
+        return self.min_launches * int(self.divisor ** (self.early_stopping + rung))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """Completed and promoted lineages of a rung."""
+
+    completed: tuple[str, ...]
+    """Keys of the lineages that completed it, best first."""
+    promoted: frozenset[str]
+    """Keys of the promoted lineages: the best ``1 / divisor``, and lineages overtaken after their promotion."""
+
+
+def build_rungs(
+    lineages: Mapping[str, Lineage],
+    *,
+    rungs: Rungs,
+    direction: StudyDirection,
+    ended: frozenset[str] = frozenset(),
+) -> list[Rung]:
+    """Return the rungs, from the lowest.
+
+    A lineage completes a rung when it has the launches of the rung, or when its search ended with fewer. It is
+    ranked by its best metric within the launches of the rung, so a longer search is not an advantage. A lineage
+    without a metric counts as completed but is never promoted.
+    """
+    remaining = list(lineages)
+    result = []
+    for index in range(rungs.max_rungs):
+        size = rungs.size(index)
+        completed = [key for key in remaining if len(lineages[key].conclusive) >= size or key in ended]
+        scores = {key: lineages[key].best_score(direction, first=size) for key in completed}
+        ranked = survivors(scores, keep=len(completed), direction=direction)
+        top = survivors(scores, keep=len(completed) // rungs.divisor, direction=direction)
+        already_promoted = [key for key in completed if len(lineages[key].conclusive) > size]
+        promoted = frozenset([*top, *already_promoted]) if index < rungs.max_rungs - 1 else frozenset[str]()
+        unranked = [key for key in completed if scores[key] is None]
+        result.append(Rung(completed=(*ranked, *unranked), promoted=promoted))
+        remaining = [key for key in remaining if key in promoted]
+    return result
+
+
+def survivors(scores: Mapping[str, float | None], *, keep: int, direction: StudyDirection) -> list[str]:
+    """Return the keys of the ``keep`` best scores, best first; ties keep their order."""
+    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
+    scored = [(sign * score, key) for key, score in scores.items() if score is not None]
+    return [key for _, key in sorted(scored, key=lambda item: item[0])][:keep]
+
+
+class AshaPruner(BasePruner):
     """Pruner that allocates more launches to lineages with better metrics.
 
     Asynchronous successive halving (Li et al. 2018, arXiv:1810.05934) with lineages as the candidates and
@@ -98,23 +165,19 @@ class AshaPruner(LineagePruner):
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may continue: highest rung first, then most launches."""
-        known, direction = Lineages.of(lineages), study.direction
-        return known.derived(("continuable", self._rungs, direction), lambda: self._continuing(known, direction))
-
-    def _continuing(self, lineages: Lineages, direction: StudyDirection) -> list[str]:
-        best = best_score(lineages, direction)
-        split = [_split(group, direction, self._rungs.size(0), best) for group in lineages.structures.values()]
-        newcomers = [ranked for below, _ in split for ranked in below]
-        started = {o.key: o for o in sorted((o for _, on in split for o in on), key=lambda o: o.first_number)}
-        over = frozenset(key for key, lineage in started.items() if ended(lineage, direction, best))
+        direction = study.direction
+        best = best_score(lineages.values(), direction)
+        over = frozenset(key for key, lineage in lineages.items() if ended(lineage, direction, best))
+        lowest = self._rungs.size(0)
+        started = {key: o for key, o in lineages.items() if key in over or len(o.conclusive) >= lowest}
         rungs = build_rungs(started, rungs=self._rungs, direction=direction, ended=over)
         continuing = []
-        for key, lineage in started.items():
+        for key, lineage in lineages.items():
             done = len(lineage.conclusive)
-            rung = next((k for k, r in enumerate(rungs) if key not in r.promoted), 0)
+            rung = next((k for k, r in enumerate(rungs) if key not in r.promoted), 0) if key in started else 0
             if key not in over and done < self._rungs.size(rung):
                 continuing.append((-rung, -done, lineage.first_number, key))
-        return [key for *_, key in sorted([*continuing, *newcomers])]
+        return [key for *_, key in sorted(continuing)]
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
         """Return no structures: every new lineage starts at the lowest rung."""
@@ -123,34 +186,11 @@ class AshaPruner(LineagePruner):
 
     def _stops(self, study: Study, trial: FrozenTrial) -> bool:
         history = read_history(study, micro_batch=self._micro_batch, without=trial.number)
-        reports, direction = reports_of(history), study.direction
         return below_rung(
             trial,
-            reports,
+            history.finished,
             history.pending,
-            direction=direction,
+            direction=study.direction,
             divisor=self._rungs.divisor,
             early_stopping=self._rungs.early_stopping,
-        ) and cannot_win(trial, reports, direction=direction, margin=self._stop_margin)
-
-
-_Ranked = tuple[int, int, int, str]
-"""Negative rung, negative launches, number of the first trial, key: sorts the most urgent lineage first."""
-
-
-def _split(
-    group: StructureGroup, direction: StudyDirection, least: int, best: float | None
-) -> tuple[Sequence[_Ranked], Sequence[Lineage]]:
-    """Return the lineages of a group below the lowest rung, of ``least`` launches, and the others."""
-
-    def find() -> tuple[list[_Ranked], list[Lineage]]:
-        below, on = [], []
-        for lineage in group.members.values():
-            done = len(lineage.conclusive)
-            if done >= least or ended(lineage, direction, best):
-                on.append(lineage)
-            else:
-                below.append((0, -done, lineage.first_number, lineage.key))
-        return sorted(below), on
-
-    return group.derived(("split", direction, least, best), find)
+        ) and cannot_win(trial, history.finished, direction=study.direction, margin=self._stop_margin)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
+from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.pruners._common import LineagePruner, chosen_by_user, lineage_of
-from optuna_dsat.pruners._inflight import cannot_win, reports_of
+from optuna_dsat.pruners._inflight import cannot_win, chosen_by_user, lineage_of
 from optuna_dsat.trials.bisection import ended
 from optuna_dsat.trials.extrapolation import optimistic_bound
+from optuna_dsat.trials.history import best_score, by_structure, read_history, same_structure
 from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage, search_interval
-from optuna_dsat.trials.lineage_cache import read_history
-from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_score
 from optuna_dsat.words import things_in_words
 
 __all__ = ["DeepSpeedPruner"]
@@ -32,7 +28,7 @@ _MIN_JUDGED = 2
 """Minimum number of judged lineages before a structure counts as hopeless."""
 
 
-class DeepSpeedPruner(LineagePruner):
+class DeepSpeedPruner(BasePruner):
     """Pruner that stops lineages and running trials that cannot win.
 
     Before a launch (nothing reported) it vetoes a trial if
@@ -91,8 +87,8 @@ class DeepSpeedPruner(LineagePruner):
             return self.reason(study, trial) is not None
         if len(trial.intermediate_values) < self._warmup:
             return False
-        reports = reports_of(read_history(study, micro_batch=self._micro_batch, without=trial.number))
-        return cannot_win(trial, reports, direction=study.direction, margin=self._stop_margin)
+        finished = read_history(study, micro_batch=self._micro_batch, without=trial.number).finished
+        return cannot_win(trial, finished, direction=study.direction, margin=self._stop_margin)
 
     def reason(self, study: Study, trial: FrozenTrial) -> str | None:
         """Return why a trial should not be launched, None if it should be."""
@@ -102,53 +98,32 @@ class DeepSpeedPruner(LineagePruner):
         lineage = lineage_of(trial, lineages, micro_batch=self._micro_batch)
         if lineage is None:
             return None
-        veto = self._veto_reason(lineage, lineages, study.direction)
+        hopeless = self.hopeless(study, lineages)
+        veto = veto_reason(lineage, lineages, direction=study.direction, budget=self._budget, hopeless=hopeless)
         return None if veto is None else self._explain(veto, lineage, lineages, study.direction)
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may get another launch, the oldest first."""
-        known, direction = Lineages.of(lineages), study.direction
+        hopeless, direction = self.hopeless(study, lineages), study.direction
 
-        def find() -> list[str]:
-            hopeless = hopeless_structures(known, direction=direction, budget=self._budget)
-            best = best_score(known, direction)
-            continuing: list[tuple[int, str]] = []
-            for group in known.structures.values():
-                is_hopeless = group.params in hopeless
-                continuing += group.derived(
-                    ("going on", self._budget, direction, best, is_hopeless),
-                    partial(self._continuing, group, known, direction),
-                )
-            return [key for _, key in sorted(continuing)]
+        def may(lineage: Lineage) -> bool:
+            veto = veto_reason(lineage, lineages, direction=direction, budget=self._budget, hopeless=hopeless)
+            return veto is None
 
-        return known.derived(("continuable", self._budget, direction), find)
-
-    def _continuing(
-        self, group: StructureGroup, lineages: Lineages, direction: StudyDirection
-    ) -> list[tuple[int, str]]:
-        """Return the lineages of a group that may get another launch: number of the first trial, and key."""
-        return [
-            (o.first_number, o.key) for o in group.members.values() if self._veto_reason(o, lineages, direction) is None
-        ]
+        return [key for key, lineage in lineages.items() if may(lineage)]
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
         """Return the structures (ZeRO stage and offload) that cannot win."""
-        return hopeless_structures(Lineages.of(lineages), direction=study.direction, budget=self._budget)
+        return hopeless_structures(lineages, direction=study.direction, budget=self._budget)
 
-    def _veto_reason(self, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> VetoReason | None:
-        if not lineage.conclusive:
-            hopeless = hopeless_structures(lineages, direction=direction, budget=self._budget)
-            if lineage.structure in hopeless:
-                return VetoReason.HOPELESS
-        return veto_reason(lineage, lineages, direction=direction, budget=self._budget)
-
-    def _explain(self, veto: VetoReason, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> str:
+    def _explain(
+        self, veto: VetoReason, lineage: Lineage, lineages: Mapping[str, Lineage], direction: StudyDirection
+    ) -> str:
         """Return the text of a veto; it names the earliest configuration that overtook this trial's."""
         _, high, bound = _remaining(lineage, direction)
-        group = lineages.structure_group(lineage.params)
         overtakers = [
             other
-            for other in (group.members.values() if group is not None else ())
+            for other in same_structure(lineages, lineage.params)
             if veto is VetoReason.OVERTAKEN
             and other.key != lineage.key
             and (other.largest_fit or 0) >= high
@@ -162,7 +137,7 @@ class DeepSpeedPruner(LineagePruner):
             larger=earliest.largest_fit,
             high=high,
             bound=bound,
-            best=best_score(lineages, direction) or 0.0,
+            best=best_score(lineages.values(), direction) or 0.0,
         )
 
 
@@ -177,15 +152,20 @@ class VetoReason(StrEnum):
     HOPELESS = "{structure} cannot reach the best result so far, by what its trials measured"
 
 
-def veto_reason(lineage: Lineage, lineages: Lineages, *, direction: StudyDirection, budget: int) -> VetoReason | None:
-    """Return why a lineage should get no further launch, None if it may.
+def veto_reason(
+    lineage: Lineage,
+    lineages: Mapping[str, Lineage],
+    *,
+    direction: StudyDirection,
+    budget: int,
+    hopeless: Sequence[Mapping[str, Any]] = (),
+) -> VetoReason | None:
+    """Return why a lineage should get no further launch after ``budget`` conclusive launches at most; None if it may.
 
-    Args:
-        lineage: The lineage.
-        lineages: All lineages of the study.
-        direction: Direction of the metric.
-        budget: Largest number of conclusive launches of a lineage.
+    ``hopeless`` contains the structures whose new lineages cannot win.
     """
+    if not lineage.conclusive and lineage.structure in hopeless:
+        return VetoReason.HOPELESS
     if lineage.broken:
         return VetoReason.BROKEN
     if lineage.dead:
@@ -199,13 +179,15 @@ def veto_reason(lineage: Lineage, lineages: Lineages, *, direction: StudyDirecti
         rival = _best_of_larger_fits(lineage, lineages, high, direction)
         if rival is not None and _overtaken(lineage, bound, rival, direction):
             return VetoReason.OVERTAKEN
-    best = lineages.derived(("best score", direction), lambda: best_score(lineages, direction))
-    if best is not None and lineage.points() and _worse(bound, best, direction, _NOISE):
+    best = best_score(lineages.values(), direction)
+    if best is not None and lineage.points and _worse(bound, best, direction, _NOISE):
         return VetoReason.BEHIND
     return None
 
 
-def hopeless_structures(lineages: Lineages, *, direction: StudyDirection, budget: int) -> Sequence[Mapping[str, Any]]:
+def hopeless_structures(
+    lineages: Mapping[str, Lineage], *, direction: StudyDirection, budget: int
+) -> Sequence[Mapping[str, Any]]:
     """Return the structures (ZeRO stage and offload) that cannot win.
 
     A structure is hopeless if at least two of its lineages were judged, and the metric and the optimistic bound of each
@@ -217,73 +199,36 @@ def hopeless_structures(lineages: Lineages, *, direction: StudyDirection, budget
         direction: Direction of the metric.
         budget: Largest number of conclusive launches of a lineage.
     """
-
-    def find() -> list[Mapping[str, Any]]:
-        best = best_score(lineages, direction)
-        if best is None:
-            return []
-        result = ((_structure_bound(group, direction, budget), group) for group in lineages.structures.values())
-        bad = [
-            (bound.first_number, group.params)
-            for bound, group in result
-            if bound.lineages >= _MIN_JUDGED and _worse(bound.bound, best, direction, _SPREAD)
-        ]
-        return [params for _, params in sorted(bad, key=lambda item: item[0])]
-
-    return lineages.derived(("hopeless", direction, budget), find)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StructureBound:
-    """Optimistic bound on the metric of a structure, over its lineages with conclusive launches."""
-
-    lineages: int
-    """Number of lineages with conclusive launches."""
-    bound: float
-    """Best metric or optimistic bound of the lineages, NaN without lineages."""
-    first_number: int
-    """Number of the earliest trial of the lineages, -1 without lineages."""
-
-
-def _structure_bound(group: StructureGroup, direction: StudyDirection, budget: int) -> _StructureBound:
+    best = best_score(lineages.values(), direction)
+    if best is None:
+        return []
     better = max if direction == StudyDirection.MAXIMIZE else min
-
-    def find() -> _StructureBound:
-        launched = [lineage for lineage in group.members.values() if lineage.conclusive]
-        return _StructureBound(
-            lineages=len(launched),
-            bound=better((_lineage_bound(lineage, direction, budget) for lineage in launched), default=math.nan),
-            first_number=min((lineage.first_number for lineage in launched), default=-1),
-        )
-
-    return group.derived(("bound", direction, budget), find)
+    result = []
+    for members in by_structure(lineages).values():
+        launched = [lineage for lineage in members if lineage.conclusive]
+        bounds = [_lineage_bound(lineage, direction, budget) for lineage in launched]
+        if len(launched) >= _MIN_JUDGED and _worse(better(bounds), best, direction, _SPREAD):
+            result.append((launched[0].first_number, members[0].structure))
+    return [params for _, params in sorted(result, key=lambda item: item[0])]
 
 
 def _lineage_bound(lineage: Lineage, direction: StudyDirection, budget: int) -> float:
     """Return the better of a lineage's best metric and the optimistic bound of its remaining micro-batches."""
-
-    def find() -> float:
-        nothing = -math.inf if direction == StudyDirection.MAXIMIZE else math.inf
-        shown = lineage.best_score(direction)
-        shown = nothing if shown is None else shown
-        if lineage.dead or ended(lineage, direction) or len(lineage.conclusive) >= budget:
-            return shown
-        if len({size for size, _ in lineage.points()}) < 2:
-            return -nothing
-        _, _, left = _remaining(lineage, direction)
-        return left if _worse(shown, left, direction, 0.0) else shown
-
-    return lineage.derived(("bound", direction, budget), find)
+    nothing = -math.inf if direction == StudyDirection.MAXIMIZE else math.inf
+    shown = lineage.best_score(direction)
+    shown = nothing if shown is None else shown
+    if lineage.dead or ended(lineage, direction) or len(lineage.conclusive) >= budget:
+        return shown
+    if len({size for size, _ in lineage.points}) < 2:
+        return -nothing
+    _, _, left = _remaining(lineage, direction)
+    return left if _worse(shown, left, direction, 0.0) else shown
 
 
 def _remaining(lineage: Lineage, direction: StudyDirection) -> tuple[int, int, float]:
     """Return the remaining micro-batches (low, high) of a lineage, and the optimistic bound on their metric."""
-
-    def find() -> tuple[int, int, float]:
-        low, high = _remaining_interval(lineage)
-        return low, high, optimistic_bound(lineage.points(), low, high, direction=direction, margin=_NOISE)
-
-    return lineage.derived(("remaining", direction), find)
+    low, high = _remaining_interval(lineage)
+    return low, high, optimistic_bound(lineage.points, low, high, direction=direction, margin=_NOISE)
 
 
 def _remaining_interval(lineage: Lineage) -> tuple[int, int]:
@@ -296,36 +241,16 @@ def _remaining_interval(lineage: Lineage) -> tuple[int, int]:
     return low, high
 
 
-def _best_of_larger_fits(lineage: Lineage, lineages: Lineages, high: int, direction: StudyDirection) -> float | None:
+def _best_of_larger_fits(
+    lineage: Lineage, lineages: Mapping[str, Lineage], high: int, direction: StudyDirection
+) -> float | None:
     """Return the best metric of other lineages of the structure that ran micro-batches from ``high`` up, or None."""
-    group = lineages.structure_group(lineage.params)
-    if group is None:
-        return None
-    sizes, best_two = group.derived(("larger", direction), lambda: _best_by_size(group, direction))
-    above = bisect_right(sizes, -high)  # the first ``above`` lineages ran high or more
-    return next((result for result, key in best_two[above] if key != lineage.key), None)
-
-
-def _best_by_size(group: StructureGroup, direction: StudyDirection) -> tuple[list[int], list[list[tuple[float, str]]]]:
-    """Return the negative largest micro-batches of a group's lineages, ascending, and the best two lineages up to each.
-
-    Item n of the second list holds the best two (metric, key) of the n lineages with the largest micro-batches.
-    """
-    maximize = direction == StudyDirection.MAXIMIZE
-    shown = [
-        (-(o.largest_fit or 0), best, o.key)
-        for o in group.members.values()
-        if (best := o.best_score(direction)) is not None
-    ]
-    shown.sort()
-    best_two: list[list[tuple[float, str]]] = [[]]
-    for _, best, key in shown:
-        best_two.append(sorted([*best_two[-1], (best, key)], reverse=maximize)[:2])
-    return [size for size, _, _ in shown], best_two
+    others = same_structure(lineages, lineage.params)
+    return best_score((o for o in others if o.key != lineage.key and (o.largest_fit or 0) >= high), direction)
 
 
 def _overtaken(lineage: Lineage, bound: float, rival: float, direction: StudyDirection) -> bool:
-    return not lineage.points() or _worse(bound, rival, direction, 0.0)
+    return not lineage.points or _worse(bound, rival, direction, 0.0)
 
 
 def _worse(value: float, than: float, direction: StudyDirection, margin: float) -> bool:

@@ -1,9 +1,7 @@
 """Optuna samplers that tune DeepSpeed configurations, usable in any study."""
 
-from optuna_dsat.samplers._base import MaxMicroBatch
 from optuna_dsat.samplers._binary import BinarySearchSampler
-from optuna_dsat.samplers._draw import Usual
 from optuna_dsat.samplers._guided import GuidedSampler
 from optuna_dsat.samplers._random import LineageRandomSampler
 
-__all__ = ["BinarySearchSampler", "GuidedSampler", "LineageRandomSampler", "MaxMicroBatch", "Usual"]
+__all__ = ["BinarySearchSampler", "GuidedSampler", "LineageRandomSampler"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import hashlib
+import math
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +17,9 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.guided.planner import GuidedPlanner
-from optuna_dsat.samplers._draw import Usual, draw, draw_choice, generator
 from optuna_dsat.trials.attributes import PURPOSE
 from optuna_dsat.trials.failures import StructureFailures, structure_failures
+from optuna_dsat.trials.history import StudyHistory, all_opened, read_history
 from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
@@ -33,13 +35,8 @@ from optuna_dsat.trials.lineage import (
     middle,
     unused_micro_batches,
 )
-from optuna_dsat.trials.lineage_cache import StudyHistory, read_history, trial_notes
-from optuna_dsat.trials.lineage_index import Lineages
 
-__all__ = ["LineageSampler", "MaxMicroBatch", "Proposal"]
-
-MaxMicroBatch = Callable[[Mapping[str, Any], Sequence[FrozenTrial]], int]
-"""Largest micro-batch worth a launch: (knobs of a lineage, trials of the study) -> samples per GPU."""
+__all__ = ["LineageSampler", "Proposal"]
 
 _SEED_ATTR = "dsat:sampler_seed"
 _PLAN_ATTEMPTS = 3
@@ -55,16 +52,6 @@ class Proposal:
     high: int
 
 
-@dataclass(kw_only=True)
-class _TrialNotes:
-    """Cached data of the trial being sampled, so that it is not read again for each parameter."""
-
-    plan: Mapping[str, Any]
-    """As stored under ``PLAN_ATTR``."""
-    seed: int | None = None
-    """The study's seed, None until it was read."""
-
-
 class LineageSampler(BaseSampler):
     """Base class of the samplers that tune the micro-batch inside lineages.
 
@@ -78,13 +65,9 @@ class LineageSampler(BaseSampler):
     up to k lineages. Lineages that the study's pruner holds back (see ``LineageGate``) are not continued.
 
     Args:
-        search_range_factor: Multiplies ``max_micro_batch``.
-        max_micro_batch: Largest micro-batch worth a launch for given knobs; None for the upper end of the
-            micro-batch's distribution, which is always respected.
-        usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
-            these as in other lineages.
-        planner: Draws new lineages and limits micro-batches by its posterior; None to draw knobs by
-            ``optuna_dsat.samplers._draw``. Its micro-batch is named ``train_micro_batch_size_per_gpu``.
+        search_range_factor: Multiplies the largest micro-batch that the planner expects to fit.
+        planner: Draws new lineages and limits micro-batches by its posterior; None to draw knobs at random. Its
+            micro-batch is named ``train_micro_batch_size_per_gpu``.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, or a categorical parameter
             of whole numbers, suggested last.
         seed: Seed of the draws; None draws a seed for the study and stores it there.
@@ -98,8 +81,6 @@ class LineageSampler(BaseSampler):
         self,
         *,
         search_range_factor: float = 1.0,
-        max_micro_batch: MaxMicroBatch | None = None,
-        usual: Usual | None = None,
         planner: GuidedPlanner | None = None,
         micro_batch: str = MICRO_BATCH,
         seed: int | None = None,
@@ -113,10 +94,7 @@ class LineageSampler(BaseSampler):
         if planner is not None and micro_batch != MICRO_BATCH:
             raise ValueError(f"micro_batch is {micro_batch!r}; with a planner it must be {MICRO_BATCH!r}")
         self._factor = search_range_factor
-        self._max_micro_batch = max_micro_batch
-        self._usual = usual
         self._planner = planner
-        self._has_model = planner is not None or max_micro_batch is not None
         self._name = micro_batch
         self._seed = seed
 
@@ -127,8 +105,7 @@ class LineageSampler(BaseSampler):
         lineage: Lineage,
         distribution: IntDistribution,
         *,
-        lineages: Lineages,
-        history: Sequence[FrozenTrial],
+        history: StudyHistory,
         rng: random.Random,
     ) -> Proposal | None:
         """Return the next micro-batch of a lineage, which may have no trials yet; None if the lineage is finished."""
@@ -138,36 +115,34 @@ class LineageSampler(BaseSampler):
 
         Structures that fail, or that the study's pruner considers hopeless, are ignored.
 
-        Args:
-            study: The study.
-            classes: Number of lineages of the space; None to infer the space from the trials, which works for purely
-                categorical spaces once all lineages were opened.
+        ``classes`` is the number of lineages of the space; None infers the space from the trials, which works for
+        purely categorical spaces once all lineages were opened.
         """
         history = read_history(study, micro_batch=self._name)
         if history.pending:
             return False
-        lineages = history.lineages
         rng = generator("exhausted")
         if any(
-            self._next(study, o, o.distribution, lineages=lineages, history=history.trials, rng=rng)
-            for o in self._ready(study, history, {})
-            if o.distribution is not None
+            self._next(study, lineage, lineage.distribution, history=history, rng=rng)
+            for lineage in self._ready(study, history, {})
+            if lineage.distribution is not None
         ):
             return False
-        opened = sum(kind.complete for kind in lineages.structures.values())
-        return (classes is not None and opened >= classes) or lineages.tree.closed({}, self._hopeless(study, history))
+        opened = [lineage for lineage in history.lineages.values() if lineage.complete]
+        return (classes is not None and len(opened) >= classes) or all_opened(
+            {}, opened, self._hopeless(study, history)
+        )
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         """Decide which lineage the trial continues or opens, and store the decision on the trial."""
         if len(study.directions) > 1:
             return  # rejected with a message when a parameter is suggested
-        notes = self._notes(study, trial, begin=True)
         fixed = {**(trial.system_attrs.get("fixed_params") or {}), **trial.params}
         if self._name in fixed or PLAN_ATTR in trial.system_attrs:
             return  # enqueued with its micro-batch, or the retry of a lost trial: its configuration is given
         for _ in range(_PLAN_ATTEMPTS):
             plan = self._plan(study, trial, self._history(study, trial), fixed)
-            self._store_plan(study, trial, notes, plan)
+            study._storage.set_trial_system_attr(trial._trial_id, PLAN_ATTR, plan)
             if "lineage" not in plan or not self._taken(plan["lineage"], trial, self._history(study, trial)):
                 return
 
@@ -189,8 +164,7 @@ class LineageSampler(BaseSampler):
     ) -> Any:
         """Return the planned value of a parameter, or draw a value."""
         self._raise_error_if_multi_objective(study)
-        notes = self._notes(study, trial)
-        plan = notes.plan
+        plan: Mapping[str, Any] = trial.system_attrs.get(PLAN_ATTR) or {}
         sizes = micro_batches_of(param_distribution) if param_name == self._name else None
         is_micro_batch = sizes is not None
         planned = plan.get("micro_batch") if is_micro_batch else plan.get("lineage", {}).get(param_name, _MISSING)
@@ -198,10 +172,11 @@ class LineageSampler(BaseSampler):
             planned = _MISSING
         if planned is not _MISSING and _holds(param_distribution, planned):
             return planned
-        seed, number = self._study_seed(study, notes), plan.get("draw", trial.number)
-        rng = generator(seed, number, param_name)
+        rng = generator(self._study_seed(study), plan.get("draw", trial.number), param_name)
         if sizes is not None:
-            return self._sample_micro_batch(study, trial, sizes, notes, rng)
+            proposal = self._first(study, _without(trial.params, self._name), sizes, self._history(study, trial), rng)
+            study._storage.set_trial_system_attr(trial._trial_id, PLAN_ATTR, {**plan, **_bounds_of(proposal)})
+            return proposal.micro_batch
         if param_name == self._name:
             self._refuse(
                 f"the micro-batch {param_name!r} is {_kind_of(param_distribution)}; it must be whole numbers: "
@@ -209,17 +184,14 @@ class LineageSampler(BaseSampler):
             )
         if not isinstance(param_distribution, CategoricalDistribution):
             return draw(rng, param_distribution)
-        history = self._history(study, trial, again=False)
+        history = self._history(study, trial)
         return draw_choice(
-            lambda about: generator(seed, number, about),
+            rng,
             param_name,
             param_distribution,
             params=trial.params,
-            lineages=history.lineages,
-            opening=[t.params for t in history.pending if t.state == TrialState.RUNNING and self._name not in t.params],
+            lineages=[lineage for lineage in history.lineages.values() if lineage.complete],
             hopeless=self._hopeless(study, history),
-            direction=study.direction,
-            usual=self._usual,
         )
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
@@ -248,13 +220,11 @@ class LineageSampler(BaseSampler):
         self, study: Study, trial: FrozenTrial, history: StudyHistory, fixed: Mapping[str, Any]
     ) -> dict[str, Any]:
         number = _draw_number(trial, history)
-        rng = generator(self._study_seed(study, self._notes(study, trial)), number, self._name)
+        rng = generator(self._study_seed(study), number, self._name)
         for lineage in self._ready(study, history, fixed):
             if lineage.distribution is None:
                 continue
-            proposal = self._next(
-                study, lineage, lineage.distribution, lineages=history.lineages, history=history.trials, rng=rng
-            )
+            proposal = self._next(study, lineage, lineage.distribution, history=history, rng=rng)
             if proposal is not None:
                 return {"draw": number, "lineage": dict(lineage.params), **_bounds_of(proposal)}
         if self._planner is None:
@@ -293,19 +263,6 @@ class LineageSampler(BaseSampler):
         planned = lineage_key(plan["lineage"], micro_batch=self._name)
         return planned == lineage_key(_without(trial.params, self._name))
 
-    def _sample_micro_batch(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        distribution: IntDistribution,
-        notes: _TrialNotes,
-        rng: random.Random,
-    ) -> int:
-        history = self._history(study, trial)
-        proposal = self._first(study, _without(trial.params, self._name), distribution, history, rng)
-        self._store_plan(study, trial, notes, {**notes.plan, **_bounds_of(proposal)})
-        return proposal.micro_batch
-
     def _first(
         self,
         study: Study,
@@ -319,7 +276,7 @@ class LineageSampler(BaseSampler):
         empty = Lineage(key=key, params=params, trials=(), micro_batch=self._name)
         lineage = history.lineages.get(key, empty)
         distribution = _up_to(distribution, self._failures(history).largest_first(params))
-        proposal = self._next(study, lineage, distribution, lineages=history.lineages, history=history.trials, rng=rng)
+        proposal = self._next(study, lineage, distribution, history=history, rng=rng)
         return proposal or self._leftover(lineage, distribution, history)
 
     def _next(
@@ -328,15 +285,14 @@ class LineageSampler(BaseSampler):
         lineage: Lineage,
         distribution: IntDistribution,
         *,
-        lineages: Lineages,
-        history: Sequence[FrozenTrial],
+        history: StudyHistory,
         rng: random.Random,
     ) -> Proposal | None:
         """Return the next micro-batch of a lineage worth a launch, None if the lineage is finished (``_propose``)."""
-        proposal = self._propose(study, lineage, distribution, lineages=lineages, history=history, rng=rng)
+        proposal = self._propose(study, lineage, distribution, history=history, rng=rng)
         if proposal is None:
             return None
-        top = self._top(lineage.params, history, distribution)
+        top = self._top(lineage.params, history.trials, distribution)
         if proposal.micro_batch <= top:
             return proposal
         low = max(distribution.low, (lineage.largest_fit or 0) + 1)
@@ -362,15 +318,12 @@ class LineageSampler(BaseSampler):
         """Return the largest micro-batch expected to fit, within the distribution."""
         largest = None if self._planner is None else self._planner.largest_fit(history, params)
         if largest is None:
-            largest = distribution.high if self._max_micro_batch is None else self._max_micro_batch(params, history)
+            largest = distribution.high
         return int(min(distribution.high, max(distribution.low, self._factor * largest)))
 
     def _failures(self, history: StudyHistory) -> StructureFailures:
         """Return the evidence from failed launches against structures."""
-        finished = history.finished
-        return history.cached(
-            ("structure failures", len(finished)), lambda: structure_failures(finished, micro_batch=self._name)
-        )
+        return structure_failures(history.finished, micro_batch=self._name)
 
     def _hopeless(self, study: Study, history: StudyHistory) -> Sequence[Mapping[str, Any]]:
         """Return the structures that fail, or that cannot win according to the study's pruner."""
@@ -383,37 +336,21 @@ class LineageSampler(BaseSampler):
         The model is rarely wrong by a factor of two. It is trusted until a micro-batch of the upper half has fitted, or
         two were too large.
         """
-        if not self._has_model or lineage.feasibilities.count(Feasibility.TOO_LARGE) > 1:
+        if self._planner is None or lineage.feasibilities.count(Feasibility.TOO_LARGE) > 1:
             return low
         return max(low, high // 2 + 1)
 
-    def _study_seed(self, study: Study, notes: _TrialNotes) -> int:
+    def _study_seed(self, study: Study) -> int:
         if self._seed is not None:
             return self._seed
-        if notes.seed is None:
-            stored = study._storage.get_study_system_attrs(study._study_id).get(_SEED_ATTR)
-            if stored is None:
-                study._storage.set_study_system_attr(study._study_id, _SEED_ATTR, secrets.randbits(32))
-                stored = study._storage.get_study_system_attrs(study._study_id)[_SEED_ATTR]
-            notes.seed = int(stored)
-        return notes.seed
+        stored = study._storage.get_study_system_attrs(study._study_id).get(_SEED_ATTR)
+        if stored is None:
+            study._storage.set_study_system_attr(study._study_id, _SEED_ATTR, secrets.randbits(32))
+            stored = study._storage.get_study_system_attrs(study._study_id)[_SEED_ATTR]
+        return int(stored)
 
-    def _history(self, study: Study, trial: FrozenTrial, *, again: bool = True) -> StudyHistory:
-        return read_history(study, micro_batch=self._name, without=trial.number, again=again)
-
-    def _notes(self, study: Study, trial: FrozenTrial, *, begin: bool = False) -> _TrialNotes:
-        """Return the notes on the trial being sampled; create them from the study if missing."""
-        return trial_notes(
-            study,
-            trial,
-            lambda: _TrialNotes(plan=trial.system_attrs.get(PLAN_ATTR) or {}),
-            micro_batch=self._name,
-            begin=begin,
-        )
-
-    def _store_plan(self, study: Study, trial: FrozenTrial, notes: _TrialNotes, plan: dict[str, Any]) -> None:
-        study._storage.set_trial_system_attr(trial._trial_id, PLAN_ATTR, plan)
-        notes.plan = plan
+    def _history(self, study: Study, trial: FrozenTrial) -> StudyHistory:
+        return read_history(study, micro_batch=self._name, without=trial.number)
 
 
 def _without(params: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -452,3 +389,61 @@ def _holds(distribution: BaseDistribution, value: Any) -> bool:
         return distribution._contains(distribution.to_internal_repr(value))
     except (ValueError, TypeError):
         return False  # a value of another space
+
+
+def generator(*parts: object) -> random.Random:
+    """Return a random generator seeded by the parts only, reproducible on every machine."""
+    digest = hashlib.sha256("\x1f".join(map(repr, parts)).encode()).digest()
+    return random.Random(int.from_bytes(digest[:8], "big"))
+
+
+def draw(rng: random.Random, distribution: BaseDistribution) -> Any:
+    """Return a value drawn uniformly, on a logarithmic scale if the distribution is logarithmic."""
+    if isinstance(distribution, CategoricalDistribution):
+        return distribution.choices[rng.randrange(len(distribution.choices))]
+    if isinstance(distribution, IntDistribution):
+        return _draw_int(rng, distribution)
+    if isinstance(distribution, FloatDistribution):
+        return _draw_float(rng, distribution)
+    raise ValueError(f"a distribution must be categorical, int or float, not {distribution!r}")
+
+
+def draw_choice(
+    rng: random.Random,
+    name: str,
+    distribution: CategoricalDistribution,
+    *,
+    params: Mapping[str, Any],
+    lineages: Iterable[Lineage],
+    hopeless: Sequence[Mapping[str, Any]],
+) -> Any:
+    """Return a random choice of a knob whose lineages were not all opened before.
+
+    Structures that are hopeless are drawn only if no other is left.
+
+    ``hopeless`` contains structures (partial knobs) that fail or cannot win.
+    """
+    known, choices = list(lineages), distribution.choices
+    for avoided in (hopeless, ()):
+        left = [choice for choice in choices if not all_opened({**params, name: choice}, known, avoided)]
+        if left:
+            return rng.choice(left)
+    return rng.choice(choices)
+
+
+def _draw_int(rng: random.Random, distribution: IntDistribution) -> int:
+    low, high, step = distribution.low, distribution.high, distribution.step
+    if distribution.log:
+        value = math.exp(rng.uniform(math.log(low - 0.5), math.log(high + 0.5)))
+        return min(max(round(value), low), high)
+    return rng.randrange(low, high + 1, step)
+
+
+def _draw_float(rng: random.Random, distribution: FloatDistribution) -> float:
+    low, high, step = distribution.low, distribution.high, distribution.step
+    if distribution.log:
+        return min(max(math.exp(rng.uniform(math.log(low), math.log(high))), low), high)
+    if step is not None:
+        steps = math.floor((high - low) / step + 1e-9)
+        return min(low + rng.randint(0, steps) * step, high)
+    return rng.uniform(low, high)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from optuna.distributions import IntDistribution
 from optuna.study import Study, StudyDirection
-from optuna.trial import FrozenTrial
 
 from optuna_dsat.samplers._base import LineageSampler, Proposal
 from optuna_dsat.trials.bisection import edge_interval, refine
+from optuna_dsat.trials.history import StudyHistory, best_lineage, best_score, same_structure, structure_edge
 from optuna_dsat.trials.lineage import Lineage, middle, past_peak, search_interval, unused_micro_batches
-from optuna_dsat.trials.lineage_index import Lineages, best_lineage, best_of_all, best_score, structure_edge
 
 __all__ = ["BinarySearchSampler"]
 
@@ -20,16 +19,17 @@ __all__ = ["BinarySearchSampler"]
 class BinarySearchSampler(LineageSampler):
     """Sampler that draws lineages at random and bisects the micro-batch inside each.
 
-    A lineage starts with ``low = 1`` and ``high = search_range_factor * max_micro_batch`` (within the parameter's
-    distribution). A micro-batch that fits sets ``low = micro-batch + 1``, otherwise ``high = micro-batch - 1``. The
-    oldest unfinished lineage is continued first; if all are finished, a new lineage is drawn. Micro-batches that were
-    vetoed or failed for unrelated reasons are replaced by their neighbours.
+    A lineage starts with ``low = 1`` and ``high`` the upper end of the parameter's distribution, or
+    ``search_range_factor`` times the largest micro-batch that the planner expects to fit. A micro-batch that fits sets
+    ``low = micro-batch + 1``, otherwise ``high = micro-batch - 1``. The oldest unfinished
+    lineage is continued first; if all are finished, a new lineage is drawn. Micro-batches that were vetoed or failed
+    for unrelated reasons are replaced by their neighbours.
 
     The interval is divided
 
     - in the middle, by default;
-    - with a memory model (``max_micro_batch``), in the middle of its upper half, until a micro-batch of that half has
-      fitted or two were too large: models are rarely wrong by a factor of two;
+    - with a ``planner``, in the middle of its upper half, until a micro-batch of that half has fitted or two were too
+      large: models are rarely wrong by a factor of two;
     - if a lineage of the same structure (ZeRO stage and offload) was measured, at the micro-batch of the best such
       lineage, so that both are compared at the same size, and an eighth lower if this is too large. Micro-batches that
       were slower for the best lineage, or too large for lineages that need no more memory, are excluded. The first
@@ -49,8 +49,7 @@ class BinarySearchSampler(LineageSampler):
     lineages continue, and in which order.
 
     With a ``planner`` a new lineage, and its first micro-batch, is drawn with the probability that it is the best.
-    Without, knobs are balanced over the choices drawn before or inherited from the best lineage, and offloading and
-    stages that do not fit become rare; see ``optuna_dsat.samplers._draw``.
+    Without, knobs are drawn at random among lineages that were not opened before.
 
     Example:
         .. code-block:: python
@@ -60,13 +59,8 @@ class BinarySearchSampler(LineageSampler):
             )
 
     Args:
-        search_range_factor: Multiplies ``max_micro_batch``.
-        max_micro_batch: Largest micro-batch worth a launch for given knobs; None for the upper end of the
-            micro-batch's distribution, which is always respected.
-        usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
-            these as in other lineages.
-        planner: Draws new lineages and limits micro-batches by its posterior; None to draw knobs by
-            ``optuna_dsat.samplers._draw``.
+        search_range_factor: Multiplies the largest micro-batch that the planner expects to fit.
+        planner: Draws new lineages and limits micro-batches by its posterior; None to draw knobs at random.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last; the first
             trial of a study raises ``ValueError`` if the parameter is missing or a float.
         seed: Seed of the draws; None draws a seed for the study and stores it there.
@@ -78,34 +72,28 @@ class BinarySearchSampler(LineageSampler):
         lineage: Lineage,
         distribution: IntDistribution,
         *,
-        lineages: Lineages,
-        history: Sequence[FrozenTrial],
+        history: StudyHistory,
         rng: random.Random,
     ) -> Proposal | None:
         del rng
         if lineage.running or lineage.broken:
             return None
-        direction = study.direction
-        best = best_score(lineages, direction)
-        if lineage.derived(
-            ("edge left", direction, distribution), lambda: _has_edge_left(lineage, distribution, direction)
-        ):
+        direction, lineages = study.direction, history.lineages
+        best = best_score(lineages.values(), direction)
+        if _has_edge_left(lineage, distribution, direction):
             best_other = _best_other(lineage, lineages, direction)
-            ceiling = self._ceiling(lineage.params, history, distribution)
             limits = (
                 structure_edge(lineage, lineages),
                 None if best_other is None else _first_slower(best_other, direction),
             )
+            ceiling = self._ceiling(lineage.params, history.trials, distribution)
             ceiling = min([ceiling, *(limit for limit in limits if limit is not None)])
             bounds = edge_interval(lineage, ceiling, distribution, direction=direction, best=best)
             if bounds is not None:
                 model = best_other or _best_elsewhere(lineage, lineages, direction)
                 size = self._pick(lineage, model, *bounds, distribution, direction)
                 return Proposal(micro_batch=size, low=bounds[0], high=bounds[1])
-        gap = lineage.derived(
-            ("gap", direction, distribution, best),
-            lambda: refine(lineage, distribution, direction=direction, best=best),
-        )
+        gap = refine(lineage, distribution, direction=direction, best=best)
         return Proposal(micro_batch=middle(gap), low=gap[0], high=gap[-1]) if gap else None
 
     def _pick(
@@ -137,23 +125,20 @@ def _has_edge_left(lineage: Lineage, distribution: IntDistribution, direction: S
     return bool(unused_micro_batches(low, high, distribution, used=lineage.used))
 
 
-def _best_other(lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Lineage | None:
-    """Return the best other lineage of the same structure, the earliest of ties; None if no other was measured."""
-    group = lineages.structure_group(lineage.params)
-    if group is None or direction == StudyDirection.MINIMIZE:
+def _best_other(lineage: Lineage, lineages: Mapping[str, Lineage], direction: StudyDirection) -> Lineage | None:
+    """Return the best lineage of the same structure, the earliest of ties; None if no other was measured."""
+    if direction == StudyDirection.MINIMIZE:
         return None
-    best = best_lineage(group, direction)
-    if best is not None and best.key == lineage.key:
-        return None
-    return best
+    best = best_lineage(same_structure(lineages, lineage.params), direction)
+    return None if best is None or best.key == lineage.key else best
 
 
-def _best_elsewhere(lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Lineage | None:
+def _best_elsewhere(lineage: Lineage, lineages: Mapping[str, Lineage], direction: StudyDirection) -> Lineage | None:
     """Return the best lineage of the study if the lineage's structure was not measured, else None."""
-    group = lineages.structure_group(lineage.params)
-    if direction == StudyDirection.MINIMIZE or (group is not None and best_lineage(group, direction) is not None):
+    measured = best_lineage(same_structure(lineages, lineage.params), direction)
+    if direction == StudyDirection.MINIMIZE or measured is not None:
         return None
-    return best_of_all(lineages, direction)
+    return best_lineage(lineages.values(), direction)
 
 
 def _first_slower(lineage: Lineage, direction: StudyDirection) -> int | None:
@@ -162,4 +147,4 @@ def _first_slower(lineage: Lineage, direction: StudyDirection) -> int | None:
     if best is None or not past_peak(lineage, direction):
         return None
     peak = lineage.size(best)
-    return min((size for size, _ in lineage.points() if size > peak), default=None)
+    return min((size for size, _ in lineage.points if size > peak), default=None)

@@ -9,7 +9,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.samplers._binary import BinarySearchSampler
-from optuna_dsat.trials.lineage_cache import StudyHistory, read_history
+from optuna_dsat.trials.history import StudyHistory, read_history
 
 __all__ = ["GuidedSampler"]
 
@@ -45,8 +45,6 @@ class GuidedSampler(BinarySearchSampler):
     Args:
         planner: The planner of the space; its micro-batch is named ``train_micro_batch_size_per_gpu``. None to bisect.
         search_range_factor: See ``BinarySearchSampler``.
-        max_micro_batch: See ``BinarySearchSampler``.
-        usual: See ``BinarySearchSampler``.
         micro_batch: Name of the micro-batch's parameter.
         seed: Seed of the draws for lineages that the planner does not plan.
     """

@@ -282,7 +282,7 @@ def export(
     fmt: Annotated[ExportFormat, typer.Option("--format", help="Format.")] = ExportFormat.JSON,
 ) -> None:
     """Print all trials of a study as JSON or CSV."""
-    from optuna_dsat.study.confirm.rows import columns_of, flat_rows
+    from optuna_dsat.study.stored import columns_of, flat_rows
 
     study = _read(storage, name)
     rows = [study.row(trial) for trial in study.trials]

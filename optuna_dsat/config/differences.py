@@ -21,10 +21,7 @@ def knob_differences(
 
     The baseline is the user's settings at the configuration's stage and offloads.
 
-    Args:
-        config: A DeepSpeed config.
-        own: The user's config.
-        params_count: Parameters of the model, above which all sizes are equivalent; None if unknown.
+    ``params_count`` is the number of the model's parameters, above which all sizes are equivalent; None if unknown.
 
     Returns:
         Dotted key within the ZeRO section, or ``gradient_accumulation_steps`` -> value; sorted by key.

@@ -1,4 +1,4 @@
-"""Read user files with limits on size, nesting, numbers, and the time to read a pipe."""
+"""Read user files, also from a pipe, and check that their values can be stored and passed on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 import select
 import stat
 import time
@@ -17,14 +16,8 @@ from typing import Any
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import storable
 
-__all__ = ["as_written", "check_nesting", "checked", "is_pipe", "read_document", "read_hjson"]
+__all__ = ["as_written", "checked", "is_pipe", "read_document", "read_hjson"]
 
-_MOST_BYTES = 16 * 2**20
-_MOST_DEPTH = 64
-_MOST_VALUES = 100_000
-"""Largest number of values of a document; aliased values count at each use of the alias."""
-_BRACKETS = re.compile(r"[\[{\]}]")
-_MOST_BRACKETS = 256
 _LARGEST_INTEGER = 2**63 - 1
 _MOST_SHOWN = 120
 """Characters of a value in a message."""
@@ -52,13 +45,9 @@ def is_pipe(path: str | os.PathLike[str]) -> bool:
 def read_document(path: str | os.PathLike[str], error: Callable[[str], UsageError] = UsageError) -> bytes:
     """Return the content of a file or pipe; the content of a pipe is cached, because it can be read only once.
 
-    Args:
-        path: The file.
-        error: Creates the error from a message.
-
     Raises:
         OSError: If it cannot be opened or read.
-        UsageError: If it is neither file nor pipe, is too large, or is a pipe without a writer.
+        UsageError: If it is neither file nor pipe, or is a pipe without a writer.
     """
     text = os.fspath(path)
     if "\x00" in text:
@@ -72,13 +61,8 @@ def read_document(path: str | os.PathLike[str], error: Callable[[str], UsageErro
             return _pipe_content((os.path.realpath(text), status.st_ino), descriptor, text, error)
         if not stat.S_ISREG(status.st_mode) and text != os.devnull:
             raise error(f"{path} is no file: it is a device or a socket.")
-        if status.st_size > _MOST_BYTES:
-            raise error(f"{path} has {status.st_size} bytes, more than the {_MOST_BYTES} that are read.")
         with os.fdopen(os.dup(descriptor), "rb") as file:
-            content: bytes | None = file.read(_MOST_BYTES)
-        if content is None:
-            raise error(f"{path} is no file to be read: it has nothing yet, as a log of the kernel in /proc.")
-        return content
+            return file.read() or b""
     finally:
         os.close(descriptor)
 
@@ -109,55 +93,35 @@ def _pipe_content(key: tuple[str, int], descriptor: int, path: str, error: Calla
             continue
         parts.append(part)
         deadline = time.monotonic() + _PIPE_S
-        if sum(map(len, parts)) > _MOST_BYTES:
-            raise error(f"{path} gives more than the {_MOST_BYTES} bytes that are read.")
     raise error(f"{path} is a pipe, and nothing was written to it within {_PIPE_S:.0f} s.")
 
 
-def check_nesting(text: str, where: str, error: Callable[[str], UsageError] = UsageError) -> None:
-    """Raise if brackets are nested so deeply that a parser written in Python takes seconds to fail.
-
-    Raises:
-        UsageError: If the nesting is too deep.
-    """
-    depth = 0
-    for bracket in _BRACKETS.findall(text):
-        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
-        if depth > _MOST_BRACKETS:
-            raise error(f"{where} is nested too deeply.")
-
-
 def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageError) -> Any:
-    """Return the data of a document if they are within the limits.
-
-    Args:
-        data: The parsed data.
-        where: The document, for messages.
-        error: Creates the error from a message.
+    """Return the data of a document, which messages call ``where``, if its values can be stored and passed on.
 
     Raises:
-        UsageError: If there are too many values, the nesting is too deep or circular, a number is too large, or text
-            cannot be a command-line argument.
+        UsageError: If the nesting is circular or too deep, a number is too large, or text cannot be a command-line
+            argument.
     """
-    left, pending = _MOST_VALUES, [(data, 0)]
-    while pending:
-        value, depth = pending.pop()
-        left -= 1
-        if depth > _MOST_DEPTH:
-            raise error(f"{where} is nested in itself, or more than {_MOST_DEPTH} levels deep.")
-        if left < 0:
-            raise error(f"{where} holds more than {_MOST_VALUES} values.")
-        if isinstance(value, dict):
-            pending += [(item, depth + 1) for pair in value.items() for item in pair]
-        elif isinstance(value, list | tuple | set):
-            pending += [(item, depth + 1) for item in value]
-        elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
-            raise error(f"{where} holds a whole number of more than 64 bits.")
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise error(f"{where} holds a number that is not finite.")
-        elif isinstance(value, str) and storable(value) != value:
-            raise error(f"{where} holds text that no process or database takes: a NUL character or half a character.")
+    try:
+        _check(data, where, error)
+    except RecursionError:
+        raise error(f"{where} is nested in itself, or too deeply.") from None
     return data
+
+
+def _check(value: Any, where: str, error: Callable[[str], UsageError]) -> None:
+    if isinstance(value, dict):
+        _check([*value, *value.values()], where, error)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            _check(item, where, error)
+    elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+        raise error(f"{where} holds a whole number of more than 64 bits.")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise error(f"{where} holds a number that is not finite.")
+    elif isinstance(value, str) and storable(value) != value:
+        raise error(f"{where} holds text that no process or database takes: a NUL character or half a character.")
 
 
 def read_hjson(text: str) -> Any:

@@ -139,12 +139,7 @@ def size_limit(key: str, params_count: int) -> int:
 
 
 def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with other values at dotted keys; None removes a key and sections that become empty.
-
-    Args:
-        config: The config; not modified.
-        values: Dotted key -> value.
-    """
+    """Return a config with other values at dotted keys; None removes a key and sections that become empty."""
     result = copy.deepcopy(dict(config))
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -214,9 +209,7 @@ def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriang
     Accumulation defaults to 1 unless the other two determine it. If neither batch size is given (all ``"auto"``), the
     micro-batch is 1; DeepSpeed itself refuses such a config, the search completes it.
 
-    Args:
-        config: A DeepSpeed config; of a list of micro-batches the first counts.
-        world_size: Data-parallel ranks of a launch.
+    ``config`` is a DeepSpeed config; of a list of micro-batches the first counts.
 
     Raises:
         ConfigError: If the given numbers contradict each other; the message names the number to change and its new
@@ -323,10 +316,7 @@ def canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[st
 def write_json_atomic(path: str | Path, data: Mapping[str, Any] | Iterable[Any], *, private: bool = False) -> None:
     """Write ``data`` as indented JSON, so that a reader sees either the old or the new file, never a partial file.
 
-    Args:
-        path: The file.
-        data: The data to write.
-        private: Whether to make it unreadable for other users.
+    ``private`` tells whether to make it unreadable for other users.
 
     Raises:
         OSError: If the folder cannot be written; no temporary file remains.

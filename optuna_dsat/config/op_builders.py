@@ -35,12 +35,7 @@ _DEEPSPEEDS_OWN = ("Fused", "DeepSpeed")
 
 
 def operators_at_start(ds_config: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
-    """Return the names of the operator builders needed to launch the user's config.
-
-    Args:
-        ds_config: The user's config.
-        device: ``cuda`` or ``cpu``.
-    """
+    """Return the names of the operator builders needed to launch the user's config."""
     config = effective(ds_config)
     structure, name = Structure.of(config), _own_optimizer(config)
     target = structure.offload_optimizer if structure.stage != 0 else "none"  # accelerate fills in "auto"

@@ -97,9 +97,6 @@ class SearchSpace:
     def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
         """Suggest a configuration: only the knobs that apply, the micro-batch last.
 
-        Args:
-            trial: An Optuna trial, live or fixed.
-
         Returns:
             The params, keyed by name.
         """
@@ -146,9 +143,7 @@ class SearchSpace:
         splits parameters, and an optimizer that reads their shapes then trains differently
         (``Profiled.zero_is_untested``).
 
-        Args:
-            params: Params as returned by :meth:`suggest`.
-            gradient_accumulation_steps: Accumulation steps; None for :meth:`accumulation` of the micro-batch.
+        ``gradient_accumulation_steps`` are the accumulation steps; None for :meth:`accumulation` of the micro-batch.
 
         Raises:
             ConfigError: If a param that applies is missing.
@@ -322,7 +317,7 @@ class SearchSpace:
 
     def classes(self) -> int:
         """Return the number of lineages: combinations of all params except the micro-batch."""
-        return self._count({}, 0)
+        return sum(1 for _ in self.lineages())
 
     def lineages(self) -> Iterator[dict[str, Any]]:
         """Yield the params of every lineage, without the micro-batch, in the order of the knobs' choices."""
@@ -339,16 +334,6 @@ class SearchSpace:
                 yield from self._complete({**settings, tuned.name: value}, own, position + 1)
             return
         yield dict(params)
-
-    def _count(self, settings: Mapping[str, Any], index: int) -> int:
-        for position in range(index, len(self.knobs)):
-            tuned = self.knobs[position]
-            if not tuned.knob.applies(settings, self.site):
-                continue
-            if tuned.role is Role.PARAMETER and tuned.knob.kind == "size" and all(tuned.choices):
-                return len(tuned.choices) * self._count({**settings, tuned.name: tuned.choices[0]}, position + 1)
-            return sum(self._count({**settings, tuned.name: value}, position + 1) for value in tuned.choices)
-        return 1
 
 
 def device_of(zero: Mapping[str, Any], name: str) -> str:

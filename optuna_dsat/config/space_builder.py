@@ -157,6 +157,8 @@ class _Builder:
         knobs = sorted([stage, *offloads, *others], key=lambda tuned: KNOBS.index(tuned.knob))
         low, high = self._micro_batches()
         values = self._micro_batch_values(low, high)
+        steps = self._plain.get(configs.GRADIENT_ACCUMULATION)
+        own_steps = 1 if steps in (None, configs.AUTO) else int(steps)
         nvme_only = any(tuned.name == NVME and all(tuned.choices) for tuned in offloads)
         return SearchSpace(
             knobs=tuple(knobs),
@@ -166,7 +168,7 @@ class _Builder:
             device=request.device,
             params=request.params,
             nvme_path=request.nvme_path,
-            gradient_accumulation_steps=request.gradient_accumulation_steps or self._own_accumulation(),
+            gradient_accumulation_steps=request.gradient_accumulation_steps or own_steps,
             samples_per_rank=request.samples_per_rank,
             max_samples_per_rank=request.max_samples_per_rank,
             user_zero=self._zero,
@@ -178,10 +180,6 @@ class _Builder:
         low, high = self._micro_batches()
         values = self._micro_batch_values(low, high)
         return low if values is None else values[0]
-
-    def _own_accumulation(self) -> int:
-        steps = self._plain.get(configs.GRADIENT_ACCUMULATION)
-        return 1 if steps in (None, configs.AUTO) else int(steps)
 
     def _check_names(self) -> None:
         for option, names in (("--fix", self._request.fix), ("--no-tune", self._no_tune)):
@@ -243,7 +241,8 @@ class _Builder:
         if self._request.pipeline:
             reason += ", and pipeline parallelism runs with ZeRO 0 and 1 only"
             stages = tuple(stage for stage in stages if stage <= 1)
-        if _other_accumulation(self._request.ds_config):
+        model, accumulated = _types(self._request.ds_config)
+        if model != accumulated:  # refused by ``engine._do_optimizer_sanity_check``
             reason += ", and ZeRO 0 cannot accumulate gradients in another type than the model's (data_types)"
             stages = tuple(stage for stage in stages if stage > 0)
         if not stages:
@@ -400,20 +399,10 @@ def _types(config: Mapping[str, Any]) -> tuple[str, str]:
     return model, model if given in (None, configs.AUTO) else _DTYPES.get(given, given)
 
 
-def _other_accumulation(config: Mapping[str, Any]) -> bool:
-    """Return whether ``engine._do_optimizer_sanity_check`` rejects the config without ZeRO."""
-    model, accumulated = _types(config)
-    return model != accumulated
-
-
 def site_of(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_rank: bool) -> Site:
     """Return the properties of a config on which the conditions of knobs depend.
 
-    Args:
-        plain: The config, with a ``zero_optimization`` section.
-        pipeline: See ``Site``.
-        nvme_only: See ``Site``.
-        one_rank: See ``Site``.
+    ``plain`` is the config, with a ``zero_optimization`` section.
     """
     predivide = plain.get("gradient_predivide_factor", 1.0)
     return Site(

@@ -289,10 +289,7 @@ def latency_prior(ranks: int) -> tuple[float, float]:
 def priors_of_device(device_name: str, *, device: str, ranks: int) -> Priors:
     """Return the prior for the machine of a launch; empty for a GPU that is not in the table.
 
-    Args:
-        device_name: CUDA's name of the device.
-        device: ``cuda`` or ``cpu``.
-        ranks: Ranks of the launch, on all its hosts.
+    ``ranks`` are the ranks of the launch, on all its hosts.
     """
     if device == "cpu":
         return CPU_PRIORS

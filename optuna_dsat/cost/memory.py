@@ -128,11 +128,7 @@ def estimate(
 ) -> MemoryEstimate:
     """Predict the peak memory of a step.
 
-    Args:
-        profile: The model.
-        ds_config: The DeepSpeed config; of its batch sizes only gradient accumulation is read.
-        micro_batch: Samples per rank and forward pass.
-        hardware: Where it runs.
+    ``ds_config`` is the DeepSpeed config; of its batch sizes only gradient accumulation is read.
 
     Raises:
         ValueError: If the micro-batch is negative.
@@ -214,11 +210,6 @@ def rank_moments(profile: ModelProfile, ds_config: Config, hardware: Hardware) -
     """Return the moments of a step at which a rank's memory may peak.
 
     On CPU they include offloaded states, which stay in the rank's memory.
-
-    Args:
-        profile: The model.
-        ds_config: The DeepSpeed config.
-        hardware: Where it runs.
     """
     settings = zero_settings(profile, ds_config, hardware)
     result = moments(settings)

@@ -173,10 +173,7 @@ class MemoryPosterior:
     def observe(self, inputs: MemoryInputs, peaks: Numbers, out_of_memory: Numbers) -> None:
         """Condition on all launches so far; earlier observations are replaced.
 
-        Args:
-            inputs: The launched configurations.
-            peaks: Measured bytes; NaN if not measured.
-            out_of_memory: Whether each launch ran out of memory.
+        ``peaks`` are the measured bytes; NaN if not measured.
         """
         measured = np.flatnonzero(~np.isnan(peaks) & ~out_of_memory)
         # A launch that ran gives two observations: its peak, and that its memory is within the limit.
@@ -238,11 +235,6 @@ class MemoryPosterior:
 
         The limit becomes less certain, unless a peak above the prediction was measured: then the formulas are wrong
         about the structure.
-
-        Args:
-            out_of_memory: The launches that ran out of memory.
-            measured: The launches whose peaks were measured.
-            errors: Measured minus predicted peaks.
         """
         shared = self._covariance(out_of_memory, measured)
         noise = self._noise_variance * np.eye(len(errors))

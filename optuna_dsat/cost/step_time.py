@@ -329,9 +329,7 @@ class StepTimeModel:
 
         Levenberg-Marquardt iterations on the logarithms, from the prior's medians.
 
-        Args:
-            timings: The measured steps.
-            error: Relative standard deviation of the model's error per phase, including noise.
+        ``error`` is the relative standard deviation of the model's error per phase, including noise.
         """
         prior = self.prior_coefficients()
         start, weight = prior.mean, np.linalg.inv(prior.covariance)

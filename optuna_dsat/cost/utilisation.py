@@ -16,11 +16,6 @@ def utilisation(profile: ModelProfile, config: Mapping[str, Any], metrics: Mappi
 
     The profile launch counts the FLOPs of forward and backward pass per rank (Chowdhery et al., arXiv:2204.02311,
     appendix B).
-
-    Args:
-        profile: The study's profile.
-        config: The DeepSpeed config.
-        metrics: Measured metrics of the configuration, by name.
     """
     peak = peak_flops(gpu_of_device(profile.device_name), config, param_bytes=profile.param_bytes)
     reached = metrics.get("FLOPS_per_gpu")

@@ -48,9 +48,7 @@ moments for the other parameters, which are few.
 def optimizer_bytes_per_param(config: Mapping[str, Any], profiled_optimizer: str) -> int:
     """Return the bytes of optimizer state per trainable parameter (Adam's 8 if the optimizer is unknown).
 
-    Args:
-        config: DeepSpeed config; its ``optimizer`` section, if any, takes precedence.
-        profiled_optimizer: Class name of the script's optimizer.
+    ``config`` is the DeepSpeed config; its ``optimizer`` section, if any, takes precedence.
     """
     section = config.get("optimizer") or {}
     name = str(section.get("type") or profiled_optimizer).lower()

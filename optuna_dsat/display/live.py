@@ -74,16 +74,7 @@ def render(
     ascii_only: bool = False,
     stopping: bool = False,
 ) -> RenderableType:
-    """Return the content of the terminal below the scrolling lines.
-
-    Args:
-        state: The search.
-        now: Current time of the state's clock, in seconds.
-        width: Columns of the terminal.
-        height: Lines of the terminal.
-        ascii_only: Whether the terminal's encoding lacks block characters.
-        stopping: Whether the user asked to stop.
-    """
+    """Return the content of the terminal below the scrolling lines."""
     below: list[Text] = []
     if state.phase:
         what, bracket, remark = state.phase.partition(" (")
@@ -227,13 +218,7 @@ def _speed_of_own(state: LiveState, search: progress.SearchStarted, value: float
 
 
 class LiveView:
-    """A table of running launches below the lines of finished launches: for terminals.
-
-    Args:
-        console: The terminal.
-        stopping: Whether the user asked to stop.
-        clock: Monotonic time in seconds.
-    """
+    """A table of running launches below the lines of finished launches: for terminals."""
 
     def __init__(self, console: Console, stopping: Stopping, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console

@@ -63,10 +63,6 @@ def learnt_spread(variance: Numbers, noise_variance: float) -> Numbers:
     """Return the standard deviations of the change of posterior means by a measurement (Frazier et al. 2009).
 
     Without noise it is the posterior standard deviation; a measurement that is mostly noise adds little information.
-
-    Args:
-        variance: Posterior variances of the measured quantities.
-        noise_variance: Variance of a measurement around it.
     """
     result: Numbers = variance / np.sqrt(variance + noise_variance)
     return result

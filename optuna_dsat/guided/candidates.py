@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -103,14 +102,7 @@ class Observations:
 
 
 class CandidateTable:
-    """All lineages of a space, with the inputs of the cost models for each; must not be modified.
-
-    Args:
-        profile: The model, as measured by the profile launch.
-        hardware: Hardware of the launches.
-        config: The user's DeepSpeed config.
-        space: The search space.
-    """
+    """All lineages of a space, with the inputs of the cost models for each; must not be modified."""
 
     def __init__(
         self, *, profile: ModelProfile, hardware: Hardware, config: Mapping[str, Any], space: SearchSpace
@@ -307,12 +299,7 @@ class CandidateTable:
         )
 
     def observations_of_launches(self, launches: Sequence[EarlierLaunch], *, metric: str) -> Observations:
-        """Return the observations of an earlier study's launches; launches outside the space are skipped.
-
-        Args:
-            launches: The launches.
-            metric: Name of the metric to optimise.
-        """
+        """Return the observations of an earlier study's launches; launches outside the space are skipped."""
         result = [(self._index.get(lineage_key(launch.params)), launch) for launch in launches]
         rows = [(row, launch) for row, launch in result if row is not None]
         count = len(rows)
@@ -335,15 +322,9 @@ class CandidateTable:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TableInputs:
-    """Arguments of a table, compared by their text."""
-
-    text: str
-    profile: ModelProfile = field(compare=False)
-    hardware: Hardware = field(compare=False)
-    config: Mapping[str, Any] = field(compare=False)
-    space: SearchSpace = field(compare=False)
+_MOST_TABLES = 4
+_tables: dict[str, CandidateTable] = {}
+"""Recent tables by the text of their arguments."""
 
 
 def candidate_table(
@@ -353,20 +334,13 @@ def candidate_table(
 
     Building the table of a large space takes a second, and a study often shares its space with the earlier study that
     provides its prior knowledge.
-
-    Args:
-        profile: The model, as measured by the profile launch.
-        hardware: Hardware of the launches.
-        config: The user's DeepSpeed config.
-        space: The search space.
     """
     text = repr((profile, hardware, config, space))
-    return _kept_table(_TableInputs(text=text, profile=profile, hardware=hardware, config=config, space=space))
-
-
-@lru_cache(maxsize=4)
-def _kept_table(inputs: _TableInputs) -> CandidateTable:
-    return CandidateTable(profile=inputs.profile, hardware=inputs.hardware, config=inputs.config, space=inputs.space)
+    table = _tables.pop(text, None) or CandidateTable(profile=profile, hardware=hardware, config=config, space=space)
+    _tables[text] = table  # the latest last
+    if len(_tables) > _MOST_TABLES:
+        del _tables[next(iter(_tables))]
+    return table
 
 
 def rank_within(groups: Numbers) -> Numbers:

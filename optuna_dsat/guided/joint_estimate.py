@@ -43,10 +43,7 @@ class JointEstimate(Record):
 
         Bayesian linear regression (Bishop 2006, section 3.3) with a flat prior on each round's effect.
 
-        Args:
-            values: Trial -> round -> metric. Trials outside this distribution are ignored.
-            noise: Relative standard deviation from launch to launch.
-            maximize: Whether a larger metric is better.
+        ``values`` maps trial -> round -> metric; trials outside this distribution are ignored.
         """
         count, variance = len(self.numbers), max(noise, _LEAST_NOISE) ** 2
         precision, weighted = np.zeros((count, count)), np.zeros(count)
@@ -75,12 +72,7 @@ class JointEstimate(Record):
         )
 
     def log_ratio(self, number: int, other: int) -> tuple[float, float]:
-        """Return the log ratio of two trials and its standard deviation; positive if the first is better.
-
-        Args:
-            number: Number of the first trial.
-            other: Number of the second trial.
-        """
+        """Return the log ratio of two trials and its standard deviation; positive if the first is better."""
         first, two = self.numbers.index(number), self.numbers.index(other)
         of = self.covariance
         variance = of[first][first] + of[two][two] - of[first][two] - of[two][first]

@@ -91,9 +91,7 @@ class Candidate:
 class GuidedPlanner:
     """Decides which configuration to launch next.
 
-    Args:
-        problem: Model, machine, space and metric.
-        min_gain: Minimum expected relative improvement of the metric per launch to continue the search.
+    ``min_gain`` is the minimum expected relative improvement of the metric per launch to continue the search.
 
     Raises:
         ValueError: If ``min_gain`` is negative.
@@ -109,12 +107,7 @@ class GuidedPlanner:
         self._latest: tuple[Sequence[FrozenTrial], Posterior, Observations] | None = None
 
     def next(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any] = MappingProxyType({})) -> Candidate | None:
-        """Return the configuration to launch next, None if the search is over.
-
-        Args:
-            trials: The study's trials, without the trial to suggest for.
-            fixed: Knobs that this trial already has.
-        """
+        """Return the configuration to launch next, None if the search is over."""
         observations, samples = self._observed(trials)
         avoided = structure_failures(trials).avoided
         key = (observations.digest(), samples, lineage_key(fixed, micro_batch=""), repr(avoided))
@@ -134,11 +127,7 @@ class GuidedPlanner:
 
         Before a metric was measured, return the lineage of the largest acquisition value.
 
-        Args:
-            trials: The study's trials, without the trial to suggest for.
-            rng: Random generator.
-            fixed: Knobs that this trial already has.
-            hopeless: Structures (partial knobs) to draw only if no other is left.
+        ``hopeless`` contains structures (partial knobs) to draw only if no other is left.
 
         Returns:
             The knobs, and the micro-batch at which they were drawn; None if no lineage is left.
@@ -159,22 +148,12 @@ class GuidedPlanner:
         return None
 
     def largest_fit(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any]) -> int | None:
-        """Return the largest micro-batch of a lineage expected to fit; None outside this space.
-
-        Args:
-            trials: The study's trials, without the trial to suggest for.
-            params: Knobs of the lineage.
-        """
+        """Return the largest micro-batch of a lineage expected to fit; None outside this space."""
         row = self.problem.table.row_index(params)
         return None if row is None else int(self._searched(trials)[0].all_edges[row])
 
     def largest_worth(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any]) -> int | None:
-        """Return the largest micro-batch of a lineage worth a launch if it fits; None outside this space.
-
-        Args:
-            trials: The study's trials, without the trial to suggest for.
-            params: Knobs of the lineage.
-        """
+        """Return the largest micro-batch of a lineage worth a launch if it fits; None outside this space."""
         row = self.problem.table.row_index(params)
         return None if row is None else self._searched(trials)[0].largest_worth(row)
 
@@ -208,10 +187,6 @@ class GuidedPlanner:
     ) -> tuple[list[int], Numbers, Numbers]:
         """Return the joint posterior of measured trials' log objectives, without noise.
 
-        Args:
-            trials: The study's trials.
-            numbers: Numbers of the requested trials.
-
         Returns:
             Numbers of the n requested trials that were measured and are in this space, means (n,), covariance (n, n).
         """
@@ -225,10 +200,6 @@ class GuidedPlanner:
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
     ) -> list[Prediction | None]:
         """Return the predictions for configurations given some trials.
-
-        Args:
-            trials: The study's trials.
-            configurations: Knobs and micro-batch of each.
 
         Returns:
             A prediction per configuration, None for configurations outside this space.
@@ -251,11 +222,6 @@ class GuidedPlanner:
 
         The formula's error is assumed to be ``DOUBTED_FORMULA`` for each, which a fit to few launches underestimates.
 
-        Args:
-            trials: The study's trials.
-            configuration: Knobs and micro-batch.
-            other: Knobs and micro-batch of the other configuration.
-
         Raises:
             ValueError: If one of them is not in this space.
         """
@@ -274,10 +240,7 @@ class GuidedPlanner:
     def expected_peak(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any], config: Mapping[str, Any]) -> int:
         """Return the expected peak of a rank in bytes; outside this space, the formula's without measured errors.
 
-        Args:
-            trials: A snapshot of the study's trials.
-            params: Parameters of the configuration; empty outside the space.
-            config: Its DeepSpeed config.
+        ``params`` are the parameters of the configuration; empty outside the space.
         """
         size = int(config[MICRO_BATCH])
         row = self.problem.table.row_index(params) if params else None
@@ -293,9 +256,7 @@ class GuidedPlanner:
     ) -> list[float] | None:
         """Return the metric predicted by the fitted step-time formula alone, without measured residuals.
 
-        Args:
-            trials: The study's trials, to fit the formula to.
-            configurations: Knobs and micro-batch of each.
+        ``trials`` are the study's trials, to fit the formula to.
 
         Returns:
             None if a configuration is not in this space.

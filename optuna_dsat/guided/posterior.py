@@ -346,9 +346,7 @@ class Posterior:
     def _unused(self, rows: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers]:
         """Return the permitted configurations nearest to a request, without duplicates: rows and micro-batches.
 
-        Args:
-            rows: n rows.
-            wanted: Micro-batches of each, shape (n, k).
+        ``wanted`` contains micro-batches of each, shape (n, k).
         """
         sizes = self._problem.sizes
         index = self._problem.size_index(wanted)
@@ -358,13 +356,7 @@ class Posterior:
         return keys // len(sizes), sizes[keys % len(sizes)]
 
     def refined(self, rows: Numbers, sizes: Numbers, value: Numbers) -> tuple[Numbers, Numbers]:
-        """Return more micro-batches around the largest acquisition values, each of a different lineage.
-
-        Args:
-            rows: Rows of evaluated configurations.
-            sizes: Their micro-batches.
-            value: Their acquisition values.
-        """
+        """Return more micro-batches around the largest acquisition values, each of a different lineage."""
         order = np.argsort(-value, kind="stable")
         chosen = order[rank_within(rows[order]) == 0][:_REFINED]
         fine = np.outer(sizes[chosen], _FINE)
@@ -399,10 +391,7 @@ class Posterior:
     def acquisition(self, rows: Numbers, sizes: Numbers, *, over: float | None = None) -> Acquisition:
         """Return the acquisition function at configurations.
 
-        Args:
-            rows: Rows of the configurations.
-            sizes: Their micro-batches.
-            over: Log objective to improve on; None for the incumbent (or its substitute).
+        ``over`` is the log objective to improve on; None for the incumbent (or its substitute).
         """
         peak, fits = self._runs.fits(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
@@ -472,10 +461,6 @@ class Posterior:
         """Return the possible gain over the incumbent, None before a metric was measured.
 
         It considers the most promising of some configurations and all measured configurations.
-
-        Args:
-            rows: Rows of the configurations.
-            sizes: Their micro-batches.
         """
         if self._incumbent is None:
             return None

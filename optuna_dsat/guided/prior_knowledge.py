@@ -78,11 +78,7 @@ class PriorKnowledge(Record):
     ) -> PriorKnowledge:
         """Build from the coefficients fitted to the last of the studies.
 
-        Args:
-            fitted: The coefficients.
-            studies: Names of the studies.
-            same_model: Whether they trained the same model on the same machine.
-            untold: Coefficients that launches cannot determine.
+        ``same_model`` tells whether they trained the same model on the same machine.
         """
         parts = [index for index, name in enumerate(COEFFICIENTS) if name not in untold]
         return cls(
@@ -94,11 +90,7 @@ class PriorKnowledge(Record):
         )
 
     def prior(self, step_time: StepTimeModel) -> LogCoefficients:
-        """Return the discounted prior for a new study; other coefficients keep the model's prior.
-
-        Args:
-            step_time: The step-time model of the new study.
-        """
+        """Return the discounted prior for a new study; other coefficients keep the model's prior."""
         own = step_time.prior_coefficients()
         mean, covariance = own.mean.copy(), own.covariance.copy()
         known = [name for name in COEFFICIENTS if name in self.coefficients]

@@ -96,7 +96,8 @@ class Problem:
             else IntDistribution(low, high, log=True)
         )
         """The micro-batch's distribution."""
-        self.user_micro_batch = _user_micro_batch(config, low)
+        own = config.get("train_micro_batch_size_per_gpu")
+        self.user_micro_batch = own if isinstance(own, int) and own >= low else low
         """Micro-batch of the user's config; the smallest of the space if the config has none."""
         self._accumulation = np.array([space.accumulation(int(size)) for size in self.sizes], dtype=np.float64)
 
@@ -133,8 +134,3 @@ class Problem:
         timed = [PHASES.index(self.metric)] if self.metric in PHASES else list(range(len(PHASES)))
         relative: Numbers = slopes[timed].sum(axis=0) / phases[timed].sum(axis=0)
         return -relative
-
-
-def _user_micro_batch(config: Mapping[str, Any], least: int) -> int:
-    result = config.get("train_micro_batch_size_per_gpu")
-    return result if isinstance(result, int) and result >= least else least

@@ -67,9 +67,6 @@ class Prospects:
         Each launch runs the best configuration of a draw (parallel Thompson sampling, Kandasamy et al. 2018) and is
         measured with noise. The new incumbent has the best posterior mean (the knowledge gradient of a batch, Wu and
         Frazier 2016).
-
-        Args:
-            launches: Number of launches.
         """
         hopes = np.where(self._runs, self._draws, -np.inf)[:, : self._unmeasured]
         best = np.argsort(-hopes, axis=1, kind="stable")[:, :launches].T.ravel()

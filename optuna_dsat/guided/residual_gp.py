@@ -188,9 +188,7 @@ class ResidualGP:
     def structure_means(self, structure: Numbers, effect: Numbers) -> Numbers:
         """Return the posterior mean of the structures' part of the residual for n lineages.
 
-        Args:
-            structure: Index of each lineage's structure.
-            effect: Predicted effect of each lineage's structure, as in ``Points``.
+        ``effect`` is the predicted effect of each lineage's structure, as in ``Points``.
         """
         points = self.points
         if not len(points.row):
@@ -222,12 +220,7 @@ class ResidualGP:
         return shared @ self.weights, np.maximum(variance, 0.0)
 
     def size_means(self, structure: Numbers, micro_batch: Numbers) -> Numbers:
-        """Return the posterior mean of the micro-batch's smooth parts of the residual, (..., n) as ``micro_batch``.
-
-        Args:
-            structure: Index of each lineage's structure, length n.
-            micro_batch: Micro-batches of each lineage.
-        """
+        """Return the posterior mean of the micro-batch's smooth parts of the residual, (..., n) as ``micro_batch``."""
         points, factor = self.points, self.factors["size"]
         result = np.zeros(micro_batch.shape)
         if not len(points.row):

@@ -32,13 +32,7 @@ _HOST_SD = 0.1
 
 
 class RunProbability:
-    """Probabilities given a snapshot of a study's trials.
-
-    Args:
-        problem: Model, machine and space.
-        observations: The trials.
-        memory: Posterior of memory use given the trials.
-    """
+    """Probabilities given a snapshot of a study's trials."""
 
     def __init__(self, problem: Problem, observations: Observations, memory: MemoryPosterior) -> None:
         self._problem = problem

@@ -37,10 +37,7 @@ def spread_sizes(edge: Numbers) -> Numbers:
 def largest_size(problem: Problem, observations: Observations, *, samples_limit: int | None) -> int:
     """Return the largest micro-batch that the dataset allows, within reach of the sizes that ran.
 
-    Args:
-        problem: Model, machine, space and metric.
-        observations: The trials.
-        samples_limit: Largest number of samples per rank and step that the dataset allows; None if unknown.
+    ``samples_limit`` is the largest number of samples per rank and step that the dataset allows; None if unknown.
     """
     return min(_within_data(problem, samples_limit), _within_reach(problem, observations))
 
@@ -68,11 +65,7 @@ def paying_sizes(structure: Numbers, size: Numbers, gain: Numbers, *, count: int
     The limit of a structure is the smallest micro-batch at which a doubling gained less than ``LEAST_GAIN``. Structures
     without such a micro-batch are limited to twice the largest limit of the others, or twice their largest size.
 
-    Args:
-        structure: Structures of n measured launches.
-        size: Micro-batches of the launches.
-        gain: Estimated gain of each launch over half its micro-batch, in the metric's logarithm.
-        count: Number of structures.
+    ``gain`` is the estimated gain of each launch over half its micro-batch, in the metric's logarithm.
     """
     smallest, largest = np.full(count, np.inf), np.zeros(count)
     np.minimum.at(smallest, structure, size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.config.documents import as_written, check_nesting, checked, read_document
+from optuna_dsat.config.documents import as_written, checked, read_document
 from optuna_dsat.errors import UsageError
 from optuna_dsat.plan.families import FAMILIES, Family, Sizes, attention_params, layer_params
 from optuna_dsat.plan.transformer import Recompute, TransformerShape
@@ -187,12 +187,10 @@ def _known_kind(path: Path, data: Mapping[str, Any]) -> str:
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        text = read_document(path).decode("utf-8-sig")
-        check_nesting(text, str(path))
-        data = checked(json.loads(text), str(path))
+        data = checked(json.loads(read_document(path).decode("utf-8-sig")), str(path))
     except OSError as error:
         raise UsageError(f"--hf-config: {path} cannot be read: {error.strerror}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"--hf-config: {path} is not JSON.") from None
     if not isinstance(data, dict):
         raise UsageError(f"--hf-config: {path} is no JSON object.")

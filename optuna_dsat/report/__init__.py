@@ -1,8 +1,8 @@
 """Presents a stored study: HTML report, Markdown notes, figures, an explanation of the winner, and optuna-dashboard.
 
-``view`` reads a study once. Pure functions of a view are ``figures`` (plotly), ``winner`` (the best config and its
-description), ``slot_time`` (use of the slots' time), ``memory_table``, ``performance`` (speed of a configuration, time
-of a training), ``cards``, ``explain.why`` and ``dashboard.notes``. ``page`` renders them to an HTML file, ``compare``
+``view`` reads a study once. Pure functions of a view are ``figures`` (plotly), ``facts``, ``training`` (time of a whole
+training), ``slot_time`` (use of the slots' time), ``memory_table``,
+``cards``, ``explain.why`` and ``dashboard.notes``. ``page`` renders them to an HTML file, ``compare``
 does the same for several studies, ``write`` writes the file. ``dashboard.live`` renders a study again as it changes,
 ``dashboard.live_app`` serves it over HTTP, ``launch_files`` links configs and logs. ``dashboard.publish`` and
 ``dashboard.artifacts`` write notes, plots and logs for optuna-dashboard, ``dashboard.serve`` runs the server for both.

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
@@ -40,10 +39,7 @@ class FileLink:
 def file_of(folder: Path, launch_id: str, name: str) -> Path | None:
     """Return the path of a launch's config or log; None for other names, links out of the folder and missing files.
 
-    Args:
-        folder: The study's folder.
-        launch_id: The launch.
-        name: The file's name, such as ``rank0.stderr.log``.
+    ``name`` is the file's name, such as ``rank0.stderr.log``.
     """
     is_log = _LOG.fullmatch(name) is not None
     if not is_launch_id(launch_id) or not (is_log or name == _CONFIG):
@@ -79,11 +75,11 @@ class Links:
         if folder is None:
             return None
         directory = RunDirectory(Path(launch_id))
-        named = Path(self._log_paths.get(launch_id, "")).name
+        logs = {row.report.launch_id: row.report.log_path for row in self.view.launches}
+        named = Path(logs.get(launch_id, "")).name
         usual = (named, directory.stderr(0).name, directory.stdout(0).name, directory.agent_log.name)
         return next((name for name in usual if name and file_of(folder, launch_id, name) is not None), None)
 
-    @cached_property
     def _log_paths(self) -> dict[str, str]:
         return {row.report.launch_id: row.report.log_path for row in self.view.launches}
 

@@ -21,9 +21,9 @@ from optuna_dsat.report import figures
 from optuna_dsat.report.cards import cards_of
 from optuna_dsat.report.explain.why import why_of
 from optuna_dsat.report.facts import (
+    MEANING,
     advice_on,
     cli_command,
-    created,
     fruitless_in_words,
     outcome_counts,
     ranks_of_a_launch,
@@ -32,7 +32,6 @@ from optuna_dsat.report.facts import (
     versions,
 )
 from optuna_dsat.report.launch_files import Links
-from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.template import page_text
 from optuna_dsat.report.training import Training
@@ -45,6 +44,7 @@ from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
+    date_in_words,
     metric_in_words,
     params_in_words,
     range_in_words,
@@ -112,11 +112,6 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
 def render(view: StudyView, *, links: Links | None = None, training: Training | None = None) -> str:
     """Return the report of a study as the text of an HTML file.
 
-    Args:
-        view: The study.
-        links: Links to the files of its launches, or None.
-        training: The planned training; None for an epoch of the study's data.
-
     Raises:
         UsageError: If plotly is not installed.
     """
@@ -127,11 +122,7 @@ def render(view: StudyView, *, links: Links | None = None, training: Training | 
 def page_values(view: StudyView, *, links: Links | None, training: Training, with_why: bool) -> dict[str, Any]:
     """Return the variables of the templates that show a study.
 
-    Args:
-        view: The study.
-        links: Links to the files of its launches, or None.
-        training: The planned training.
-        with_why: Whether to explain the winner, which fits models to all launches.
+    ``with_why`` tells whether to explain the winner, which fits models to all launches.
 
     Raises:
         UsageError: If plotly is not installed.
@@ -155,34 +146,20 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
 
 def sections_of(view: StudyView) -> tuple[Section, ...]:
     """Return the figures of a study with their texts, in the order of the page."""
-    return tuple(_section(*parts, view) for parts in _SECTIONS)
-
-
-def _section(id: str, heading: str, lead: str, plot: Callable[[StudyView], go.Figure], view: StudyView) -> Section:
-    return figure_section(id=id, heading=heading, lead=lead, figure=plot(view))
+    return tuple(
+        figure_section(id=id, heading=heading, lead=lead, figure=plot(view)) for id, heading, lead, plot in _SECTIONS
+    )
 
 
 def figure_section(*, id: str, heading: str, lead: str, figure: go.Figure) -> Section:
     """Return a figure as a section: its data and layout as plain values, or the reason for missing data."""
-    missing = figures.missing(figure)
-    note = figures.note_of(figure)
-    drawn = None
+    missing, note, drawn = figures.missing(figure), figures.note_of(figure), None
     if missing is None:
         figure.update_layout(title=None, meta=None)
         drawn = safe_figure(json.loads(figure.to_json()))
         drawn["layout"].pop("template", None)
-    return Section(
-        id=id,
-        heading=heading,
-        lead=lead,
-        missing=missing,
-        note=_sentence(note),
-        figure=drawn,
-    )
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}." if text else ""
+    note = f"{note[0].upper()}{note[1:]}." if note else ""
+    return Section(id=id, heading=heading, lead=lead, missing=missing, note=note, figure=drawn)
 
 
 def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str, Any]:
@@ -252,7 +229,7 @@ def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
         profile = view.profiled.profile
         yield "Model", f"{params_in_words(profile.params)} parameters"
         yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
-    yield "Begun", created(view)
+    yield "Begun", date_in_words(view.record.created_at)
     yield "Versions", versions(view)
 
 

@@ -75,12 +75,7 @@ def plotly_script() -> str:
 def page_text(template: str, *, title: str, has_figures: bool, policy: str = FILE_POLICY, **values: Any) -> str:
     """Return a page or a part of a page as text.
 
-    Args:
-        template: Name of the template.
-        title: Title of the page.
-        has_figures: Whether to embed plotly.js.
-        policy: Content security policy stated in the page; empty if the server sends it.
-        values: Further variables of the template.
+    ``policy`` is the content security policy stated in the page; empty if the server sends it.
     """
     from markupsafe import Markup
 

@@ -33,11 +33,7 @@ def is_report(text: str) -> bool:
 def write_report(store: Store, name: str, path: Path | None = None, *, training: Training | None = None) -> Path:
     """Write the report of a study's current state and return the file; replaces an existing file.
 
-    Args:
-        store: The study's store.
-        name: The study.
-        path: The HTML file; None for ``default_path``.
-        training: The planned training; None for an epoch of the study's data.
+    ``path`` is the HTML file; None for ``default_path``.
 
     Raises:
         UsageError: If the study does not exist, the file cannot be written, or plotly is not installed.
@@ -51,10 +47,7 @@ def write_report(store: Store, name: str, path: Path | None = None, *, training:
 def write_comparison(views: Sequence[StudyView], path: Path | None = None, *, training: Training | None = None) -> Path:
     """Write several studies side by side and return the file; replaces an existing file.
 
-    Args:
-        views: At least two studies; the others are compared with the first.
-        path: The HTML file; None for ``COMPARISON`` in the working directory.
-        training: The planned training; None for an epoch of each study's data.
+    ``path`` is the HTML file; None for ``COMPARISON`` in the working directory.
 
     Raises:
         UsageError: If there are fewer than two studies, the file cannot be written, or plotly is not installed.

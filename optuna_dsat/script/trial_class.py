@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.config.documents import as_written, check_nesting, checked, read_document
+from optuna_dsat.config.documents import as_written, checked, read_document
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.overlay import merge, nest, read_config
@@ -215,7 +215,6 @@ def read_settings(path: str | Path, *, what: str) -> Any:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
         text = read_document(path).decode()
-        check_nesting(text, str(path))
         record = checked(yaml.load(text, Loader), str(path))
     except OSError as error:
         raise UsageError(f"{what} {path} cannot be read: {error.strerror}.") from None

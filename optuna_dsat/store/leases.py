@@ -6,12 +6,10 @@ which running trials count as stale. ``Heartbeat`` works with ask and tell, and 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import socket
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ from optuna_dsat.runtime.process_identity import process_space, start_ticks
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.registry import STUDY_UUID
 from optuna_dsat.store.retry import one_line_reason
-from optuna_dsat.store.tables import KEY_LENGTH, ClaimRow, HeartbeatRow, insert_or_skip, insert_or_update
+from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, insert_or_update
 
 __all__ = [
     "HEARTBEAT_INTERVAL_S",
@@ -35,9 +33,7 @@ __all__ = [
     "Turn",
     "TurnLostError",
     "Worker",
-    "claim",
     "delete_beat",
-    "release_claim",
     "release_trial",
     "server_time",
     "this_worker",
@@ -122,10 +118,7 @@ def _belongs_to(worker: Worker) -> tuple[ColumnElement[bool], ...]:
 class Heartbeat:
     """Renews the heartbeats of this process's trials, so that other workers do not reclaim them.
 
-    Args:
-        database: Holds the heartbeats.
-        worker: This process.
-        interval_s: Seconds between two heartbeats.
+    Its methods raise ``StorageError`` if the database failed.
 
     Raises:
         ValueError: If the interval is not positive.
@@ -147,18 +140,11 @@ class Heartbeat:
 
         Args:
             trial: A running trial of a study that the store created.
-
-        Raises:
-            StorageError: If the database failed.
         """
         self.add_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def add_number(self, study_uuid: str, number: int) -> None:
-        """Start the heartbeat of a trial, or of another task of a study, which has a negative number.
-
-        Raises:
-            StorageError: If the database failed.
-        """
+        """Start the heartbeat of a trial, or of another task of a study, which has a negative number."""
         key = (study_uuid, number)
 
         def work(session: Session) -> None:
@@ -181,11 +167,7 @@ class Heartbeat:
                 self._thread.start()
 
     def remove(self, trial: optuna.Trial) -> None:
-        """Stop and delete the heartbeat of a trial, after ``study.tell``.
-
-        Raises:
-            StorageError: If the database failed.
-        """
+        """Stop and delete the heartbeat of a trial, after ``study.tell``."""
         self.remove_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def remove_number(self, study_uuid: str, number: int, *, limit_s: float | None = None) -> None:
@@ -195,9 +177,6 @@ class Heartbeat:
             study_uuid: The study.
             number: The trial, or the task, which has a negative number.
             limit_s: Seconds to wait for the database; None for the database's limit.
-
-        Raises:
-            StorageError: If the database failed.
         """
         key = (study_uuid, number)
         with self._guard:
@@ -209,18 +188,11 @@ class Heartbeat:
 
         This happens if the process was suspended or disconnected from the database for long. The launch's result
         must be discarded: a copy of the trial runs elsewhere.
-
-        Raises:
-            StorageError: If the database failed.
         """
         return not self.is_own(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def is_own(self, study_uuid: str, number: int) -> bool:
-        """Return whether this worker still owns a trial or another task: its heartbeat is in the database.
-
-        Raises:
-            StorageError: If the database failed.
-        """
+        """Return whether this worker still owns a trial or another task: its heartbeat is in the database."""
         item = self._own(study_uuid, number)
         return self._database.run(lambda session: session.scalar(item), read_only=True) is not None
 
@@ -272,58 +244,6 @@ class Heartbeat:
             )
 
 
-def _stored(config_key: str) -> str:
-    """Return the key as stored; long keys are replaced by their digest because index entries are limited in length."""
-    if len(config_key) <= KEY_LENGTH:
-        return config_key
-    return "sha256:" + hashlib.sha256(config_key.encode()).hexdigest()
-
-
-def claim(session: Session, study_uuid: str, config_key: str, trial_number: int, *, worker: str) -> bool:
-    """Claim a configuration for a trial.
-
-    Args:
-        session: A session in a transaction.
-        study_uuid: The study.
-        config_key: Canonical key of the configuration.
-        trial_number: The trial that claims it.
-        worker: Host and process, for display only.
-
-    Returns:
-        Whether the trial holds the claim; also True if it held the claim before (the call is idempotent).
-    """
-    insert_or_skip(
-        session,
-        ClaimRow,
-        [
-            {
-                "study_uuid": study_uuid,
-                "config_key": _stored(config_key),
-                "trial_number": trial_number,
-                "worker": worker,
-                "claimed_at": time.time(),
-            }
-        ],
-    )
-    return _owner(session, study_uuid, config_key) == trial_number
-
-
-def _owner(session: Session, study_uuid: str, config_key: str) -> int | None:
-    """Return the number of the trial that holds the claim, or None."""
-    return session.scalar(
-        select(ClaimRow.trial_number).where(
-            ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key)
-        )
-    )
-
-
-def release_claim(session: Session, study_uuid: str, config_key: str) -> None:
-    """Release the claim on a configuration, if any."""
-    session.execute(
-        delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key))
-    )
-
-
 def release_trial(session: Session, study_uuid: str, trial_number: int) -> None:
     """Release all claims of a trial."""
     session.execute(delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.trial_number == trial_number))
@@ -341,14 +261,7 @@ class TurnLostError(Exception):
 
 
 class Turn:
-    """The turn of this process.
-
-    Args:
-        database: The database.
-        heartbeat: Of this process.
-        study_uuid: The study.
-        number: The task's number, negative.
-    """
+    """The turn of this process."""
 
     def __init__(self, database: Database, heartbeat: Heartbeat, *, study_uuid: str, number: int) -> None:
         self._database = database
@@ -367,12 +280,13 @@ class Turn:
             TurnLostError: If another worker has taken it over.
             StorageError: If the database failed.
         """
+
+        def require(connection: Connection) -> None:
+            if not self._heartbeat.stays_own(connection, self._uuid, self._number):
+                raise TurnLostError
+
         with self._database.exclusive(purpose):
             if not self._heartbeat.is_own(self._uuid, self._number):
                 raise TurnLostError
-            with self._database.fenced(self._require):
+            with self._database.fenced(require):
                 yield
-
-    def _require(self, connection: Connection) -> None:
-        if not self._heartbeat.stays_own(connection, self._uuid, self._number):
-            raise TurnLostError

@@ -6,10 +6,9 @@ process, on our own connection and with our own version table, without changing 
 
 from __future__ import annotations
 
-import ast
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, inspect, text
 
@@ -19,72 +18,19 @@ from optuna_dsat.store.retry import retrying
 
 if TYPE_CHECKING:
     from alembic.config import Config
+    from alembic.script import ScriptDirectory
 
 __all__ = [
     "VERSION_TABLE",
     "SchemaState",
-    "all_revisions",
     "check",
     "current",
     "head",
     "migrations_path",
-    "newest_revision",
     "require_usable",
+    "scripts_in",
     "upgrade",
 ]
-
-_NAMES = ("revision", "down_revision")
-
-
-def newest_revision(folder: Path) -> str | None:
-    """Return the only revision that no other revision builds on; None if it is not unique or a file cannot be read.
-
-    Args:
-        folder: The folder ``versions`` of the migrations.
-    """
-    below = _revisions_below(folder)
-    newest = set(below) - set().union(*below.values())
-    return newest.pop() if len(newest) == 1 else None
-
-
-def all_revisions(folder: Path) -> frozenset[str]:
-    """Return all revisions; empty if a file cannot be read.
-
-    Args:
-        folder: See ``newest_revision``.
-    """
-    return frozenset(_revisions_below(folder))
-
-
-def _revisions_below(folder: Path) -> dict[str, set[Any]]:
-    """Return revision -> the revisions that it builds on; empty if a file cannot be read."""
-    result: dict[str, set[Any]] = {}
-    for path in folder.glob("*.py"):
-        try:
-            parts = [line for line in path.read_text("utf-8").splitlines() if line.startswith(_NAMES)]
-            tree = ast.parse("\n".join(parts))
-        except (OSError, SyntaxError, ValueError):
-            return {}
-        names = {name: value for node in tree.body for name, value in _assigned(node)}
-        if isinstance(names.get("revision"), str):
-            before = names.get("down_revision")
-            result[names["revision"]] = set(before) if isinstance(before, tuple | list) else {before}
-    return result
-
-
-def _assigned(node: ast.stmt) -> list[tuple[str, Any]]:
-    """Return name and value of a statement that assigns a literal to a name; empty for other statements."""
-    target = (
-        node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
-    )
-    value = getattr(node, "value", None)
-    if not isinstance(target, ast.Name) or value is None:
-        return []
-    try:
-        return [(target.id, ast.literal_eval(value))]
-    except ValueError:
-        return []
-
 
 VERSION_TABLE = "dsat_alembic_version"
 """Version table of our schema; ``alembic_version`` is Optuna's."""
@@ -107,7 +53,7 @@ def migrations_path() -> Path:
     return installed if installed.is_dir() else package.parent / "alembic"
 
 
-def _config(connection: Connection | None = None) -> Config:
+def _config(connection: Connection) -> Config:
     from alembic.config import Config
 
     config = Config()
@@ -116,16 +62,16 @@ def _config(connection: Connection | None = None) -> Config:
     return config
 
 
-def head() -> str:
-    """Return the schema revision that this version of optuna-dsat uses.
+def scripts_in(folder: Path) -> ScriptDirectory:
+    """Return Alembic's reader of a folder of migrations."""
+    from alembic.script import ScriptDirectory
 
-    Raises:
-        FileNotFoundError: If the migrations are missing.
-    """
-    revision = newest_revision(migrations_path() / "versions")
-    if revision is None:
-        raise FileNotFoundError(f"There are no migrations in {migrations_path()}: optuna-dsat is not installed whole.")
-    return revision
+    return ScriptDirectory(str(folder))
+
+
+def head() -> str | None:
+    """Return the schema revision that this version of optuna-dsat uses."""
+    return scripts_in(migrations_path()).get_current_head()
 
 
 def current(database: Database) -> str | None:
@@ -147,9 +93,7 @@ def check(database: Database) -> SchemaState:
         return SchemaState.NEW
     if revision == head():
         return SchemaState.CURRENT
-    from alembic.script import ScriptDirectory
-
-    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+    known = {script.revision for script in scripts_in(migrations_path()).walk_revisions()}
     return SchemaState.OLDER if revision in known else SchemaState.NEWER
 
 
@@ -177,7 +121,7 @@ def require_usable(database: Database) -> SchemaState:
     return state
 
 
-def upgrade(database: Database) -> str:
+def upgrade(database: Database) -> str | None:
     """Create our tables or upgrade them to this version's schema, holding the database's lock.
 
     Returns:
@@ -190,7 +134,7 @@ def upgrade(database: Database) -> str:
     return database.exclusively("upgrade the tables", lambda: upgrade_locked(database))
 
 
-def upgrade_locked(database: Database) -> str:
+def upgrade_locked(database: Database) -> str | None:
     """Do the same as ``upgrade``; the caller holds the database's lock."""
     if check(database) is SchemaState.NEWER:
         require_usable(database)

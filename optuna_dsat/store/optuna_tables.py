@@ -5,55 +5,26 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
 import optuna
 from optuna.storages import RDBStorage
 from optuna.storages._rdb import models
-from optuna.storages._rdb.storage import _VersionManager
 from sqlalchemy import Connection, Inspector, create_engine, inspect, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import scoped_session, sessionmaker
 
 from optuna_dsat.errors import StorageUrlError, StudyConflictError
 from optuna_dsat.store.database import Database, engine_options, install_events
-from optuna_dsat.store.migrate import VERSION_TABLE, all_revisions, newest_revision
+from optuna_dsat.store.migrate import VERSION_TABLE, scripts_in
 from optuna_dsat.store.retry import is_transient, one_line_reason, retrying, tell_lost_commits
 from optuna_dsat.store.urls import display_url, parse_url
 
 __all__ = ["has_our_tables", "open_optuna_tables", "refuse_others_database", "refuse_unusable_tables"]
 
 _VERSION_TABLE = "alembic_version"
-_MIGRATIONS = Path(optuna.storages.__file__).parent / "_rdb" / "alembic" / "versions"
-
-
-class _ReadyTables(RDBStorage):
-    """Tables that all exist in the newest schema.
-
-    ``RDBStorage`` checks this with Alembic, whose import takes longer than Optuna's; here a single SQL statement did.
-
-    Args:
-        database: The database.
-    """
-
-    def __init__(self, database: Database) -> None:
-        # All attributes set by RDBStorage's constructor, except for attributes unused with an up-to-date database.
-        self.url = database.url.render_as_string(hide_password=False)
-        self.engine_kwargs = engine_options(database.url)
-        self.skip_compatibility_check = True
-        self.heartbeat_interval = None
-        self.grace_period = None
-        self.heartbeat_stale_trial_callback = None
-        self.failed_trial_callback = None
-        self.engine = create_engine(database.url, **self.engine_kwargs)
-        self.scoped_session = scoped_session(sessionmaker(bind=self.engine))
-
-    @cached_property
-    def _version_manager(self) -> _VersionManager:  # type: ignore[override]  # an attribute there, made at once
-        return _VersionManager(self.url, self.engine, self.scoped_session)
+_MIGRATIONS = Path(optuna.storages.__file__).parent / "_rdb" / "alembic"
 
 
 def open_optuna_tables(database: Database) -> RDBStorage:
@@ -63,8 +34,33 @@ def open_optuna_tables(database: Database) -> RDBStorage:
         StorageUrlError: If they cannot be used, or their schema differs from this Optuna's.
         StorageError: If the database failed.
     """
-    newest = newest_revision(_MIGRATIONS)
-    rdb = _ReadyTables(database) if newest is not None and _revision(database) == newest else _checked(database, newest)
+
+    def look() -> None:
+        with database.engine.connect() as connection:
+            refuse_unusable_tables(connection, shown=database.shown)
+
+    retrying(look, database=database.shown, limit_s=database.retry_limit_s)
+
+    def attempt() -> tuple[RDBStorage, str]:
+        try:
+            rdb = RDBStorage(
+                database.url.render_as_string(hide_password=False),
+                engine_kwargs=engine_options(database.url),
+                skip_compatibility_check=True,  # checked below, where connections are closed on failure
+            )
+            return rdb, rdb.get_current_version()
+        except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+            if is_transient(error):
+                raise
+            text = f"The storage '{database.shown}' cannot be used: {one_line_reason(error)}."
+            raise StorageUrlError(text) from None
+
+    rdb, current = retrying(attempt, database=database.shown, limit_s=database.retry_limit_s)
+    # Drop connections that Optuna opened before our settings are installed.
+    rdb.remove_session()
+    rdb.engine.dispose()
+    if current != rdb.get_head_version():
+        raise _other_schema(current, rdb.get_head_version(), shown=database.shown)
     install_events(rdb.engine)
     database.guard(rdb.engine)
     tell_lost_commits(rdb.engine)
@@ -73,10 +69,6 @@ def open_optuna_tables(database: Database) -> RDBStorage:
 
 def refuse_unusable_tables(connection: Connection, *, shown: str) -> None:
     """Raise if a database's tables belong to another application or to another Optuna schema; only reads.
-
-    Args:
-        connection: To the database.
-        shown: The database's URL for display.
 
     Raises:
         StorageUrlError: If a foreign table has the name of an Optuna table, or the schema differs from this Optuna's.
@@ -91,9 +83,9 @@ def refuse_unusable_tables(connection: Connection, *, shown: str) -> None:
                 "Give a database of its own."
             )
         return
-    newest = newest_revision(_MIGRATIONS)
+    newest = scripts_in(_MIGRATIONS).get_current_head()
     if current is not None and newest is not None and current != newest:
-        raise _other_schema(current, newest, shown=shown, known=current in all_revisions(_MIGRATIONS))
+        raise _other_schema(current, newest, shown=shown)
 
 
 def _foreign_table(inspector: Inspector, present: Container[str]) -> str | None:
@@ -111,7 +103,8 @@ def _stamped(connection: Connection) -> str | None:
     return None if result is None else str(result)
 
 
-def _other_schema(current: str, head: str, *, shown: str, known: bool) -> StorageUrlError:
+def _other_schema(current: str, head: str, *, shown: str) -> StorageUrlError:
+    known = current in {script.revision for script in scripts_in(_MIGRATIONS).walk_revisions()}
     remedy = f"run: optuna storage upgrade --storage '{shown}'" if known else "install a newer Optuna"
     return StorageUrlError(
         f"Optuna's own tables in {shown} have the schema {current}, and Optuna {optuna.__version__} uses {head}: "
@@ -119,53 +112,8 @@ def _other_schema(current: str, head: str, *, shown: str, known: bool) -> Storag
     )
 
 
-def _revision(database: Database) -> str | None:
-    """Return the schema's revision; None if a table is missing."""
-
-    def read() -> str | None:
-        with database.engine.connect() as connection:
-            if not {*models.BaseModel.metadata.tables, _VERSION_TABLE} <= set(inspect(connection).get_table_names()):
-                return None
-            return _stamped(connection)
-
-    return retrying(read, database=database.shown, limit_s=database.retry_limit_s)
-
-
-def _checked(database: Database, newest: str | None) -> RDBStorage:
-    def look() -> None:
-        with database.engine.connect() as connection:
-            refuse_unusable_tables(connection, shown=database.shown)
-
-    retrying(look, database=database.shown, limit_s=database.retry_limit_s)
-
-    def attempt() -> tuple[RDBStorage, str, str]:
-        try:
-            rdb = RDBStorage(
-                database.url.render_as_string(hide_password=False),
-                engine_kwargs=engine_options(database.url),
-                skip_compatibility_check=True,  # checked below, where connections are closed on failure
-            )
-            return rdb, rdb.get_current_version(), newest or rdb.get_head_version()
-        except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
-            if is_transient(error):
-                raise
-            text = f"The storage '{database.shown}' cannot be used: {one_line_reason(error)}."
-            raise StorageUrlError(text) from None
-
-    rdb, current, head = retrying(attempt, database=database.shown, limit_s=database.retry_limit_s)
-    # Drop connections that Optuna opened before our settings are installed.
-    rdb.remove_session()
-    rdb.engine.dispose()
-    if current != head:
-        raise _other_schema(current, head, shown=database.shown, known=current in rdb.get_all_versions())
-    return rdb
-
-
 def has_our_tables(url: str) -> bool:
     """Return whether optuna-dsat created an existing database; also True if it cannot be read.
-
-    Args:
-        url: See ``Store.open``, which reports why a database cannot be read.
 
     Raises:
         StorageUrlError: See ``parse_url``.
@@ -179,10 +127,6 @@ def has_our_tables(url: str) -> bool:
 
 def refuse_others_database(url: str, name: str) -> None:
     """Raise if a search could not create our tables or its study in a database without our tables.
-
-    Args:
-        url: See ``Store.open``.
-        name: Name of the study.
 
     Raises:
         StorageUrlError: If its tables belong to another application, or their schema differs from this Optuna's.

@@ -115,14 +115,8 @@ class Reclaimer:
     def reclaim(self, study: optuna.Study) -> tuple[int, ...]:
         """Fail the trials whose worker died and enqueue a copy of each.
 
-        Args:
-            study: The study, loaded from the same database.
-
         Returns:
             The numbers of the trials that this call failed.
-
-        Raises:
-            StorageError: If the database failed.
         """
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         now, beats = self._database.run(self._read, read_only=True)
@@ -142,16 +136,13 @@ class Reclaimer:
             self._database.run(lambda session: self._add_missing_beats(session, nobodys))
         now, beats = self._database.run(self._read, read_only=True)
         for number in _trial_numbers(self._stale(now, beats)):
-            reason = _loss_reason(beats[number].worker)
+            reason = f"its worker ({beats[number].worker.name or 'unknown'}) was lost"
             self._fail_and_requeue(study, trials[number], reason=reason, counts=True, failed=failed)
 
     def requeue(self, study: optuna.Study, number: int, *, reason: str) -> bool:
         """Fail a trial of this process and enqueue a copy to run later; does not count as a loss.
 
-        Args:
-            study: The study.
-            number: Number of a running trial whose launch has been stopped.
-            reason: Message stored with the trial.
+        ``number`` is the number of a running trial whose launch has been stopped.
 
         Returns:
             Whether the trial was still running.
@@ -168,9 +159,7 @@ class Reclaimer:
     def acquire_task(self, heartbeat: Heartbeat, number: int) -> bool:
         """Acquire an exclusive task of the study unless a live worker holds it.
 
-        Args:
-            heartbeat: This process's heartbeat; renews the task's heartbeat until ``remove_number`` is called.
-            number: The task's number, negative.
+        ``heartbeat`` renews the task's heartbeat until ``remove_number`` is called.
 
         Returns:
             Whether this process holds the task now.
@@ -259,7 +248,8 @@ class Reclaimer:
         losses = int(lost.system_attrs.get(_LOSSES, 0)) + counts
         if losses > self._max_losses:
             return
-        if any(_origin(trial) == lost.number for trial in study.get_trials(deepcopy=False)):
+        copied = (trial.system_attrs.get(_RETRY_HISTORY) or [None] for trial in study.get_trials(deepcopy=False))
+        if any(history[-1] == lost.number for history in copied):
             return
         self._database.run(lambda session: release_trial(session, self._uuid, lost.number))
         system_attrs: dict[str, Any] = {
@@ -282,13 +272,3 @@ class Reclaimer:
 def _trial_numbers(numbers: Sequence[int]) -> list[int]:
     """Return the numbers of trials; other tasks of a study have negative numbers."""
     return [number for number in numbers if number >= 0]
-
-
-def _origin(trial: FrozenTrial) -> int | None:
-    """Return the number of the original of a copied trial; None if the trial is not a copy."""
-    retried: list[int] = trial.system_attrs.get(_RETRY_HISTORY, [])
-    return retried[-1] if retried else None
-
-
-def _loss_reason(worker: Worker) -> str:
-    return f"its worker ({worker.name or 'unknown'}) was lost"

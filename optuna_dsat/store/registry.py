@@ -46,44 +46,41 @@ class StudyRecord:
 
 
 class Registry:
-    """Creates, finds, lists and deletes studies.
+    """Creates, finds, lists and deletes studies: this part of a store."""
 
-    Args:
-        database: Our tables.
-        storage: Optuna's storage in the same database.
-    """
+    _database: Database
+    storage: BaseStorage
 
-    def __init__(self, database: Database, storage: BaseStorage) -> None:
-        self._database = database
-        self._storage = storage
-
-    def create(
-        self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection, versions: Mapping[str, str]
+    def create_study(
+        self,
+        name: str,
+        spec: Mapping[str, Any],
+        *,
+        direction: StudyDirection | str = "maximize",
+        versions: Mapping[str, str] | None = None,
     ) -> StudyRecord:
-        """Create a study, or return the existing study if its spec is equal.
+        """Create a study, or return the existing study if its spec (JSON values only) is equal.
 
         Args:
             name: Its name.
-            spec: The validated spec, JSON values only.
-            versions: Python, torch and DeepSpeed in launches, and their versions.
+            spec: The validated spec.
             direction: Whether the metric is maximized or minimized.
-
-        Returns:
-            The study's record.
+            versions: Versions of Python, torch and DeepSpeed in launches.
 
         Raises:
             StudyConflictError: If a study of this name exists with another spec, or was not created by
                 optuna-dsat.
         """
         wanted = json.loads(json.dumps(spec, allow_nan=False))
+        better = StudyDirection[direction.upper()] if isinstance(direction, str) else direction
         return self._database.exclusively(
-            "create a study", lambda: self._create_locked(name, wanted, direction, versions)
+            "create a study", lambda: self._create_locked(name, wanted, better, versions or {})
         )
 
     def _create_locked(
         self, name: str, wanted: dict[str, Any], direction: StudyDirection, versions: Mapping[str, str]
     ) -> StudyRecord:
-        existing = self.find(name)
+        existing = self.find_study(name)
         if existing is not None:
             if existing.spec != wanted:
                 raise StudyConflictError(
@@ -101,24 +98,24 @@ class Registry:
             versions={"optuna-dsat": __version__, "optuna": optuna.__version__, **versions},
         )
         self._database.run(lambda session: insert_or_skip(session, StudyRow, [asdict(record)]))
-        self._storage.set_study_user_attr(study_id, STUDY_UUID, record.uuid)
+        self.storage.set_study_user_attr(study_id, STUDY_UUID, record.uuid)
         return record
 
     def _optuna_study(self, name: str, direction: StudyDirection) -> int:
         """Create the Optuna study, or adopt an empty study left by a process that was killed while creating it."""
         try:
-            return self._storage.create_new_study([direction], name)
+            return self.storage.create_new_study([direction], name)
         except DuplicatedStudyError:
-            study_id = self._storage.get_study_id_from_name(name)
-        empty = not self._storage.get_all_trials(study_id, deepcopy=False)
-        unmarked = not self._storage.get_study_user_attrs(study_id)
-        if not (empty and unmarked and self._storage.get_study_directions(study_id) == [direction]):
+            study_id = self.storage.get_study_id_from_name(name)
+        empty = not self.storage.get_all_trials(study_id, deepcopy=False)
+        unmarked = not self.storage.get_study_user_attrs(study_id)
+        if not (empty and unmarked and self.storage.get_study_directions(study_id) == [direction]):
             raise StudyConflictError(
                 f"The database has a study '{name}' that optuna-dsat did not make: choose another name with --study."
             )
         return study_id
 
-    def find(self, name: str) -> StudyRecord | None:
+    def find_study(self, name: str) -> StudyRecord | None:
         """Return the study of this name; None if it does not exist or was not created by optuna-dsat."""
         study_uuid = self._uuids(name).get(name)
         if study_uuid is None:
@@ -141,7 +138,7 @@ class Registry:
 
         self._database.run(work)
 
-    def list(self) -> Sequence[StudyRecord]:
+    def list_studies(self) -> Sequence[StudyRecord]:
         """Return all studies created by optuna-dsat, the earliest first."""
         uuids = self._uuids()
 
@@ -151,7 +148,7 @@ class Registry:
 
         return self._database.run(read, read_only=True)
 
-    def delete(self, name: str) -> None:
+    def delete_study(self, name: str) -> None:
         """Delete a study with all its trials, launches, steps and claims; its profile is kept.
 
         Raises:
@@ -160,22 +157,18 @@ class Registry:
         begun: list[str] = []
 
         def work() -> None:
-            record = self.find(name)
+            record = self.find_study(name)
             if record is None and not begun:
                 raise UsageError(f"There is no study '{name}' in {self._database.shown} (see `optuna-dsat studies`).")
             if record is not None:
                 begun.append(record.uuid)
-                self._storage.delete_study(self._storage.get_study_id_from_name(name))
+                self.storage.delete_study(self.storage.get_study_id_from_name(name))
             self._database.run(lambda session: _delete_rows(session, begun))
 
         self._database.exclusively("delete a study", work)
 
     def collect_orphans(self) -> int:
-        """Delete rows of studies that no longer exist (e.g. deleted with Optuna's own tools).
-
-        Returns:
-            Number of studies whose rows were deleted.
-        """
+        """Delete rows of studies that were deleted with Optuna's own tools; return the number of these studies."""
 
         def work() -> int:
             alive = set(self._uuids().values())
@@ -193,11 +186,7 @@ class Registry:
         return self._database.exclusively("clean up after deleted studies", work)
 
     def _uuids(self, name: str | None = None) -> dict[str, str]:
-        """Return name -> UUID of Optuna's studies that were created by optuna-dsat, the earliest first.
-
-        Args:
-            name: The only study to look for; None for all.
-        """
+        """Return name -> UUID of all studies created by optuna-dsat, or of the named study, the earliest first."""
         query = (
             select(StudyModel.study_name, StudyUserAttributeModel.value_json)
             .join(StudyUserAttributeModel, StudyUserAttributeModel.study_id == StudyModel.study_id)

@@ -14,14 +14,11 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
-from optuna.study import StudyDirection
-from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy import Engine, event
 from sqlalchemy.engine import ExceptionContext
@@ -242,10 +239,17 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
 # * ``create_new_study``: the retry reports that the name is taken; the registry adopts a study that is still empty.
 # * ``delete_study``: the retry does not find the study, which is the requested result.
 
-R = TypeVar("R")
-
 REQUEST = "dsat_request"
 """System attribute of a trial: which call created it."""
+
+
+def _retried(name: str) -> Callable[..., Any]:
+    """Return a method that calls the backend's method of this name, again after transient errors."""
+
+    def call(self: RetryingStorage, *args: Any, **kwargs: Any) -> Any:
+        return self._retry(lambda _again: getattr(self._backend, name)(*args, **kwargs))
+
+    return call
 
 
 class RetryingStorage(BaseStorage):
@@ -273,14 +277,11 @@ class RetryingStorage(BaseStorage):
         self._database = database
         self._retry_limit_s = retry_limit_s
 
-    def _retry(self, work: Callable[[], R]) -> R:
-        return self._retry_again(lambda _again: work())
-
-    def _retry_again(self, work: Callable[[bool], R]) -> R:
+    def _retry(self, work: Callable[[bool], T]) -> T:
         """Run ``work(again)``. ``again`` is True for a retry: the earlier attempt may have been committed."""
         again = False
 
-        def attempt() -> R:
+        def attempt() -> T:
             nonlocal again
             self._require_present()
             parts, again = again, True
@@ -288,9 +289,23 @@ class RetryingStorage(BaseStorage):
 
         return retrying(attempt, database=self._database, limit_s=self._retry_limit_s)
 
-    def create_new_study(self, directions: Sequence[StudyDirection], study_name: str | None = None) -> int:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.create_new_study(directions, study_name))
+    create_new_study = _retried("create_new_study")
+    set_study_user_attr = _retried("set_study_user_attr")
+    set_study_system_attr = _retried("set_study_system_attr")
+    get_study_id_from_name = _retried("get_study_id_from_name")
+    get_study_name_from_id = _retried("get_study_name_from_id")
+    get_study_directions = _retried("get_study_directions")
+    get_study_user_attrs = _retried("get_study_user_attrs")
+    get_study_system_attrs = _retried("get_study_system_attrs")
+    get_all_studies = _retried("get_all_studies")
+    set_trial_param = _retried("set_trial_param")
+    get_trial_id_from_study_id_trial_number = _retried("get_trial_id_from_study_id_trial_number")
+    set_trial_intermediate_value = _retried("set_trial_intermediate_value")
+    set_trial_user_attr = _retried("set_trial_user_attr")
+    set_trial_system_attr = _retried("set_trial_system_attr")
+    get_trial = _retried("get_trial")
+    get_all_trials = _retried("get_all_trials")
+    get_best_trial = _retried("get_best_trial")
 
     def delete_study(self, study_id: int) -> None:
         """See ``optuna.storages.BaseStorage``."""
@@ -302,39 +317,7 @@ class RetryingStorage(BaseStorage):
                 if not again:
                     raise
 
-        self._retry_again(delete)
-
-    def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
-        """See ``optuna.storages.BaseStorage``."""
-        self._retry(lambda: self._backend.set_study_user_attr(study_id, key, value))
-
-    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
-        """See ``optuna.storages.BaseStorage``."""
-        self._retry(lambda: self._backend.set_study_system_attr(study_id, key, value))
-
-    def get_study_id_from_name(self, study_name: str) -> int:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.get_study_id_from_name(study_name))
-
-    def get_study_name_from_id(self, study_id: int) -> str:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.get_study_name_from_id(study_id))
-
-    def get_study_directions(self, study_id: int) -> list[StudyDirection]:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.get_study_directions(study_id))
-
-    def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.get_study_user_attrs(study_id))
-
-    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.get_study_system_attrs(study_id))
-
-    def get_all_studies(self) -> list[FrozenStudy]:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(self._backend.get_all_studies)
+        self._retry(delete)
 
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
         """See ``optuna.storages.BaseStorage``; the trial gets a system attribute, ``REQUEST``."""
@@ -350,17 +333,7 @@ class RetryingStorage(BaseStorage):
                     return made[0]
             return self._backend.create_new_trial(study_id, template)
 
-        return self._retry_again(create)
-
-    def set_trial_param(
-        self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
-    ) -> None:
-        """See ``optuna.storages.BaseStorage``."""
-        self._retry(lambda: self._backend.set_trial_param(trial_id, param_name, param_value_internal, distribution))
-
-    def get_trial_id_from_study_id_trial_number(self, study_id: int, trial_number: int) -> int:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.get_trial_id_from_study_id_trial_number(study_id, trial_number))
+        return self._retry(create)
 
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
         """See ``optuna.storages.BaseStorage``."""
@@ -375,33 +348,7 @@ class RetryingStorage(BaseStorage):
                 return True
             return again and self._backend.get_trial(trial_id).state is state
 
-        return self._retry_again(set_state)
-
-    def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
-        """See ``optuna.storages.BaseStorage``."""
-        self._retry(lambda: self._backend.set_trial_intermediate_value(trial_id, step, intermediate_value))
-
-    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
-        """See ``optuna.storages.BaseStorage``."""
-        self._retry(lambda: self._backend.set_trial_user_attr(trial_id, key, value))
-
-    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
-        """See ``optuna.storages.BaseStorage``."""
-        self._retry(lambda: self._backend.set_trial_system_attr(trial_id, key, value))
-
-    def get_trial(self, trial_id: int) -> FrozenTrial:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.get_trial(trial_id))
-
-    def get_all_trials(
-        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
-    ) -> list[FrozenTrial]:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.get_all_trials(study_id, deepcopy, states))
-
-    def get_best_trial(self, study_id: int) -> FrozenTrial:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.get_best_trial(study_id))
+        return self._retry(set_state)
 
     def remove_session(self) -> None:
         """See ``optuna.storages.BaseStorage``."""

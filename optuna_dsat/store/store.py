@@ -1,29 +1,30 @@
-"""Facade of all persistent data of studies in a database."""
+"""The persistent data of studies in a database."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import hashlib
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import optuna
 from optuna.storages import BaseStorage, RDBStorage, get_storage
-from optuna.study import StudyDirection
+from sqlalchemy import ColumnElement, delete, select
+from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from optuna_dsat.errors import StorageError, StorageUrlError
-from optuna_dsat.launch.protocol import LaunchReport
-from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.store import launches, leases, migrate, profiles
+from optuna_dsat.store import migrate
 from optuna_dsat.store.database import Database, engine_options, install_events
-from optuna_dsat.store.launches import StoredLaunch
-from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S, Heartbeat, Turn, this_worker
+from optuna_dsat.store.launches import Measurements
+from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S, Heartbeat, Turn, release_trial, this_worker
 from optuna_dsat.store.optuna_tables import has_our_tables, open_optuna_tables
-from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
-from optuna_dsat.store.registry import STUDY_UUID, Registry, StudyRecord
+from optuna_dsat.store.registry import STUDY_UUID, Registry
 from optuna_dsat.store.retry import RETRY_LIMIT_S, RetryingStorage
+from optuna_dsat.store.tables import KEY_LENGTH, ClaimRow, insert_or_skip
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 
 __all__ = ["Store", "load_study"]
@@ -34,7 +35,7 @@ _PROFILE_TASK, _CONCLUSION_TASK = -1, -2
 """Heartbeat numbers of the profile task and of the conclusion task of a study."""
 
 
-class Store:
+class Store(Registry, Measurements):
     """An open store. Create it with ``Store.open``; close it, or use it in a ``with`` statement.
 
     All methods retry after transient database errors up to a limit and raise ``StorageError`` if the database stays
@@ -71,7 +72,6 @@ class Store:
             require_present=database.require_present,
         )
         self.heartbeat = Heartbeat(database, worker=self._worker, interval_s=heartbeat_interval_s)
-        self._registry = Registry(database, self.storage)
         self._new_reclaimer: Callable[[str], Reclaimer] = lambda study_uuid: Reclaimer(
             database,
             self.storage,
@@ -162,51 +162,25 @@ class Store:
     ) -> None:
         self.close()
 
-    def create_study(
-        self,
-        name: str,
-        spec: Mapping[str, Any],
-        *,
-        direction: StudyDirection | str = "maximize",
-        versions: Mapping[str, str] | None = None,
-    ) -> StudyRecord:
-        """Create a study, or return the existing study if its spec is equal. See ``Registry.create``."""
-        wanted = StudyDirection[direction.upper()] if isinstance(direction, str) else direction
-        return self._registry.create(name, spec, direction=wanted, versions=versions or {})
-
-    def find_study(self, name: str) -> StudyRecord | None:
-        """Return the study of this name; None if it does not exist or was not created by optuna-dsat."""
-        return self._registry.find(name)
-
-    def update_spec(self, study_uuid: str, spec: Mapping[str, Any]) -> None:
-        """Replace a study's spec. See ``Registry.update_spec``."""
-        self._registry.update_spec(study_uuid, spec)
-
-    def list_studies(self) -> Sequence[StudyRecord]:
-        """Return all studies created by optuna-dsat, the earliest first."""
-        return self._registry.list()
-
-    def delete_study(self, name: str) -> None:
-        """Delete a study and its data. See ``Registry.delete``."""
-        self._registry.delete(name)
-
-    def collect_orphans(self) -> int:
-        """Delete rows of studies that no longer exist; return the number of these studies."""
-        return self._registry.collect_orphans()
-
     def claim(self, study_uuid: str, config_key: str, trial_number: int) -> bool:
-        """Claim a configuration for a trial; False if another trial holds the claim."""
-        return self._database.run(
-            lambda session: leases.claim(session, study_uuid, config_key, trial_number, worker=self._worker.name)
-        )
+        """Claim a configuration for a trial; False if another trial holds the claim. Idempotent."""
+        row = {"study_uuid": study_uuid, "config_key": _stored(config_key), "trial_number": trial_number}
+        row |= {"worker": self._worker.name, "claimed_at": time.time()}
+        owner = select(ClaimRow.trial_number).where(*_claim_on(study_uuid, config_key))
+
+        def work(session: Session) -> bool:
+            insert_or_skip(session, ClaimRow, [row])
+            return session.scalar(owner) == trial_number
+
+        return self._database.run(work)
 
     def release_claim(self, study_uuid: str, config_key: str) -> None:
         """Release the claim on a configuration, so that a later trial may run it."""
-        self._database.run(lambda session: leases.release_claim(session, study_uuid, config_key))
+        self._database.run(lambda session: session.execute(delete(ClaimRow).where(*_claim_on(study_uuid, config_key))))
 
     def release_trial(self, study_uuid: str, trial_number: int) -> None:
         """Release all claims of a trial."""
-        self._database.run(lambda session: leases.release_trial(session, study_uuid, trial_number))
+        self._database.run(lambda session: release_trial(session, study_uuid, trial_number))
 
     def exclusively(self, purpose: str, work: Callable[[], T]) -> T:
         """Run brief ``work`` under the exclusive lock of the database and return its result; never nest it.
@@ -216,10 +190,6 @@ class Store:
             work: Must be idempotent: it runs again if the server released the lock meanwhile.
         """
         return self._database.exclusively(purpose, work)
-
-    def find_profile(self, fingerprint: str) -> StoredProfile | None:
-        """Return the profile with this fingerprint, of any study, or None."""
-        return self._database.run(lambda session: profiles.find_profile(session, fingerprint), read_only=True)
 
     def finish(self, trial: optuna.Trial, work: Callable[[], None]) -> bool:
         """Finish a trial by ``work`` if this worker still owns the trial; return whether it does.
@@ -268,50 +238,12 @@ class Store:
             raise
         self.heartbeat.remove_number(study_uuid, task)
 
-    def save_profile(self, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
-        """Store the result of a profile launch; replaces a profile with the same fingerprint."""
-        self._database.run(lambda session: profiles.save_profile(session, fingerprint, profile, study_uuid=study_uuid))
-
-    def record_launch(
-        self, study_uuid: str, report: LaunchReport, *, trial_number: int | None, purpose: str, attempt: int
-    ) -> None:
-        """Store the report of a finished launch."""
-        self._database.run(
-            lambda session: launches.record_launch(
-                session, study_uuid, report, trial_number=trial_number, purpose=purpose, attempt=attempt
-            )
-        )
-
-    def record_steps(self, study_uuid: str, launch_id: str, events: Iterable[Event]) -> None:
-        """Store the ``StepMeasured`` events of a launch."""
-        kept = tuple(events)
-        self._database.run(lambda session: launches.record_steps(session, study_uuid, launch_id, kept))
-
-    def launches(self, study_uuid: str) -> Sequence[StoredLaunch]:
-        """Return the launches of a study, the earliest first."""
-        return self._database.run(lambda session: launches.read_launches(session, study_uuid), read_only=True)
-
-    def steps(self, study_uuid: str, launch_id: str) -> Sequence[StepMeasured]:
-        """Return the steps of a launch, ordered by step and rank."""
-        return self._database.run(lambda session: launches.read_steps(session, study_uuid, launch_id), read_only=True)
-
-    def step_times(self, study_uuid: str, *, from_step: int) -> Mapping[str, tuple[float, ...]]:
-        """Return launch id -> seconds of each global step from ``from_step`` on, on its slowest rank, in order."""
-        return self._database.run(
-            lambda session: launches.read_step_times(session, study_uuid, from_step=from_step), read_only=True
-        )
-
     def reclaim_stale(self, study: optuna.Study) -> tuple[int, ...]:
         """Fail the trials whose worker died and enqueue a copy of each; return the numbers of the failed trials."""
         return self._reclaimer(study).reclaim(study)
 
     def return_trial(self, study: optuna.Study, trial: optuna.Trial, *, reason: str) -> bool:
         """Fail a running trial of this process and enqueue a copy, which a resumed search runs.
-
-        Args:
-            study: The study.
-            trial: A trial whose launch has been stopped.
-            reason: Message stored with the trial.
 
         Returns:
             Whether the trial was still running.
@@ -327,6 +259,17 @@ class Store:
         if study_uuid not in self._reclaimers:
             self._reclaimers[study_uuid] = self._new_reclaimer(study_uuid)
         return self._reclaimers[study_uuid]
+
+
+def _stored(config_key: str) -> str:
+    """Return the key as stored; long keys are replaced by their digest because index entries are limited in length."""
+    if len(config_key) <= KEY_LENGTH:
+        return config_key
+    return "sha256:" + hashlib.sha256(config_key.encode()).hexdigest()
+
+
+def _claim_on(study_uuid: str, config_key: str) -> tuple[ColumnElement[bool], ...]:
+    return ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key)
 
 
 def _usable_tables(database: Database) -> RDBStorage:

@@ -192,10 +192,7 @@ def _table(model: type[Base]) -> Table:
 def insert_or_skip(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows; rows whose primary key exists are skipped.
 
-    Args:
-        session: A session in a transaction.
-        model: The table.
-        rows: Column values, the same columns in every row.
+    ``rows`` are the column values, the same columns in every row.
     """
     table = _table(model)
     for start in range(0, len(rows), _ROWS_PER_STATEMENT):
@@ -206,10 +203,7 @@ def insert_or_skip(session: Session, model: type[Base], rows: Sequence[Mapping[s
 def insert_or_update(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows; rows whose primary key exists are overwritten.
 
-    Args:
-        session: A session in a transaction.
-        model: The table.
-        rows: Column values, the same columns in every row; primary keys are unique.
+    ``rows`` are the column values, the same columns in every row; primary keys are unique.
     """
     table = _table(model)
     keys = {column.name for column in table.primary_key}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import warnings
 from pathlib import Path
 
@@ -23,25 +22,11 @@ _POSTGRES_DRIVERS = frozenset({"postgres", "postgresql", "postgresql+psycopg", "
 _SQLITE_DRIVERS = frozenset({"sqlite", "sqlite+pysqlite"})
 _SQLITE_MAGIC = b"SQLite format 3\0"
 """First bytes of every SQLite database (https://www.sqlite.org/fileformat.html)."""
-_LIBPQ_FILES = {
-    "passfile": ("PGPASSFILE", "~/.pgpass"),
-    "servicefile": ("PGSERVICEFILE", "~/.pg_service.conf"),
-    "sslcert": ("PGSSLCERT", "~/.postgresql/postgresql.crt"),
-    "sslkey": ("PGSSLKEY", "~/.postgresql/postgresql.key"),
-    "sslrootcert": ("PGSSLROOTCERT", "~/.postgresql/root.crt"),
-    "sslcrl": ("PGSSLCRL", "~/.postgresql/root.crl"),
-}
-"""Connection option of a file that libpq reads -> environment variable and default path
-(https://www.postgresql.org/docs/current/libpq-connect.html)."""
 _SUPPORTED = "sqlite:///FILE and postgresql://USER@HOST:PORT/DATABASE are supported"
 
 
 def display_url(url: str | URL) -> str:
-    """Return the URL with passwords masked, for display.
-
-    Args:
-        url: A storage URL; may be invalid.
-    """
+    """Return the URL with passwords masked, for display."""
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
@@ -56,9 +41,6 @@ def parse_url(url: str) -> URL:
 
     ``postgres://`` and ``postgresql://`` become ``postgresql+psycopg://``; the file of an SQLite URL becomes
     absolute.
-
-    Args:
-        url: The user's URL.
 
     Raises:
         StorageUrlError: If it cannot be parsed, the kind of database is not supported, or the file cannot be opened.
@@ -79,7 +61,6 @@ def parse_url(url: str) -> URL:
         _require_psycopg(shown)
         _check_host(parsed, shown)
         parsed = parsed.set(drivername="postgresql+psycopg")
-        _check_libpq_files(parsed, shown)
     else:
         raise StorageUrlError(f"The storage '{shown}' is of an unsupported kind ({parsed.drivername}): {_SUPPORTED}.")
     _check_options(parsed, shown)
@@ -128,36 +109,6 @@ def _check_options(url: URL, shown: str) -> None:
         ) from None
     if url.get_backend_name() == "sqlite" and [*names] != [url.database]:
         raise StorageUrlError(f"The storage URL '{shown}' has options that name another file: leave them out.")
-
-
-def _check_libpq_files(url: URL, shown: str) -> None:
-    """Reject libpq files whose reading would block, such as pipes or kernel logs.
-
-    Raises:
-        StorageUrlError: If reading a file would block.
-    """
-    for option, (variable, usual) in _LIBPQ_FILES.items():
-        given = url.query.get(option) or os.environ.get(variable) or usual
-        for path in given if isinstance(given, tuple) else [given]:
-            if _is_waited_for(path):
-                raise StorageUrlError(
-                    f"The storage '{shown}' cannot be opened: {option} ({variable}) is {path}, which is waited for."
-                )
-
-
-def _is_waited_for(path: str | Path) -> bool:
-    """Return whether reading a file blocks until another process writes to it; False if it cannot be read."""
-    try:
-        result = Path(path).expanduser()
-        mode = result.stat().st_mode
-        if not stat.S_ISREG(mode):
-            return stat.S_ISFIFO(mode)
-        with open_regular(result) as file:
-            while part := file.raw.read(2**20):  # None if more may follow, empty at the end of the file
-                pass
-            return part is None
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: the home directory is unknown
-        return False
 
 
 def _checked_sqlite(url: URL, shown: str) -> URL:

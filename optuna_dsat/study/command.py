@@ -47,10 +47,7 @@ def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -
 
     If the file, or a section of it, is the script's DeepSpeed config, it is replaced with the config.
 
-    Args:
-        spec: The study.
-        config: The complete config.
-        directory: Folder of the copy, which also contains ``best_ds_config.json``.
+    ``directory`` is the folder of the copy, which also contains ``best_ds_config.json``.
     """
     script = spec.script
     source = script.batch_source if "kind" in script.batch_source else {}
@@ -84,12 +81,7 @@ def device_settings(spec: StudySpec) -> list[str]:
 
 
 def environment_words(spec: StudySpec, settings: Sequence[str]) -> list[str]:
-    """Return the words before a command that set its variables and its working directory; empty for neither.
-
-    Args:
-        spec: The study.
-        settings: Variables, as ``NAME=VALUE``.
-    """
+    """Return the words before a command that set its variables and its working directory; empty for neither."""
     words = [*in_folder(spec.script.cwd), *settings]
     return ["env", *words] if words else []
 
@@ -160,12 +152,8 @@ def training_command(
     Arguments that name the user's config, or a settings file with a copy in ``best_settings``, are replaced. If such a
     file names the config and the script lets arguments override the file, an argument is added.
 
-    Args:
-        spec: The study.
-        config: The complete config.
-        config_path: Where it is written.
-        profiled: Result of the profile launch; None before it.
-        host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets 1.
+    ``host_threads`` is the number of host threads per rank in the measurement; None if unknown, in which case torchrun
+    sets 1.
     """
     script = spec.script
     pointed, replaced = _point_to(script, config_path)

@@ -6,9 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 
-import optuna
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.store import Turn, TurnLostError
@@ -16,13 +14,10 @@ from optuna_dsat.study.command import BEST_CONFIG, best_settings
 from optuna_dsat.study.confirm.confirmation import Confirmation
 from optuna_dsat.study.confirm.loss_check import LossCheck, check_loss, nothing_to_compare
 from optuna_dsat.study.confirm.verdict import Verdict
+from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.folder import BEING_WRITTEN, digests, set_others_aside
-from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.progress import StudyContext
 from optuna_dsat.study.result import BEST_METRICS, StudyResult, result_of, write_best, write_settings
-from optuna_dsat.study.search.methods import Method
-from optuna_dsat.study.space import objective
 from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.trials import attributes
 
@@ -33,35 +28,14 @@ _WAIT_S = 1.0
 
 
 class Conclusion:
-    """Concludes a study after its search.
+    """Concludes a study after its search."""
 
-    Args:
-        context: The running study.
-        study: The Optuna study.
-        profiled: Result of the profile launch.
-        method: Ranks the trials.
-        reason: Why the search ended.
-        with_loss_check: Whether to compare the first losses of the winner and the user's config.
-    """
-
-    def __init__(
-        self,
-        context: StudyContext,
-        *,
-        study: optuna.Study,
-        profiled: Profiled,
-        method: Method,
-        reason: EndReason,
-        with_loss_check: bool,
-    ) -> None:
+    def __init__(self, context: SearchContext, *, reason: EndReason, with_loss_check: bool) -> None:
         self._context = context
         self._spec = context.spec
-        self._study = study
-        self._profiled = profiled
-        self._method = method
+        self._study = context.study
         self._reason = reason
         self._with_loss_check = with_loss_check
-        self._metric = objective(context.spec, profiled)
         self.interrupted = reason is EndReason.INTERRUPTED
         """Whether Ctrl-C ended the search, the confirmation or the comparison of losses."""
         self._held: Turn | None = None
@@ -103,13 +77,13 @@ class Conclusion:
             time.sleep(_WAIT_S)
 
     def _conclude(self) -> StudyResult | None:
-        trials = self._study.get_trials(deepcopy=False)
-        candidates = self._method.ranked(trials, maximize=self._spec.maximize)
+        trials = self._context.trials()
+        candidates = self._context.method.ranked(trials, maximize=self._spec.maximize)
         if not candidates:
             return None
         self._confirm(trials, candidates)
         store, spec = self._context.store, self._spec
-        study = replace(read_stored(store, spec.name), spec=spec, profiled=self._profiled)
+        study = replace(read_stored(store, spec.name), spec=spec, profiled=self._context.profiled)
         if study.verdict is None:
             return None
         check = self._compare_losses(study, study.verdict)
@@ -128,14 +102,7 @@ class Conclusion:
         """Measure the finalists in rounds; after an interruption, the stored rounds of earlier runs remain."""
         if self._reason is EndReason.INTERRUPTED:
             return
-        confirmation = Confirmation(
-            self._context,
-            study=self._study,
-            metric=self._metric,
-            profile=self._profiled.profile,
-            estimate=partial(self._method.estimate, maximize=self._spec.maximize),
-            storing=self._storing,
-        )
+        confirmation = Confirmation(self._context, storing=self._storing)
         confirmation.run(trials, candidates)
         if confirmation.interrupted:
             self.interrupted = True
@@ -155,9 +122,7 @@ class Conclusion:
                 data_parallel_size=attributes.data_parallel_size(
                     verdict.result.trial, slots=self._spec.slots_per_trial
                 ),
-                launcher=self._context.launcher,
-                on_report=lambda report, record: self._context.record_launch(report, record, purpose="confirm"),
-                wait=self._context.wait,
+                launch=self._context.launch,
             )
         except KeyboardInterrupt:
             self.interrupted = True

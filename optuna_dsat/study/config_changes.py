@@ -41,12 +41,7 @@ class Change:
 
 
 def config_changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> tuple[Change, ...]:
-    """Return every key whose value differs, sorted: changed, added and dropped keys.
-
-    Args:
-        own: The user's config with all batch sizes.
-        best: The exported config with all batch sizes.
-    """
+    """Return every key whose value differs, sorted: changed, added and dropped keys."""
     before, after = shown_settings(own), shown_settings(best)
     return tuple(
         Change(key=key, own=before.get(key, ""), best=after.get(key, ""))
@@ -94,11 +89,6 @@ def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> di
 
     Settings that change nothing are left out (``SearchSpace.without_idle``), unless it is the user's own config. What
     launches allow for the script's own optimizer under offload is allowed by the config, too.
-
-    Args:
-        trial: A trial that was launched.
-        slots: Ranks of its launch.
-        space: The study's search space.
     """
     ranks = attributes.data_parallel_size(trial, slots=slots)
     config = trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
@@ -119,11 +109,6 @@ def ready_config(
 
     The third is left out unless the user's config has it. DeepSpeed compares all three with the ranks, and counts one
     rank where a model is built within ``zero.Init`` before the ranks are joined.
-
-    Args:
-        complete: The config with all batch sizes.
-        own: The user's config.
-        trainer: The script's trainer; None if it has none.
     """
     keys = (ds_config.TRAIN_BATCH, ds_config.GRADIENT_ACCUMULATION)
     implied = next((key for key in keys if key not in own), None)

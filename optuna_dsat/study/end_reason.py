@@ -31,12 +31,7 @@ BUDGETS = frozenset({EndReason.BUDGET, EndReason.TIMEOUT})
 
 
 def headroom_in_words(share: float, *, spent: bool) -> str:
-    """Return what may be left to gain.
-
-    Args:
-        share: As ``StudyResult.headroom``.
-        spent: Whether a budget ended the search.
-    """
+    """Return what may be left to gain."""
     gain = gain_in_words(max(share, 0.001))
     more = " A larger budget may find more: --max-trials, --timeout." if spent else ""
     return f"By what the search measured, nothing is more than {gain} what it found (with 90% probability).{more}"

@@ -103,10 +103,8 @@ def _is_marked(folder: Path, text: str) -> bool:
 def set_others_aside(paths: Sequence[Path], written: Mapping[str, str]) -> list[Path]:
     """Rename files that would be overwritten if the study did not write them or they were changed since.
 
-    Args:
-        paths: The files.
-        written: ``digests`` of the files as the study last wrote them; ``BEING_WRITTEN`` for a file whose writer was
-            killed, which belongs to the study regardless of its content.
+    ``written`` is ``digests`` of the files as the study last wrote them; ``BEING_WRITTEN`` for a file whose writer was
+    killed, which belongs to the study regardless of its content.
 
     Returns:
         The new paths of the renamed files.
@@ -134,10 +132,7 @@ def digests(paths: Iterable[Path]) -> dict[str, str]:
 def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]) -> bool:
     """Return whether a folder is a study's, by its mark or by reports of the study's launches.
 
-    Args:
-        folder: The folder that the study's spec names.
-        study_uuid: The study.
-        launches: Its launches, for folders of earlier versions, which have no mark.
+    ``launches`` are its launches, for folders of earlier versions, which have no mark.
     """
     marked = _read(folder, MARK)
     if "study_uuid" in marked:

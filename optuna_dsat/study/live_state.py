@@ -249,11 +249,6 @@ class LiveNotes:
     """An observer that forwards events and notes the state of this worker's launches.
 
     Starts, phases and ends are noted at once, steps at most once a second. Nothing is noted outside ``kept_in``.
-
-    Args:
-        observer: Called first with each event.
-        study: Name of the study.
-        clock: Unix time in seconds.
     """
 
     def __init__(self, observer: progress.Observer, *, study: str, clock: Callable[[], float] = time.time) -> None:
@@ -306,13 +301,7 @@ class LiveNotes:
 
 
 def read_states(store: Store, study: str, *, now: float) -> list[LiveState]:
-    """Return the states of a study's active workers; states that this version cannot read are skipped.
-
-    Args:
-        store: The store of the study.
-        study: Name of the study.
-        now: Unix time in seconds.
-    """
+    """Return the states of a study's active workers; states that this version cannot read are skipped."""
     result = []
     attrs = store.storage.get_study_system_attrs(store.storage.get_study_id_from_name(study))
     for key, record in attrs.items():

@@ -10,14 +10,9 @@ from dataclasses import dataclass
 from types import FrameType
 
 from optuna_dsat.cost.memory import ModelProfile
-from optuna_dsat.launch.follow import SlotWait
-from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.signals import ENDING, handling, is_told_again
-from optuna_dsat.store import Store
 from optuna_dsat.study.confirm.speeds import Speed
-from optuna_dsat.study.spec import StudySpec
 
 __all__ = [
     "BestSoFar",
@@ -31,7 +26,6 @@ __all__ = [
     "ProfileStarted",
     "ProgressEvent",
     "SearchStarted",
-    "StudyContext",
     "TrialDropped",
     "TrialFinished",
     "TrialPhase",
@@ -236,40 +230,6 @@ class FinalistMeasured(ProgressEvent):
     """Round of the confirmation, from 1."""
     speed: Speed | None = None
     """None if it was not measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StudyContext:
-    """A study that runs in this process: its spec, database, launcher and observer."""
-
-    spec: StudySpec
-    """After the profile launch it follows the script's trainer."""
-    study_uuid: str
-    """The study's identifier in the store."""
-    store: Store
-    launcher: Launcher
-    observer: Observer
-    """Called with each progress event."""
-    wait: SlotWait
-    """Reports which processes occupy the slots and limits the wait for them."""
-
-    def say(self, text: str) -> None:
-        """Send a message to the observer."""
-        self.observer(Message(text=text))
-
-    def record_launch(
-        self, report: LaunchReport, record: LaunchRecord, *, purpose: str, trial_number: int | None = None
-    ) -> None:
-        """Store a finished launch and its steps.
-
-        Args:
-            report: Report of the launch.
-            record: Its events.
-            purpose: ``profile`` or ``confirm``.
-            trial_number: The trial that it measures again, or None.
-        """
-        self.store.record_launch(self.study_uuid, report, trial_number=trial_number, purpose=purpose, attempt=0)
-        self.store.record_steps(self.study_uuid, report.launch_id, record.events)
 
 
 @contextmanager

@@ -83,12 +83,7 @@ def full_request(
     A ``DeepSpeedTrial`` keeps its checkpoints in the study's folder, unless its arguments name another, and goes on
     from them.
 
-    Args:
-        spec: The study.
-        config: The trial's complete config.
-        overlay: The trial's overlay.
-        args: Arguments appended to the script's.
-        host_threads: Host threads per rank in the measurement; None if unknown.
+    ``host_threads`` are the host threads per rank in the measurement; None if unknown.
     """
     command = script_command(spec)
     command = replace(command, args=(*command.args, *args))

@@ -186,7 +186,7 @@ class StudyResult:
             StorageUrlError: As ``optuna_study``.
             StorageError: As ``optuna_study``.
         """
-        from optuna_dsat.study.confirm.rows import trial_row
+        from optuna_dsat.study.stored import trial_row
 
         return [trial_row(trial, self.verdict) for trial in self.optuna_study(storage).get_trials(deepcopy=False)]
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import optuna
 
-from optuna_dsat.config.space_builder import SearchSpace
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.launch.follow import SlotWait
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.store import Store
 from optuna_dsat.study.conclusion import Conclusion
+from optuna_dsat.study.context import SearchContext, StudyContext
 from optuna_dsat.study.end_reason import BUDGETS, EndReason, headroom_in_words
 from optuna_dsat.study.folder import held_folder
 from optuna_dsat.study.profile.fingerprint import fingerprint
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import enqueue_user_config
 from optuna_dsat.study.profile.turn import ProfileTurn
-from optuna_dsat.study.progress import Message, Observer, Phase, StudyContext
+from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.result import StudyResult
-from optuna_dsat.study.search.methods import Method, make_method
+from optuna_dsat.study.search.methods import make_method
 from optuna_dsat.study.search.tuner import Tuner
 from optuna_dsat.study.search.warm_start import check_warm_start, prior_knowledge_of
 from optuna_dsat.study.space import space_of
@@ -34,12 +34,6 @@ __all__ = ["Session"]
 
 class Session:
     """Runs the study of a request.
-
-    Args:
-        request: What to tune, where, and how far.
-        store: The opened database of the study.
-        launcher: Runs the launches.
-        observer: Called with each progress event.
 
     Raises:
         StudyConflictError: If a study of this name exists with other settings.
@@ -88,38 +82,17 @@ class Session:
     def _run(self) -> StudyResult | None:
         if not self._request.conclude and is_spent(self._context.store, self.spec):
             return None
-        profiled, mark = self._profile()
-        space = space_of(self.spec, profiled)
-        self._context.launcher.prepare(
-            profiled.preload.changed(added=self.spec.preload or (), left_out=self.spec.no_preload or ()),
-            operators=profiled.operators(self.spec, space),
-        )
-        prior_knowledge = self._prior_knowledge(profiled, mark)
-        method = make_method(self.spec, profiled, space, prior_knowledge=prior_knowledge)
-        study = optuna.load_study(
-            study_name=self.spec.name,
-            storage=self._context.store.storage,
-            sampler=method.sampler,
-            pruner=method.pruner,
-        )
-        study.set_user_attr(attributes.FINGERPRINT, mark)
-        reason = self._search(study, profiled, space, method)
+        context = self._profile()
+        reason = self._search(context)
         if not self._request.conclude:
             return None
-        conclusion = Conclusion(
-            self._context,
-            study=study,
-            profiled=profiled,
-            method=method,
-            reason=reason,
-            with_loss_check=self._request.check_loss,
-        )
+        conclusion = Conclusion(context, reason=reason, with_loss_check=self._request.check_loss)
         result = conclusion.run()
         self.interrupted = conclusion.interrupted
         return result
 
-    def _profile(self) -> tuple[Profiled, str]:
-        """Return the profile and its fingerprint; from then on the spec follows the script's trainer."""
+    def _profile(self) -> SearchContext:
+        """Return the study with its profile; from then on the spec follows the script's trainer."""
         turn = ProfileTurn(
             self._context,
             fingerprint=fingerprint(self.spec, device_names=self._request.device_names),
@@ -134,26 +107,39 @@ class Session:
         if profiled.stage_option:
             option = profiled.stage_option.rstrip("=")
             self._context.say(f"The script takes its ZeRO stage from {option}; it follows each configuration.")
-        self._context = replace(self._context, spec=profiled.followed_by(self.spec))
-        return profiled, turn.fingerprint
+        known = self._context = replace(self._context, spec=profiled.followed_by(self.spec))
+        space = space_of(self.spec, profiled)
+        known.launcher.prepare(
+            profiled.preload.changed(added=self.spec.preload or (), left_out=self.spec.no_preload or ()),
+            operators=profiled.operators(self.spec, space),
+        )
+        prior_knowledge = self._prior_knowledge(profiled, turn.fingerprint)
+        method = make_method(self.spec, profiled, space, prior_knowledge=prior_knowledge)
+        study = optuna.load_study(
+            study_name=self.spec.name, storage=known.store.storage, sampler=method.sampler, pruner=method.pruner
+        )
+        same = {field_.name: getattr(known, field_.name) for field_ in fields(StudyContext)}
+        study.set_user_attr(attributes.FINGERPRINT, turn.fingerprint)
+        return SearchContext(**same, study=study, profiled=profiled, space=space, method=method)
 
-    def _search(self, study: optuna.Study, profiled: Profiled, space: SearchSpace, method: Method) -> EndReason:
+    def _search(self, context: SearchContext) -> EndReason:
         """Launch trials until the search ends; return why it does."""
+        study, posterior = context.study, context.method.posterior
         enqueue_user_config(
             study,
-            store=self._context.store,
-            spec=self.spec,
-            space=space,
-            data_parallel_size=profiled.data_parallel_size,
+            store=context.store,
+            spec=context.spec,
+            space=context.space,
+            data_parallel_size=context.profiled.data_parallel_size,
         )
-        reason = Tuner(self._context, study=study, space=space, profiled=profiled, method=method).run()
+        reason = Tuner(context).run()
         self.interrupted = reason is EndReason.INTERRUPTED
         left = math.inf
-        if method.posterior is not None and not self.interrupted:
-            left = method.posterior.remaining(study.get_trials(deepcopy=False))
+        if posterior is not None and not self.interrupted:
+            left = posterior.remaining(context.trials())
         study.set_user_attr(attributes.HEADROOM, left if math.isfinite(left) else None)
         if math.isfinite(left):
-            self._context.say(headroom_in_words(left, spent=reason in BUDGETS))
+            context.say(headroom_in_words(left, spent=reason in BUDGETS))
         return reason
 
     def _prior_knowledge(self, profiled: Profiled, mark: str) -> PriorKnowledge | None:

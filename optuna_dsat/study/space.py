@@ -53,10 +53,7 @@ def epoch_samples(spec: StudySpec, profiled: Profiled | None) -> int | None:
 def largest_global_batch(spec: StudySpec, profiled: Profiled | None, *, own: int) -> int | None:
     """Return the upper bound of the global batch, in samples; None for no bound.
 
-    Args:
-        spec: The study.
-        profiled: Result of the profile launch; None before it.
-        own: Global batch of the user's config, which is never excluded by default.
+    ``own`` is the global batch of the user's config, which is never excluded by default.
     """
     if spec.max_train_batch_size is not None:
         return spec.max_train_batch_size
@@ -91,10 +88,6 @@ def objective(spec: StudySpec, profiled: Profiled) -> str:
 
 def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int, bool], int]:
     """Return the largest micro-batch of each structure by the memory model, with the smallest searched buckets.
-
-    Args:
-        spec: The study.
-        profiled: Result of the profile launch.
 
     Returns:
         (ZeRO stage, whether everything possible is offloaded) -> samples per rank, 0 if nothing fits.

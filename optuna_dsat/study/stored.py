@@ -19,9 +19,8 @@ from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store, StoredLaunch, StudyRecord
 from optuna_dsat.study.config_changes import complete_config, ready_config
-from optuna_dsat.study.confirm.measured import Measured
+from optuna_dsat.study.confirm.measured import Measured, configuration_of
 from optuna_dsat.study.confirm.rounds import Rounds
-from optuna_dsat.study.confirm.rows import trial_row
 from optuna_dsat.study.confirm.speeds import Speed
 from optuna_dsat.study.confirm.verdict import Verdict, verdict_of
 from optuna_dsat.study.confirm.words import how_known, value_in_words
@@ -40,6 +39,8 @@ __all__ = [
     "UnreadableStudy",
     "attributes_of",
     "check_study",
+    "columns_of",
+    "flat_rows",
     "has_trials",
     "is_spent",
     "latest_study",
@@ -50,6 +51,7 @@ __all__ = [
     "reading",
     "record_of",
     "spec_of",
+    "trial_row",
 ]
 
 
@@ -233,15 +235,84 @@ class StoredStudy:
         return ready_config(self.complete_config(trial), own=self.spec.ds_config, trainer=self.trainer)
 
 
+_COLUMNS = (
+    "number",
+    "state",
+    "outcome",
+    "value",
+    "confirmed_value",
+    "confirmed_low",
+    "confirmed_high",
+    "rounds",
+    "speed_up",
+    "handed_over",
+    "configuration",
+    "attempts",
+    "peak_memory_bytes",
+    "message",
+)
+
+
+def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
+    """Return a trial as a flat row, as ``trials`` of a result and ``optuna-dsat export`` show it.
+
+    ``verdict`` is the verdict on its study so far; None if nothing was measured.
+    """
+    attrs = trial.user_attrs
+    again = None if verdict is None else verdict.in_rounds(trial.number)
+    return {
+        "number": trial.number,
+        "state": trial.state.name.lower(),
+        "outcome": attrs.get(attributes.OUTCOME),
+        "value": None if trial.values is None else trial.values[0],
+        "confirmed_value": None if again is None else again.value,
+        "confirmed_low": None if again is None else again.interval.low,
+        "confirmed_high": None if again is None else again.interval.high,
+        "rounds": 0 if again is None else again.rounds,
+        "speed_up": None if again is None or again.speed_up is None else again.speed_up.value,
+        "handed_over": verdict is not None and trial.number == verdict.result.number,
+        "configuration": configuration_of(trial) if attributes.CONFIG in attrs else None,
+        "attempts": attrs.get(attributes.ATTEMPTS),
+        "peak_memory_bytes": attrs.get(attributes.PEAK_BYTES),
+        "message": attrs.get(attributes.MESSAGE, attrs.get(attributes.VETOED)),
+        "skipped_steps": attrs.get(attributes.SKIPPED_STEPS, 0),
+        "steps_completed": attrs.get(attributes.STEPS_COMPLETED),
+        "params": trial.params,
+        "metrics": attrs.get(attributes.METRICS, {}),
+        "config": attrs.get(attributes.CONFIG),
+    }
+
+
+def flat_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows without dictionaries in them: parameters and metrics as ``param:NAME`` and ``metric:NAME``.
+
+    Returns:
+        Rows that all have the same keys in the same order; configs are left out.
+    """
+    params = sorted({key for row in rows for key in row["params"]})
+    metrics = sorted({key for row in rows for key in row["metrics"]})
+    return [
+        {
+            **{name: row[name] for name in _COLUMNS},
+            **{f"param:{key}": row["params"].get(key) for key in params},
+            **{f"metric:{key}": row["metrics"].get(key) for key in metrics},
+        }
+        for row in rows
+    ]
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the names of the columns of ``flat_rows``; the columns of every table if empty."""
+    return tuple(rows[0]) if rows else _COLUMNS
+
+
 def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tuple[StudyRecord, StudySpec]:
     """Return the study's record and its spec; create the study if it does not exist.
 
     The budgets of ``spec`` replace the stored budgets. If the study has no trials, ``spec`` replaces its whole spec.
 
-    Args:
-        store: The database.
-        spec: The requested study.
-        relocated: Whether ``spec`` is the stored spec with this machine's paths: it is neither compared nor stored.
+    ``relocated`` tells whether ``spec`` is the stored spec with this machine's paths: it is neither compared nor
+    stored.
 
     Raises:
         StudyConflictError: If a study of this name has other settings; lists the differences.

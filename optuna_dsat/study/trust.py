@@ -38,9 +38,7 @@ _SHOWN_CHARS = 1000
 def what_runs(spec: StudySpec, profiled: Profiled | None) -> list[str]:
     """Summarize the commands of a study on this machine in a few lines, without secrets.
 
-    Args:
-        spec: The study with this machine's paths.
-        profiled: Result of its profile launch; None before it.
+    ``profiled`` is the result of its profile launch; None before it.
     """
     return [f"  {name:<12} {one_line(text, limit_chars=_SHOWN_CHARS)}" for name, text in _facts(spec, profiled)]
 
@@ -69,9 +67,7 @@ def _facts(spec: StudySpec, profiled: Profiled | None) -> Iterator[tuple[str, st
 def remember(spec: StudySpec, *, file: Path | None = None) -> None:
     """Note that this user runs a study on this machine. If that fails, ``resume`` asks.
 
-    Args:
-        spec: The study as stored.
-        file: File of its script; None for the script in the spec.
+    ``file`` is the file of its script; None for the script in the spec.
     """
     path = script_file(spec) if file is None else file
     if path is None:
@@ -88,9 +84,7 @@ def ran_here(spec: StudySpec, *, file: Path | None = None) -> bool:
 
     The script is the same if its content is equal, or if its path and owner are equal: it may have been edited since.
 
-    Args:
-        spec: The study as stored.
-        file: File of its script; None for the script in the spec.
+    ``file`` is the file of its script; None for the script in the spec.
     """
     path = script_file(spec) if file is None else file
     try:

@@ -35,15 +35,7 @@ def edge_interval(
     direction: StudyDirection,
     best: float | None = None,
 ) -> tuple[int, int] | None:
-    """Return the remaining interval (low, high) of the search for the edge, None if the search is over.
-
-    Args:
-        lineage: The lineage.
-        ceiling: Largest micro-batch worth a launch.
-        distribution: Distribution of the micro-batch.
-        direction: Direction of the metric.
-        best: Best metric of the study, None if nothing was measured.
-    """
+    """Return the remaining interval (low, high) of the search for the edge, None if the search is over."""
     low, high = search_interval(lineage, ceiling, floor=distribution.low)
     finished = tuple(size for size in lineage.used if size not in lineage.running)
     if not unused_micro_batches(low, high, distribution, used=finished):
@@ -52,10 +44,7 @@ def edge_interval(
         return low, high
     if past_peak(lineage, direction) or high - low + 1 <= EDGE_WIDTH * (lineage.largest_fit or 0):
         return None
-    if (
-        best is not None
-        and optimistic_bound(lineage.points(), low, high, direction=direction, margin=PEAK_MARGIN) < best
-    ):
+    if best is not None and optimistic_bound(lineage.points, low, high, direction=direction, margin=PEAK_MARGIN) < best:
         return None
     return low, high
 
@@ -67,37 +56,20 @@ def refine(
     direction: StudyDirection,
     best: float | None = None,
 ) -> Sequence[int]:
-    """Return the unused micro-batches next to a lineage's peak that are still worth a launch, ascending.
-
-    Args:
-        lineage: The lineage.
-        distribution: Distribution of the micro-batch.
-        direction: Direction of the metric.
-        best: Best metric of the study, None if nothing was measured.
-    """
+    """Return the unused micro-batches next to a lineage's peak that are still worth a launch, ascending."""
     gap = peak_gap(lineage, distribution, direction)
     if not gap or best is None or direction == StudyDirection.MINIMIZE:
         return gap
-    below = [point for point in lineage.points() if point[0] < gap[0]]
+    below = [point for point in lineage.points if point[0] < gap[0]]
     bound = optimistic_bound(below, gap[0], gap[-1], direction=direction)
     return () if below and bound < best else gap
 
 
 def ended(lineage: Lineage, direction: StudyDirection, best: float | None = None) -> bool:
-    """Return whether a lineage's bisection is over: broken, or no micro-batch up to its ceiling is worth a launch.
-
-    Args:
-        lineage: The lineage.
-        direction: Direction of the metric.
-        best: Best metric of the study, None if nothing was measured.
-    """
-
-    def find() -> bool:
-        distribution, ceiling = lineage.distribution, lineage.ceiling
-        if lineage.broken or distribution is None or ceiling is None:
-            return lineage.broken
-        if edge_interval(lineage, ceiling, distribution, direction=direction, best=best) is not None:
-            return False
-        return not refine(lineage, distribution, direction=direction, best=best)
-
-    return lineage.derived(("ended", direction, best), find)
+    """Return whether a lineage's bisection is over: broken, or no micro-batch up to its ceiling is worth a launch."""
+    distribution, ceiling = lineage.distribution, lineage.ceiling
+    if lineage.broken or distribution is None or ceiling is None:
+        return lineage.broken
+    if edge_interval(lineage, ceiling, distribution, direction=direction, best=best) is not None:
+        return False
+    return not refine(lineage, distribution, direction=direction, best=best)

@@ -69,12 +69,7 @@ def error_of(trial: FrozenTrial) -> str:
 
 
 def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> StructureFailures:
-    """Return the evidence from a study's failed launches against structures.
-
-    Args:
-        trials: Trials; unfinished trials are ignored.
-        micro_batch: Name of the micro-batch's parameter.
-    """
+    """Return the evidence from a study's failed launches against structures."""
     ran: set[frozenset[_Component]] = set()
     failed: list[tuple[FrozenTrial, frozenset[_Component], int]] = []
     largest, stages = 0, dict[Any, None]()
@@ -83,7 +78,9 @@ def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICR
         size = trial.params.get(micro_batch, config.get(MICRO_BATCH))
         if shown not in (Feasibility.FITS, Feasibility.BROKEN) or not isinstance(size, int):
             continue
-        components = _components(trial.params if ZERO_STAGE in trial.params else _knobs_of(config))
+        own = Structure.of(config)
+        of_config = {ZERO_STAGE: own.stage, **{name: getattr(own, name) for name in _OFFLOADS}}
+        components = _components(trial.params if ZERO_STAGE in trial.params else of_config)
         if shown is Feasibility.FITS:
             ran.add(components)
             largest = max(largest, size)
@@ -99,12 +96,6 @@ def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICR
         proven_size=largest if beyond else None,
         ran=frozenset(ran),
     )
-
-
-def _knobs_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the structure of a DeepSpeed config as knobs."""
-    own = Structure.of(config)
-    return {ZERO_STAGE: own.stage, **{name: getattr(own, name) for name in _OFFLOADS}}
 
 
 def _components(knobs: Mapping[str, Any]) -> frozenset[_Component]:

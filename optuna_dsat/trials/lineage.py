@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.study import Study, StudyDirection
@@ -56,8 +56,6 @@ __all__ = [
     "unused_micro_batches",
     "visible_params",
 ]
-
-T = TypeVar("T")
 
 STRUCTURE = (ZERO_STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
 """Knobs that determine where model states are stored, and hence memory use and communication."""
@@ -121,11 +119,7 @@ def score(trial: FrozenTrial) -> float | None:
 
 
 class MicroBatchSet(IntDistribution):
-    """An explicit set of allowed micro-batches: the choices of a categorical parameter.
-
-    Args:
-        values: Allowed micro-batches, in any order.
-    """
+    """An explicit set of allowed micro-batches: the choices of a categorical parameter."""
 
     def __init__(self, values: Iterable[int]) -> None:
         self.values = tuple(sorted(set(values)))
@@ -247,55 +241,26 @@ class Lineage:
         known = trial.params if trial.state.is_finished() else visible_params(trial, self.micro_batch)
         return int(known[self.micro_batch])
 
+    @cached_property
+    def scored(self) -> Sequence[tuple[FrozenTrial, float]]:
+        """All trials with a metric, and the metric, by number; the last report of a stopped trial counts."""
+        shown = ((trial, score(trial)) for trial in self.trials)
+        return tuple((trial, value) for trial, value in shown if value is not None)
+
+    @cached_property
     def points(self) -> Sequence[tuple[int, float]]:
-        """Return (micro-batch, metric) of all trials with a metric, by number."""
-        return self.derived("points", lambda: tuple((size, value) for _, size, value in self.measurements()))
-
-    def measurements(self) -> Sequence[tuple[int, int, float]]:
-        """Return (number, micro-batch, metric) of all trials with a metric, by number."""
-
-        def find() -> tuple[tuple[int, int, float], ...]:
-            shown = ((t, score(t)) for t in self.trials)
-            return tuple((t.number, self.size(t), value) for t, value in shown if value is not None)
-
-        return self.derived("measured", find)
+        """(Micro-batch, metric) of all trials with a metric, by number."""
+        return tuple((self.size(trial), value) for trial, value in self.scored)
 
     def best(self, direction: StudyDirection) -> FrozenTrial | None:
         """Return the best completed trial with a metric, the earliest of ties, or None."""
-
-        def find() -> FrozenTrial | None:
-            measured = [t for t in self.trials if t.state == TrialState.COMPLETE and score(t) is not None]
-            return _best(measured, direction)
-
-        return self.derived(("best", direction), find)
+        measured = [(trial, value) for trial, value in self.scored if trial.state == TrialState.COMPLETE]
+        return _best(measured, direction)[0]
 
     def best_score(self, direction: StudyDirection, *, first: int | None = None) -> float | None:
-        """Return the best metric among the first ``first`` conclusive launches; None without a metric.
-
-        The last report of a stopped trial counts.
-
-        Args:
-            direction: Direction of the metric.
-            first: Number of launches to consider, None for all.
-        """
-
-        def find() -> float | None:
-            best = _best([t for t in self.conclusive[:first] if score(t) is not None], direction)
-            return None if best is None else score(best)
-
-        return self.derived(("best score", direction, first), find)
-
-    def derived(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return ``compute()``, which depends on this lineage only; cached by ``key``."""
-        known = self._derived
-        if key not in known:
-            known[key] = compute()
-        result: T = known[key]
-        return result
-
-    @cached_property
-    def _derived(self) -> dict[Hashable, Any]:
-        return {}
+        """Return the best metric among the first ``first`` conclusive launches, None for all; None without a metric."""
+        launched = {trial.number for trial in self.conclusive[:first]}
+        return _best([item for item in self.scored if item[0].number in launched], direction)[1]
 
 
 @runtime_checkable
@@ -381,11 +346,6 @@ def search_interval(lineage: Lineage, ceiling: int, *, floor: int = 1) -> tuple[
 
     ``low = largest micro-batch that fits + 1`` and ``high = smallest that does not fit - 1``, within [floor,
     ceiling].
-
-    Args:
-        lineage: The lineage.
-        ceiling: Largest micro-batch worth a launch.
-        floor: Smallest micro-batch allowed.
     """
     low = floor if lineage.largest_fit is None else max(floor, lineage.largest_fit + 1)
     high = ceiling if lineage.smallest_too_large is None else min(ceiling, lineage.smallest_too_large - 1)
@@ -395,7 +355,7 @@ def search_interval(lineage: Lineage, ceiling: int, *, floor: int = 1) -> tuple[
 def past_peak(lineage: Lineage, direction: StudyDirection) -> bool:
     """Return whether a micro-batch above the best was measured to be worse by more than ``PEAK_MARGIN``."""
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
-    points = sorted((sign * value, size) for size, value in lineage.points())
+    points = sorted((sign * value, size) for size, value in lineage.points)
     if not points:
         return False
     best, peak = points[0]
@@ -408,17 +368,12 @@ def peak_gap(lineage: Lineage, distribution: IntDistribution, direction: StudyDi
     If the metric has a single peak, the best micro-batch is between the measured neighbours of the best measured value.
     The wider of these two gaps is returned; an empty result means that the peak was not passed yet, or that both gaps
     are narrower than ``PEAK_WIDTH`` times the best micro-batch.
-
-    Args:
-        lineage: The lineage.
-        distribution: Distribution of the micro-batch.
-        direction: Direction of the metric.
     """
     if not past_peak(lineage, direction):
         return ()
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
-    _, peak = min((sign * value, size) for size, value in lineage.points())
-    sizes = {size for size, _ in lineage.points()}
+    _, peak = min((sign * value, size) for size, value in lineage.points)
+    sizes = {size for size, _ in lineage.points}
     left = max((size for size in sizes if size < peak), default=distribution.low - 1)
     right = min(size for size in sizes if size > peak)
     gaps = [
@@ -464,8 +419,8 @@ def _plan(trial: FrozenTrial) -> Mapping[str, Any]:
     return plan
 
 
-def _best(trials: Sequence[FrozenTrial], direction: StudyDirection) -> FrozenTrial | None:
-    if not trials:
-        return None
+def _best(
+    scored: Sequence[tuple[FrozenTrial, float]], direction: StudyDirection
+) -> tuple[FrozenTrial, float] | tuple[None, None]:
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
-    return min(trials, key=lambda t: (sign * (score(t) or 0.0), t.number))
+    return min(scored, key=lambda item: (sign * item[1], item[0].number), default=(None, None))

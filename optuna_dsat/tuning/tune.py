@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.study.confirm.rows import columns_of, flat_rows
 from optuna_dsat.study.confirm.words import headline, value_in_words, verdict_in_words
 from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.stored import columns_of, flat_rows
 from optuna_dsat.tuning.options.given import Given, write_config
 from optuna_dsat.tuning.options.keywords import with_keywords
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.config import ds_config, user_file
+from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.launcher import TorchrunLauncher
-from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.study.confirm.loss_check import check_loss
 from optuna_dsat.study.spec import make_spec
 
@@ -42,12 +44,17 @@ def test_zero_3_with_offload_trains_as_zero_1_does(
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
     best = ds_config.merge(user, {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 16})
     reports: list[LaunchReport] = []
+
+    def launch(request: LaunchRequest) -> tuple[LaunchRecord, LaunchReport]:
+        record, report = follow(warm_launcher, request)
+        reports.append(report)
+        return record, report
+
     check = check_loss(
         spec,
         best,
         data_parallel_size=RANKS,
-        launcher=warm_launcher,
-        on_report=lambda report, _: reports.append(report),
+        launch=launch,
     )
     assert check.agrees, check.message
     assert [report.launch_id for report in reports] == ["loss-user", "loss-user-again", "loss-best"]

@@ -7,7 +7,7 @@ import pytest
 from optuna.study import StudyDirection
 
 from optuna_dsat.pruners import AshaPruner
-from optuna_dsat.pruners._rungs import Rungs, build_rungs
+from optuna_dsat.pruners._asha import Rungs, build_rungs
 from optuna_dsat.trials.lineage import group
 
 THREE = Rungs(max_rungs=3, min_launches=1, divisor=2, early_stopping=0)
@@ -54,7 +54,6 @@ def test_one_that_waited_is_promoted_when_the_rung_grows(kit: SimpleNamespace) -
     study.add_trial(kit.trial(8, 5.0, bucket=1))
     lineages = group(study.trials)
     assert buckets(pruner.continuable(study, lineages), lineages) == [0]
-    assert buckets(pruner.held_back(study, lineages), lineages) == [1]
     study.add_trial(kit.trial(12, 11.0, bucket=0))
     for bucket, value in ((2, 4.0), (3, 3.0)):
         study.add_trial(kit.trial(8, value, bucket=bucket))

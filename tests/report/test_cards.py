@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import urllib.parse
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from optuna_dsat.config.ds_config import zero_default
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.compare import rows_of
 from optuna_dsat.report.explain.explanation import explained
@@ -33,23 +30,6 @@ def on_a_gpu(view: StudyView, name: str) -> StudyView:
     assert view.profiled is not None
     profile = replace(view.profiled.profile, device_name=name)
     return replace(view, profiled=replace(view.profiled, profile=profile))
-
-
-def test_the_cards_show_what_the_result_reaches_beside_the_own_config(view: StudyView, rendered: str) -> None:
-    assert view.best is not None
-    assert view.baseline is not None
-    best, own = view.best, view.baseline
-    assert best.samples_per_s is not None
-    assert best.step_s is not None
-    assert own.samples_per_s is not None
-    cards = Page(rendered).cards
-    assert cards["Best"][0] == metric_in_words("throughput", best.samples_per_s)
-    assert f"yours {metric_in_words('throughput', own.samples_per_s)}" in cards["Best"][1]
-    assert cards["One step"][0] == metric_in_words("latency", best.step_s)
-    assert f"for {best.train_batch_size} samples" in cards["One step"][1]
-    assert "60.00 GiB on the fullest rank" in cards["Peak memory"][1]
-    assert "MFU" not in cards, "the peak of the simulated device is not known"
-    assert "Tokens" not in cards, "its inputs are not known to be tokens"
 
 
 def test_tokens_and_mfu_are_shown_where_they_are_known(view: StudyView) -> None:
@@ -86,18 +66,6 @@ def test_speed_comes_first_as_samples_whatever_is_optimised(bench: ReportedStudy
     scaled = metric_in_words("throughput", low * best.samples_per_s / view.best.value).split()[0]
     assert f"95% between {scaled} and" in page.cards["Best"][1]
     assert "samples/s in the search" in page.text
-
-
-def test_the_speed_up_is_told_at_both_batches(view: StudyView, rendered: str) -> None:
-    verdict = view.verdict
-    assert verdict is not None
-    assert verdict.speed_up is not None
-    assert verdict.at_user_batch is not None
-    assert verdict.result.train_batch_size != verdict.at_user_batch.train_batch_size
-    cards = Page(rendered).cards
-    assert cards["Speed-up"][0] == f"{verdict.speed_up.value:.2f}\u00d7"
-    assert f"at its global batch of {verdict.result.train_batch_size}" in cards["Speed-up"][1]
-    assert f"your global batch of {verdict.at_user_batch.train_batch_size}" in cards["Speed-up at your batch"][1]
 
 
 def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView, rendered: str) -> None:
@@ -174,21 +142,6 @@ def test_the_step_stands_beside_the_data_sheets(view: StudyView, rendered: str) 
     assert "Against the data sheet" not in Page(rendered).text, "there is none of the simulated device"
 
 
-def test_finalists_stand_with_their_samples_per_second_whatever_is_optimised(bench: ReportedStudyBench) -> None:
-    bench.run(bench.spec(max_trials=3, confirm=2, metric="FLOPS_per_gpu"), Hill(), noise=0.02)
-    view = bench.view()
-    page = Page(render(view))
-    assert "samples/s, mean" in page.text
-    assert view.best is not None
-    rate = view.best.samples_per_s
-    assert rate is not None
-    low, high = (
-        metric_in_words("FLOPS_per_gpu", end or 0.0) for end in (view.best.interval.low, view.best.interval.high)
-    )
-    value = metric_in_words("FLOPS_per_gpu", view.best.value)
-    assert f"{metric_in_words('throughput', rate)} {value} {low.split()[0]} to {high} " in page.text
-
-
 def test_sections_without_content_are_left_out_and_the_end_says_why(view: StudyView, rendered: str) -> None:
     page = Page(rendered)
     assert {item.id for item in sections_of(view)} <= page.ids
@@ -229,28 +182,3 @@ def test_no_link_leads_out_of_the_studys_folder(finished: ReportedStudyBench, tm
     link.symlink_to(secret)
     result = [item.href for item in Links(view=view, page=tmp_path).of([launch_id, "../..", "nowhere"])]
     assert result == [f"out/s/{launch_id}/logs/rank0.stderr.log"]
-
-
-def test_the_best_config_keeps_the_settings_without_effect_that_the_user_wrote(bench: ReportedStudyBench) -> None:
-    spec = bench.spec(max_trials=4, confirm=0, method="guided")
-    zero: Mapping[str, Any] = {"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 200_000_000}
-    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, "zero_optimization": zero}})
-    result = bench.run(spec, Hill())
-    assert result is not None
-    view = bench.view()
-    assert view.best is not None
-    assert view.best.trial.user_attrs.get(attributes.PURPOSE) != attributes.USER_CONFIG
-    inert = {row.knob for row in view.space.describe() if row.role == "without effect"}
-    assert inert == set(zero) - {"stage"}
-    for config in (result.config, view.ready_config(view.best.trial)):
-        assert {key: config["zero_optimization"].get(key) for key in inert} == {key: zero[key] for key in inert}
-        assert config["zero_optimization"]["stage"] >= 0
-        own = spec.ds_config["zero_optimization"].keys()
-        defaults = {
-            key: value
-            for key, value in config["zero_optimization"].items()
-            if key not in own and value == zero_default(key, stage=config["zero_optimization"]["stage"])
-        }
-        assert not defaults, "the search chose what DeepSpeed does anyway"
-    assert view.baseline is not None
-    assert inert < view.complete_config(view.baseline.trial)["zero_optimization"].keys(), "your own stays as it is"

@@ -5,7 +5,6 @@ import json
 import socket
 import sys
 import urllib.request
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -89,33 +88,6 @@ def test_a_changed_log_replaces_the_old_artifact(finished: ReportedStudyBench) -
     assert len(contents) == count
     assert "another end\n" in contents
     assert "trial-0000 rank 0\n" not in contents
-
-
-@pytest.mark.parametrize("step", ["write", "remove"])
-def test_what_a_killed_process_left_of_a_changed_log_goes_with_the_next(
-    finished: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    publish(finished.store, "s")
-    folder = finished.folder / "out" / "s" / "artifacts"
-    (folder / "a person's.txt").write_text("kept")
-    (folder / str(uuid.uuid4())).write_text("kept, too")
-    count = len(list(folder.iterdir()))
-    prefix = f"dashboard:artifacts:{finished.study().trials[0]._trial_id}:"
-    names = artifact_names(finished, prefix)
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    finished.log("trial-0000").write_text("another end\n")
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.copyfileobj" if step == "write" else "os.remove", killed)
-        with pytest.raises(KeyboardInterrupt):
-            publish(finished.store, "s")
-    assert len(list(folder.iterdir())) == count + 1
-    finished.log("trial-0000").write_text("yet another end\n")
-    publish(finished.store, "s")
-    assert artifact_names(finished, prefix) == names
-    assert len(list(folder.iterdir())) == count
 
 
 def test_a_process_that_is_killed_before_it_removes_an_old_log_lets_the_next_do_it(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import optuna
@@ -144,17 +143,6 @@ def test_what_would_not_fit_is_said_so() -> None:
     assert "not expected to fit" in stage.note
 
 
-def test_small_effects_share_a_row_with_their_product_and_one_keeps_its_own() -> None:
-    result = explained(study_of(Machine(), {MICRO_BATCH: 8, "overlap_comm": True}, {MICRO_BATCH: 8}))
-    first = result.contributions[0]
-    small = [replace(first, knob=name, factor=1.004) for name in ("one", "two", "three")]
-    rows = factor_rows(replace(result, contributions=(first, *small)))
-    (shared,) = (row for row in rows if row.setting == "3 more")
-    assert shared.factor == times_in_words(1.004**3)
-    rows = factor_rows(replace(result, contributions=(first, small[0])))
-    assert [row.setting for row in rows if row.is_setting] == [first.knob, "one"]
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_all_factors_multiply_to_the_measured_ratio(seed: int) -> None:
     draw = random.Random(seed)
@@ -221,50 +209,6 @@ def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.Captu
     assert f"a ratio of {times_in_words(result.speed_up)}, but what differs" in text
     assert times_in_words(result.remainder.factor) in text
     assert times_in_words(result.speed_up) in text.split("all together")[1].splitlines()[0]
-
-
-def test_the_ratio_of_rounds_is_the_one_that_is_explained() -> None:
-    study = study_of(Machine(), {MICRO_BATCH: 6}, {MICRO_BATCH: 3})
-    own, winner = study.trials[0], study.trials[1]
-    rounds = Interval(value=1.01 * value_of(winner) / value_of(own), low=1.2, high=1.4, rounds=3)
-    result = explain(
-        study.trials,
-        planner=small_planner(),
-        winner=measured(winner, value_of(winner), rounds),
-        baseline=measured(own, value_of(own)),
-    )
-    assert result.speed_up == rounds.value
-    assert product(result) == pytest.approx(rounds.value)
-    assert result.remainder is not None
-    assert result.remainder.spread >= rounds.half_width / 1.96
-
-
-def test_the_users_own_config_as_the_result_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    study = study_of(Machine(), {MICRO_BATCH: 2})
-    result = why(study.trials, study.trials[0])
-    assert result.is_own
-    text = shown(result, capsys)
-    assert "It is your own config" in text
-    assert "times as good" not in text
-
-
-def test_a_remainder_that_an_unknown_factor_may_explain_contradicts_nothing() -> None:
-    machine = Machine()
-    third = small_space().completed({**OWN, "zero_stage": 3, "offload_optimizer": "cpu"})
-    most = next(size for size in range(64, 0, -1) if machine.fits({**third, MICRO_BATCH: size}))
-    study = study_of(machine, {**third, MICRO_BATCH: most}, {MICRO_BATCH: 20})
-    value = value_of(study.trials[1])
-    ratio = 9 * value / value_of(study.trials[0])
-    result = explain(
-        study.trials,
-        planner=small_planner(),
-        winner=measured(study.trials[1], 9 * value, Interval(value=ratio, low=0.99 * ratio, high=1.01 * ratio)),
-        baseline=measured(study.trials[0], value_of(study.trials[0])),
-    )
-    assert result.together is None
-    assert any(contribution.factor is None for contribution in result.contributions)
-    assert product(result) == pytest.approx(result.speed_up)
-    assert not result.contradicted
 
 
 def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:

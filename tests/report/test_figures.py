@@ -8,6 +8,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import UsageError
@@ -16,10 +17,11 @@ from optuna_dsat.report import figures
 from optuna_dsat.report.dashboard.notes import trial_note
 from optuna_dsat.report.figures import (
     BEST,
+    CONFIRMED,
     EDGE,
     PREDICTED_AS_MEASURED,
     USER,
-    memory_figure,
+    History,
     metric_figure,
     missing,
     note_of,
@@ -35,6 +37,10 @@ from tests.harness.reports import ReportedStudyBench
 from tests.harness.simulated import SimulatedResult
 
 
+def history(trials: tuple[FrozenTrial, ...], metric: str = "throughput", device: str = "") -> History:
+    return History(trials=trials, metric=metric, maximize=metric != "latency", verdict=None, device=device)
+
+
 def by_name(figure: Any) -> dict[str, list[Any]]:
     result: dict[str, list[Any]] = {}
     for trace in figure.data:
@@ -44,7 +50,7 @@ def by_name(figure: Any) -> dict[str, list[Any]]:
 
 def test_one_line_per_lineage_with_its_out_of_memory_edge(view: StudyView) -> None:
     trials = view.trials
-    figure = metric_figure(trials, metric="throughput")
+    figure = metric_figure(history(trials))
     lineages = lineage.group(trials).values()
     measured = [item for item in lineages if any(lineage.score(t) is not None for t in item.trials)]
     assert len([trace for trace in figure.data if trace.name not in (EDGE, USER, BEST)]) == len(measured) > 1
@@ -56,8 +62,8 @@ def test_one_line_per_lineage_with_its_out_of_memory_edge(view: StudyView) -> No
 
 def test_best_and_the_users_config_are_marked(view: StudyView) -> None:
     assert view.best is not None
-    traces = by_name(metric_figure(view.trials, metric="throughput", winner=view.best.trial.number))
-    (best,), (user,) = traces[BEST], traces[USER]
+    traces = by_name(figures.plot_metric(view))
+    (best,), (user,) = traces[f"{BEST}{CONFIRMED}"], traces[f"{USER}{CONFIRMED}"]
     assert list(best.x) == [view.best.trial.params["train_micro_batch_size_per_gpu"]]
     assert f"trial {view.best.trial.number}" in best.hovertext[0]
     assert list(user.x) == [2]
@@ -66,20 +72,13 @@ def test_best_and_the_users_config_are_marked(view: StudyView) -> None:
 
 def test_axes_name_their_units_and_times_are_shown_in_ms(view: StudyView) -> None:
     trials = view.trials
-    throughput = metric_figure(trials, metric="throughput")
+    throughput = metric_figure(history(trials))
     assert "samples/s" in throughput.layout.yaxis.title.text
     assert "samples per rank" in throughput.layout.xaxis.title.text
     assert 2 in throughput.layout.xaxis.tickvals
-    as_times = metric_figure(trials, metric="latency")
+    as_times = metric_figure(history(trials, "latency"))
     assert "(ms)" in as_times.layout.yaxis.title.text
     assert max(y for y in as_times.data[0].y) == pytest.approx(1000 * max(y for y in throughput.data[0].y))
-
-
-@pytest.mark.parametrize(("device", "slot"), [("cuda", "GPU"), ("cpu", "CPU rank"), ("", "rank")])
-def test_a_speed_of_each_rank_is_said_of_what_it_runs_on_as_elsewhere(view: StudyView, device: str, slot: str) -> None:
-    figure = metric_figure(view.trials, metric="FLOPS_per_gpu", device=device)
-    assert figure.layout.yaxis.title.text == f"speed (FLOP/s per {slot})"
-    assert f"FLOP/s per {slot} in the search" in figure.data[0].hovertext[0]
 
 
 @pytest.mark.parametrize("method", ["guided", "random"])
@@ -114,7 +113,7 @@ def test_the_memory_figure_has_the_peaks_that_were_predicted_at_proposal(
         for bytes_of in (lambda number: peaks[number][0], lambda number: formulas[number])
     )
     assert predicted < 0.5 * alone
-    figure = memory_figure(view)
+    figure = figures.plot_memory(view)
     (line,) = by_name(figure)[PREDICTED_AS_MEASURED]
     drawn = {(x, y) for trace in figure.data if trace is not line for x, y in zip(trace.x, trace.y, strict=True)}
     assert drawn == {(predicted / GIB, measured / GIB) for predicted, measured in peaks.values()}
@@ -124,8 +123,8 @@ def test_the_memory_figure_has_the_peaks_that_were_predicted_at_proposal(
 
 def test_an_empty_history_says_so(view: StudyView) -> None:
     for figure, why in (
-        (metric_figure([], metric="throughput"), "Nothing has been measured yet."),
-        (memory_figure(replace(view, trials=())), "No trial has both a predicted and a measured peak."),
+        (metric_figure(history(())), "Nothing has been measured yet."),
+        (figures.plot_memory(replace(view, trials=())), "No trial has both a predicted and a measured peak."),
     ):
         assert not figure.data
         assert figure.layout.annotations[0].text == why
@@ -192,16 +191,6 @@ def test_a_night_between_two_sessions_is_a_pause_and_not_idle(view: StudyView) -
     assert [shape.type for shape in figure.layout.shapes] == ["line"]
     assert [note.text for note in figure.layout.annotations] == ["pause"]
     assert max(x for trace in figure.data for x in trace.x if x is not None) * 60 == pytest.approx(spent.wall_s)
-
-
-def test_idle_time_is_drawn_for_every_slot_that_waits(view: StudyView) -> None:
-    figure = figures.plot_timeline(view)
-    (idle,) = by_name(figure)["idle"]
-    spent = account(view.launches)
-    assert len(idle.x) == 4 * len(spent.idle)
-    drawn = sum(end - start for start, end in zip(idle.x[::4], idle.x[2::4], strict=True))
-    assert drawn * 60 == pytest.approx(spent.seconds["idle"])
-    assert list(figure.layout.yaxis.ticktext) == ["GPU 3", "GPU 2", "GPU 1", "GPU 0"]
 
 
 def test_progress_never_falls_and_ends_at_the_best(view: StudyView) -> None:

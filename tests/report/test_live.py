@@ -7,21 +7,16 @@ import time
 import urllib.error
 import urllib.request
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import optuna
 import pytest
-from optuna.trial import TrialState
 
-from optuna_dsat.outcome import Outcome
-from optuna_dsat.report.dashboard import live as live_module
 from optuna_dsat.report.dashboard.live import LiveStudy
 from optuna_dsat.report.dashboard.live_app import guarded, live_app
-from optuna_dsat.report.page import page_values
 from optuna_dsat.study import progress
-from optuna_dsat.study.live_state import LiveNotes, LiveState, time_left_in_words
+from optuna_dsat.study.live_state import LiveNotes
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
 from tests.harness.landscapes import Hill
@@ -89,57 +84,6 @@ def test_what_runs_is_shown_with_its_steps(live: LiveStudy, finished: ReportedSt
     again, html = live.now()
     assert "125 samples/s" in html
     assert again == later, "a step changes no figure"
-
-
-def test_what_ended_while_figures_were_drawn_no_longer_runs(
-    live: LiveStudy, finished: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trials were read before the figures were drawn, notes after: the launch before stood there without its speed."""
-    trial = begin_trial(finished, steps=2)
-    live.now()
-    other = begin_trial(finished, steps=1)
-    drawn = page_values
-
-    def draw(*args: Any, **options: Any) -> dict[str, Any]:
-        values = drawn(*args, **options)
-        finished.store.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
-        return values
-
-    monkeypatch.setattr(live_module, "page_values", draw)
-    monkeypatch.setattr(live, "_render_after", 0.0)
-    text = Page(live.now()[1]).text
-    assert "1 running" in text
-    assert f"{other.number} ZeRO 2, micro-batch 17" in text
-    assert f"{trial.number} ZeRO 2, micro-batch 17" not in text
-
-
-@pytest.mark.parametrize("timeout_s", [None, 25.0])
-def test_the_time_left_is_that_of_the_terminal(finished: ReportedStudyBench, timeout_s: float | None) -> None:
-    """The page ignored what had elapsed of a launch, --timeout and finalists."""
-    began = clock = time.time() - 25
-    state, notes = LiveState(), LiveNotes(lambda _: None, study="s", clock=lambda: clock)
-    running = begin_trial(finished).number
-    events: list[tuple[float, progress.ProgressEvent]] = [
-        (0, progress.SearchStarted(study="s", metric="throughput", maximize=True, max_trials=40, launched=0,
-                                   finalists=9, finalist_steps=3.0, timeout_s=timeout_s)),
-    ]  # fmt: skip
-    for number, at in ((0, 0), (1, 10)):
-        events += [
-            (at, progress.TrialStarted(number=number, words="", attempt=0, end_profile_step=5)),
-            (at + 6, progress.TrialStepped(number=number, step=1, samples_per_s=9.0, peak_bytes=0)),
-            (at + 10, progress.TrialFinished(number=number, words="", outcome=Outcome.MEASURED, value=9.0, best=False,
-                                             speed_up=None, message="", launched=number + 1)),
-        ]  # fmt: skip
-    events.append((20, progress.TrialStarted(number=running, words="", attempt=0, end_profile_step=5)))
-    with notes.kept_in(finished.store):
-        for later, event in events:
-            clock = began + later
-            state.apply(event, clock)
-            notes(event)
-        text = Page(LiveStudy(finished.store, "s").now()[1]).text
-    left_s = state.left_s(began + 25)
-    assert left_s == pytest.approx((5 + 37 * 10 if timeout_s is None else 0) + 9 * 18)
-    assert f"1 running; {time_left_in_words(left_s)}." in text
 
 
 def test_the_profile_and_the_finalists_are_shown_while_they_run(
@@ -276,10 +220,3 @@ def test_the_command_serves_it_without_the_extra_and_ends_with_ctrl_c(finished: 
         connection.request("GET", "/now", headers={"Host": "evil.invalid"})
         assert connection.getresponse().status == 403
         connection.close()
-
-
-def test_a_page_of_a_study_on_another_machine_offers_no_files(finished: ReportedStudyBench, tmp_path: Path) -> None:
-    (finished.folder / "out").rename(tmp_path / "moved")
-    live = LiveStudy(finished.store, "s")
-    assert get(live, "/files/trial-0000/rank0.stderr.log")[0] == 404
-    assert not [target for target in Page(live.page()).targets if target.startswith("/files")]

@@ -21,18 +21,15 @@ from optuna_dsat.display.lines import lines_of
 from optuna_dsat.report import figures
 from optuna_dsat.report.dashboard.notes import study_note, trial_note
 from optuna_dsat.report.dashboard.serve import ResultStorage
-from optuna_dsat.report.explain.explanation import explained
-from optuna_dsat.report.explain.prediction_gap import prediction_gap
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
-from optuna_dsat.study.confirm.words import value_in_words, verdict_in_words
+from optuna_dsat.study.confirm.words import verdict_in_words
 from optuna_dsat.study.progress import SearchStarted
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
 from tests.harness.landscapes import Hill
-from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import USER_CONFIG
@@ -285,20 +282,6 @@ def test_a_resumed_study_begins_with_what_was_confirmed_and_ends_with_what_is(
     assert after.rounds >= before.rounds
 
 
-def test_the_card_says_the_very_numbers_of_the_verdict(bench: ReportedStudyBench) -> None:
-    """It said 10,950 samples/s over a verdict of 10,800: another kind of mean over the rounds."""
-    bench.run(bench.spec(max_trials=4, confirm=2, metric="FLOPS_per_gpu"), Hill(), noise=0.3)
-    view = bench.view()
-    assert view.verdict is not None
-    assert view.verdict.result.rounds > 1
-    page = Page(render(view))
-    words = value_in_words(view.verdict, metric=view.metric)
-    assert words.startswith(f"{page.cards['Best'][0]}, ")
-    if view.verdict.speed_up is not None and not view.verdict.is_baseline:
-        ratio = page.cards["Speed-up"][0].rstrip("\u00d7")
-        assert f"is {ratio} times" in page.text
-
-
 def test_what_deepspeed_does_not_tell_apart_is_no_difference_from_the_users_config(bench: ReportedStudyBench) -> None:
     idle = {"allgather_partitions": True, "allgather_bucket_size": 50_000_000, "contiguous_gradients": True}
     config = {**USER_CONFIG, "zero_optimization": {"stage": 2, "overlap_comm": True, **idle}}
@@ -310,16 +293,3 @@ def test_what_deepspeed_does_not_tell_apart_is_no_difference_from_the_users_conf
     assert "stage" in changed
     assert not changed & idle.keys()
     assert idle.items() <= result.config["zero_optimization"].items()
-
-
-def test_why_tells_the_step_and_the_utilisation_of_the_cards(view: StudyView) -> None:
-    assert view.profiled is not None
-    known = replace(view.profiled.profile, device_name="NVIDIA A100-SXM4-80GB")
-    on_a100 = replace(view, profiled=replace(view.profiled, profile=known))
-    assert on_a100.best is not None
-    best, gap, why = on_a100.best, prediction_gap(on_a100), explained(on_a100)
-    assert best.step_s != on_a100.best.trial.user_attrs[attributes.METRICS]["latency"], "rounds differ from the search"
-    assert gap is not None
-    assert gap.measured_s == pytest.approx(best.step_s)
-    assert why is not None
-    assert why.utilisation == pytest.approx(on_a100.utilisation(best))

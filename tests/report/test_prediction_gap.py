@@ -13,7 +13,6 @@ from optuna_dsat.cli import main
 from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.report.explain.prediction_gap import PredictionGap, prediction_gap
 from optuna_dsat.report.view import StudyView, read_view
-from optuna_dsat.trials import attributes
 from optuna_dsat.words import times_in_words
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.reports import ReportedStudyBench
@@ -73,25 +72,6 @@ def test_time_outside_the_engine_is_the_data_loaders_or_pythons(bench: ReportedS
     result = gap_of(single(bench, forward_s=1.0, other_s=2.0))
     assert result.measured_phases["other"] == pytest.approx(2.0)
     assert "2 s of each step (40%) pass outside forward, backward and step: the data loader" in "\n".join(result.causes)
-
-
-def test_a_slow_backward_pass_alone_is_communication(bench: ReportedStudyBench) -> None:
-    view = single(bench, forward_s=0.03)
-    assert view.best is not None
-    view.best.trial.user_attrs[attributes.METRICS] |= {"backward": 2.0, "latency": 2.05}
-    (cause,) = gap_of(view).causes
-    assert "backward takes 2 s" in cause
-    assert "collectives over PCIe" in cause
-
-
-def test_a_slow_update_of_offloaded_states_is_the_hosts(bench: ReportedStudyBench) -> None:
-    view = single(bench, forward_s=0.03)
-    assert view.best is not None
-    attrs = view.best.trial.user_attrs
-    attrs[attributes.METRICS] |= {"step": 60.0, "latency": 60.1}
-    attrs[attributes.CONFIG]["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    (cause,) = gap_of(view).causes
-    assert "the optimizer on the host" in cause
 
 
 def test_what_went_on_beside_the_launch_is_told(bench: ReportedStudyBench) -> None:

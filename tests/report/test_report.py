@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
@@ -66,19 +65,6 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView, rendered: 
     assert not missing(view)
     for outcome in {t.user_attrs[attributes.OUTCOME] for t in view.launched}:
         assert outcome.replace("_", " ") in page.text
-
-
-def test_the_winners_speed_up_is_the_paired_ratio_of_the_rounds(view: StudyView) -> None:
-    winner = view.result
-    assert winner is not None
-    assert view.verdict is not None
-    (ratio,) = (contender.speed_up for contender in view.verdict.contenders if contender.number == winner.trial)
-    assert ratio is not None
-    assert (winner.speed_up_low, winner.speed_up, winner.speed_up_high) == (ratio.low, ratio.value, ratio.high)
-    changes = {change.key: (change.own, change.best) for change in winner.changes}
-    size = winner.config["train_micro_batch_size_per_gpu"]
-    assert changes["train_micro_batch_size_per_gpu"] == ("2", str(size))
-    assert "optimizer.type" not in changes
 
 
 def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: StudyView) -> None:
@@ -163,58 +149,6 @@ class _AfterProfile(Hill):
         first = not self.configs
         result = super().run(ds_config, slots)
         return result if first else self._fail(ds_config)
-
-
-def test_a_study_of_one_trial_has_a_report(bench: ReportedStudyBench) -> None:
-    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
-    view = bench.view()
-    page = Page(render(view))
-    assert "your own config is the best that was measured" in page.text
-    assert "1 of 1" in page.text
-    assert missing(view)["finalists"] == "Nothing is measured again in this study (--confirm 0)."
-
-
-def thousand(view: StudyView) -> StudyView:
-    """Return a study of a thousand trials on eight GPUs, made of one of sixteen."""
-    ended = view.trials
-    trials = []
-    for number in range(1000):
-        trial = ended[number % len(ended)]
-        params = {**trial.params, "stage3_max_reuse_distance": 10**6 + number // 5}
-        copied = FrozenTrial(
-            number=number, trial_id=number + 1, params=params, state=trial.state, value=trial.value,
-            datetime_start=trial.datetime_start, datetime_complete=trial.datetime_complete, user_attrs=trial.user_attrs,
-            system_attrs=trial.system_attrs, intermediate_values=trial.intermediate_values,
-            distributions={name: trial.distributions.get(name, _SIZES) for name in params},
-        )  # fmt: skip
-        trials.append(copied)
-    report = view.launches[1].report
-    launches = tuple(
-        replace(
-            view.launches[1],
-            trial_number=number,
-            report=replace(
-                report,
-                launch_id=f"trial-{number:04d}",
-                started_at=report.started_at + 40.0 * number,
-                devices=tuple(range(8)),
-            ),
-        )
-        for number in range(1000)
-    )
-    return replace(view, trials=tuple(trials), launches=launches)
-
-
-def test_a_thousand_trials_fit_into_a_report(view: StudyView) -> None:
-    many = thousand(view)
-    text = render(many)
-    assert len(text) < 12 * 2**20
-    page = Page(text)
-    assert f"{len(many.launched)} launches that are over" in page.text
-    assert text.count('<div class="plot"') == len(sections_of(view))
-
-
-_SIZES = optuna.distributions.IntDistribution(1, 2**31 - 1)
 
 
 def test_neither_names_nor_messages_nor_secrets_reach_the_page_unchanged(view: StudyView) -> None:

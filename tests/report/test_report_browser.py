@@ -13,7 +13,7 @@ import pytest
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.compare import render_comparison
-from optuna_dsat.report.page import render, sections_of
+from optuna_dsat.report.page import sections_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from tests.harness.browser import needs_chromium, open_browser, open_page, until
@@ -99,12 +99,6 @@ def test_legends_cover_nothing_and_hide_what_they_name(browser: Any, view: Study
         assert seen.console == []
 
 
-def test_no_line_ends_within_the_name_of_an_option(view: StudyView) -> None:
-    words = replace(view, attributes={**view.attributes, attributes.END_REASON: "give --max-trials <b> 5"})
-    assert '<span class="word">--deepspeed_config</span>' in render(words)
-    assert "<b> 5" not in render(words)
-
-
 def test_a_figure_has_ticks_at_every_zoom(browser: Any, view: StudyView, file: Path) -> None:
     drawn = sum(section.figure is not None for section in sections_of(view))
     ticks = "[...document.querySelectorAll('#micro-batch .xtick text')].map(e => Number(e.textContent))"
@@ -119,28 +113,6 @@ def test_a_figure_has_ticks_at_every_zoom(browser: Any, view: StudyView, file: P
         until(page, f"{ticks}.length >= 3 && {ticks}.every(n => Number.isInteger(n))")
         assert len(before) >= 3
         assert seen.console == []
-
-
-def test_rows_keep_their_names_while_a_table_scrolls(browser: Any, view: StudyView, file: Path) -> None:
-    wide = "document.querySelector('#finalists .scroll')"
-    names = f"[...{wide}.querySelectorAll('tbody th')].map(e => Math.round(e.getBoundingClientRect().left))"
-    with open_page(browser, scheme="dark", **PHONE) as (page, _):
-        show(page, file, sum(section.figure is not None for section in sections_of(view)))
-        before = page.evaluate(names)
-        page.evaluate(f"{wide}.scrollLeft = {wide}.scrollWidth")
-        assert page.evaluate(f"{wide}.scrollLeft") > 50
-        assert page.evaluate(names) == before
-
-
-def test_wide_tables_scroll_on_a_phone_and_say_so(browser: Any, view: StudyView, file: Path) -> None:
-    wide = "document.querySelector('#finalists .scroll')"
-    cue = "document.querySelector('#finalists .more')"
-    with open_page(browser, scheme="dark", **PHONE) as (page, _):
-        show(page, file, sum(section.figure is not None for section in sections_of(view)))
-        assert page.evaluate(f"{wide}.scrollWidth > {wide}.clientWidth")
-        until(page, f"!{cue}.hidden")
-        page.evaluate(f"{wide}.scrollLeft = {wide}.scrollWidth")
-        until(page, f"{cue}.hidden")
 
 
 def test_figures_follow_the_colour_scheme_and_the_width(browser: Any, view: StudyView, file: Path) -> None:
@@ -212,10 +184,9 @@ def test_a_comparison_of_long_names_fits_and_leaves_its_bars_room(
     file = tmp_path / "comparison.html"
     file.write_text(render_comparison((view, other)), encoding="utf-8")
     with open_page(browser, scheme=scheme, **size) as (page, seen):
-        show(page, file, 3)
+        show(page, file, 2)
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         share = "(e => e._fullLayout._size.w / e.clientWidth)(document.querySelector('#results .plot'))"
         until(page, f"{share} > 0.4")
-        assert page.locator("#scaling .plot").is_visible()
         assert seen.console == []
         assert seen.requests == [file.as_uri()]

@@ -138,30 +138,6 @@ def test_failures_vetoes_and_nan_do_not_end_or_distort_a_lineage(kit: SimpleName
 
 
 @methods
-def test_duplicates_for_ever_do_not_loop_for_ever(kit: SimpleNamespace, method: Method) -> None:
-    study = create(kit, method)
-    sampler: Any = study.sampler
-    only = partial(kit.suggest, stages=(1,), wide=False, high=8)
-    for _ in range(20):
-        if sampler.exhausted(study):
-            break
-        trial = study.ask()
-        only(trial)
-        trial.set_user_attr(VETOED, "duplicate")
-        study.tell(trial, state=TrialState.PRUNED)
-    assert len(study.trials) == 8
-    assert len(set(kit.sequence(study))) == 8
-
-
-@methods
-def test_more_workers_than_lineages_try_what_nobody_tried(kit: SimpleNamespace, method: Method) -> None:
-    study = create(kit, method)
-    only = partial(kit.suggest, stages=(1, 2), wide=False)
-    seen = [str(only(study.ask())) for _ in range(6)]
-    assert len(set(seen)) == 6
-
-
-@methods
 def test_knobs_of_a_planned_trial_are_suggested_without_reading_the_history(
     kit: SimpleNamespace, method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,14 +150,3 @@ def test_knobs_of_a_planned_trial_are_suggested_without_reading_the_history(
     monkeypatch.setattr(study, "get_trials", reads)
     assert kit.suggest(trial)["zero_stage"] == study.trials[0].params["zero_stage"]
     assert reads.call_count == 1  # the line above
-
-
-def test_knobs_of_a_new_lineage_are_drawn_from_one_reading(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study = kit.create(LineageRandomSampler(seed=0), DeepSpeedPruner())
-    trial = study.ask()
-    reads = MagicMock(wraps=study.get_trials)
-    monkeypatch.setattr(study, "get_trials", reads)
-    kit.suggest(trial)
-    assert reads.call_count == 2  # one for the knobs, one for the micro-batch

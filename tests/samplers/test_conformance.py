@@ -39,11 +39,9 @@ class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):
             Binary,
             partial(Binary, seed=3),
             partial(Binary, micro_batch="x"),
-            partial(Binary, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
             Guided,
             partial(Guided, planner=small_planner(), seed=3),
             Random,
-            partial(Random, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
             partial(Random, seed=3),
             partial(Random, micro_batch="x"),
         ]

@@ -46,12 +46,6 @@ def test_the_best_configuration_is_found_in_ten_launches(kit: SimpleNamespace) -
     assert outcomes(study).count("out_of_memory") <= 1
 
 
-def test_offload_that_costs_nothing_is_found_and_used(kit: SimpleNamespace) -> None:
-    study, machine = guided(kit), Machine(offload_s=0.0)
-    machine.run(study, 15)
-    assert study.best_value >= 0.98 * machine.best(small_planner())
-
-
 def test_problems_of_one_model_machine_and_space_share_their_table_and_others_do_not() -> None:
     def table(**changes: Any) -> CandidateTable:
         given = {"profile": PROFILE, "hardware": HARDWARE, "config": CONFIG, "space": small_space(), **changes}
@@ -302,21 +296,6 @@ def test_a_launch_of_many_times_the_users_own_seconds_has_to_gain_as_much(kit: S
     assert is_dear(52.0, 0.03)
 
 
-def test_of_equals_the_shortest_says_what_a_launch_usually_takes(kit: SimpleNamespace) -> None:
-    problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space())
-    study = guided(kit, GuidedPlanner(problem))
-    Machine(overhead_s=0.01).run(study, 8)
-    posterior = Posterior(problem, problem.table.observations_of_trials(study.trials), samples_limit=None)
-    means, latency = posterior.residuals.posterior_means, posterior.residuals.points.latency
-    measured = posterior.acquisition(posterior.measured.row, posterior.measured.micro_batch.astype(np.int64))
-    before = posterior.relative_costs(measured)
-    shortest = int(np.argmin(latency))
-    means[shortest] = means.max() - 0.01
-    after = posterior.relative_costs(measured)
-    assert latency[shortest] < latency[np.argmax(means)]
-    assert (after > before).all()
-
-
 def test_nothing_is_launched_beside_what_flies_where_nothing_else_promises_a_gain(kit: SimpleNamespace) -> None:
     planner = GuidedPlanner(
         Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space()), min_gain=10.0
@@ -404,23 +383,6 @@ class Buckets(Machine):
     def peak(self, params: Mapping[str, Any]) -> int:
         contiguous = params.get("contiguous_gradients", True)
         return super().peak(params) + (0 if contiguous else 4 * int(params["reduce_bucket_size"]))
-
-
-def test_buffers_that_the_formulas_leave_out_are_thought_possible() -> None:
-    table = GuidedPlanner(
-        Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(no_tune=KEPT[1:]))
-    ).problem.table
-    rows = [
-        row
-        for row, params in enumerate(table.lineages)
-        if params["zero_stage"] == 3 and params.get("contiguous_gradients") is False
-    ]
-    sizes = np.array([table.lineages[row]["reduce_bucket_size"] for row in rows])
-    known, possible = np.split(table.buffers[rows], 2, axis=1)
-    one_buffer = PROFILE.param_bytes * (np.minimum(sizes, PROFILE.params) - sizes.min())
-    larger = sizes > sizes.min()
-    assert (known.max(axis=1)[larger] < one_buffer[larger]).all()
-    assert (known + possible).max(axis=1) == pytest.approx(one_buffer)
 
 
 def test_what_failed_again_and_again_is_left_alone(kit: SimpleNamespace) -> None:

@@ -14,12 +14,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import event, inspect, text
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.orm import Session
 
 from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.store import Store, migrate
 from optuna_dsat.store.database import Database
-from optuna_dsat.store.launches import read_step_times, read_steps
 from optuna_dsat.store.tables import Base
 
 NEXT = '''"""A later version."""
@@ -72,10 +70,10 @@ def test_steps_of_the_first_version_count_and_have_no_size(database: Database) -
     with database.engine.begin() as connection:
         connection.execute(text(first))
     migrate.upgrade(database)
-    with Session(database.engine) as session:
-        (step,) = read_steps(session, "u", "trial-0000")
+    with Store.open(database.url.render_as_string(hide_password=False), create=False) as store:
+        (step,) = store.steps("u", "trial-0000")
         assert (step.number, step.skipped, step.elements) == (3, False, 0)
-        assert read_step_times(session, "u", from_step=3) == {"trial-0000": (0.5,)}
+        assert store.step_times("u", from_step=3) == {"trial-0000": (0.5,)}
 
 
 def test_an_upgrade_that_fails_halfway_leaves_no_older_schema_behind(database: Database) -> None:

@@ -45,9 +45,7 @@ def test_a_fixed_micro_batch_is_compared_with_what_was_fed(
     spec = bench.spec(fix={MICRO_BATCH: 16})
     record: Any = Record(fed)
     launcher: Any = None  # nothing is launched where nothing can be guessed
-    rule = batch_search.find_batch_rule(
-        spec, launcher, record, overlay={MICRO_BATCH: 16}, present=16, on_report=lambda _report, _record: None
-    )
+    rule = batch_search.find_batch_rule(spec, launcher, record, overlay={MICRO_BATCH: 16}, present=16)
     assert (None if rule is None else (rule.kind, rule.own)) == (None if kept is None else ("held", kept))
 
 
@@ -58,9 +56,7 @@ def test_a_pipeline_that_is_fed_by_the_scripts_own_iterator_is_compared_too(
     monkeypatch.setattr(Record.engine, "pipeline", True)
     record: Any = Record(fed)
     launcher: Any = None
-    rule = batch_search.find_batch_rule(
-        bench.spec(), launcher, record, overlay={MICRO_BATCH: 16}, present=16, on_report=lambda _report, _record: None
-    )
+    rule = batch_search.find_batch_rule(bench.spec(), launcher, record, overlay={MICRO_BATCH: 16}, present=16)
     assert (None if rule is None else rule.own) == kept
 
 
@@ -68,9 +64,7 @@ def test_batches_that_differ_in_size_are_the_scripts_own_at_the_users_micro_batc
     record: Any = Record(9)
     record.sizes = (9, 8, 25)
     launcher: Any = None  # no guess is launched: none can be proven
-    rule = batch_search.find_batch_rule(
-        bench.spec(), launcher, record, overlay={MICRO_BATCH: 1}, present=8, on_report=lambda _report, _record: None
-    )
+    rule = batch_search.find_batch_rule(bench.spec(), launcher, record, overlay={MICRO_BATCH: 1}, present=8)
     assert rule is not None
     assert (rule.kind, rule.own, rule.sizes) == ("held", 8, (8, 25))
     assert BatchRule.from_json(json.loads(json.dumps(rule.to_json()))) == rule
@@ -128,13 +122,12 @@ def of_both(options: dict[str, int]) -> tuple[int, int]:
 )
 @pytest.mark.parametrize("room", [100, 5])
 def test_options_of_any_name_that_set_a_trainers_batch_sizes_are_proven(
-    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, sizes: Any, options: dict[str, int], expected: dict[str, str],
+    bench: StudyBench, sizes: Any, options: dict[str, int], expected: dict[str, str],
     room: int,
 ) -> None:  # fmt: skip
     launched: list[str] = []
 
-    def follow(_launcher: Any, request: LaunchRequest, *, wait: Any) -> Any:
-        assert wait is None
+    def launch(request: LaunchRequest) -> Any:
         launched.append(request.launch_id)
         words = map_arguments((), request.command.arg_mappings, request.overlay, world_size=1)
         given = {name: int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
@@ -142,24 +135,20 @@ def test_options_of_any_name_that_set_a_trainers_batch_sizes_are_proven(
         ran = Trains(micro_batch, steps, options, missing=request.overlay[MICRO_BATCH] > room)
         return ran, ran
 
-    monkeypatch.setattr(batch_search, "follow", follow)
     micro_batch, steps = sizes(options)
     profile: Any = Trains(micro_batch, steps, options)
-    launcher: Any = None
-    asked: dict[str, Any] = {"overlay": batch_overlay(1), "on_report": lambda _report, _record: None}
-    trainer = batch_search.find_trainer(bench.spec(), launcher, profile, **asked)
+    asked: dict[str, Any] = {"overlay": batch_overlay(1)}
+    trainer = batch_search.find_trainer(bench.spec(), launch, profile, **asked)
     assert trainer is not None
     assert trainer.options == expected
     assert len(set(launched)) == len(launched) > 0
     for spec in (bench.spec(follow_batch=False), bench.spec(script=MAPPED)):
         launched.clear()
-        trainer = batch_search.find_trainer(spec, launcher, profile, **asked)
+        trainer = batch_search.find_trainer(spec, launch, profile, **asked)
         assert (trainer and trainer.options, launched) == ({}, [])
 
 
-def test_a_settings_file_that_sets_a_trainers_size_is_proven(
-    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_settings_file_that_sets_a_trainers_size_is_proven(bench: StudyBench) -> None:
     keys = {"eval_batch_size": 3, "layers": 3, "batch_of_another": 3, "train_batch_size": 3}
     noted = [{"file": "/x/run.yaml", "key": key, "value": value} for key, value in keys.items()]
 
@@ -169,19 +158,14 @@ def test_a_settings_file_that_sets_a_trainers_size_is_proven(
         def batch_sources(self) -> BatchSourcesFound:
             return BatchSourcesFound(rank=0, time=1.0, options={}, settings=noted)
 
-    def follow(_launcher: Any, request: LaunchRequest, *, wait: Any) -> Any:
-        assert wait is None
+    def launch(request: LaunchRequest) -> Any:
         source = request.command.batch_source
         follows = source["key"] == "train_batch_size"
         ran = ReadsAFile(request.overlay[MICRO_BATCH] if follows else 3, 1, {})
         return ran, ran
 
-    monkeypatch.setattr(batch_search, "follow", follow)
     profile: Any = ReadsAFile(3, 1, {})
-    launcher: Any = None
-    trainer = batch_search.find_trainer(
-        bench.spec(), launcher, profile, overlay=batch_overlay(1), on_report=lambda _report, _record: None
-    )
+    trainer = batch_search.find_trainer(bench.spec(), launch, profile, overlay=batch_overlay(1))
     assert trainer is not None
     assert trainer.options == {}
     assert trainer.source == {
@@ -202,7 +186,7 @@ def test_a_settings_file_that_sets_a_trainers_size_is_proven(
     ids=["option", "config", "mapped", "mapped, no proportion", "no proportion", "mapped in vain"],
 )
 def test_rows_per_sample_are_proven_by_a_second_size(
-    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, fed: Any, mapped: bool,
+    bench: StudyBench, fed: Any, mapped: bool,
     expected: tuple[str, int, tuple[int, int]] | None,
 ) -> None:  # fmt: skip
     class Fed(Record):
@@ -215,19 +199,15 @@ def test_rows_per_sample_are_proven_by_a_second_size(
         rows = (1, 1) if request is None else request.command.batch_source.get("rows", (1, 1))
         return Fed(-(-fed({"--bs": 4, **given}, size) * rows[1] // rows[0]))
 
-    def follow(_launcher: Any, request: LaunchRequest, *, wait: Any) -> Any:
-        assert wait is None
+    def launch(request: LaunchRequest) -> Any:
         proof = ran(request, request.overlay[MICRO_BATCH], request.command.arg_mappings)
         return proof, proof
 
-    monkeypatch.setattr(batch_search, "follow", follow)
     spec = bench.spec(script=MAPPED) if mapped else bench.spec()
-    launcher: Any = None
 
     def found() -> BatchRule | None:
         return batch_search.find_batch_rule(
-            spec, launcher, ran(None, 1, spec.script.arg_mappings), overlay=batch_overlay(1), present=4,
-            on_report=lambda _report, _record: None,
+            spec, launch, ran(None, 1, spec.script.arg_mappings), overlay=batch_overlay(1), present=4,
         )  # fmt: skip
 
     if expected is None:
@@ -276,13 +256,12 @@ class Passes:
     ids=["option", "choices", "override", "second of two", "fails at a stage", "sets nothing"],
 )  # fmt: skip
 def test_an_option_that_sets_the_stage_is_proven(
-    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, sets: Any, options: dict[str, int],
+    bench: StudyBench, sets: Any, options: dict[str, int],
     accepted: dict[str, list[int]], expected: str, launches: list[tuple[str, ...]],
 ) -> None:  # fmt: skip
     given: list[tuple[str, ...]] = []
 
-    def follow(_launcher: Any, request: LaunchRequest, *, wait: Any) -> Any:
-        assert wait is None
+    def launch(request: LaunchRequest) -> Any:
         assert "zero_optimization" not in request.overlay, "the script sets the stage"
         given.append(request.command.args)
         name, value = request.command.args[-1].partition("=")[::2]
@@ -290,20 +269,17 @@ def test_an_option_that_sets_the_stage_is_proven(
         ran = Passes(sets({**options, **changed}), options, accepted)
         return ran, ran
 
-    monkeypatch.setattr(batch_search, "follow", follow)
     profile: Any = Passes(sets(options), options, accepted)
-    launcher: Any = None
     script = {"script": "/x/train.py", "cwd": "/x", "config_path": ""}
     asked: dict[str, Any] = {
         "overlay": {**batch_overlay(1), "zero_optimization": {"stage": 3}},
         "differences": profile.config_differences,
-        "on_report": lambda _report, _record: None,
     }
     spec = bench.spec(script=script, ds_config={})
-    assert batch_search.find_stage_option(spec, launcher, profile, **asked) == expected
+    assert batch_search.find_stage_option(spec, launch, profile, **asked) == expected
     assert given == launches
     given.clear()
     mapped = bench.spec(script={**script, "arg_mappings": {STAGE: "--level"}}, ds_config={})
     for other in (mapped, bench.spec(script=script, ds_config={}, follow_batch=False)):
-        assert batch_search.find_stage_option(other, launcher, profile, **asked) == ""
+        assert batch_search.find_stage_option(other, launch, profile, **asked) == ""
     assert given == []

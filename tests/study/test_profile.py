@@ -15,6 +15,7 @@ from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import ConfigDiffers, RankFailed, TrainerFound
@@ -273,17 +274,18 @@ def test_a_mapped_stage_is_the_scripts_own_in_the_first_profile_launch(
 def test_a_config_that_the_script_passes_for_a_changed_option_is_not_reported_as_its_own(
     bench: StudyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reports = []
+    requests: list[LaunchRequest] = []
 
-    def measured(*arguments: Any, **options: Any) -> Any:
-        record, report = follow(*arguments, **options)
-        reports.append(report)
+    def measured(launcher: Any, request: LaunchRequest, *arguments: Any, **options: Any) -> Any:
+        record, report = follow(launcher, request, *arguments, **options)
+        if request.launch_id.startswith("profile-stage"):
+            assert record.engine is not None
+            record.engine = replace(record.engine, config_differences={STAGE: [3, 1]})
+        requests.append(request)
         return record, report
 
-    def prove(_spec: Any, _launcher: Any, record: LaunchRecord, *, on_report: Any, **_: Any) -> str:
-        assert record.engine is not None
-        record.engine = replace(record.engine, config_differences={STAGE: [3, 1]})
-        on_report(replace(reports[-1], launch_id="profile-stage-0-3"), record)
+    def prove(_spec: Any, launch: Any, _record: Any, **_: Any) -> str:
+        launch(replace(requests[-1], launch_id="profile-stage-0-3"))
         return "--stage"
 
     monkeypatch.setattr(profile, "follow", measured)

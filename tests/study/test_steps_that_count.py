@@ -17,9 +17,9 @@ from optuna_dsat.report.dashboard.notes import trial_note
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import read_view
 from optuna_dsat.runtime.events import StepMeasured
-from optuna_dsat.study.confirm.rows import trial_row
 from optuna_dsat.study.progress import TrialStepped
 from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.stored import trial_row
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words, steps_in_words
 from tests.harness.landscapes import Hill

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -81,9 +80,7 @@ class Artifact:
 def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
     """Return the end of a file from the start of a line, preceded by a line with the omitted size.
 
-    Args:
-        path: The file.
-        limit_bytes: A file up to this size is returned whole.
+    A file of at most ``limit_bytes`` is returned whole.
 
     Raises:
         OSError: If it cannot be read, is a link or is not a regular file.
@@ -114,9 +111,7 @@ def artifacts_of(view: StudyView, on_refused: Callable[[str], None] = lambda _: 
 
     Files that are not on this machine, and empty logs, are left out. Configs come without secrets.
 
-    Args:
-        view: The study.
-        on_refused: Called with the name of each file left out because it leads out of the study's folder.
+    ``on_refused`` is called with the name of each file left out because it leads out of the study's folder.
     """
     for name in (BEST_CONFIG, BEST_METRICS):
         content = _content(view, name, on_refused=on_refused)
@@ -171,62 +166,30 @@ def save_artifacts(
 ) -> int:
     """Save artifacts for optuna-dashboard; return the number of new artifacts.
 
-    An earlier artifact of the same trial and name with other content is removed, as are leftovers of a process that
-    was killed between two of these steps.
+    An earlier artifact of the same trial and name with other content is removed.
 
-    Args:
-        study: The study; its storage receives the records.
-        study_uuid: UUID of the study.
-        artifacts: What to save.
-        store: Receives the content.
-        read_attributes: Returns the study's current system attributes in the database.
+    ``read_attributes`` returns the study's current system attributes in the database.
     """
     storage, study_id, new = study._storage, study._study_id, 0
-    with _writing(store._base_path) as remove_unrecorded:
-        present = _present(read_attributes())
-        for artifact in artifacts:
-            key = artifact.prefix + artifact.identifier(study_uuid)
-            others = present.get((artifact.prefix, artifact.filename), set())
-            if key not in others:
-                record = {
-                    "artifact_id": artifact.identifier(study_uuid),
-                    "filename": artifact.filename,
-                    "mimetype": artifact.mimetype,
-                    "encoding": None,
-                }
-                store.write(record["artifact_id"] or "", io.BytesIO(artifact.content))
-                storage.set_study_system_attr(study_id, key, json.dumps(record))
-                new += 1
-            for other in others - {key}:
-                storage.set_study_system_attr(study_id, other, _REMOVED)
-                with contextlib.suppress(ArtifactNotFound):
-                    store.remove(other.removeprefix(artifact.prefix))
-        remove_unrecorded(_present(read_attributes()))
+    present = _present(read_attributes())
+    for artifact in artifacts:
+        identifier = artifact.identifier(study_uuid)
+        key, others = artifact.prefix + identifier, present.get((artifact.prefix, artifact.filename), set())
+        if key not in others:
+            record = {
+                "artifact_id": identifier,
+                "filename": artifact.filename,
+                "mimetype": artifact.mimetype,
+                "encoding": None,
+            }
+            store.write(identifier, io.BytesIO(artifact.content))
+            storage.set_study_system_attr(study_id, key, json.dumps(record))
+            new += 1
+        for other in others - {key}:
+            storage.set_study_system_attr(study_id, other, _REMOVED)
+            with contextlib.suppress(ArtifactNotFound):
+                store.remove(other.removeprefix(artifact.prefix))
     return new
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[Callable[[_Present], None]]:
-    """Within the block, artifacts may be written to a folder; yield a function that removes its unrecorded artifacts.
-
-    The function removes nothing while another process writes there, because the records of that process may follow.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    def remove_unrecorded(present: _Present) -> None:
-        recorded = {key.rpartition(":")[2] for keys in present.values() for key in keys}
-        with contextlib.suppress(OSError):  # another process writes, or the file system has no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for path in folder.iterdir():
-                if _is_ours(path.name) and path.name not in recorded:
-                    path.unlink(missing_ok=True)
-
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield remove_unrecorded
-    finally:
-        os.close(descriptor)
 
 
 def _is_ours(identifier: str) -> bool:

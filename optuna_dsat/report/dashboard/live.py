@@ -38,10 +38,6 @@ _SHARE = 0.1
 class LiveStudy:
     """A study of a store, rendered again when it has changed. Thread-safe.
 
-    Args:
-        store: The study's store.
-        name: The study.
-
     Raises:
         UsageError: If the study does not exist, or plotly is not installed.
         UnreadableStudyError: If it cannot be read.
@@ -190,16 +186,7 @@ def _cells(row: LaunchInFlight, *, now: float, best: float | None, limit_bytes: 
 
 
 def _told(states: Sequence[LiveState], *, now: float, done: int, budget: int, running: int, again: int) -> str:
-    """Return a sentence on the study's current state.
-
-    Args:
-        states: The active workers.
-        now: Unix time in seconds.
-        done: Finished launches of the search.
-        budget: Maximum number of launches.
-        running: Running launches.
-        again: Stored launches of finalists.
-    """
+    """Return a sentence on the study's current state."""
     known = [left_s for state in states if (left_s := state.left_s(now)) is not None]
     left = f"; {time_left_in_words(max(known))}" if known else ""
     confirming = next((state for state in states if state.ended_search), None)

@@ -10,7 +10,6 @@ import ipaddress
 import json
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -77,10 +76,6 @@ def guarded(app: WSGIApplication, *, host: str) -> WSGIApplication:
     """Return an application that answers only requests for this machine's names and for numeric addresses.
 
     Modifying requests from pages of other origins are rejected.
-
-    Args:
-        app: The application.
-        host: The address to listen on.
     """
     names = {"localhost", host.lower()}
     if not _is_loopback(host):
@@ -159,13 +154,12 @@ def _file(study: LiveStudy, launch_id: str, name: str) -> _Answer:
     return HTTPStatus.OK, _TEXT, content
 
 
-@cache
 def _plotly() -> bytes:
     return plotly_script().encode()
 
 
 _ASSETS: Mapping[str, Callable[[], bytes]] = {
-    "plotly.js": _plotly,
+    "plotly.js": lambda: plotly_script().encode(),
     "report.js": lambda: asset("report.js").encode(),
     "live.js": lambda: asset("live.js").encode(),
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from optuna.trial import FrozenTrial
 
@@ -11,9 +13,9 @@ from optuna_dsat.escape.shell import folded
 from optuna_dsat.metrics import METRICS, PER_ELEMENT
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
+    MEANING,
     advice_on,
     cli_command,
-    created,
     fruitless_in_words,
     outcome_counts,
     ranks_of_a_launch,
@@ -21,10 +23,9 @@ from optuna_dsat.report.facts import (
     training_command_line,
     versions,
 )
-from optuna_dsat.report.markdown import WHOLE_CHARS, json_block
-from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.command import BEST_CONFIG
 from optuna_dsat.study.confirm.measured import Measured, configuration_of
 from optuna_dsat.study.confirm.speeds import speed_of
@@ -35,6 +36,7 @@ from optuna_dsat.words import (
     bytes_in_words,
     choices_in_words,
     combinations_in_words,
+    date_in_words,
     duration_in_words,
     flops_in_words,
     metric_in_words,
@@ -44,7 +46,12 @@ from optuna_dsat.words import (
     times_in_words,
 )
 
-__all__ = ["study_note", "trial_note"]
+__all__ = ["OWN_TEXT", "WHOLE_CHARS", "json_block", "keep_own_text", "study_note", "trial_note"]
+
+OWN_TEXT = "*Written by optuna-dsat, anew at every refresh. What you write below this line is kept.*"
+"""Last line of every generated note."""
+WHOLE_CHARS = 2**17
+"""Maximum length of a config or list of commands in a note; longer texts were not written by this program."""
 
 _MAX_CHOICES = 8
 _LINE_CHARS = 80
@@ -127,7 +134,7 @@ def _tuned(view: StudyView) -> str:
         ("steps counted", f"{spec.start_profile_step} to {spec.end_profile_step}"),
         ("one launch", ranks_of_a_launch(view)),
         ("files", code(str(spec.study_dir))),
-        ("created", created(view)),
+        ("created", date_in_words(view.record.created_at)),
         ("versions", versions(view)),
     ]
     return table(("", ""), rows)
@@ -216,9 +223,7 @@ def _commands(view: StudyView) -> str:
 def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     """Return the note of a launched trial: meaning of its outcome, advice, metrics and memory.
 
-    Args:
-        view: The study.
-        trial: One of ``view.launched``.
+    ``trial`` is one of ``view.launched``.
     """
     attrs = trial.user_attrs
     outcome = Outcome(attrs.get(attributes.OUTCOME, Outcome.LOST))
@@ -301,3 +306,18 @@ def _step_range(times_s: Sequence[float]) -> str:
     if not times_s:
         return ""
     return f"{metric_in_words('latency', min(times_s))} to {metric_in_words('latency', max(times_s))}"
+
+
+def json_block(data: Mapping[str, Any]) -> Markdown:
+    """Return a JSON object as a code block, without secrets."""
+    return fenced(json.dumps(hidden_data(data), indent=2), "json", limit_chars=WHOLE_CHARS)
+
+
+def keep_own_text(generated: str, present: str) -> str:
+    """Return the note to save: the generated text followed by the users' text of the present note.
+
+    In a note by optuna-dsat the users' text is the text below ``OWN_TEXT``; any other note is kept whole.
+    """
+    _, mark, own = present.partition(OWN_TEXT)
+    own = (own if mark else present).strip()
+    return f"{generated.rstrip()}\n\n---\n{OWN_TEXT}\n" + (f"\n{own}\n" if own else "")

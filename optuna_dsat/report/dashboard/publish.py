@@ -7,10 +7,7 @@ Publishing again changes nothing unless the study has changed, and keeps text th
 from __future__ import annotations
 
 import importlib.util
-import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +20,8 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.html import safe_figure
 from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.report.dashboard.artifacts import FOLDER, artifacts_of, save_artifacts
-from optuna_dsat.report.dashboard.notes import study_note, trial_note
-from optuna_dsat.report.figures import memory_figure, plot_metric
-from optuna_dsat.report.markdown import keep_own_text
+from optuna_dsat.report.dashboard.notes import keep_own_text, study_note, trial_note
+from optuna_dsat.report.figures import plot_memory, plot_metric
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.store.retry import RetryingStorage
@@ -45,8 +41,6 @@ __all__ = [
 METRIC_PLOT = "metric-over-micro-batch"
 MEMORY_PLOT = "predicted-and-measured-memory"
 """Ids under which optuna-dashboard keeps the plots."""
-
-_NOTE_OF_TRIAL = re.compile(r"dashboard:(\d+):note_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,42 +62,22 @@ class Published:
 class _CachedAttributes(RetryingStorage):
     """A storage that reads a study's system attributes once and skips writes that change nothing.
 
-    optuna-dashboard keeps the notes of all trials in these attributes and searches all of them for every note. While a
-    trial is in focus, only its attributes are returned, so the total time for all notes is linear in their number.
+    optuna-dashboard keeps the notes of all trials in these attributes and reads all of them for every note.
     """
 
     def __init__(self, store: Store, study_id: int) -> None:
         super().__init__(store.storage, database=store.url)
-        self._groups: dict[int | None, dict[str, Any]] = {}
-        self._focus: int | None = None
-        for key, value in store.storage.get_study_system_attrs(study_id).items():
-            self._groups.setdefault(_trial_of(key), {})[key] = value
-
-    @contextmanager
-    def focus(self, trial_id: int | None) -> Iterator[None]:
-        """Within the block, read the attributes of a single trial only; None for the study's own attributes."""
-        self._focus = trial_id
-        try:
-            yield
-        finally:
-            self._focus = None
+        self._attributes = dict(store.storage.get_study_system_attrs(study_id))
 
     def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:  # noqa: ARG002 - there is one study
-        """Return the attributes in focus."""
-        return self._groups.setdefault(self._focus, {})
+        """Return the attributes as last read or written."""
+        return dict(self._attributes)
 
     def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
         """Write an attribute unless it is stored already."""
-        group = self._groups.setdefault(_trial_of(key), {})
-        if key not in group or group[key] != value:
+        if key not in self._attributes or self._attributes[key] != value:
             super().set_study_system_attr(study_id, key, value)
-            group[key] = value
-
-
-def _trial_of(key: str) -> int | None:
-    """Return Optuna's id of the trial whose note contains an attribute; None if it is not part of a trial's note."""
-    match = _NOTE_OF_TRIAL.match(key)
-    return None if match is None else int(match.group(1))
+            self._attributes[key] = value
 
 
 def is_installed() -> bool:
@@ -143,10 +117,7 @@ def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
 def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
     """Write a study's notes, plots and artifacts for optuna-dashboard.
 
-    Args:
-        store: The study's store.
-        name: The study.
-        artifacts: Whether to copy logs and configs as well.
+    ``artifacts`` tells whether to copy logs and configs as well.
 
     Raises:
         UsageError: If the study does not exist, or optuna-dashboard is not installed.
@@ -156,7 +127,8 @@ def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
     view = read_view(store, name)
     cached = _CachedAttributes(store, store.storage.get_study_id_from_name(name))
     study = optuna.load_study(study_name=name, storage=cached)
-    notes = _save_notes(study, view, cached)
+    notes = int(_save_note(study, study_note(view)))
+    notes += sum(_save_note(Trial(study, trial._trial_id), trial_note(view, trial)) for trial in view.launched)
     _save_plots(study, view)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
@@ -176,15 +148,6 @@ def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
     return Published(
         study_id=study._study_id, notes=notes, artifacts=saved, store=files, refused=tuple(dict.fromkeys(refused))
     )
-
-
-def _save_notes(study: optuna.Study, view: StudyView, cached: _CachedAttributes) -> int:
-    """Save the changed notes; return their number."""
-    changed = int(_save_note(study, study_note(view)))
-    for trial in view.launched:
-        with cached.focus(trial._trial_id):
-            changed += _save_note(Trial(study, trial._trial_id), trial_note(view, trial))
-    return changed
 
 
 def _save_result(study: optuna.Study, view: StudyView) -> None:
@@ -210,7 +173,7 @@ def _save_plots(study: optuna.Study, view: StudyView) -> None:
 
     figures = {METRIC_PLOT: plot_metric(view)}
     if view.profiled is not None:
-        figures[MEMORY_PLOT] = memory_figure(view)
+        figures[MEMORY_PLOT] = plot_memory(view)
     for name, figure in figures.items():
         safe = type(figure)(safe_figure(figure.to_plotly_json()), skip_invalid=True)
         save_plotly_graph_object(study, safe, graph_object_id=name)

@@ -32,9 +32,6 @@ class ResultStorage(RetryingStorage):
     """A storage whose best trial of a study is optuna-dsat's result; values are unchanged.
 
     Optuna would choose the best value of the search, which rounds may have refuted.
-
-    Args:
-        store: The database.
     """
 
     def __init__(self, store: Store) -> None:
@@ -84,9 +81,7 @@ class _Quiet(WSGIRequestHandler):
 def optuna_app(store: Store, artifacts: FileSystemArtifactStore | None) -> WSGIApplication:
     """Return optuna-dashboard.
 
-    Args:
-        store: The database to show.
-        artifacts: Store of the artifacts; None to offer no artifacts.
+    ``artifacts`` is the store of the artifacts; None to offer none.
     """
     from optuna_dashboard import wsgi
 

@@ -207,15 +207,7 @@ def explain(
     baseline: Measured | None,
     rounds: Rounds | None = None,
 ) -> Explanation:
-    """Explain a study's winner.
-
-    Args:
-        trials: The study's trials.
-        planner: The guided planner of the study's space.
-        winner: The winning trial.
-        baseline: The user's own config; None if it was not measured.
-        rounds: The confirmation, or None.
-    """
+    """Explain a study's winner."""
     larger = planner.problem.metric in LARGER_IS_BETTER
     user = {} if baseline is None else visible_params(baseline.trial)
     best = visible_params(winner.trial)

@@ -63,11 +63,7 @@ class Effect:
 class Pairs:
     """The measurements of a study, and the effects of single settings in them.
 
-    Args:
-        trials: The study's trials.
-        rounds: The confirmation.
-        maximize: Whether a larger metric is better.
-        assumed_noise: Relative standard deviation between launches, used if no launch was repeated.
+    ``assumed_noise`` is the relative standard deviation between launches, used if no launch was repeated.
     """
 
     def __init__(self, trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, assumed_noise: float) -> None:
@@ -102,9 +98,7 @@ class Pairs:
 
         Only pairs of configurations of the same structure count. Pairs that contain the winner weigh more.
 
-        Args:
-            winner: The winner's settings.
-            other: The winner's settings, with other values of some.
+        ``other`` contains the winner's settings, with other values of some.
         """
         differing = {name for name in winner.keys() | other.keys() if winner.get(name) != other.get(name)}
         fixed = [name for name in STRUCTURE if name not in differing]

@@ -148,6 +148,8 @@ def _slow_phases(
     """Yield a cause for each phase that takes clearly longer than predicted, the largest excess first."""
     total = sum(measured.values())
     excess = {name: measured[name] - predicted[name] for name in PHASES}
+    factors = [measured[name] / max(predicted[name], 1e-9) for name in ("forward", "backward")]
+    alike = max(factors) < 2 * max(min(factors), 1e-9)
     for name in sorted(PHASES, key=lambda name: -excess[name]):
         if excess[name] <= _WORTH_NAMING * total:
             continue
@@ -162,22 +164,13 @@ def _slow_phases(
                 f"{name} takes {step_time_in_words(measured[name])} where "
                 f"{step_time_in_words(predicted[name], digits=3)} were predicted"
             )
-            yield f"{took}: look at {_look_at(name, config, both=_alike(predicted, measured))}."
-
-
-def _alike(predicted: Mapping[str, float], measured: Mapping[str, float]) -> bool:
-    """Return whether forward and backward pass exceed their predictions by about the same factor."""
-    factors = [measured[name] / max(predicted[name], 1e-9) for name in ("forward", "backward")]
-    return max(factors) < 2 * max(min(factors), 1e-9)
+            yield f"{took}: look at {_look_at(name, config, both=alike)}."
 
 
 def _look_at(phase: str, config: Mapping[str, Any], *, both: bool) -> str:
     """Return where to look for the excess time of a phase.
 
-    Args:
-        phase: The phase.
-        config: The DeepSpeed config.
-        both: Whether forward and backward pass are slower than predicted by about the same factor.
+    ``both`` tells whether forward and backward pass are slower than predicted by about the same factor.
     """
     structure = Structure.of(config)
     if phase == "step":

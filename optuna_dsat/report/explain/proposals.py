@@ -5,7 +5,7 @@ Gains are predicted by the models fitted to the study's launches, with a single 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -55,11 +55,6 @@ class Situation:
         """Data-parallel ranks."""
         return self.planner.problem.hardware.world_size
 
-    @property
-    def several_hosts(self) -> bool:
-        """Whether the ranks are spread over hosts."""
-        return self.ranks > self.planner.problem.hardware.ranks_per_node
-
     @cached_property
     def knobs(self) -> dict[str, Any]:
         """The winner's knobs without the micro-batch."""
@@ -96,18 +91,6 @@ class Situation:
         return self.planner.rate_ratio(self.trials, row, self.size, **changed) - 1  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Change:
-    """A change and its predicted gain."""
-
-    name: str
-    on: Callable[[Situation], bool]
-    """Whether machine and study allow it."""
-    gain: Callable[[Situation], float]
-    """Relative gain in samples per second."""
-    text: Callable[[Situation], str]
-
-
 def proposals(now: Situation) -> list[str]:
     """Return what to change or buy next, largest gain first."""
     return list(proposals_by_name(now).values())
@@ -115,10 +98,8 @@ def proposals(now: Situation) -> list[str]:
 
 def proposals_by_name(now: Situation) -> dict[str, str]:
     """Return name -> what to change or buy next, largest gain first."""
-    gains = [(change.gain(now), change) for change in _CHANGES if change.on(now)]
-    gains.sort(key=lambda item: item[0], reverse=True)
-    worth = [(gain, change) for gain, change in gains if gain >= _WORTH_SAYING]
-    result = {change.name: f"{change.text(now)}: about {faster_in_words(gain)}." for gain, change in worth}
+    gains = sorted(_changes(now), key=lambda change: change[1], reverse=True)
+    result = {name: f"{text}: about {faster_in_words(gain)}." for name, gain, text in gains if gain >= _WORTH_SAYING}
     return {**result, **dict(_on_computation(now))}
 
 
@@ -142,62 +123,31 @@ def _on_computation(now: Situation) -> Iterator[tuple[str, str]]:
     )
 
 
-def _is_full(now: Situation) -> bool:
+def _changes(now: Situation) -> Iterator[tuple[str, float, str]]:
+    """Yield name, predicted relative gain in samples per second and text of each change that is possible."""
+    problem, size = now.planner.problem, now.size
     peak = now.winner.user_attrs.get(attributes.PEAK_BYTES) or 0
-    return peak > _FULL * now.planner.problem.device_bytes and now.allows(micro_batch=2 * now.size)
-
-
-def _gain_of_memory(now: Situation) -> float:
-    accumulation = now.planner.problem.space.accumulation
-    return now.rate_gain(larger_batch=2, more_steps=accumulation(2 * now.size) / accumulation(now.size))
-
-
-def _memory_text(now: Situation) -> str:
-    what = "devices" if now.on_gpus else "a machine, or a --device-memory,"
-    return f"Memory stops the micro-batch at {now.size}; {what} with room for {2 * now.size} samples"
-
-
-def _gain_of_link(now: Situation) -> float:
-    return 1 / (1 - now.bounds["link"] / 2) - 1
-
-
-def _link_text(now: Situation) -> str:
-    if now.several_hosts:
-        return "A network between the hosts of twice the bandwidth"
-    return "A link between the GPUs of twice the bandwidth"
-
-
-def _accumulation_text(now: Situation) -> str:
-    stage = int(now.knobs.get("zero_stage", 0))
-    why = (
-        f"ZeRO {stage} then exchanges less per sample"
-        if stage < 2
-        else f"ZeRO {stage} still reduces gradients at each of them, but updates once"
-    )
-    return f"Four times the gradient accumulation steps, where the larger global batch suits the training ({why})"
-
-
-_CHANGES = (
-    _Change(name="memory", on=_is_full, gain=_gain_of_memory, text=_memory_text),
-    _Change(
-        name="link",
-        on=lambda now: now.on_gpus and now.ranks > 1 and now.bounds.get("link", 0) > 0,
-        gain=_gain_of_link,
-        text=_link_text,
-    ),
-    _Change(
-        name="accumulation",
-        on=lambda now: (
-            now.ranks > 1 and now.bounds.get("link", 0) > 0 and now.allows(micro_batch=now.size, more_steps=_MORE_STEPS)
-        ),
-        gain=lambda now: now.rate_gain(more_steps=_MORE_STEPS),
-        text=_accumulation_text,
-    ),
-    _Change(
-        name="host",
-        on=lambda now: now.on_gpus and now.offloads and now.bounds.get("host", 0) > 0,
-        gain=lambda now: 1 / (1 - now.bounds["host"]) - 1,
-        text=lambda now: "GPUs enough to hold what is offloaded to the host",  # noqa: ARG005 - as the others
-    ),
-)
-"""All changes with their conditions on machine and study."""
+    if peak > _FULL * problem.device_bytes and now.allows(micro_batch=2 * size):
+        steps = problem.space.accumulation(2 * size) / problem.space.accumulation(size)
+        what = "devices" if now.on_gpus else "a machine, or a --device-memory,"
+        text = f"Memory stops the micro-batch at {size}; {what} with room for {2 * size} samples"
+        yield "memory", now.rate_gain(larger_batch=2, more_steps=steps), text
+    link, host = now.bounds.get("link", 0), now.bounds.get("host", 0)
+    if now.ranks > 1 and link > 0:
+        if now.on_gpus:
+            several = now.ranks > problem.hardware.ranks_per_node
+            what = "A network between the hosts" if several else "A link between the GPUs"
+            yield "link", 1 / (1 - link / 2) - 1, f"{what} of twice the bandwidth"
+        if now.allows(micro_batch=size, more_steps=_MORE_STEPS):
+            stage = int(now.knobs.get("zero_stage", 0))
+            why = (
+                f"ZeRO {stage} then exchanges less per sample"
+                if stage < 2
+                else f"ZeRO {stage} still reduces gradients at each of them, but updates once"
+            )
+            text = (
+                f"Four times the gradient accumulation steps, where the larger global batch suits the training ({why})"
+            )
+            yield "accumulation", now.rate_gain(more_steps=_MORE_STEPS), text
+    if now.on_gpus and now.offloads and host > 0:
+        yield "host", 1 / (1 - host) - 1, "GPUs enough to hold what is offloaded to the host"

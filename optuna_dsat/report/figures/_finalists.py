@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from optuna_dsat.report.figures._source import Source, view_of
 from optuna_dsat.report.figures._style import INK, NEUTRAL, Measure, empty_figure, lay_out, wrapped
+from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import config_in_words, things_in_words
@@ -13,27 +15,33 @@ from optuna_dsat.words import config_in_words, things_in_words
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["finalists_figure"]
+__all__ = ["plot_finalists"]
 
 
-def finalists_figure(
-    points: Sequence[Measured], *, best: Measured | None, metric: str, why_none: str, device: str = ""
-) -> go.Figure:
-    """Return the finalists' metrics with 95% confidence intervals, next to their metrics in the search.
+def plot_finalists(study: Source) -> go.Figure:
+    """Plot the finalists, measured again with more steps, with their 95% confidence intervals.
 
     Args:
-        points: The finalists that could be measured, best first.
-        best: The selected config.
-        metric: Name of the metric.
-        why_none: The sentence to show without finalists.
-        device: Device of a rank, ``cuda`` or ``cpu``; empty if unknown.
+        study: A study that optuna-dsat made.
+
+    Raises:
+        UsageError: If it did not make it.
     """
+    view = view_of(study)
+    verdict = view.verdict
+    finalists = (
+        []
+        if verdict is None
+        else [verdict.in_rounds(contender.number) or contender for contender in verdict.contenders]
+    )
+    points = [finalist for finalist in finalists if view.rounds.failure(finalist.number) is None]
+    points.sort(key=lambda item: -item.value if view.maximize else item.value)
     import plotly.graph_objects as go
 
-    measure = Measure(metric, device)
+    measure = Measure(view.metric, view.spec.device)
     title, x = "Finalists, measured again with more steps", measure.title
     if not points:
-        return empty_figure(why_none, title=title, x=x)
+        return empty_figure(_why_no_finalist(view), title=title, x=x)
     scale, rows = measure.scale, list(range(len(points)))
     figure = go.Figure(
         [
@@ -46,7 +54,7 @@ def finalists_figure(
                 hovertext=[f"in the search: {measure.shown(p.searched_value)}" for p in points],
                 hoverinfo="text",
             ),
-            _confirmed(points, best, measure),
+            _confirmed(points, view.best, measure),
         ]
     )
     lay_out(figure, title=title, x=x, y="", height=170 + 50 * len(points))
@@ -92,3 +100,13 @@ def _confirmed(points: Sequence[Measured], best: Measured | None, measure: Measu
 
 def _words(measured: Measured) -> str:
     return config_in_words(measured.trial.user_attrs[attributes.CONFIG])
+
+
+def _why_no_finalist(view: StudyView) -> str:
+    if view.spec.confirm == 0:
+        return "Nothing is measured again in this study (--confirm 0)."
+    if view.end_reason is not None:
+        return "No finalist could be measured again."
+    if view.is_fruitless:
+        return "Nothing was measured that could be measured again."
+    return "Finalists are measured again when the search has ended; it has not."

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optuna_dsat.config.structures import Structure
+from optuna_dsat.report.figures._source import Source, view_of
 from optuna_dsat.report.figures._style import NEUTRAL, WARNING, Palette, empty_figure, lay_out
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
@@ -17,15 +18,25 @@ from optuna_dsat.words import bytes_in_words, share_in_words
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["PREDICTED_AS_MEASURED", "memory_figure"]
+__all__ = ["PREDICTED_AS_MEASURED", "plot_memory"]
 
 PREDICTED_AS_MEASURED = "predicted = measured"
 _TITLE = "Peak memory per rank: predicted at proposal, and measured"
 _GIB = 2**30
 
 
-def memory_figure(view: StudyView) -> go.Figure:
-    """Return the measured peak memory per rank over the peak that was predicted when the trial was proposed."""
+def plot_memory(study: Source) -> go.Figure:
+    """Plot the measured peak memory per rank (GiB) over the peak that was predicted when the trial was proposed.
+
+    Predictions come from the memory model, corrected by the launches finished by then; for ``guided``, its posterior.
+
+    Args:
+        study: A study that optuna-dsat made.
+
+    Raises:
+        UsageError: If it did not make it.
+    """
+    view = view_of(study)
     x, y = "predicted at proposal (GiB)", "measured (GiB)"
     points = _points(view)
     if not points:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.metrics import LARGER_IS_BETTER
+from optuna_dsat.report.figures._source import History, Source, history_of
 from optuna_dsat.report.figures._style import (
     INK,
     WARNING,
@@ -26,7 +26,7 @@ from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, s
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["BEST", "CONFIRMED", "EDGE", "USER", "metric_figure", "micro_batch_ticks"]
+__all__ = ["BEST", "CONFIRMED", "EDGE", "USER", "metric_figure", "micro_batch_ticks", "plot_metric"]
 
 EDGE = "out of memory"
 """Name of the trace that shows the lineages' memory limits."""
@@ -39,29 +39,26 @@ _LEAST_TICKS = 3
 _MOST_TICKS = 6
 
 
-def metric_figure(
-    trials: Sequence[FrozenTrial],
-    *,
-    metric: str,
-    winner: int | None = None,
-    maximize: bool | None = None,
-    confirmed: Mapping[int, float] | None = None,
-    device: str = "",
-) -> go.Figure:
+def plot_metric(study: Source) -> go.Figure:
+    """Plot the metric over the micro-batch (samples per GPU and pass): a line per lineage, with its memory limit.
+
+    A lineage is a set of trials that differ in the micro-batch only. Throughput is in samples/s over all ranks,
+    FLOPS_per_gpu in FLOP/s, times in ms. A cross marks the smallest micro-batch that ran out of memory.
+
+    Args:
+        study: Any Optuna study whose trials have a micro-batch, or a ``StudyView``.
+    """
+    return metric_figure(history_of(study))
+
+
+def metric_figure(history: History) -> go.Figure:
     """Return the metric over the micro-batch: a line per lineage, with its memory limit.
 
     Lineages of the same ZeRO stage and offload share a colour and a legend entry. The memory limit of a lineage is the
     smallest micro-batch that did not fit, drawn at the height of the largest that fitted, or on the axis without any.
-
-    Args:
-        trials: Any history; trials without a micro-batch parameter are shown only as the best or the user's own config.
-        metric: Name of the metric; times are given in seconds and shown in ms.
-        winner: Number of the trial to mark as the best; None for the trial with the best value.
-        confirmed: Trial -> its metric in rounds, at which it is marked; None if no rounds decided.
-        maximize: Whether a larger metric is better; None for the direction of the metric's name.
-        device: Device of a rank, ``cuda`` or ``cpu``; empty if unknown.
+    The best trial and the user's config are marked at their metric in rounds, if rounds decided.
     """
-    measure = Measure(metric, device)
+    trials, measure = history.trials, Measure(history.metric, history.device)
     title = f"{measure.title.split(' (')[0].capitalize()} over micro-batch"
     x_title = "micro-batch (samples per rank and pass, log scale)"
     figure = new_figure()
@@ -76,13 +73,12 @@ def metric_figure(
     edges = [lineage for lineage in lineages if lineage.smallest_too_large is not None]
     if edges:
         figure.add_trace(_edges(edges, measure.scale))
-    better = metric in LARGER_IS_BETTER if maximize is None else maximize
-    measured = attributes.best_trials(trials, maximize=better)
-    best = next((t for t in measured if t.number == winner), measured[0] if measured else None)
+    measured = attributes.best_trials(trials, maximize=history.maximize)
+    best = next((t for t in measured if t.number == history.winner), measured[0] if measured else None)
     user = attributes.user_config_trial(trials)
     for trial, name, symbol in ((user, USER, "x-open"), (best, BEST, "star")):
         if trial is not None and attributes.CONFIG in trial.user_attrs:
-            again = None if confirmed is None else confirmed.get(trial.number)
+            again = history.confirmed.get(trial.number)
             figure.add_trace(_mark(trial, name, symbol, measure=measure, again=again))
     if not measured and not any(_points(lineage) for lineage in lineages):
         return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=measure.title)

@@ -9,6 +9,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, USER
+from optuna_dsat.report.figures._source import Source, history_of
 from optuna_dsat.report.figures._style import (
     INK,
     NEUTRAL,
@@ -24,7 +25,7 @@ from optuna_dsat.words import config_in_words
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["BEST_SO_FAR", "progress_figure"]
+__all__ = ["BEST_SO_FAR", "plot_progress"]
 
 BEST_SO_FAR = "best so far in the search"
 _NO_LAUNCH = "No launch has ended yet."
@@ -62,29 +63,19 @@ def _words(trial: FrozenTrial) -> str:
     return f"trial {trial.number}" if config is None else f"trial {trial.number}: {config_in_words(config)}"
 
 
-def progress_figure(
-    trials: Sequence[FrozenTrial],
-    *,
-    metric: str,
-    maximize: bool,
-    confirmed: tuple[int, float] | None = None,
-    device: str = "",
-) -> go.Figure:
-    """Return the launches' metric in order of their end, the best so far, and the user's config.
+def plot_progress(study: Source) -> go.Figure:
+    """Plot the launches' metric in order of their end, the best so far, and the user's own config.
 
-    All of these are values of the search. Launches without a metric are drawn on the axis, in the colour of their
-    outcome.
+    These are values of the search; a star marks the config that rounds confirmed afterwards.
 
     Args:
-        trials: The study's trials.
-        metric: Name of the metric.
-        maximize: Whether a larger metric is better.
-        confirmed: Trial and metric that rounds confirmed; None if no rounds decided.
-        device: Device of a rank, ``cuda`` or ``cpu``; empty if unknown.
+        study: Any single-objective Optuna study, or a ``StudyView``.
     """
+    history = history_of(study)
     import plotly.graph_objects as go
 
-    title, x_title, measure = "Progress of the search", "launches that ended", Measure(metric, device)
+    title, x_title, measure = "Progress of the search", "launches that ended", Measure(history.metric, history.device)
+    trials, confirmed = history.trials, history.result
     ended, scale = _ended(trials), measure.scale
     if not ended:
         return empty_figure(_NO_LAUNCH, title=title, x=x_title, y=measure.title)
@@ -93,7 +84,7 @@ def progress_figure(
     places = {trial.number: place for place, trial in enumerate(ended, start=1)}
     result = {outcome: [t for t in ended if _outcome(t) is outcome] for outcome in Outcome}
     figure = go.Figure([_outcome_trace(outcome, own, places, measure) for outcome, own in result.items() if own])
-    best = _best_so_far(ended, maximize=maximize)
+    best = _best_so_far(ended, maximize=history.maximize)
     if best:
         figure.add_trace(
             go.Scatter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from optuna_dsat.store import Store
 from optuna_dsat.store.registry import STUDY_UUID
 from optuna_dsat.study.confirm.verdict import Verdict
 
-__all__ = ["History", "Source", "history_of", "view_of"]
+__all__ = ["History", "Source", "history_of", "require_plotly", "view_of"]
 
 Source = StudyView | optuna.Study
 """Argument type of every ``plot_`` function."""
@@ -59,8 +60,23 @@ class History:
         return (verdict.result.number, verdict.result.value) if verdict is not None and verdict.is_by_rounds else None
 
 
+def require_plotly() -> None:
+    """Raise if plotly is missing.
+
+    Raises:
+        UsageError: If it is not installed; the message explains how to install it.
+    """
+    if importlib.util.find_spec("plotly") is None:
+        raise UsageError("plotly is not installed: pip install 'plotly>=6'")
+
+
 def history_of(source: Source) -> History:
-    """Return the trials of any Optuna study."""
+    """Return the trials of any Optuna study.
+
+    Raises:
+        UsageError: If plotly is not installed.
+    """
+    require_plotly()
     if not isinstance(source, StudyView) and STUDY_UUID in source.user_attrs:
         source = view_of(source)
     if isinstance(source, StudyView):
@@ -83,8 +99,9 @@ def view_of(source: Source) -> StudyView:
     """Return a study with its spec, profile and launches.
 
     Raises:
-        UsageError: If optuna-dsat did not make the study, or it is not in a database.
+        UsageError: If optuna-dsat did not make the study, it is not in a database, or plotly is not installed.
     """
+    require_plotly()
     if isinstance(source, StudyView):
         return source
     if STUDY_UUID not in source.user_attrs:

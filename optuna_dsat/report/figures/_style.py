@@ -155,10 +155,7 @@ def lineage_words(trials: Sequence[FrozenTrial]) -> str:
 def wrapped(words: str, width: int = 22, *, most_lines: int | None = None) -> str:
     """Return text with plotly's line breaks, at most ``width`` characters a line; longer words are broken.
 
-    Args:
-        words: The text.
-        width: Characters of a line.
-        most_lines: Maximum lines, followed by an ellipsis; None for no limit.
+    ``most_lines`` is the maximum number of lines, followed by an ellipsis; None for no limit.
     """
     lines = textwrap.wrap(words, width, max_lines=most_lines, placeholder="\u2026")
     return "<br>".join(map(figure_text, lines))
@@ -174,13 +171,7 @@ def new_figure() -> go.Figure:
 def lay_out(figure: go.Figure, *, title: str, x: str, y: str, note: str = "", **layout: Any) -> go.Figure:
     """Set title, axis titles and the common look of a figure; return it.
 
-    Args:
-        figure: The figure.
-        title: Its title.
-        x: Title of the horizontal axis.
-        y: Title of the vertical axis.
-        note: Subtitle; empty for none.
-        layout: Further settings of plotly's layout.
+    ``note`` is the subtitle; empty for none.
     """
     figure.update_layout(
         title={"text": f"{title}<br><sub>{note}</sub>" if note else title, "font": {"size": 15}},

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from optuna_dsat.escape.html import figure_text
+from optuna_dsat.report.figures._source import Source, view_of
 from optuna_dsat.report.figures._style import NEUTRAL, PHASE_COLOURS, empty_figure, lay_out, new_figure
 from optuna_dsat.report.slot_time import PHASES, Slot, SlotTime, Span, account
-from optuna_dsat.store import StoredLaunch
 from optuna_dsat.words import duration_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["timeline_figure"]
+__all__ = ["plot_timeline"]
 
 _NO_LAUNCH = "No launch has ended yet, so there is no time to account for."
 _UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
@@ -23,17 +23,20 @@ _MANY_BARS = 4000
 """Number of bars above which only their centres have hover texts."""
 
 
-def timeline_figure(launches: Sequence[StoredLaunch], *, device: str) -> go.Figure:
-    """Return the phases of each slot over the time of the search: a row per slot, including idle time.
+def plot_timeline(study: Source) -> go.Figure:
+    """Plot the activity of each GPU (CPU rank) over the time of the search: start-up, steps, exit, idle.
 
-    Pauses of the study are cut out and marked.
+    Times are wall time; pauses of the study are cut out and marked. Running launches are not drawn.
 
     Args:
-        launches: Finished launches.
-        device: ``cuda`` or ``cpu``: whether slots are called GPUs or ranks.
+        study: A study that optuna-dsat made.
+
+    Raises:
+        UsageError: If it did not make it.
     """
+    view = view_of(study)
     title = "Time line of the slots"
-    spent = account(launches)
+    spent = account(view.launches)
     if not spent.spans:
         return empty_figure(_NO_LAUNCH, title=title, x="time", y="slot")
     clock = _Clock(spent)
@@ -67,7 +70,7 @@ def timeline_figure(launches: Sequence[StoredLaunch], *, device: str) -> go.Figu
     )
     figure.update_yaxes(
         tickvals=list(rows.values()),
-        ticktext=[_slot_words(slot, device, several=several) for slot in rows],
+        ticktext=[_slot_words(slot, view.spec.device, several=several) for slot in rows],
         range=[-0.7, len(rows) - 0.3],
         showgrid=False,
         zeroline=False,

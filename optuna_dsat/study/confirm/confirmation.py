@@ -10,36 +10,27 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-import optuna
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.guided.joint_estimate import JointEstimate
-from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
+from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
 from optuna_dsat.launch.protocol import LaunchReport
-from optuna_dsat.runtime.events import Event
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.finalists import (
     choose_finalists,
-    confirmation_request,
-    measure_again,
+    confirmation_end,
     refuted,
-    round_launch,
+    trial_steps,
     with_next_best,
     without_failed,
 )
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, RoundLaunch, Rounds, is_precise, order_of_round, paired_ratio
-from optuna_dsat.study.confirm.speeds import Speeds
+from optuna_dsat.study.confirm.speeds import Speeds, with_utilisation
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
-from optuna_dsat.study.progress import (
-    FinalistMeasured,
-    FinalistStarted,
-    LaunchEnded,
-    Message,
-    StudyContext,
-    TrialPhase,
-    TrialStepped,
-)
-from optuna_dsat.study.requests import phase_of
+from optuna_dsat.study.context import SearchContext
+from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted
+from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
@@ -56,6 +47,19 @@ _ROUNDS_TO_TELL = 2 * MIN_ROUNDS
 _NEARLY_SURE = 2.0
 """Standard errors by which a config must be faster to be nearly certain."""
 _MOST_ROUNDS = 100
+_STEP_TOLERANCE = 0.005
+"""A finalist ends once the relative error of its step time is below this."""
+
+_SHARE_OF_NOISE = 0.5
+"""Or below this share of the standard deviation between equal launches: as the error is the half-width of a 95%
+interval, further steps would reduce the variation between launches by 3% at most.
+"""
+
+_LONG_S, _FEWEST_LONG_STEPS = 3.0, 5
+"""A finalist with long steps ends after this many seconds of counted steps, and at least this many steps: the variation
+between launches is larger than the improvement by further steps.
+"""
+
 _FEWEST_DEGREES = 3
 """Degrees of freedom from which the noise of the rounds sets the required precision of a launch's step time."""
 
@@ -63,33 +67,20 @@ _FEWEST_DEGREES = 3
 class Confirmation:
     """Measures the finalists of a study again, in rounds, and stores each launch with the study at once.
 
-    Args:
-        context: The running study.
-        study: The Optuna study.
-        metric: The optimised metric.
-        profile: Result of the profile launch.
-        estimate: Returns the search's estimate of measured trials, given all trials and their numbers; None if its
-            method has no posterior.
-        storing: Returns a context for storing the named item; it raises if another worker has taken over.
+    ``storing`` returns a context for storing the named item; it raises if another worker has taken over.
     """
 
     def __init__(
         self,
-        context: StudyContext,
+        context: SearchContext,
         *,
-        study: optuna.Study,
-        metric: str,
-        profile: ModelProfile,
-        estimate: Callable[[Sequence[FrozenTrial], Sequence[int]], JointEstimate | None],
         storing: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self._context = context
         self._spec = context.spec
-        self._study = study
-        self._metric = metric
-        self._profile = profile
-        self._speeds = Speeds(profile, metric=metric, device=context.spec.device)
-        self._estimate = estimate
+        self._study = context.study
+        self._profile = context.profiled.profile
+        self._speeds = Speeds(self._profile, metric=context.metric, device=context.spec.device)
         self._storing = storing
         self.interrupted = False
         """Whether Ctrl-C ended it."""
@@ -100,14 +91,11 @@ class Confirmation:
         A finalist that fails with more steps is replaced by the next best trial, at most ``--confirm`` times. If no
         finalist is better than the user's config, the next best trial with a better measurement is added
         (``study/confirm/finalists.py``). After an interruption the rounds so far are returned.
-
-        Args:
-            trials: All trials.
-            candidates: The measured trials, best first.
         """
         by_number = {trial.number: trial for trial in candidates}
         rounds = self._begun(trials, candidates)
-        allowed_s = self._allowed_s()
+        launches = self._context.store.launches(self._context.study_uuid)
+        allowed_s = SEARCH_SHARE * sum(row.report.held_s for row in launches if row.purpose != "confirm")
         try:
             while True:
                 rounds, turn = self._next(rounds, trials, candidates, allowed_s=allowed_s)
@@ -160,8 +148,11 @@ class Confirmation:
         if more == rounds:
             return rounds, None
         words = "None of the finalists is better than your own config; the next best of the search is measured."
-        self._context.observer(Message(text=words))
+        self._context.say(words)
         return more, next_in_rounds(more, trials, spec=self._spec, allowed_s=allowed_s)
+
+    def _estimate(self, trials: Sequence[FrozenTrial], numbers: Sequence[int]) -> JointEstimate | None:
+        return self._context.method.estimate(trials, numbers, maximize=self._spec.maximize)
 
     def _noise(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> float:
         """Return the relative standard deviation between launches, by the rounds; 0 before there are enough."""
@@ -169,15 +160,19 @@ class Confirmation:
         noise = None if verdict is None else verdict.noise
         return 0.0 if noise is None or noise.degrees < _FEWEST_DEGREES else noise.relative_sd
 
-    def _allowed_s(self) -> float:
-        """Return the device seconds for rounds beyond the first few: by default a share of the search's."""
-        launches = self._context.store.launches(self._context.study_uuid)
-        return SEARCH_SHARE * sum(launch.report.held_s for launch in launches if launch.purpose != "confirm")
-
     def _launch(
         self, trial: FrozenTrial, *, round_number: int, noise: float, rounds: Rounds
     ) -> tuple[RoundLaunch, LaunchRecord, LaunchReport]:
-        request = confirmation_request(self._spec, trial, round_number=round_number)
+        request = launch_request(
+            self._spec,
+            launch_id=f"confirm-{trial.number:04d}-round-{round_number}",
+            purpose="confirm",
+            overlay=trial.user_attrs[attributes.OVERLAY],
+            config=trial.user_attrs[attributes.CONFIG],
+            end_profile_step=confirmation_end(self._spec),
+        )
+        if request.timeout_s is not None:
+            request = replace(request, timeout_s=5 * request.timeout_s)
         words, done = trial.user_attrs[attributes.CONFIGURATION], len(rounds.launches)
         least = MIN_ROUNDS * sum(rounds.failure(number) is None for number in rounds.chosen)
         self._context.observer(
@@ -190,51 +185,46 @@ class Confirmation:
                 done=done,
             )
         )
-        record, report = measure_again(
-            self._spec,
+        tolerance = max(_STEP_TOLERANCE, _SHARE_OF_NOISE * noise)
+        record, report = follow(
+            self._context.launcher,
             request,
-            launcher=self._context.launcher,
-            on_step=lambda step: self._stepped(trial, step),
-            on_event=lambda event: self._entered(trial, event),
-            noise=noise,
+            lambda event: self._context.show_phase(event, trial.number),
+            enough=lambda steps: (
+                is_certain(steps, tolerance=tolerance) or (self._spec.adaptive_steps is None and _is_long(steps))
+            ),
+            on_step=lambda step: self._context.show_step(step, trial.number, peak_bytes=step.peak_allocated_bytes),
             wait=self._context.wait,
         )
         self._speeds.learn(record)
-        launch = round_launch(
-            record,
-            report,
-            spec=self._spec,
-            number=trial.number,
-            round_number=round_number,
-            metric=self._metric,
-            profile=self._profile,
-            config=request.ds_config,
-        )
-        self._context.observer(
-            LaunchEnded(
-                launch_id=request.launch_id,
-                purpose=request.purpose,
-                number=trial.number,
-                words=words,
-                outcome=report.outcome,
-                value=launch.value,
-                message=report.message,
-            )
-        )
+        launch = self._round_launch(trial, record, report, round_number=round_number)
+        self._context.show_end(report, purpose="confirm", number=trial.number, words=words, value=launch.value)
         return launch, record, report
 
-    def _entered(self, trial: FrozenTrial, event: Event) -> None:
-        if (phase := phase_of(event)) is not None:
-            self._context.observer(TrialPhase(number=trial.number, words=phase))
-
-    def _stepped(self, trial: FrozenTrial, step: GlobalStep) -> None:
-        self._context.observer(
-            TrialStepped(
-                number=trial.number,
-                step=step.step,
-                samples_per_s=step.samples / step.latency_s,
-                peak_bytes=step.peak_allocated_bytes,
+    def _round_launch(
+        self, trial: FrozenTrial, record: LaunchRecord, report: LaunchReport, *, round_number: int
+    ) -> RoundLaunch:
+        """Return a finalist's launch as stored; if the script's data ended early, the steps of a trial suffice."""
+        enough = len(record.counted) >= max(2, trial_steps(self._spec))
+        measured = report.outcome is Outcome.MEASURED or (report.outcome is Outcome.OUT_OF_DATA and enough)
+        flops, interval, metrics = self._profile.flops_per_sample, None, dict[str, float]()
+        if measured:
+            interval = confidence_interval(
+                record.counted, self._context.metric, flops_per_sample=flops, world_size=record.world_size
             )
+            metrics = record.metrics(flops_per_sample=flops)
+        return RoundLaunch(
+            round=round_number,
+            number=trial.number,
+            value=None if interval is None else interval.value,
+            low=None if interval is None else interval.low,
+            high=None if interval is None else interval.high,
+            metrics=with_utilisation(metrics, profile=self._profile, config=trial.user_attrs[attributes.CONFIG]),
+            steps=len(record.counted),
+            outcome=report.outcome.value,
+            message=report.message,
+            held_s=report.held_s,
+            conditions=report.conditions,
         )
 
     def _announce(self, launch: RoundLaunch, trial: FrozenTrial) -> None:
@@ -254,6 +244,15 @@ class Confirmation:
         )
 
 
+def _is_long(steps: Sequence[GlobalStep]) -> bool:
+    """Return True if measuring more steps is not worth the time.
+
+    False if inputs vary in size: finalists of equal batch size are then compared over the same data.
+    """
+    long = len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
+    return long and not input_variation(steps)
+
+
 def _compared(chosen: Sequence[int], rounds: Rounds) -> list[int]:
     """Return the compared trials: the chosen trials and all trials measured in rounds."""
     return sorted({*chosen, *rounds.values()})
@@ -264,12 +263,8 @@ def next_in_rounds(
 ) -> tuple[int, int] | None:
     """Return the round and the trial of the next launch; None if no launch is needed.
 
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        spec: The study.
-        allowed_s: Device seconds for rounds beyond the first few, without ``--confirm-time`` and unless the best is
-            nearly known to be faster than the user's config.
+    ``allowed_s`` limits the device seconds of rounds beyond the first few, without ``--confirm-time`` and unless the
+    best is nearly known to be faster than the user's config.
     """
     if not rounds.chosen or (spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time):
         return None
@@ -293,11 +288,6 @@ def staying(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
 
     The user's config always stays. Another trial is dropped after three rounds if its whole interval is below a tie
     with the best.
-
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        spec: The study.
     """
     present = [number for number in rounds.chosen if rounds.failure(number) is None]
     verdict, values = verdict_of(trials, rounds, spec), rounds.values()
@@ -340,11 +330,6 @@ def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) 
 
     Few rounds may agree by chance, so the noise pooled over all finalists must allow this precision, too. Stopping once
     an interval is narrow makes it slightly too narrow: in simulations, 90 to 94 of 100 intervals cover the true value.
-
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        spec: The study.
     """
     verdict = verdict_of(trials, rounds, spec)
     if verdict is None or verdict.baseline is None:

@@ -1,55 +1,30 @@
-"""Choose the finalists, which are measured again alongside the user's config, and launch a finalist."""
+"""Choose the finalists, which are measured again alongside the user's config."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.guided.acquisition import expected_improvement, learnt_spread
 from optuna_dsat.guided.joint_estimate import JointEstimate
-from optuna_dsat.launch.follow import SlotWait, follow
-from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
-from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.metrics import speed_up
-from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import Event
-from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, RoundLaunch, Rounds
-from optuna_dsat.study.confirm.speeds import with_utilisation
+from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, Rounds
 from optuna_dsat.study.confirm.verdict import VerdictKind, are_alike, verdict_of
-from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
 __all__ = [
     "choose_finalists",
     "confirmation_end",
-    "confirmation_request",
-    "confirmation_steps",
-    "measure_again",
     "refuted",
-    "round_launch",
+    "trial_steps",
     "with_next_best",
     "without_failed",
 ]
-
-_STEP_TOLERANCE = 0.005
-"""A finalist ends once the relative error of its step time is below this."""
-
-_SHARE_OF_NOISE = 0.5
-"""Or below this share of the standard deviation between equal launches: as the error is the half-width of a 95%
-interval, further steps would reduce the variation between launches by 3% at most.
-"""
-
-_LONG_S, _FEWEST_LONG_STEPS = 3.0, 5
-"""A finalist with long steps ends after this many seconds of counted steps, and at least this many steps: the variation
-between launches is larger than the improvement by further steps.
-"""
 
 _USUAL_NOISE = 0.02
 """Assumed relative standard deviation between equal launches before any repetition: launches of this project's examples
@@ -63,29 +38,15 @@ _LEAST_SD = 1e-9
 """Lower bound of the standard deviation of a log ratio, to avoid division by zero."""
 
 
-def confirmation_steps(spec: StudySpec) -> int:
-    """Return the default limit on counted steps of a confirmation: five times the steps of a trial, at least ten.
+def confirmation_end(spec: StudySpec) -> int:
+    """Return the last step of a confirmation: by default it counts five times the steps of a trial, at least ten.
 
     A launch with long steps ends earlier; ``--adaptive-steps`` allows more while the step time is uncertain.
     """
-    return max(10, 5 * _trial_steps(spec))
+    return spec.start_profile_step + max(10, 5 * trial_steps(spec), spec.adaptive_steps or 0) - 1
 
 
-def _is_long(steps: Sequence[GlobalStep]) -> bool:
-    """Return True if measuring more steps is not worth the time.
-
-    False if inputs vary in size: finalists of equal batch size are then compared over the same data.
-    """
-    long = len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
-    return long and not input_variation(steps)
-
-
-def confirmation_end(spec: StudySpec) -> int:
-    """Return the last step of a confirmation."""
-    return spec.start_profile_step + max(confirmation_steps(spec), spec.adaptive_steps or 0) - 1
-
-
-def _trial_steps(spec: StudySpec) -> int:
+def trial_steps(spec: StudySpec) -> int:
     """Return the number of steps that a trial counts."""
     return spec.end_profile_step - spec.start_profile_step + 1
 
@@ -194,98 +155,6 @@ def _gain_of_rounds(number: int, best: int, estimate: JointEstimate, *, noise: f
     return float(expected_improvement(np.array(log_ratio), learnt))
 
 
-def confirmation_request(spec: StudySpec, trial: FrozenTrial, *, round_number: int) -> LaunchRequest:
-    """Return the launch of a finalist in a round: alone, with more steps than a trial."""
-    request = launch_request(
-        spec,
-        launch_id=f"confirm-{trial.number:04d}-round-{round_number}",
-        purpose="confirm",
-        overlay=trial.user_attrs[attributes.OVERLAY],
-        config=trial.user_attrs[attributes.CONFIG],
-        end_profile_step=confirmation_end(spec),
-    )
-    return request if request.timeout_s is None else replace(request, timeout_s=5 * request.timeout_s)
-
-
-def measure_again(
-    spec: StudySpec,
-    request: LaunchRequest,
-    *,
-    launcher: Launcher,
-    on_step: Callable[[GlobalStep], None],
-    on_event: Callable[[Event], None] = lambda _: None,
-    noise: float = 0.0,
-    wait: SlotWait | None = None,
-) -> tuple[LaunchRecord, LaunchReport]:
-    """Launch a finalist until its step time is known; return the record of its ranks and the report.
-
-    Args:
-        spec: The study.
-        request: Its launch.
-        launcher: Where to launch.
-        on_step: Called with each global step.
-        on_event: Called with each event.
-        noise: Relative standard deviation between launches; 0 if unknown. Limits the precision of the step time.
-        wait: As for ``follow``.
-
-    Raises:
-        DeviceError: If other processes occupy the slots for longer than ``wait`` allows.
-    """
-    tolerance = max(_STEP_TOLERANCE, _SHARE_OF_NOISE * noise)
-
-    def enough(steps: Sequence[GlobalStep]) -> bool:
-        return is_certain(steps, tolerance=tolerance) or (spec.adaptive_steps is None and _is_long(steps))
-
-    return follow(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
-
-
-def round_launch(
-    record: LaunchRecord,
-    report: LaunchReport,
-    *,
-    spec: StudySpec,
-    number: int,
-    round_number: int,
-    metric: str,
-    profile: ModelProfile,
-    config: Mapping[str, Any],
-) -> RoundLaunch:
-    """Return a finalist's launch as stored; if the script's data ended early, the steps of a trial suffice.
-
-    Args:
-        record: Record of its ranks.
-        report: Report of the launch.
-        spec: The study.
-        number: Number of its trial.
-        round_number: Its round.
-        metric: The optimised metric.
-        profile: The study's profile.
-        config: The DeepSpeed config of the launch.
-    """
-    short_of_data = report.outcome is Outcome.OUT_OF_DATA and len(record.counted) >= max(2, _trial_steps(spec))
-    measured = report.outcome is Outcome.MEASURED or short_of_data
-    flops = profile.flops_per_sample
-    interval = (
-        confidence_interval(record.counted, metric, flops_per_sample=flops, world_size=record.world_size)
-        if measured
-        else None
-    )
-    counted = record.metrics(flops_per_sample=flops) if measured else {}
-    return RoundLaunch(
-        round=round_number,
-        number=number,
-        value=None if interval is None else interval.value,
-        low=None if interval is None else interval.low,
-        high=None if interval is None else interval.high,
-        metrics=with_utilisation(counted, profile=profile, config=config),
-        steps=len(record.counted),
-        outcome=report.outcome.value,
-        message=report.message,
-        held_s=report.held_s,
-        conditions=report.conditions,
-    )
-
-
 # Replacement of finalists that failed with more steps or were not better than the user's config in the rounds.
 #
 # The best measurement of a search may be wrong: the machine was less busy, or the launch too short. If no finalist is
@@ -296,11 +165,6 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
     """Return the trials that failed in the rounds, or were not better than the user's config in them.
 
     Not better means not surely better, and by at most a tie after three rounds.
-
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        spec: The study.
     """
     out = {launch.number for launch in rounds.launches if rounds.failure(launch.number) is not None}
     verdict = verdict_of(trials, rounds, spec)
@@ -318,14 +182,7 @@ def refuted(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
 def without_failed(
     rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, spec: StudySpec
 ) -> Rounds:
-    """Return the rounds, with the next best trial as a finalist if the last launch eliminated a finalist.
-
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        candidates: The measured trials, best first.
-        spec: The study.
-    """
+    """Return the rounds, with the next best trial as a finalist if the last launch eliminated a finalist."""
     last = rounds.launches[-1].number
     own = attributes.user_config_trial(trials)
     failed = [number for number in rounds.chosen if rounds.failure(number) is not None]
@@ -343,12 +200,6 @@ def with_next_best(
 
     The new finalist is the next best trial that the search measured better than the user's config by more than a tie.
     There are at most twice ``--confirm`` finalists. None is added after ``--confirm-time`` is spent.
-
-    Args:
-        rounds: The rounds so far.
-        trials: All trials.
-        candidates: The measured trials, best first.
-        spec: The study.
     """
     verdict = verdict_of(trials, rounds, spec)
     spent = spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time

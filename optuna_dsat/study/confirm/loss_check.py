@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import Launcher, LaunchReport
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
@@ -67,23 +66,13 @@ def check_loss(
     best: Mapping[str, Any],
     *,
     data_parallel_size: int,
-    launcher: Launcher,
-    on_report: Callable[[LaunchReport, LaunchRecord], None],
-    wait: SlotWait | None = None,
+    launch: Callable[[LaunchRequest], tuple[LaunchRecord, LaunchReport]],
     name: str = "",
     steps: int = STEPS,
 ) -> LossCheck:
     """Launch the user's config twice and the best config once, at the user's batch; compare their first losses.
 
-    Args:
-        spec: The study.
-        best: The winning DeepSpeed config.
-        data_parallel_size: Ranks that consume different samples.
-        launcher: Where to launch.
-        on_report: Called after each launch.
-        wait: As for ``follow``.
-        name: Distinguishes the launches of several checks of a study.
-        steps: First global steps whose losses are compared.
+    ``name`` distinguishes the launches of several checks of a study.
 
     Raises:
         DeviceError: If other processes occupy the slots for too long.
@@ -105,8 +94,7 @@ def check_loss(
             start_profile_step=1,
             end_profile_step=steps,
         )
-        record, report = follow(launcher, request, wait=wait)
-        on_report(report, record)
+        record, report = launch(request)
         if report.outcome is not Outcome.MEASURED:
             ended = outcome_in_words(report.outcome)
             return _undecided(_precision(user), losses, f"the launch {request.launch_id} ended with {ended}")
@@ -132,9 +120,7 @@ def nothing_to_compare(spec: StudySpec) -> LossCheck:
 def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossCheck:
     """Compare the losses of ``best`` and ``user``, given the difference between the user's two runs.
 
-    Args:
-        losses: Loss of each step of the three launches.
-        precision: ``fp32``, ``fp16`` or ``bf16``.
+    ``losses`` contains the loss of each step of the three launches.
     """
     counts = {name: len(values) for name, values in losses.items()}
     if len(set(counts.values())) != 1 or not counts["user"]:

@@ -93,12 +93,7 @@ class Measured:
         return self.trial.user_attrs.get(attributes.METRICS) or {}
 
     def speed(self, *, metric: str, device: str) -> Speed:
-        """Return its speed.
-
-        Args:
-            metric: The metric that is optimised.
-            device: ``cuda`` or ``cpu``.
-        """
+        """Return its speed."""
         return speed_of(self.metrics, self.value, metric=metric, device=device)
 
     def to_json(self) -> dict[str, Any]:

@@ -184,11 +184,7 @@ def paired_ratio(
 
     The geometric mean of the ratios within rounds, with Student's t interval of their logarithms.
 
-    Args:
-        values: Round -> metric of the configuration.
-        others: Round -> metric of the reference configuration.
-        maximize: Whether a larger metric is better.
-        t: Quantile of Student's t; None for a 95% interval.
+    ``t`` is the quantile of Student's t; None for a 95% interval.
 
     Returns:
         The ratio; None if no round measured both.
@@ -229,9 +225,7 @@ def pooled_noise(values: Mapping[int, Mapping[int, float]], *, reference: int) -
     The variance of a difference within rounds is twice the variance of a launch. Variances are weighted by their
     degrees of freedom. Effects common to a whole round (drift of the machine) cancel out.
 
-    Args:
-        values: Configuration -> round -> metric.
-        reference: The configuration with which the others are paired.
+    ``reference`` is the configuration with which the others are paired.
 
     Returns:
         The noise; None before any configuration was paired in two rounds.
@@ -255,10 +249,6 @@ def noise_of_search(values: Mapping[int, Mapping[int, float]], searched: Mapping
     """Return the noise of the search: the root mean square difference between its measurements and the rounds.
 
     It includes drift of the machine and variation that the few steps of a launch do not show.
-
-    Args:
-        values: Configuration -> round -> metric.
-        searched: Configuration -> metric of the search.
 
     Returns:
         The noise; None without a configuration that was measured in both.

@@ -91,14 +91,7 @@ class Speed:
 
 
 def speed_of(metrics: Mapping[str, float], value: float, *, metric: str, device: str) -> Speed:
-    """Return the speed of a configuration at a value of its metric.
-
-    Args:
-        metrics: All metrics of its launches.
-        value: Its metric.
-        metric: The metric that is optimised.
-        device: ``cuda`` or ``cpu``.
-    """
+    """Return the speed of a configuration at a value of its metric."""
     measured = metrics.get(metric)
     if not measured or not value:
         return Speed(metric=metric, value=value, device=device)
@@ -108,10 +101,7 @@ def speed_of(metrics: Mapping[str, float], value: float, *, metric: str, device:
 class Speeds:
     """Makes speeds of metrics; tokens per sample are learnt from launches, where all their inputs are tokens.
 
-    Args:
-        profile: The study's profile; None if it is not needed.
-        metric: The metric that is optimised.
-        device: ``cuda`` or ``cpu``.
+    ``profile`` is the study's profile; None if it is not needed.
     """
 
     def __init__(self, profile: ModelProfile | None, *, metric: str, device: str) -> None:
@@ -128,13 +118,7 @@ class Speeds:
             self._tokens_per_sample = tokens / sum(step.samples for step in counted)
 
     def of(self, metrics: Mapping[str, float], config: Mapping[str, Any], *, value: float) -> Speed:
-        """Return the speed of a configuration.
-
-        Args:
-            metrics: Its metrics.
-            config: Its DeepSpeed config.
-            value: The metric that is optimised.
-        """
+        """Return the speed of a configuration."""
         result = Speed(metric=self._metric, value=value, device=self._device)
         samples_per_s = metrics.get("throughput")
         if not samples_per_s:
@@ -151,12 +135,6 @@ class Speeds:
 def with_utilisation(
     metrics: Mapping[str, float], *, profile: ModelProfile, config: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the metrics of a launch with the share of the GPU's peak that they come to, where that is known.
-
-    Args:
-        metrics: The metrics.
-        profile: The study's profile.
-        config: The DeepSpeed config of the launch.
-    """
+    """Return the metrics of a launch with the share of the GPU's peak that they come to, where that is known."""
     share = utilisation(profile, config, metrics)
     return {**metrics} if share is None else {**metrics, UTILISATION: share}

@@ -177,7 +177,10 @@ class _Judge:
         needed = _needed_rounds([len(self._values[number]) for number in eligible])
         self._eligible = [number for number in eligible if len(self._values[number]) >= needed]
         self._in_rounds = self._baseline is not None and self._baseline in eligible
-        self._reference = self._baseline if self._in_rounds else _longest(self._values, self._eligible)
+        self._reference = self._baseline
+        if not self._in_rounds:  # the trial with most rounds, the earliest of several
+            longest = max(self._eligible, key=lambda number: (len(self._values[number]), -number), default=None)
+            self._reference = longest
         self.noise = None if self._reference is None else pooled_noise(self._values, reference=self._reference)
         self._estimate = self._estimated(rounds.estimate)
 
@@ -424,11 +427,6 @@ def _needed_rounds(counts: Sequence[int]) -> int:
     """
     first, second = (*sorted(counts, reverse=True), 0, 0)[:2]
     return min(MIN_ROUNDS, max(second, min(first, 2)))
-
-
-def _longest(values: Mapping[int, Mapping[int, float]], eligible: Sequence[int]) -> int | None:
-    """Return the trial with most rounds; the earliest of several."""
-    return max(eligible, key=lambda number: (len(values[number]), -number), default=None)
 
 
 def _flat(trial: FrozenTrial) -> dict[str, Any]:

@@ -14,13 +14,7 @@ __all__ = ["headline", "how_known", "ratio_in_words", "value_in_words", "verdict
 
 
 def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
-    """Return a verdict as lines of text: the headline, speed-ups by global batch, ties, noise and warnings.
-
-    Args:
-        verdict: What came of a study.
-        metric: The metric that is optimised.
-        device: ``cuda`` or ``cpu``.
-    """
+    """Return a verdict as lines of text: the headline, speed-ups by global batch, ties, noise and warnings."""
     lines = [headline(verdict, metric=metric, device=device), _by_batch(verdict), _ties(verdict), _noise(verdict)]
     return (*filter(None, lines), *(f"Warning: {warning}" for warning in verdict.warnings))
 
@@ -61,13 +55,7 @@ def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
 
 
 def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
-    """Describe the speed of the selected config, with the 95% interval of the metric if available.
-
-    Args:
-        verdict: What came of a study.
-        metric: The metric that is optimised.
-        device: ``cuda`` or ``cpu``.
-    """
+    """Describe the speed of the selected config, with the 95% interval of the metric if available."""
     speed = verdict.result.speed(metric=metric, device=device)
     between = speed.between(verdict.result.interval)
     return f"{speed.text} ({between})" if between else speed.text

@@ -11,9 +11,8 @@ from typing import Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import ZERO_STAGES
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.adapt.parsers import means_stage
@@ -26,33 +25,27 @@ from optuna_dsat.study.spec import StudySpec
 
 __all__ = ["find_batch_rule", "find_stage_option", "find_trainer"]
 
+Launch = Callable[[LaunchRequest], tuple[LaunchRecord, LaunchReport]]
+"""Runs a launch to its end and reports it."""
+
 _BATCHES = (ds_config.MICRO_BATCH, ds_config.TRAIN_BATCH)
 """Keys of the config whose options set the batch size."""
 
 
 def find_batch_rule(
     spec: StudySpec,
-    launcher: Launcher,
+    launch: Launch,
     record: LaunchRecord,
     *,
     overlay: Mapping[str, Any],
     present: int,
-    on_report: Callable[[LaunchReport, LaunchRecord], None],
-    wait: SlotWait | None = None,
 ) -> BatchRule | None:
     """Return the rule that sets the script's batch size; None if it already follows the DeepSpeed config, row by row.
 
     Two launches reveal rows per sample (views, pairs, groups): the engine's input rows have the same ratio to the
     micro-batch in both. For an option that the user mapped, only its rows per sample are detected.
 
-    Args:
-        spec: The study.
-        launcher: Where to launch.
-        record: The profile launch, measured.
-        overlay: Its overlay, whose ZeRO settings are known to fit.
-        present: Micro-batch of the user's config.
-        on_report: Called after each launch.
-        wait: As for ``follow``.
+    The ZeRO settings of ``overlay`` are known to fit.
 
     Raises:
         UsageError: If an option that the user mapped does not change the engine's inputs.
@@ -88,12 +81,11 @@ def find_batch_rule(
             continue
         proven = _is_proven(
             follow_batch(spec, replace(guess, rows=(1, 1)), ranks=ranks),  # a proof counts rows
-            partial(follow, launcher, wait=wait),
+            launch,
             name=f"profile-batch-{index}",
             overlay=overlay,
             own=configured if guess.kind == "config" else guess.own,
             holds=partial(holds, guess=guess),
-            on_report=on_report,
         )
         if proven:
             return guess
@@ -108,24 +100,16 @@ def find_batch_rule(
 
 def find_trainer(
     spec: StudySpec,
-    launcher: Launcher,
+    launch: Launch,
     record: LaunchRecord,
     *,
     overlay: Mapping[str, Any],
-    on_report: Callable[[LaunchReport, LaunchRecord], None],
-    wait: SlotWait | None = None,
 ) -> ScriptTrainer | None:
     """Return the script's trainer, with the options or the settings file proven to set its batch sizes.
 
     The trainer itself follows each configuration as it is; these are for the command that trains with the best.
 
-    Args:
-        spec: The study.
-        launcher: Where to launch.
-        record: The profile launch, measured.
-        overlay: Its overlay, whose ZeRO settings are known to fit.
-        on_report: Called after each launch.
-        wait: As for ``follow``.
+    The ZeRO settings of ``overlay`` are known to fit.
     """
     if record.trainer is None:
         return None
@@ -138,12 +122,11 @@ def find_trainer(
         asked, expected = guess.proof_steps()
         proven = _is_proven(
             follow_trainer(spec, guess),
-            partial(follow, launcher, wait=wait),
+            launch,
             name=f"profile-trainer-{index}",
             overlay={**overlay, ds_config.GRADIENT_ACCUMULATION: asked},
             own=trainer.micro_batch,
             holds=partial(_sets_itself, steps=expected),
-            on_report=on_report,
         )
         if proven:
             return guess
@@ -158,27 +141,18 @@ def _sets_itself(proof: LaunchRecord, size: int, *, steps: int | None) -> bool:
 
 def find_stage_option(
     spec: StudySpec,
-    launcher: Launcher,
+    launch: Launch,
     record: LaunchRecord,
     *,
     overlay: Mapping[str, Any],
     differences: Mapping[str, Sequence[Any]],
-    on_report: Callable[[LaunchReport, LaunchRecord], None],
-    wait: SlotWait | None = None,
 ) -> str:
     """Return the script's option that sets its ZeRO stage; empty if none does.
 
     It is proven by a launch with another value of the option, whose overlay leaves the stage to the script: the config
     that reaches ``deepspeed.initialize`` has that stage. An option that the user mapped is not searched for.
 
-    Args:
-        spec: The study.
-        launcher: Where to launch.
-        record: The profile launch, measured.
-        overlay: Its overlay.
-        differences: Differences between the script's config and the file, as of ``follow_script``.
-        on_report: Called after each launch.
-        wait: As for ``follow``.
+    ``differences`` are the differences between the script's config and the file, as of ``follow_script``.
     """
     own = _scripts_stage(spec, differences)
     if STAGE in spec.script.arg_mappings or not spec.follow_batch:
@@ -200,8 +174,7 @@ def find_stage_option(
                 start_profile_step=1,
                 end_profile_step=1,
             )
-            proof, report = follow(launcher, request, wait=wait)
-            on_report(report, proof)
+            proof, _ = launch(request)
             if proof.engine is not None or proof.config_differences:  # it reached deepspeed.initialize
                 if _scripts_stage(spec, proof.config_differences) == stage:
                     return option
@@ -217,24 +190,22 @@ def _scripts_stage(spec: StudySpec, differences: Mapping[str, Sequence[Any]]) ->
 
 def _is_proven(
     spec: StudySpec,
-    launch: Callable[[LaunchRequest], tuple[LaunchRecord, LaunchReport]],
+    launch: Launch,
     *,
     name: str,
     overlay: Mapping[str, Any],
     own: int,
     holds: Callable[[LaunchRecord, int], bool],
-    on_report: Callable[[LaunchReport, LaunchRecord], None],
 ) -> bool:
     """Whether a launch at another micro-batch than the script's own shows that it follows.
 
     Args:
         spec: The study, with the candidate rules for the batch size.
-        launch: Runs a launch.
+        launch: Runs and reports a launch.
         name: Name of the launches, to which the micro-batch is added.
         overlay: ZeRO settings that are known to fit.
         own: The script's own micro-batch.
         holds: Whether a measured launch shows a micro-batch.
-        on_report: Called after each launch.
     """
     for size in (2 * own, own // 2):  # half if twice as much does not fit
         if size == 0:
@@ -248,7 +219,6 @@ def _is_proven(
             end_profile_step=1,
         )
         proof, report = launch(request)
-        on_report(report, proof)
         if report.outcome is Outcome.MEASURED and holds(proof, size):
             return True
         if not report.outcome.infeasible:

@@ -29,10 +29,6 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
     That is the content of the script and the Python files in its folder, the script's arguments, the config without its
     knobs and batch sizes, hardware and versions. A model that is imported from elsewhere or read from data is not
     included: ``--no-profile-reuse`` is needed after changing it.
-
-    Args:
-        spec: The study.
-        device_names: Name of each device.
     """
     outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
     versions = script_versions(spec.python, on=spec.on)

@@ -117,14 +117,6 @@ def measure_profile(
     A script whose batch size is a mapped option may compute its accumulation steps from a global batch. The steps are
     read from a launch at the script's micro-batch.
 
-    Args:
-        spec: The study.
-        launcher: Where to launch.
-        on_attempt: Called before each launch.
-        on_report: Called after each launch.
-        on_event: Called with each event of a launch.
-        wait: As for ``follow``.
-
     Raises:
         DeviceError: If other processes occupy the slots for too long.
         ScriptFailedError: If the script fails for a reason that is not memory.
@@ -135,6 +127,11 @@ def measure_profile(
     pipeline = only_zero_3 = False
     attempts, launches, least, accumulation = deque(profile_attempts(spec)), 0, 1, 1
     parts: Mapping[str, Sequence[Any]] = {}
+
+    def proof(request: LaunchRequest) -> tuple[LaunchRecord, LaunchReport]:
+        record, report = follow(launcher, request, wait=wait)
+        on_report(report, record)
+        return record, report
 
     def launch(attempt: ProfileAttempt) -> tuple[LaunchRequest, LaunchRecord, LaunchReport]:
         nonlocal launches
@@ -166,16 +163,9 @@ def measure_profile(
                 if ended.outcome is Outcome.MEASURED and seen.engine is not None:
                     record.engine = replace(record.engine, config_differences=seen.engine.config_differences)
             _check_data(record, smallest=attempt.micro_batch)
-            batch = find_batch_rule(
-                spec,
-                launcher,
-                record,
-                overlay=request.overlay,
-                present=own_batch(spec, record).micro_batch,
-                on_report=on_report,
-                wait=wait,
-            )
-            trainer = find_trainer(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
+            own = own_batch(spec, record)
+            batch = find_batch_rule(spec, proof, record, overlay=request.overlay, present=own.micro_batch)
+            trainer = find_trainer(spec, proof, record, overlay=request.overlay)
             profiled = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
             profiled = replace(
                 profiled,
@@ -184,13 +174,7 @@ def measure_profile(
                 stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
             )
             stage_option = find_stage_option(
-                spec,
-                launcher,
-                record,
-                overlay=request.overlay,
-                differences=profiled.config_differences,
-                on_report=on_report,
-                wait=wait,
+                spec, proof, record, overlay=request.overlay, differences=profiled.config_differences
             )
             return replace(profiled, stage_option=stage_option, only_zero_3=only_zero_3, least_micro_batch=least)
         # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
@@ -205,16 +189,12 @@ def measure_profile(
             attempts.appendleft(planned)
             continue
         pipeline = record.engine is not None and record.engine.pipeline
-        tried.append(f"{attempt.words} ({_end_in_words(report)})")
+        missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
+        tried.append(f"{attempt.words} ({outcome_in_words(report.outcome)}{missing})")
     raise NothingRunnableError(
         f"The model does not fit at micro-batch {attempt.micro_batch}. Tried: " + "; ".join(tried) + ". "
         "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."
     )
-
-
-def _end_in_words(report: LaunchReport) -> str:
-    missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
-    return f"{outcome_in_words(report.outcome)}{missing}"
 
 
 def _steps_may_follow(spec: StudySpec, record: LaunchRecord) -> bool:

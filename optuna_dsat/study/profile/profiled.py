@@ -146,9 +146,7 @@ class Profiled(Record):
     def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
         """Return suggested changes to the script; empty without any.
 
-        Args:
-            config: The config to train with.
-            settings_written: Whether a copy of the script's settings file has its batch size.
+        ``settings_written`` tells whether a copy of the script's settings file has its batch size.
         """
         edits = self._edits(config, settings_written=settings_written)
         names = [f"Without `optuna-dsat train`, change the script: {edits}"] if edits else []
@@ -165,10 +163,7 @@ class Profiled(Record):
         It does not if the batch size is set in code, if code overwrites settings that it has read from the file, or if
         accelerate treats each rank as a separate job.
 
-        Args:
-            spec: The study, following the script.
-            config: The complete config.
-            settings_written: Whether a copy of the script's settings file has its batch size.
+        ``settings_written`` tells whether a copy of the script's settings file has its batch size.
         """
         followed = {*spec.script.arg_mappings, *([ds_config.MICRO_BATCH] if self.batch or self.trainer else [])}
         settings = ds_config.flatten(config)

@@ -30,12 +30,7 @@ __all__ = [
 
 
 def own_train_batch_size(spec: StudySpec, *, ranks: int) -> int:
-    """Return the global batch of the original user config, in samples, before ``--train-batch-size``.
-
-    Args:
-        spec: The study.
-        ranks: Data-parallel ranks.
-    """
+    """Return the global batch of the original user config, in samples, before ``--train-batch-size``."""
     return ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=ranks).train_batch_size
 
 
@@ -45,9 +40,7 @@ def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tu
     With ``--train-batch-size`` it has this global batch, for a fair comparison: at the user's micro-batch, or the next
     smaller micro-batch that divides the samples of a rank.
 
-    Args:
-        spec: The study.
-        data_parallel_size: Ranks that consume different samples; None for all ranks.
+    ``data_parallel_size`` counts the ranks that consume different samples; None for all ranks.
     """
     config = ds_config.effective(spec.ds_config)
     ranks = data_parallel_size or spec.slots_per_trial
@@ -66,12 +59,7 @@ def enqueue_user_config(
 ) -> None:
     """Enqueue the user's config as the first trial of a study, once per study, unless disabled in the spec.
 
-    Args:
-        study: The Optuna study.
-        store: Database of the study.
-        spec: The study.
-        space: The search space; a config outside it is enqueued without parameters.
-        data_parallel_size: Ranks that consume different samples; None for all ranks.
+    ``data_parallel_size`` counts the ranks that consume different samples; None for all ranks.
     """
     if not spec.enqueue_user_config:
         return
@@ -94,11 +82,6 @@ def follow_trainer(
     Batch sizes in the user's config are unchanged. An open batch size is set to the value that the user passes as an
     option of ``--arg-mapping``, else the option's default, else the trainer's value. The user's mappings take
     precedence over the trainer's options.
-
-    Args:
-        spec: The study.
-        trainer: The script's trainer; None if it has none.
-        defaults: Option of the script -> its default.
     """
     config = dict(spec.ds_config)
     if _is_open(config.get(ds_config.TRAIN_BATCH)):  # otherwise open batch sizes follow from the global batch
@@ -159,10 +142,7 @@ def follow_script(
 def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> StudySpec:
     """Return the spec whose launches set the script's batch size by a rule; the script's batch size is the baseline.
 
-    Args:
-        spec: The study.
-        rule: Rule that sets the script's batch size; None if it follows the DeepSpeed config.
-        ranks: Data-parallel ranks.
+    ``rule`` is the rule that sets the script's batch size; None if it follows the DeepSpeed config.
     """
     if rule is None:
         return spec

@@ -17,14 +17,14 @@ from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.operators import is_built
 from optuna_dsat.runtime.agent.preload import Preload
-from optuna_dsat.runtime.events import EngineReady, Event
+from optuna_dsat.runtime.events import EngineReady
 from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.confirm.loss_check import check_loss
-from optuna_dsat.study.profile.profile import ProfileAttempt, measure_profile, own_batch
+from optuna_dsat.study.context import StudyContext
+from optuna_dsat.study.profile.profile import measure_profile, own_batch
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
-from optuna_dsat.study.progress import LaunchEnded, ProfileFinished, ProfileStarted, StudyContext, TrialPhase
-from optuna_dsat.study.requests import phase_of
+from optuna_dsat.study.progress import ProfileFinished, ProfileStarted
 from optuna_dsat.study.space import (
     dataset_size,
     largest_global_batch,
@@ -163,9 +163,11 @@ class ProfileTurn:
         profiled = measure_profile(
             self._spec,
             self._context.launcher,
-            on_attempt=self._attempt_started,
+            on_attempt=lambda attempt: self._context.observer(
+                ProfileStarted(words=attempt.words, micro_batch=attempt.micro_batch)
+            ),
             on_report=self._attempt_ended,
-            on_event=self._entered,
+            on_event=lambda event: self._context.show_phase(event, None),
             wait=self._context.wait,
         )
         with turn.held("store the profile"):
@@ -198,9 +200,7 @@ class ProfileTurn:
             spec,
             {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True},
             data_parallel_size=profiled.data_parallel_size or spec.slots_per_trial,
-            launcher=self._context.launcher,
-            on_report=lambda report, record: self._context.record_launch(report, record, purpose="confirm"),
-            wait=self._context.wait,
+            launch=self._context.launch,
             name="zero",
             steps=_COMPARED_STEPS,
         )
@@ -233,25 +233,8 @@ class ProfileTurn:
             "1 to 3 searched, too."
         )
 
-    def _attempt_started(self, attempt: ProfileAttempt) -> None:
-        self._context.observer(ProfileStarted(words=attempt.words, micro_batch=attempt.micro_batch))
-
-    def _entered(self, event: Event) -> None:
-        if (phase := phase_of(event)) is not None:
-            self._context.observer(TrialPhase(number=None, words=phase))
-
     def _attempt_ended(self, report: LaunchReport, record: LaunchRecord) -> None:
-        self._context.observer(
-            LaunchEnded(
-                launch_id=report.launch_id,
-                purpose="profile",
-                number=None,
-                words="",
-                outcome=report.outcome,
-                value=None,
-                message=report.message,
-            )
-        )
+        self._context.show_end(report, purpose="profile")
         self._context.record_launch(report, record, purpose="profile")
         if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
             self._say_differences(record.engine.config_differences)
@@ -291,12 +274,7 @@ def _passes_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady)
 
 
 def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
-    """Return how the amount of training data bounds the search; empty if it does not.
-
-    Args:
-        spec: The study, as the script means it.
-        profiled: Result of the profile launch.
-    """
+    """Return how the amount of training data bounds the search; empty if it does not."""
     ranks = profiled.data_parallel_size or spec.slots_per_trial
     cap, samples = micro_batch_cap(spec, profiled), profiled.samples_per_rank
     own_batch = own_train_batch_size(spec, ranks=ranks)

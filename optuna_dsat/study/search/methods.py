@@ -58,11 +58,6 @@ class Method:
         """Return the search's estimate of measured trials; None if the method has no posterior.
 
         Of trials that its model does not cover next to nothing is known.
-
-        Args:
-            trials: The study's trials.
-            numbers: Numbers of measured trials.
-            maximize: Whether a larger metric is better.
         """
         if self.posterior is None:
             return None
@@ -81,10 +76,7 @@ class Method:
     ) -> int | None:
         """Return the peak of a rank in bytes that the method expects; None if it has no memory model.
 
-        Args:
-            trials: The study's trials.
-            params: Knobs of the configuration; empty if it is outside the search space.
-            config: Its DeepSpeed config.
+        ``params`` are the knobs of the configuration; empty if it is outside the search space.
         """
         if self.planner is None:
             return None
@@ -104,14 +96,7 @@ class Method:
 def make_planner(
     spec: StudySpec, profiled: Profiled, space: SearchSpace, *, prior_knowledge: PriorKnowledge | None = None
 ) -> GuidedPlanner:
-    """Return the planner of a guided search over a study's space.
-
-    Args:
-        spec: The study.
-        profiled: Result of the profile launch.
-        space: The search space.
-        prior_knowledge: From earlier studies; None without any.
-    """
+    """Return the planner of a guided search over a study's space."""
     return GuidedPlanner(
         Problem(
             profile=profiled.profile,
@@ -132,12 +117,6 @@ def make_method(
     spec: StudySpec, profiled: Profiled, space: SearchSpace, *, prior_knowledge: PriorKnowledge | None = None
 ) -> Method:
     """Return the sampler and pruner of ``spec.method``.
-
-    Args:
-        spec: The study.
-        profiled: Result of the profile launch.
-        space: The search space.
-        prior_knowledge: From earlier studies; None without any.
 
     Raises:
         UsageError: If the method does not exist.

@@ -13,12 +13,10 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.knobs import NVME
-from optuna_dsat.config.space_builder import SearchSpace
-from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.profile.script import user_config
-from optuna_dsat.study.progress import StudyContext, uninterrupted
+from optuna_dsat.study.progress import uninterrupted
 from optuna_dsat.study.requests import launch_request
-from optuna_dsat.study.search.methods import Method
 from optuna_dsat.study.search.recorder import TrialRecorder
 from optuna_dsat.study.search.running import Flight, frozen
 from optuna_dsat.trials import attributes
@@ -43,34 +41,16 @@ class Refusal(Enum):
 
 
 class Proposals:
-    """Asks a study for trials and turns them into launches.
+    """Asks a study for trials and turns them into launches."""
 
-    Args:
-        context: The running study.
-        study: The Optuna study, made with ``method``'s sampler and pruner.
-        space: The search space.
-        profiled: Result of the profile launch.
-        method: Sampler and pruner.
-        recorder: Finishes and drops trials.
-    """
-
-    def __init__(
-        self,
-        context: StudyContext,
-        *,
-        study: optuna.Study,
-        space: SearchSpace,
-        profiled: Profiled,
-        method: Method,
-        recorder: TrialRecorder,
-    ) -> None:
+    def __init__(self, context: SearchContext, *, recorder: TrialRecorder) -> None:
         self._context = context
         self._spec = context.spec
         self._store = context.store
-        self._study = study
-        self._space = space
-        self._profiled = profiled
-        self._method = method
+        self._study = context.study
+        self._space = context.space
+        self._profiled = context.profiled
+        self._method = context.method
         self._recorder = recorder
         self._config = ds_config.effective(context.spec.ds_config)
         self._refused = 0

@@ -16,11 +16,9 @@ from optuna_dsat.study.confirm.finalists import confirmation_end
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, Rounds
 from optuna_dsat.study.confirm.speeds import Speeds, speed_of, with_utilisation
 from optuna_dsat.study.confirm.verdict import verdict_of
-from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.progress import BestSoFar, LaunchEnded, SearchStarted, StudyContext, TrialDropped, TrialFinished
+from optuna_dsat.study.context import SearchContext
+from optuna_dsat.study.progress import BestSoFar, SearchStarted, TrialDropped, TrialFinished
 from optuna_dsat.study.search.running import Flight
-from optuna_dsat.study.space import objective
-from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
 __all__ = ["TrialRecorder"]
@@ -36,42 +34,33 @@ _STATES = {
 
 
 class TrialRecorder:
-    """Finishes the trials of a study with the results of their launches.
+    """Finishes the trials of a study with the results of their launches."""
 
-    Args:
-        context: The running study.
-        study: The Optuna study.
-        profiled: Result of the profile launch.
-    """
-
-    def __init__(self, context: StudyContext, *, study: optuna.Study, profiled: Profiled) -> None:
-        self._study = study
+    def __init__(self, context: SearchContext) -> None:
+        self._context = context
+        self._study = context.study
         self._spec = context.spec
         self._uuid = context.study_uuid
-        self._profiled = profiled
+        self._profiled = context.profiled
         self._store = context.store
         self._observer = context.observer
         self._maximize = context.spec.maximize
-        self.metric = objective(context.spec, profiled)
-        """The metric that is optimised."""
-        self._speeds = Speeds(profiled.profile, metric=self.metric, device=context.spec.device)
+        self._metric = context.metric
+        self._speeds = Speeds(context.profiled.profile, metric=context.metric, device=context.spec.device)
 
     def announce_search(self, *, total_slots: int) -> None:
-        """Send ``SearchStarted`` with the state of the study.
-
-        Args:
-            total_slots: Slots of the launcher.
-        """
-        spec, trials = self._spec, self._trials()
+        """Send ``SearchStarted`` with the state of the study."""
+        spec, trials = self._spec, self._context.trials()
+        slots = total_slots if spec.max_slots is None else min(total_slots, spec.max_slots)
         user = attributes.user_config_trial(trials)
         self._observer(
             SearchStarted(
                 study=spec.name,
-                metric=self.metric,
+                metric=self._metric,
                 maximize=self._maximize,
                 max_trials=spec.max_trials,
                 launched=attributes.launches_used(trials),
-                side_by_side=_concurrent_launches(spec, total_slots),
+                side_by_side=max(1, min(spec.max_concurrent_trials, slots // spec.slots_per_trial)),
                 finalists=MIN_ROUNDS * (spec.confirm + spec.enqueue_user_config) if spec.confirm else 0,
                 finalist_steps=confirmation_end(spec) / spec.end_profile_step,
                 timeout_s=spec.timeout,
@@ -101,26 +90,22 @@ class TrialRecorder:
 
     def in_words(self, metrics: Mapping[str, float]) -> str:
         """Describe the speed of a launch with these metrics."""
-        return speed_of(metrics, metrics[self.metric], metric=self.metric, device=self._spec.device).text
+        return speed_of(metrics, metrics[self._metric], metric=self._metric, device=self._spec.device).text
 
     def announce_end(self, flight: Flight, report: LaunchReport) -> None:
         """Send ``LaunchEnded`` for a launch that is about to be stored."""
-        self._observer(
-            LaunchEnded(
-                launch_id=flight.request.launch_id,
-                purpose=flight.request.purpose,
-                number=flight.trial.number,
-                words=flight.words,
-                outcome=report.outcome,
-                value=self._value(flight, report),
-                message=report.message,
-            )
+        self._context.show_end(
+            report,
+            purpose=flight.request.purpose,
+            number=flight.trial.number,
+            words=flight.words,
+            value=self._value(flight, report),
         )
 
     def _value(self, flight: Flight, report: LaunchReport) -> float | None:
         """Return the objective value of a launch; None if it was not measured."""
         measured = report.outcome is Outcome.MEASURED and flight.record.counted
-        return self.metrics(flight)[self.metric] if measured else None
+        return self.metrics(flight)[self._metric] if measured else None
 
     def record(self, flight: Flight, report: LaunchReport) -> None:
         """Store the report of a launch; a later call replaces it."""
@@ -190,7 +175,7 @@ class TrialRecorder:
                 "--start-profile-step 1 --end-profile-step 2.",
                 log_path=report.log_path,
             )
-        error = attributes.repeated_script_error(self._trials())
+        error = attributes.repeated_script_error(self._context.trials())
         if error is not None:
             raise ScriptFailedError(
                 f"Launch after launch ends with the same error of the script: {error}",
@@ -205,7 +190,7 @@ class TrialRecorder:
         return any(int(flight.request.ds_config[ds_config.MICRO_BATCH]) > limit for limit in limits)
 
     def _notify(self, flight: Flight, report: LaunchReport, value: float | None) -> None:
-        trials = self._trials()
+        trials = self._context.trials()
         best = attributes.best_trials(trials, maximize=self._maximize)
         baseline = attributes.user_config_trial(trials)
         self._speeds.learn(flight.record)
@@ -237,15 +222,6 @@ class TrialRecorder:
         """Return the best measured trial; None if nothing was measured."""
         best = attributes.best_trials(trials, maximize=self._maximize)
         return self._shown(best[0], best[0].user_attrs.get(attributes.METRICS, {}), best[0].values[0]) if best else None
-
-    def _trials(self) -> Sequence[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False)
-
-
-def _concurrent_launches(spec: StudySpec, total_slots: int) -> int:
-    """Return how many launches may be in flight at once."""
-    slots = total_slots if spec.max_slots is None else min(total_slots, spec.max_slots)
-    return max(1, min(spec.max_concurrent_trials, slots // spec.slots_per_trial))
 
 
 def _data_limit(flight: Flight) -> int:

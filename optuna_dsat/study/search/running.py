@@ -10,7 +10,8 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.progress import StudyContext, TrialStarted
+from optuna_dsat.study.context import SearchContext
+from optuna_dsat.study.progress import TrialStarted
 from optuna_dsat.trials import attributes
 
 __all__ = ["Flight", "Flights", "frozen"]
@@ -48,18 +49,13 @@ class Flight:
 
 
 class Flights:
-    """Starts, stops and keeps the launches of trials in this process.
+    """Starts, stops and keeps the launches of trials in this process."""
 
-    Args:
-        context: The running study.
-        study: The Optuna study.
-    """
-
-    def __init__(self, context: StudyContext, *, study: optuna.Study) -> None:
+    def __init__(self, context: SearchContext) -> None:
         self._context = context
         self._spec = context.spec
         self._launcher = context.launcher
-        self._study = study
+        self._study = context.study
         self._running: dict[str, Flight] = {}
         self._waiting: list[Flight] = []
         """Launches of ``_running`` that wait for slots."""
@@ -115,9 +111,7 @@ class Flights:
     def land(self, launch_id: str, *, exiting: bool) -> None:
         """Remove a launch from the running launches.
 
-        Args:
-            launch_id: The launch; nothing happens if it does not run.
-            exiting: Whether its processes still exit.
+        ``launch_id`` is the launch; nothing happens if it does not run.
         """
         flight = self._running.pop(launch_id, None)
         if flight is not None and exiting:
@@ -129,9 +123,6 @@ class Flights:
 
     def watch_slots(self, *, ending: bool) -> None:
         """Report and limit the wait for slots while nothing runs for want of them.
-
-        Args:
-            ending: Whether the search starts no more launches.
 
         Raises:
             DeviceError: If others hold the slots for too long.
@@ -146,11 +137,7 @@ class Flights:
             wait.reset()
 
     def stop_all(self, *, reason: str) -> None:
-        """Stop all launches; trials of launches that wait for slots are returned to the study.
-
-        Args:
-            reason: Why, for people.
-        """
+        """Stop all launches; trials of launches that wait for slots are returned to the study."""
         for flight in self._waiting:
             del self._running[flight.request.launch_id]
             self._context.store.return_trial(self._study, flight.trial, reason=reason)
@@ -160,9 +147,6 @@ class Flights:
 
     def return_all(self, *, reason: str) -> list[int]:
         """Stop all launches and return their trials to the study, where another run or worker takes them.
-
-        Args:
-            reason: Why, for people.
 
         Returns:
             Numbers of the trials.

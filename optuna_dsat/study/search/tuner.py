@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
-from optuna_dsat.config.space_builder import SearchSpace
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.launch.follow import MOST_KILLED
 from optuna_dsat.launch.measurement import GlobalStep, is_certain
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Observed, Settled
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.files import shortened
+from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.end_reason import EndReason
-from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.progress import StudyContext, TrialPhase, TrialStepped, uninterrupted
-from optuna_dsat.study.requests import phase_of
-from optuna_dsat.study.search.methods import Method
+from optuna_dsat.study.progress import uninterrupted
 from optuna_dsat.study.search.proposals import Proposals, Refusal, simplification_waits
 from optuna_dsat.study.search.recorder import TrialRecorder
 from optuna_dsat.study.search.running import Flight, Flights, frozen
@@ -50,29 +46,17 @@ _TIMED_OUT = "the search ran out of time (--timeout)"
 
 
 class Tuner:
-    """Searches a study until its budget is spent, continuing from its history.
+    """Searches a study until its budget is spent, continuing from its history."""
 
-    Args:
-        context: The running study.
-        study: The Optuna study, made with ``method``'s sampler and pruner.
-        space: The search space.
-        profiled: Result of the profile launch.
-        method: Sampler and pruner.
-    """
-
-    def __init__(
-        self, context: StudyContext, *, study: optuna.Study, space: SearchSpace, profiled: Profiled, method: Method
-    ) -> None:
+    def __init__(self, context: SearchContext) -> None:
         self._spec = context.spec
-        self._study = study
+        self._study = context.study
         self._store = context.store
         self._launcher = context.launcher
         self._context = context
-        self._recorder = TrialRecorder(context, study=study, profiled=profiled)
-        self._flights = Flights(context, study=study)
-        self._proposals = Proposals(
-            context, study=study, space=space, profiled=profiled, method=method, recorder=self._recorder
-        )
+        self._recorder = TrialRecorder(context)
+        self._flights = Flights(context)
+        self._proposals = Proposals(context, recorder=self._recorder)
         self._retried: optuna.Trial | None = None
         """The trial whose launch has ended and is about to be repeated."""
         timeout_s = context.spec.timeout
@@ -145,7 +129,7 @@ class Tuner:
 
     def _end_reason(self) -> EndReason | None:
         """Return why no further trial is asked for; None if one is."""
-        trials = self._trials()
+        trials = self._context.trials()
         if simplification_waits(trials):
             return None
         if attributes.launches_used(trials) >= self._spec.max_trials:
@@ -165,8 +149,7 @@ class Tuner:
         try:
             if isinstance(update, Observed):
                 step = flight.record.add(update.event)
-                if (phase := phase_of(update.event)) is not None:
-                    self._context.observer(TrialPhase(number=flight.trial.number, words=phase))
+                self._context.show_phase(update.event, flight.trial.number)
                 if step is not None:
                     self._report(flight, step)
             else:
@@ -178,20 +161,13 @@ class Tuner:
 
     def _report(self, flight: Flight, step: GlobalStep) -> None:
         """Report a counted step, and end the launch if it is pruned or its step time is known."""
-        self._context.observer(
-            TrialStepped(
-                number=flight.trial.number,
-                step=step.step,
-                samples_per_s=step.samples / step.latency_s,
-                peak_bytes=flight.record.peak_bytes,
-            )
-        )
+        self._context.show_step(step, flight.trial.number, peak_bytes=flight.record.peak_bytes)
         if step.step < self._spec.start_profile_step:
             return
         metrics = self._recorder.metrics(flight)
         if step.step not in flight.reported:
             flight.reported.add(step.step)
-            flight.trial.report(metrics[self._recorder.metric], step.step)
+            flight.trial.report(metrics[self._context.metric], step.step)
         if flight.is_user_config or step.step >= flight.request.end_profile_step:
             return  # everything is compared with the user's config, so it is measured to its end
         launch_id = flight.request.launch_id
@@ -241,7 +217,7 @@ class Tuner:
             self._context.say(f"Returned to the study, to be run again when it goes on: trial {listed}.")
 
     def _check_something_ran(self) -> None:
-        trials = self._trials()
+        trials = self._context.trials()
         if attributes.best_trials(trials, maximize=self._spec.maximize):
             return
         outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in trials if attributes.OUTCOME in t.user_attrs)
@@ -257,6 +233,3 @@ class Tuner:
         failed = [row.report for row in reversed(launches) if row.purpose == "trial" and row.report.failed]
         commonest = Counter(report.failure_in_words for report in failed).most_common(1)
         return f"The commonest failure: {shortened(commonest[0][0], _FAILURE_CHARS)}. " if commonest else ""
-
-    def _trials(self) -> Sequence[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False)

@@ -150,9 +150,7 @@ def _read(store: Store, name: str) -> _Earlier | None:
 def _knowledge_of(studies: list[_Earlier], *, same_model: bool) -> PriorKnowledge:
     """Fit the coefficients to each study in turn, the oldest first, and gather the launches of all.
 
-    Args:
-        studies: The latest first.
-        same_model: Whether they trained the model of the new study; otherwise its launches are not taken over.
+    ``same_model`` tells whether they trained the model of the new study; otherwise its launches are not taken over.
     """
     prior_knowledge: PriorKnowledge | None = None
     names: list[str] = []
