@@ -202,7 +202,7 @@ def _run(arguments: list[str]) -> NoReturn:
         if SEARCHES.intersection(arguments):
             from optuna_dsat.cli.parsing.launch_prefix import unfold_command
 
-            arguments = unfold_command(arguments, commands, cwd=Path.cwd())
+            arguments = unfold_command(arguments, commands, cwd=Path.cwd()).apply()
         code = commands.main(args=arguments, standalone_mode=False)
         sys.stdout.flush()  # a closed pipe raises here rather than at the interpreter's exit
     except DsatError as error:

@@ -1,6 +1,6 @@
 """Option files: the ``[tool.optuna-dsat]`` table of ``pyproject.toml``, or a TOML file named by ``--options``.
 
-Keys are the long names of options. A top-level key applies to every command with that option, except the budget of
+Keys are the long names of options. A top-level key applies to every command with that option, except the limits of
 ``resume``; a table named after a command applies to that command only::
 
     [tool.optuna-dsat]
@@ -38,8 +38,8 @@ __all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "read_option
 OPTIONS_ENV = "OPTUNA_DSAT_OPTIONS"
 """Environment variable with the path of an options file."""
 _TABLE = "optuna-dsat"
-_NOT_SHARED = frozenset({("resume", "max_trials")})
-"""(command, option) that a top-level key does not set: ``resume`` keeps the study's own value."""
+_NOT_SHARED = {"resume": frozenset({"max_trials", "min_gain", "confirm_time", "wait_for_gpus"})}
+"""Command -> options that a top-level key does not set: ``resume`` keeps the study's own limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class OptionsFile:
                 for name, value in values.items()
                 if value is not None
                 and (option := _find(command, name)) is not None
-                and (name in own or (path[-1], option.name) not in _NOT_SHARED)
+                and (name in own or option.name not in _NOT_SHARED.get(path[-1], ()))
             }
         return defaults
 
