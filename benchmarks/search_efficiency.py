@@ -297,7 +297,8 @@ def known(landscape: Computed | Recorded) -> tuple[float, str]:
     rate, structure, size = landscape.best()
     return rate, (
         f"### {landscape.name}\n{landscape.about}.\n"
-        f"Best recorded: {rate:.4g} samples/s at {structure.words}, micro-batch {size}; {len(landscape.lineages)} lineages.\n"
+        f"Best recorded: {rate:.4g} samples/s at {structure.words}, micro-batch {size}; "
+        f"{len(landscape.lineages)} lineages.\n"
     )
 
 
