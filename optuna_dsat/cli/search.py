@@ -111,8 +111,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
     Raises:
         DsatError: With the exit code of the command.
     """
-    from optuna_dsat.cli.parsing.origins import options_given, show_options
-    from optuna_dsat.cli.show import preview_to_json, show_preview
+    from optuna_dsat.cli.show import options_given, preview_to_json, show_options, show_preview
     from optuna_dsat.tuning.prepare import check_storage, prepare_each
 
     studies = prepare_each(method, given)

@@ -16,7 +16,7 @@ from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store
 from optuna_dsat.study.config_changes import config_changes
-from optuna_dsat.study.spec import ScriptSpec, StudyRequest, StudySpec, make_spec
+from optuna_dsat.study.spec import StudyRequest, StudySpec, make_spec
 from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
 from optuna_dsat.study.trust import ran_here, remember, script_file, what_runs
 from optuna_dsat.words import things_in_words
@@ -58,7 +58,7 @@ def resume_request(
             raise UsageError(f"--min-gain is an option of guided; this study is searched by {spec.method}.")
         if limits:
             spec = make_spec(**_with_limits(spec.model_dump(), limits))
-        here = _spec_here(study, spec, workdir=workdir, approve=approve)
+        here = spec_here(study, spec, workdir=workdir, approve=approve)
         if edited := _edited_keys(here):
             on_notice(f"{here.script.config_path} was edited; the study keeps its config: {', '.join(edited)}.")
         if limits:
@@ -83,30 +83,32 @@ def _edited_keys(spec: StudySpec) -> list[str]:
     ]
 
 
-def spec_here(study: StoredStudy, *, workdir: Path | None, approve: Callable[[Sequence[str], bool], None]) -> StudySpec:
+def spec_here(
+    study: StoredStudy,
+    spec: StudySpec | None = None,
+    *,
+    workdir: Path | None,
+    approve: Callable[[Sequence[str], bool], None],
+) -> StudySpec:
     """Return a stored study's spec with this machine's paths, once the user has approved its commands.
 
     Args:
         study: The study.
+        spec: Its spec with new limits; None for the stored one.
         workdir: Working directory on this machine; None for the stored one.
         approve: As in ``resume_request``.
 
     Raises:
         UsageError: If the script is not on this machine, or is not approved.
     """
-    return _spec_here(study, study.stored_spec, workdir=workdir, approve=approve)
-
-
-def _spec_here(
-    study: StoredStudy,
-    spec: StudySpec,
-    *,
-    workdir: Path | None,
-    approve: Callable[[Sequence[str], bool], None],
-) -> StudySpec:
+    spec = study.stored_spec if spec is None else spec
     here = spec if workdir is None else _relocated(spec, workdir)
-    _check_script(here.script)
-    file = script_file(here.script)
+    script, lost = here.script, "say with --workdir where it lies."
+    if script.is_module and module_file(script.script, Path(script.cwd)) is None:
+        raise UsageError(f"The module {script.script} is not found from {script.cwd}; {lost}")
+    if not script.is_module and not Path(script.script).is_file():
+        raise UsageError(f"The script {script.script} is not on this machine; {lost}")
+    file = script_file(script)
     approve(what_runs(here, study.profiled), ran_here(study.stored_spec, file=file))
     remember(study.stored_spec, file=file)
     return here
@@ -142,15 +144,6 @@ def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:
         }
     )
     return spec.model_copy(update={"script": script, "output_dir": moved(str(spec.output_dir))})
-
-
-def _check_script(script: ScriptSpec) -> None:
-    if script.is_module and module_file(script.script, Path(script.cwd)) is None:
-        raise UsageError(
-            f"The module {script.script} is not found from {script.cwd}; say with --workdir where it lies."
-        )
-    if not script.is_module and not Path(script.script).is_file():
-        raise UsageError(f"The script {script.script} is not on this machine; say with --workdir where it lies.")
 
 
 def devices_for(spec: StudySpec, on_notice: Callable[[str], None]) -> Devices:

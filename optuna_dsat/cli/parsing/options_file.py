@@ -144,7 +144,6 @@ class OptionsFile:
 
 
 def _as_json(value: Any) -> str:
-    """Serialize a value of a file to JSON; dates as strings."""
     return json.dumps(value, default=str)
 
 
@@ -244,17 +243,13 @@ def _parse_toml(path: Path, text: str) -> dict[str, Any]:
     try:
         return dict(checked(tomllib.loads(text), str(path)))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not TOML: {_first_line(error)}.") from None
+        first, _, _ = str(error).partition("\n")
+        raise UsageError(f"{path} is not TOML: {first[:200]}.") from None
 
 
 def _own_table(document: Mapping[str, Any]) -> Any:
-    """Return the value of ``[tool.optuna-dsat]``; None if absent."""
     tools = document.get("tool")
     return tools.get(_TABLE) if isinstance(tools, dict) else None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
 
 
 def _options_file(path: Path, table: Any) -> OptionsFile:
