@@ -158,11 +158,7 @@ def _drop(stream: TextIO) -> None:
 
 
 def _check_folder() -> None:
-    """Raise if the working directory was deleted or may not be entered.
-
-    Raises:
-        UsageError: If so.
-    """
+    """Raise if the working directory was deleted or may not be entered."""
     try:
         Path.cwd()
         Path().stat()

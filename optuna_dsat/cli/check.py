@@ -66,11 +66,7 @@ def check(
 
 
 def _use_of(words: Sequence[str], *, config: Path) -> _Use:
-    """Return the information about its config in a training command.
-
-    Raises:
-        UsageError: If the launcher rejects its options, or starts nothing.
-    """
+    """Return the information about its config in a training command."""
     if not words:
         return _Use()
     from optuna_dsat.script.command.launch_command import LaunchCommand, read_command

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage
+from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage, option
 from optuna_dsat.cli.search import run_request
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say, say_prose
@@ -19,30 +19,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Approval", "Trust", "Workdir", "ask_for_secrets", "resume", "worker"]
 
-_MaxTrials = Annotated[
-    int | None, typer.Option("--max-trials", help="New number of launches of trials.", show_default=False)
-]
+_MaxTrials = Annotated[int | None, option("--max-trials", help="New number of launches of trials.")]
 _MinGain = Annotated[
     float | None,
-    typer.Option(
-        "--min-gain", help="guided: new share by which something must be expected to be better.", show_default=False
-    ),
+    option("--min-gain", help="guided: new share by which something must be expected to be better."),
 ]
 _ConfirmTime = Annotated[
     float | None,
-    typer.Option("--confirm-time", help="New limit of the time for the rounds of finalists, in s.", show_default=False),
+    option("--confirm-time", help="New limit of the time for the rounds of finalists, in s."),
 ]
 _WaitForGpus = Annotated[
     float | None,
-    typer.Option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s.", show_default=False),
+    option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s."),
 ]
 Workdir = Annotated[
-    Path | None,
-    typer.Option(
-        "--workdir",
-        help="Working directory, where the script lies elsewhere on this machine.",
-        show_default=False,
-    ),
+    Path | None, option("--workdir", help="Working directory, where the script lies elsewhere on this machine.")
 ]
 
 

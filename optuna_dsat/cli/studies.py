@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, LatestName, Name, Storage, confirm_replacing
+from optuna_dsat.cli.parsing.parameters import (
+    DEFAULT_STORAGE,
+    Json,
+    LatestName,
+    Name,
+    Storage,
+    confirm_replacing,
+    option,
+)
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.errors import UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
@@ -243,9 +251,7 @@ def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False
 def best(
     name: LatestName = None,
     storage: Storage = DEFAULT_STORAGE,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the config to this file.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, option("--output", "-o", help="Write the config to this file.")] = None,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
     study = _read(storage, name)
@@ -317,11 +323,7 @@ def delete(
 
 
 def _refuse_live(store: Store, name: str) -> None:
-    """Raise if a study is being searched.
-
-    Raises:
-        UsageError: Names the workers; between launches a search is detected by its lock on the study's folder.
-    """
+    """Raise if a study is being searched."""
     from optuna_dsat.study.folder import is_held
     from optuna_dsat.study.live_state import read_states
     from optuna_dsat.study.stored import read_stored

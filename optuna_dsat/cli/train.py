@@ -111,11 +111,7 @@ def train(context: typer.Context, options: TrainOptions) -> None:
 
 
 def _refuse_given(context: typer.Context, names: Iterable[str], what: str) -> None:
-    """Raise for options that do not apply.
-
-    Raises:
-        UsageError: Names the first.
-    """
+    """Raise for options that do not apply."""
     given = origins_of(context, names)
     for name, origin in given.items():
         if origin == "command line":
@@ -161,11 +157,7 @@ def _train_class(options: TrainOptions) -> NoReturn:
 
 
 def _runner_arguments(options: TrainOptions) -> tuple[str, ...]:
-    """Return the runner's arguments after the model definition and its config.
-
-    Raises:
-        UsageError: If a length is invalid, or the folder of checkpoints cannot be used.
-    """
+    """Return the runner's arguments after the model definition and its config."""
     arguments = _lengths(options)
     _check_folder(options.checkpoint_dir, resume=options.resume)
     if options.checkpoint_dir is not None:
@@ -174,11 +166,7 @@ def _runner_arguments(options: TrainOptions) -> tuple[str, ...]:
 
 
 def _lengths(options: TrainOptions) -> list[str]:
-    """Return the arguments for the length of the training and the periods of validation, checkpoints and reports.
-
-    Raises:
-        UsageError: If a value is not a length; names the option.
-    """
+    """Return the arguments for the length of the training and the periods of validation, checkpoints and reports."""
     given = {
         "--max-length": options.max_length,
         "--report-period": options.report_period,

@@ -165,11 +165,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
 
 
 def _require_python(spec: StudySpec) -> None:
-    """Raise for a study whose environment variables prevent Python from starting here.
-
-    Raises:
-        UsageError: With the reason.
-    """
+    """Raise for a study whose environment variables prevent Python from starting here."""
     variables = resolved(dict(spec.script.environment))
     if spec.on == "here" and variables and (reason := why_python_does_not_start(variables)) is not None:
         raise UsageError(f"Python does not start with the variables of --env: {reason}.")

@@ -90,22 +90,14 @@ def _settings(options: TuneOptions) -> dict[str, Any]:
 
 
 def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment variables as given.
-
-    Raises:
-        UsageError: If a variable's name is invalid.
-    """
+    """Return the environment variables as given."""
     if wrong := [name for name in given if not name or "=" in name]:
         raise UsageError(f"--env has a variable named {wrong[0]!r}; write NAME=VALUE, the name without '='.")
     return given
 
 
 def _check_modules(spec: StudySpec) -> None:
-    """Raise for invalid module names, and for modules that a launch on this machine would not find.
-
-    Raises:
-        UsageError: Names the module.
-    """
+    """Raise for invalid module names, and for modules that a launch on this machine would not find."""
     for option, names in (("--preload", spec.preload or ()), ("--no-preload", spec.no_preload or ())):
         for name in names:
             if not all(part.isidentifier() for part in name.split(".")):
@@ -125,11 +117,7 @@ def _check_modules(spec: StudySpec) -> None:
 
 
 def _existing_folder(path: str) -> str:
-    """Return the path of the folder for NVMe offload.
-
-    Raises:
-        UsageError: If it does not exist or is not writable.
-    """
+    """Return the path of the folder for NVMe offload."""
     if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
         raise UsageError(f"--nvme-path is {path}, which is no folder that can be written to.")
     return path

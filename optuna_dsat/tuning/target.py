@@ -82,11 +82,7 @@ def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str
 
 
 def _with_experiment(rest: tuple[str, ...], hparams: Path | None) -> tuple[str, ...]:
-    """Add the lengths and the seed of an experiment configuration to the runner's arguments, unless they are given.
-
-    Raises:
-        UsageError: If the configuration cannot be read.
-    """
+    """Add the lengths and the seed of an experiment configuration to the runner's arguments, unless they are given."""
     experiment = None if hparams is None else Hparams.load(hparams).experiment
     given = {word.partition("=")[0] for word in rest}
     wanted = training_options(experiment or {})

@@ -141,9 +141,6 @@ def _target(experiment: Experiment, named: str, *, folder: Path, rest: Sequence[
         named: Path of its configuration, relative to the model directory.
         folder: The model directory.
         rest: Further arguments of the script or model definition.
-
-    Raises:
-        UsageError: If the entry point is not a script, or a model definition has no config.
     """
     if experiment.is_trial:
         if not experiment.config:

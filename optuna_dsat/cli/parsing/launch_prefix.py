@@ -90,11 +90,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
 
 
 def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
-    """Raise if the command's program does not exist: its options would be parsed as the search's.
-
-    Raises:
-        UsageError: If its first word is neither a file nor a program, and an option follows.
-    """
+    """Raise if the command's program does not exist: its options would be parsed as the search's."""
     name = words[0]
     if any(word.startswith("-") and word != "--" for word in words[1:2]) and not Path(cwd, name).exists():
         from optuna_dsat.script.command.interception import REMEDY
@@ -126,11 +122,7 @@ def _note_on_nodes(command: LaunchCommand, *, engine: str) -> Iterator[str]:
 
 
 def _options_behind(command: LaunchCommand, words: Sequence[str], search: TyperCommand, *, cwd: Path) -> list[str]:
-    """Return a note on options of the search after a script whose source declares options of the same name.
-
-    Raises:
-        UsageError: If other options of the search follow the script, or a program that launches it.
-    """
+    """Return a note on options of the search after a script whose source declares options of the same name."""
     options = {
         spelling
         for option in search.params

@@ -123,11 +123,7 @@ class OptionsFile:
         return UsageError(f"{self.path}: {name!r} is {what}.{hint}")
 
     def _checked(self, name: str, value: Any, option: TyperOption, context: typer.Context) -> Any:
-        """Convert a value to the form that the option's parser takes.
-
-        Raises:
-            UsageError: If the value is invalid; names the file and the key.
-        """
+        """Convert a value to the form that the option's parser takes."""
         if isinstance(value, dict) and option.multiple:
             value = [f"{key}={item if isinstance(item, str) else _as_json(item)}" for key, item in value.items()]
         elif option.multiple:

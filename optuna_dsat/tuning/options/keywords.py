@@ -279,11 +279,7 @@ def _in_keywords(text: str, options: Callable[..., TuneOptions]) -> str:
 
 
 def _coerced(given: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Convert the arguments to their declared types; a single value is accepted where a keyword takes several.
-
-    Raises:
-        TypeError: If an argument has another type.
-    """
+    """Convert the arguments to their declared types; a single value is accepted where a keyword takes several."""
     return {
         name: coerced(
             name,
