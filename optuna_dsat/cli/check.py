@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from optuna_dsat.cli.doctor import print_findings
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.escape.terminal import say_prose
 
@@ -52,7 +52,7 @@ def check(
     words = [word for at, word in enumerate(command or ()) if at or word != "--json"]
     as_json = as_json or words != list(command or ())
     use = _use_of(words, config=config)
-    say_prose("Loading torch and DeepSpeed, which takes some seconds.", file=sys.stderr)
+    notify("Loading torch and DeepSpeed, which takes some seconds.")
     findings = findings_of(raw, ranks=use.ranks, fills_auto=use.fills_auto, trainer_arguments=use.trainer_arguments)
     wrong = sum(finding.status in (Status.FATAL, Status.PROBLEM) for finding in findings)
     if as_json:
@@ -74,13 +74,13 @@ def _use_of(words: Sequence[str], *, config: Path) -> _Use:
     from optuna_dsat.script.config_location import find_config
 
     cwd = Path.cwd()
-    command = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
+    command = read_command(words, cwd=cwd, on_notice=notify)
     if command is None:
         command = LaunchCommand(script=words[0], args=tuple(words[1:]))
     folder = Path(command.folder or cwd)
     named = command.config or find_config(command.args, cwd=folder)
     if named is not None and (folder / named).resolve() != config.resolve():
-        say_prose(f"The command trains with {named}, and {config} is checked.", file=sys.stderr)
+        notify(f"The command trains with {named}, and {config} is checked.")
     packages = imported_packages(command.script, is_module=command.is_module, cwd=folder)
     alone = command.without_launcher and not starts_own_ranks(command.script, is_module=command.is_module, cwd=folder)
     arguments = _arguments(command.args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.parsing.parameters import option
-from optuna_dsat.cli.tables import console_of
-from optuna_dsat.escape.terminal import say_prose
+from optuna_dsat.cli.tables import console_of, notify
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
 
 if TYPE_CHECKING:
@@ -83,7 +81,7 @@ def doctor(
         print_findings(findings)
     code = exit_code(findings)
     if code:
-        say_prose("optuna-dsat: no launch can run before what is FATAL above is mended.", file=sys.stderr)
+        notify("optuna-dsat: no launch can run before what is FATAL above is mended.")
         raise typer.Exit(code)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from optuna_dsat.cli.parsing.commands import with_options
-from optuna_dsat.cli.tables import print_table
+from optuna_dsat.cli.tables import notify, print_table
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from optuna_dsat.plan.rows import Plan, PlannedRow
     from optuna_dsat.plan.scaling import AtCount
-    from optuna_dsat.plan.transformer import Recompute, TransformerShape
+    from optuna_dsat.plan.transformer import TransformerShape
 
 __all__ = ["PlanOptions", "plan"]
 
@@ -168,7 +167,7 @@ def _without_launch(options: PlanOptions) -> Plan:
     given = "--params" if options.hf_config is None else "--hf-config"
     if config_path is not None and config_path.suffix == ".py":
         raise UsageError(f"With {given} nothing is launched: give no script, a DS_CONFIG at most.")
-    shape = _given_shape(options) if options.hf_config is None else _shape_of_config(options, options.hf_config)
+    shape = _shape(options)
     gpus = _GPUS if options.gpus is None else options.gpus
     if options.gpu is None:
         raise UsageError(f"{given} needs --gpu; known are {', '.join(GPUS)}.")
@@ -185,10 +184,23 @@ def _without_launch(options: PlanOptions) -> Plan:
     return plan_shape(shape, machine, config=config, memory_margin=_memory_margin(options), nvme_path=options.nvme_path)
 
 
-def _given_shape(options: PlanOptions) -> TransformerShape:
-    """Return the shape given by separate options."""
+def _shape(options: PlanOptions) -> TransformerShape:
+    """Return the shape given by separate options, or of the model that a Hugging Face config describes."""
+    from optuna_dsat.plan.hugging_face import shape_of_config
     from optuna_dsat.plan.transformer import shape_of
 
+    text = options.trainable_share
+    common: dict[str, Any] = {
+        "dropout": options.dropout,
+        "fused_attention": not options.plain_attention,
+        "recompute": options.recompute,
+        "trainable_share": 1.0 if text is None else share(text, option="--trainable-share"),
+    }
+    if options.hf_config is not None:
+        for name in ("params", "hidden", "layers", "heads", "vocab", "ffn", "gated"):
+            if getattr(options, name):
+                raise UsageError(f"--hf-config says the shape: leave out --{name}.")
+        return shape_of_config(options.hf_config, seq_length=options.seq_length, **common)
     return shape_of(
         params=_count(options.params or "", "--params"),
         hidden=options.hidden,
@@ -198,33 +210,8 @@ def _given_shape(options: PlanOptions) -> TransformerShape:
         vocab=_VOCAB if options.vocab is None else options.vocab,
         ffn=options.ffn,
         gated=options.gated,
-        dropout=options.dropout,
-        fused_attention=not options.plain_attention,
-        recompute=options.recompute,
-        trainable_share=_trainable_share(options),
+        **common,
     )
-
-
-def _shape_of_config(options: PlanOptions, path: Path) -> TransformerShape:
-    """Return the shape of the model that a Hugging Face config describes."""
-    from optuna_dsat.plan.hugging_face import shape_of_config
-
-    for name in ("params", "hidden", "layers", "heads", "vocab", "ffn", "gated"):
-        if getattr(options, name):
-            raise UsageError(f"--hf-config says the shape: leave out --{name}.")
-    return shape_of_config(
-        path,
-        seq_length=options.seq_length,
-        dropout=options.dropout,
-        fused_attention=not options.plain_attention,
-        recompute=cast("Recompute", options.recompute),  # the shape rejects other values
-        trainable_share=_trainable_share(options),
-    )
-
-
-def _trainable_share(options: PlanOptions) -> float:
-    text = options.trainable_share
-    return 1.0 if text is None else share(text, option="--trainable-share")
 
 
 def _memory_margin(options: PlanOptions) -> float:
@@ -245,24 +232,24 @@ def _with_launch(options: PlanOptions) -> Plan:
     search = _search_options(options)
     devices = search_devices(search)
     for notice in devices.notices:
-        say_prose(notice, file=sys.stderr)
+        notify(notice)
     spec = build_spec("guided", search, devices)
     spec = spec.model_copy(update={"name": f"{spec.name.removesuffix('-guided')}-plan"})
-    LeftoverWatch(os.environ, on_notice=lambda text: say_prose(text, file=sys.stderr)).begin()
+    LeftoverWatch(os.environ, on_notice=notify).begin()
     with Store.open(search.storage) as store:
         return plan_script(
             spec,
             store=store,
             device_names=tuple(device.name for device in devices.devices),
             launcher=lambda: closing(local_launcher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
-            on_attempt=lambda attempt: say_prose(
-                f"Profile launch at micro-batch {attempt.micro_batch}, {attempt.words} ...", file=sys.stderr
+            on_attempt=lambda attempt: notify(
+                f"Profile launch at micro-batch {attempt.micro_batch}, {attempt.words} ..."
             ),
             memory_margin=_memory_margin(options),
             seq_length=options.seq_length,
             nodes=options.nodes,
             network_gbit_per_s=options.network if options.nodes > 1 else None,
-            on_notice=lambda text: say_prose(text, file=sys.stderr),
+            on_notice=notify,
         )
 
 

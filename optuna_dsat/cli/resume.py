@@ -11,11 +11,12 @@ import typer
 
 from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage, option
 from optuna_dsat.cli.search import run_request
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
-from optuna_dsat.escape.terminal import say, say_prose
+from optuna_dsat.escape.terminal import say
 
 if TYPE_CHECKING:
-    from optuna_dsat.study.spec import StudyRequest, StudySpec
+    from optuna_dsat.study.spec import StudySpec
 
 __all__ = ["Approval", "Trust", "Workdir", "ask_for_secrets", "resume", "worker"]
 
@@ -60,15 +61,10 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Continue a study where it stands, with the settings it was started with: it runs the script that it names."""
-    limits = {
-        "max_trials": max_trials,
-        "min_gain": min_gain,
-        "confirm_time": confirm_time,
-        "wait_for_gpus": wait_for_gpus,
-    }
+    limits = {"max_trials": max_trials, "min_gain": min_gain}
+    limits |= {"confirm_time": confirm_time, "wait_for_gpus": wait_for_gpus}
     given = {field: limit for field, limit in limits.items() if limit is not None}
-    request = _request(name, storage, limits=given, workdir=workdir, approve=Approval(trust, quiet), conclude=True)
-    run_request(request, quiet=quiet, as_json=as_json)
+    _continue(name, storage, given, workdir, Approval(trust, quiet), conclude=True, quiet=quiet, as_json=as_json)
 
 
 def worker(
@@ -79,8 +75,27 @@ def worker(
     quiet: Quiet = False,
 ) -> None:
     """Join a study from another process or machine; whoever started it confirms and exports the winner."""
-    request = _request(name, storage, limits={}, workdir=workdir, approve=Approval(trust, quiet), conclude=False)
-    run_request(request, quiet=quiet, as_json=False)
+    _continue(name, storage, {}, workdir, Approval(trust, quiet), conclude=False, quiet=quiet, as_json=False)
+
+
+def _continue(
+    name: str,
+    storage: str,
+    limits: Mapping[str, float],
+    workdir: Path | None,
+    approve: Approval,
+    *,
+    conclude: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    from optuna_dsat.tuning.resume import resume_request
+
+    request = resume_request(
+        name, storage, limits=limits, workdir=workdir, conclude=conclude, on_notice=notify, approve=approve
+    )
+    ask_for_secrets(request.spec)
+    run_request(request, quiet=quiet, as_json=as_json)
 
 
 def _has_terminal() -> bool:
@@ -117,30 +132,6 @@ class Approval:
             raise UsageError(f"{what}: look at what the study runs, then give --trust.")
         if not typer.confirm(f"{what}. Run it?", err=True):
             raise UsageError("Nothing was run.")
-
-
-def _request(
-    name: str,
-    storage: str,
-    *,
-    limits: Mapping[str, float],
-    workdir: Path | None,
-    approve: Approval,
-    conclude: bool,
-) -> StudyRequest:
-    from optuna_dsat.tuning.resume import resume_request
-
-    request = resume_request(
-        name,
-        storage,
-        limits=limits,
-        workdir=workdir,
-        conclude=conclude,
-        on_notice=lambda text: say_prose(text, file=sys.stderr),
-        approve=approve,
-    )
-    ask_for_secrets(request.spec)
-    return request
 
 
 def ask_for_secrets(spec: StudySpec) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from optuna_dsat.config import user_file
 from optuna_dsat.config.documents import is_pipe
@@ -57,7 +56,10 @@ def resume_request(
         if "min_gain" in limits and spec.method != "guided":
             raise UsageError(f"--min-gain is an option of guided; this study is searched by {spec.method}.")
         if limits:
-            spec = make_spec(**_with_limits(spec.model_dump(), limits))
+            values = spec.model_dump()
+            for field, limit in limits.items():
+                (values["options"] if field in values["options"] else values)[field] = limit
+            spec = make_spec(**values)
         here = spec_here(study, spec, workdir=workdir, approve=approve)
         if edited := _edited_keys(here):
             on_notice(f"{here.script.config_path} was edited; the study keeps its config: {', '.join(edited)}.")
@@ -112,13 +114,6 @@ def spec_here(
     approve(what_runs(here, study.profiled), ran_here(study.stored_spec, file=file))
     remember(study.stored_spec, file=file)
     return here
-
-
-def _with_limits(values: dict[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return a spec's values with new limits, including the method's limits."""
-    own = {name: value for name, value in limits.items() if name in values["options"]}
-    others = {name: value for name, value in limits.items() if name not in own}
-    return {**values, **others, "options": {**values["options"], **own}}
 
 
 def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:

@@ -42,10 +42,11 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     slots = one_count(options.gpus_per_trial, option="--gpus-per-trial") or devices.per_launch
     ds_config.batch_triangle(ds_config.effective(config), world_size=slots)
     mappings = {**(user.autotuning.arg_mappings or {}), **(options.arg_mapping or {})}
+    stem = "".join(name if name.isprintable() else "_" for name in target.stem)  # a folder's name, without line breaks
     secrets = References(target.args, options.env or {}, config)
     values = {
         **_settings(options),
-        "name": _default_name(target.stem, method) if options.study is None else options.study,
+        "name": f"{stem}-{method}" if options.study is None else options.study,
         "method": method,
         "options": {name: getattr(options, name) for name in MethodOptions.model_fields if hasattr(options, name)},
         "script": ScriptSpec(
@@ -71,11 +72,6 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
 
     space_of(spec, None)  # rejects knobs and values outside the space
     return spec
-
-
-def _default_name(stem: str, method: str) -> str:
-    """Return a study's default name. It is also a folder name, but a script's name may contain line breaks."""
-    return f"{''.join(name if name.isprintable() else '_' for name in stem)}-{method}"
 
 
 def _settings(options: TuneOptions) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.shell import enter
-from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.experiment import Experiment, read_experiment
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.study.options.parse import NO_CONFIG
@@ -71,7 +70,7 @@ def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozen
     arguments = [*_settings(experiment, given=given, known=known), *given, *kept_places(cwd, folder, given=given)]
     named = os.path.relpath(file, folder)
     for note in _notes(experiment, known=known):
-        say_prose(f"{named}: {note}", file=sys.stderr)
+        notify(f"{named}: {note}")
     return Unfolded(arguments=[*arguments, *_target(experiment, named, folder=folder, rest=rest)], folder=folder)
 
 

@@ -18,8 +18,8 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from optuna_dsat.cli.parsing.catalogue import SEARCHES
 from optuna_dsat.cli.parsing.experiment_form import Unfolded, is_experiment, kept_places, unfold_experiment, value_given
 from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
-from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.command.launch_command import LaunchCommand
 from optuna_dsat.study.options.parse import NO_CONFIG
 
@@ -64,11 +64,9 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
 
     from optuna_dsat.script.command.launch_command import read_command
 
-    if _names_module(own):
-        command = None
-    else:
-        command = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
-    if command is None and not _names_module(own):
+    names_module = "-m" in own or "--module" in own
+    command = None if names_module else read_command(words, cwd=cwd, on_notice=notify)
+    if command is None and not names_module:
         _refuse_missing(words, cwd=cwd)
         if first == "--":
             command = LaunchCommand(script=words[0], args=tuple(words[1:]))
@@ -79,11 +77,11 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     engine = value_given(parts, "--on") or "here"
     places, folder = [], None if command.folder is None else Path(command.folder)
     if folder is not None:
-        say_prose(f"Launches run in {folder}, where the command goes.", file=sys.stderr)
+        notify(f"Launches run in {folder}, where the command goes.")
         places = kept_places(cwd, folder, given=own)
     notes = (*command.notes, *_note_on_nodes(command, engine=engine), *own_notes)
     for note in notes:
-        say_prose(note, file=sys.stderr)
+        notify(note)
     ranks, gpus = _ranks(command, own=own, told=parts, engine=engine, cwd=folder or cwd)
     target = _target(command, cwd=folder or cwd)
     return Unfolded(arguments=[*argv[: start + 1], *own, *places, *ranks, *target], folder=folder, gpus=gpus)
@@ -96,10 +94,6 @@ def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
         from optuna_dsat.script.command.interception import REMEDY
 
         raise UsageError(f"{name}: no file in {cwd}, and no program that can be found (PATH). {REMEDY}")
-
-
-def _names_module(own: Sequence[str]) -> bool:
-    return "-m" in own or "--module" in own
 
 
 def _in_file(command: str, options: str | None, *, cwd: Path) -> list[str]:
@@ -202,12 +196,14 @@ def _ranks(
         cwd: The working directory.
     """
     from optuna_dsat.launch.machine.devices import detect_devices
+    from optuna_dsat.script.command.own_ranks import starts_own_ranks
 
     if engine != "here":
         return _nodes(command, own=own, told=told, engine=engine), None
     if any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
         return [], None
-    alone = _is_alone(command, cwd=cwd)
+    own_ranks = command.without_launcher and starts_own_ranks(command.script, is_module=command.is_module, cwd=cwd)
+    alone = command.without_launcher and not own_ranks
     if not alone and command.ranks is None and command.gpus is None and command.without_gpus is None:
         return [], None
     devices = detect_devices()
@@ -240,24 +236,15 @@ def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], eng
     return result
 
 
-def _is_alone(command: LaunchCommand, *, cwd: Path) -> bool:
-    """Whether a command trains in the single process that it starts."""
-    from optuna_dsat.script.command.own_ranks import starts_own_ranks
-
-    own = command.without_launcher and starts_own_ranks(command.script, is_module=command.is_module, cwd=cwd)
-    return command.without_launcher and not own
-
-
 def _one_rank(devices: Devices) -> list[str]:
     """Return the option for one rank, as with a command without a launcher."""
     on_gpus, number = devices.kind == "cuda", devices.per_launch
     option = "--gpus-per-trial" if on_gpus else "--cpu-ranks"
     if number > 1:
         share = f"1 of {number} GPUs" if on_gpus else "1 rank"
-        say_prose(
+        notify(
             f"The command has no launcher and trains in one process: each trial takes {share}. {option} {number} tunes "
-            f"for {number}{'' if on_gpus else ' ranks'}.",
-            file=sys.stderr,
+            f"for {number}{'' if on_gpus else ' ranks'}."
         )
     return [option, "1"]
 
@@ -273,12 +260,10 @@ def _selected(command: LaunchCommand, devices: Devices) -> str | None:
 def _cpu_ranks(ranks: int | None) -> list[str]:
     """Return the option for the ranks of a CPU launch: the launcher's number, if there are enough cores."""
     cores = len(os.sched_getaffinity(0))
+    words = "The command is for GPUs, and this machine offers none: it is tuned on the CPU"
     if ranks is None or ranks > cores:
         beside = "" if ranks is None else f", with fewer ranks than {ranks}, as it has {cores} cores"
-        sys.stderr.write(f"The command is for GPUs, and this machine offers none: it is tuned on the CPU{beside}.\n")
+        sys.stderr.write(f"{words}{beside}.\n")
         return []
-    counted = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    sys.stderr.write(
-        f"The command is for GPUs, and this machine offers none: it is tuned on the CPU, with {counted}.\n"
-    )
+    sys.stderr.write(f"{words}, with {'1 rank' if ranks == 1 else f'{ranks} ranks'}.\n")
     return ["--cpu-ranks", str(ranks)]

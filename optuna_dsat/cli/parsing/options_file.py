@@ -116,7 +116,8 @@ class OptionsFile:
         return options
 
     def _unknown(self, name: str, commands: Any, *, where: str = "") -> UsageError:
-        known = sorted({_flag(option) for command in commands for option in _options(command)})
+        options = (option for command in commands for option in _options(command))
+        known = sorted({max((name.lstrip("-") for name in option.opts), key=len) for option in options})
         near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         what = f"no option of `optuna-dsat {where}`" if where else "no option of any command"
@@ -265,11 +266,6 @@ def _walk(group: TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 def _options(command: TyperCommand) -> list[TyperOption]:
     return [param for param in command.params if isinstance(param, TyperOption)]
-
-
-def _flag(option: TyperOption) -> str:
-    """Return the key of an option in a file: its longest spelling, without leading dashes."""
-    return max((name.lstrip("-") for name in option.opts), key=len)
 
 
 def _find(command: TyperCommand, name: str) -> TyperOption | None:
