@@ -26,15 +26,17 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TypeVar
 
 from optuna_dsat.config import ds_config, user_file
+from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
-from optuna_dsat.launch.protocol import Finished, LaunchRequest, Observed, ScriptCommand
+from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import EngineReady, Event, ModulesImported, RankStarted, StepMeasured
@@ -48,8 +50,8 @@ OVERLAYS = "warm, overlays"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example:
-    """A training script of ``examples/`` and its arguments."""
+class Script:
+    """A training script, its DeepSpeed config and its arguments."""
 
     script: Path
     config: Path
@@ -57,8 +59,8 @@ class Example:
 
 
 EXAMPLES = {
-    "gpt": Example(script=ROOT / "examples/gpt/train.py", config=ROOT / "examples/gpt/ds_config.json"),
-    "huggingface": Example(
+    "gpt": Script(script=ROOT / "examples/gpt/train.py", config=ROOT / "examples/gpt/ds_config.json"),
+    "huggingface": Script(
         script=ROOT / "examples/huggingface/train.py",
         config=ROOT / "examples/huggingface/ds_config.json",
         args=(
@@ -69,16 +71,18 @@ EXAMPLES = {
 }
 
 
+E = TypeVar("E", bound=Event)
+
+
 @dataclass(kw_only=True)
 class Launch:
     """One launch: when it was started and over (Unix times), and its events."""
 
     started: float
     ended: float = 0.0
-    outcome: Outcome | None = None
     events: list[Event] = field(default_factory=list)
 
-    def of(self, kind: type[Event]) -> list[Event]:
+    def of(self, kind: type[E]) -> list[E]:
         """Return the events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
@@ -114,20 +118,41 @@ class Launch:
 
 
 def request(
-    example: Example, *, launch_id: str, purpose: str, slots: int, cwd: str, isolation: str = "off"
+    script: Script,
+    overlay: Mapping[str, Any],
+    *,
+    launch_id: str,
+    slots: int,
+    cwd: str,
+    steps: tuple[int, int],
+    purpose: str = "trial",
+    isolation: str = "off",
+    timeout_s: float | None = None,
 ) -> LaunchRequest:
-    """Return a launch of the example's own config; batch sizes that it leaves to a trainer are made plain."""
-    own = ds_config.effective(user_file.load(example.config).raw)
-    sizes = ds_config.batch_overlay(2)
+    """Return a launch of a script's config under an overlay.
+
+    Args:
+        script: The script.
+        overlay: Overrides its config.
+        launch_id: Name of the launch.
+        slots: Ranks to start.
+        cwd: Working directory.
+        steps: First and last step that count.
+        purpose: As in ``LaunchRequest``.
+        isolation: As in ``LaunchRequest``.
+        timeout_s: As in ``LaunchRequest``.
+    """
+    own = ds_config.effective(user_file.load(script.config).raw)
     return LaunchRequest(
         launch_id=launch_id,
         purpose=purpose,
-        command=ScriptCommand(script=str(example.script), args=example.args, cwd=cwd, config_path=str(example.config)),
-        ds_config=ds_config.merge(own, sizes),
-        overlay=sizes,
+        command=ScriptCommand(script=str(script.script), args=script.args, cwd=cwd, config_path=str(script.config)),
+        ds_config=ds_config.merge(own, overlay),
+        overlay=overlay,
         slots=slots,
-        start_profile_step=1,
-        end_profile_step=2 if purpose == "profile" else STEPS,
+        start_profile_step=steps[0],
+        end_profile_step=steps[1],
+        timeout_s=timeout_s,
         isolation=isolation,
     )
 
@@ -135,21 +160,16 @@ def request(
 def run(launcher: TorchrunLauncher, asked: LaunchRequest) -> Launch:
     """Run one launch to its end."""
     launch = Launch(started=time.time())
-    launcher.start(asked)
-    while not launch.ended:
-        for update in launcher.poll(1.0):
-            if isinstance(update, Observed):
-                launch.events.append(update.event)
-            elif isinstance(update, Finished):
-                launch.ended, launch.outcome = time.time(), update.report.outcome
-                if launch.outcome is not Outcome.MEASURED:
-                    raise SystemExit(f"{asked.launch_id}: {update.report.message}\n{update.report.error_excerpt}")
+    _, report = follow(launcher, asked, launch.events.append)
+    launch.ended = time.time()
+    if report.outcome is not Outcome.MEASURED:
+        raise SystemExit(f"{asked.launch_id}: {report.message}\n{report.error_excerpt}")
     return launch
 
 
-def measure(example: Example, *, launches: int, devices: Devices, folder: Path) -> dict[str, list[Launch]]:
+def measure(example: Script, *, launches: int, devices: Devices, folder: Path) -> dict[str, list[Launch]]:
     """Return the launches by plain torchrun, warm, and warm in overlays, made in turns."""
-    slots, cwd = len(devices.devices), str(folder)
+    slots, cwd, sizes = len(devices.devices), str(folder), ds_config.batch_overlay(2)  # plain where a trainer sets them
     launchers = {
         "torchrun": local_launcher(folder / "torchrun", devices=devices),
         "warm": local_launcher(folder / "warm", devices=devices, warm=True, on_notice=print),
@@ -159,14 +179,14 @@ def measure(example: Example, *, launches: int, devices: Devices, folder: Path) 
     for name in launchers:
         (folder / name).mkdir()
     try:
-        profile = run(launchers["warm"], request(example, launch_id="profile", purpose="profile", slots=slots, cwd=cwd))
-        imported = next(event for event in profile.events if isinstance(event, ModulesImported))
+        asked = request(example, sizes, launch_id="profile", purpose="profile", slots=slots, cwd=cwd, steps=(1, 2))
+        imported = run(launchers["warm"], asked).of(ModulesImported)[0]
         launchers["warm"].prepare(Preload.learned(imported))
         for number in range(launches + 1):  # the first of each waits for the imports, or warms the disk's cache
             for name, (starter, isolation) in kinds.items():
                 launch_id = f"launch-{isolation}-{number}"
                 asked = request(
-                    example, launch_id=launch_id, purpose="trial", slots=slots, cwd=cwd, isolation=isolation
+                    example, sizes, launch_id=launch_id, slots=slots, cwd=cwd, steps=(1, STEPS), isolation=isolation
                 )
                 launch = run(launchers[starter], asked)
                 if number:

@@ -11,15 +11,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.physics import Machine, Model, Quirks, Settings, step_times, usage
+from benchmarks.random_machines.machine import RandomMachine
 from benchmarks.recorded import Recorded
 from optuna_dsat.outcome import Outcome
-from tests.harness.simulated import Landscape, SimulatedProfile, SimulatedResult
+from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
 __all__ = ["LANDSCAPES", "Computed", "Trained", "throughput"]
 
@@ -28,60 +29,6 @@ _STATE_FAILURE = 0.7
 """Share of the start-up after which model states that do not fit are found out."""
 _HOST_COPY_S_PER_GIB = 0.05
 """Seconds to allocate and pin offloaded states."""
-
-
-class Computed(Landscape, Protocol):
-    """A landscape that answers every configuration by arithmetic, so that its true best is known."""
-
-    @property
-    def name(self) -> str:
-        """Of the tables."""
-
-    @property
-    def about(self) -> str:
-        """What it is."""
-
-    @property
-    def slots(self) -> int:
-        """Devices of one launch."""
-
-    @property
-    def kind(self) -> str:
-        """``cuda`` or ``cpu``."""
-
-    @property
-    def no_tune(self) -> tuple[str, ...]:
-        """Knobs that are no part of the search."""
-
-    @property
-    def params(self) -> int:
-        """Parameters of the model."""
-
-    @property
-    def flops_per_sample(self) -> float:
-        """FLOPs of forward and backward."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Memory of one device."""
-
-    @property
-    def nodes(self) -> int:
-        """Hosts."""
-
-    @property
-    def most(self) -> int:
-        """A micro-batch beyond which nothing fits."""
-
-    @property
-    def user_config(self) -> dict[str, Any]:
-        """The DeepSpeed config that every method starts from."""
-
-    def fits(self, settings: Settings, sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return for each micro-batch whether it runs; shape of ``sizes``."""
-
-    def step_s(self, settings: Settings, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return seconds per optimizer step for each micro-batch that fits; shape of ``sizes``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +149,10 @@ class Trained:
     def startup_s(self) -> float:
         """Seconds to start the processes, import, build the model and its engine: 20 s and more with the size."""
         return 20.0 + 6.0 * math.sqrt(self.model.params / 1e9)
+
+
+Computed = Trained | RandomMachine
+"""A landscape that answers every configuration by arithmetic, so that its true best is known."""
 
 
 def throughput(landscape: Computed | Recorded, ds_config: Mapping[str, Any]) -> float:

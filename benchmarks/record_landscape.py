@@ -23,7 +23,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recorded import key_of, summary
+from benchmarks.recorded import structure_of, summary
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.op_builders import operators_of
 from optuna_dsat.config.structures import STRUCTURES
@@ -142,7 +142,7 @@ def _next_size(
     runs: Sequence[Mapping[str, Any]], zero: Mapping[str, Any], *, longest_step_s: float | None
 ) -> int | None:
     """Return the micro-batch of a ZeRO section to launch next; None once its edge or the longest step is reached."""
-    own = [run for run in runs if key_of(run["zero"]) == key_of(zero)]
+    own = [run for run in runs if structure_of(run["zero"]) == structure_of(zero)]
     ended = [Outcome(run["outcome"]) for run in own]
     if any(outcome is not Outcome.MEASURED and not outcome.infeasible for outcome in ended):
         return None

@@ -3,7 +3,7 @@
 Between two recorded micro-batches of a structure the time of a step follows a power law: a line where both have
 logarithmic scales. Beyond the largest that was recorded samples take as long as there, so that nothing is found that
 was not recorded, and a launch costs what it would; where a larger one ran out of memory, it does so, too. Knobs that
-were not recorded have no effect, whatever a method sets them to; a bucket stands for the recorded one that is nearest.
+were not recorded have no effect, whatever a method sets them to.
 What other structures than the recorded ones would do is not known: they are refused.
 
 The noise is that of the repeated launches. Launches on a machine that was not quiet count only where there is no other.
@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,37 +24,25 @@ import numpy as np
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.config.structures import Structure
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.words import bytes_in_words
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
-__all__ = ["LANDSCAPES_FOLDER", "Key", "Recorded", "key_of", "recorded_landscapes", "relative_noise", "summary"]
+__all__ = ["LANDSCAPES_FOLDER", "Recorded", "recorded_landscapes", "relative_noise", "structure_of", "summary"]
 
 LANDSCAPES_FOLDER = Path(__file__).with_name("landscapes")
 """Where the records are kept that every table plays back."""
 
-Key = tuple[int, bool, bool, int]
-"""ZeRO stage, whether optimizer and parameters are offloaded, and the reduce bucket in elements."""
-
 _PHASES = ("forward_s", "backward_s", "step_s")
-_DEFAULT_BUCKET = 500_000_000
-"""DeepSpeed's, in elements."""
 
 
-def key_of(zero: Mapping[str, Any]) -> Key:
-    """Return what tells recorded lineages apart: stage, both offloads and the bucket (0 without ZeRO)."""
-    stage = int(zero.get("stage", 0))
-
-    def offloaded(name: str) -> bool:
-        return bool((zero.get(name) or {}).get("device", "none") != "none")
-
-    bucket = zero.get("reduce_bucket_size")
-    elements = int(bucket) if isinstance(bucket, int | float) and bucket else _DEFAULT_BUCKET
-    return (
-        stage,
-        stage > 0 and offloaded(OFFLOAD_OPTIMIZER),
-        stage == 3 and offloaded(OFFLOAD_PARAM),
-        elements if stage else 0,
+def structure_of(zero: Mapping[str, Any]) -> Structure:
+    """Return the structure of a ZeRO section, without offloads that its stage does not have."""
+    found = Structure.of({"zero_optimization": zero})
+    optimizer = found.offload_optimizer if found.stage > 0 else "none"
+    return replace(
+        found, offload_optimizer=optimizer, offload_param=found.offload_param if found.stage == 3 else "none"
     )
 
 
@@ -78,12 +66,12 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"configurations": configurations, "launches": len(runs), "noise": round(relative_noise(runs), 4)}
 
 
-def _grouped(runs: Iterable[Mapping[str, Any]]) -> dict[Key, dict[int, list[Mapping[str, Any]]]]:
+def _grouped(runs: Iterable[Mapping[str, Any]]) -> dict[Structure, dict[int, list[Mapping[str, Any]]]]:
     """Return the launches that count of each lineage and micro-batch: the quiet ones where there are any."""
-    groups: dict[Key, dict[int, list[Mapping[str, Any]]]] = {}
+    groups: dict[Structure, dict[int, list[Mapping[str, Any]]]] = {}
     for run in runs:
         if run["outcome"] == Outcome.MEASURED:
-            groups.setdefault(key_of(run["zero"]), {}).setdefault(run["micro_batch"], []).append(run)
+            groups.setdefault(structure_of(run["zero"]), {}).setdefault(run["micro_batch"], []).append(run)
     for sizes in groups.values():
         for size, launches in sizes.items():
             sizes[size] = [run for run in launches if run.get("quiet", True)] or launches
@@ -134,8 +122,8 @@ class Recorded:
 
     name: str
     record: Mapping[str, Any]
-    lineages: Mapping[Key, _Lineage]
-    refused: Mapping[Key, Outcome]
+    lineages: Mapping[Structure, _Lineage]
+    refused: Mapping[Structure, Outcome]
     """Lineages of which nothing ran, with what became of them."""
 
     @classmethod
@@ -150,13 +138,15 @@ class Recorded:
         if not groups:
             raise ValueError(f"no run of {path} was measured")
         failed = [run for run in (*record.get("scouts", []), *record["runs"]) if run["outcome"] != Outcome.MEASURED]
-        edges = {key_of(run["zero"]) for run in failed if Outcome(run["outcome"]).infeasible}
+        edges = {structure_of(run["zero"]) for run in failed if Outcome(run["outcome"]).infeasible}
         return cls(
             name=path.stem,
             record=record,
             lineages={key: _lineage(sizes, edge=key in edges) for key, sizes in groups.items()},
             refused={
-                key_of(run["zero"]): Outcome(run["outcome"]) for run in failed if key_of(run["zero"]) not in groups
+                structure_of(run["zero"]): Outcome(run["outcome"])
+                for run in failed
+                if structure_of(run["zero"]) not in groups
             },
         )
 
@@ -216,14 +206,14 @@ class Recorded:
     @property
     def stages(self) -> tuple[int, ...]:
         """Stages that were recorded, those that failed included."""
-        return tuple(sorted({key[0] for key in (*self.lineages, *self.refused)}))
+        return tuple(sorted({key.stage for key in (*self.lineages, *self.refused)}))
 
     @property
     def no_tune(self) -> tuple[str, ...]:
         """Offloads where none was recorded; a search leaves them alone."""
         known = (*self.lineages, *self.refused)
-        places = ((1, OFFLOAD_OPTIMIZER), (2, OFFLOAD_PARAM))
-        return tuple(name for place, name in places if not any(key[place] for key in known))
+        knobs = (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
+        return tuple(name for name in knobs if all(getattr(key, name) == "none" for key in known))
 
     def profile(self, slots: int) -> SimulatedProfile:  # noqa: ARG002 - the landscape has its own number of ranks
         """Return the recorded profile."""
@@ -238,7 +228,7 @@ class Recorded:
         """
         size = int(config[ds_config.MICRO_BATCH])
         times = int(config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
-        key = self._nearest(key_of(ds_config.zero_section(config)))
+        key = structure_of(ds_config.zero_section(config))
         lineage = self.lineages.get(key)
         if lineage is None:
             outcome = self.refused.get(key, Outcome.INVALID_CONFIG)
@@ -259,21 +249,16 @@ class Recorded:
             peak_bytes=peak,
         )
 
-    def _nearest(self, key: Key) -> Key:
-        """Return the recorded lineage of the same structure whose bucket is nearest, the key itself without one."""
-        same = [item for item in (*self.lineages, *self.refused) if item[:3] == key[:3]]
-        return min(same, key=lambda item: abs(math.log((item[3] or 1) / (key[3] or 1))), default=key)
-
     @property
     def _startup_s(self) -> float:
         return statistics.median(lineage.startup_s for lineage in self.lineages.values())
 
-    def best(self) -> tuple[float, Key, int]:
+    def best(self) -> tuple[float, Structure, int]:
         """Return the best throughput, its lineage and its micro-batch, over all sizes within the recorded ones."""
         result = (-math.inf, next(iter(self.lineages)), 0)
         for key, lineage in self.lineages.items():
             for size in range(lineage.sizes[0], lineage.sizes[-1] + 1):
-                result = max(result, (size * self.slots / lineage.step_s(size), key, size))
+                result = max(result, (size * self.slots / lineage.step_s(size), key, size), key=lambda item: item[0])
         return result
 
 

@@ -294,14 +294,11 @@ def known(landscape: Computed | Recorded) -> tuple[float, str]:
     if not isinstance(landscape, Recorded):
         best = optimum(landscape)
         return best.best.throughput, _heading(landscape, best)
-    rate, (stage, *offloads, bucket), size = landscape.best()
-    words = [name for name, chosen in zip(("optimizer", "parameters"), offloads, strict=True) if chosen]
-    where = f"ZeRO {stage}{' with offload of ' + ' and '.join(words) if words else ''}"
-    buckets = {key[3] for key in landscape.lineages if key[0]}
-    where += f", reduce bucket {bucket:.0e}" if stage and len(buckets) > 1 else ""
+    rate, structure, size = landscape.best()
     return rate, (
         f"### {landscape.name}\n{landscape.about}.\n"
-        f"Best recorded: {rate:.4g} samples/s at {where}, micro-batch {size}; {len(landscape.lineages)} lineages.\n"
+        f"Best recorded: {rate:.4g} samples/s at {structure.words}, micro-batch {size}; "
+        f"{len(landscape.lineages)} lineages.\n"
     )
 
 

@@ -33,19 +33,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.launch_overhead import EXAMPLES, Launch, run
+from benchmarks.launch_overhead import EXAMPLES, Launch, request, run
 from benchmarks.pdsh import write_pdsh
 from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.metrics import Interval
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, StepMeasured, decode_event
@@ -259,22 +259,8 @@ def compare(
 def _request(config: Mapping[str, Any], launch_id: str, *, slots: int, cwd: Path) -> LaunchRequest:
     triangle = ds_config.batch_triangle(config, world_size=slots)
     sizes = ds_config.batch_overlay(triangle.micro_batch, triangle.gradient_accumulation_steps)
-    overlay = {**config, **sizes}
-    return LaunchRequest(
-        launch_id=launch_id,
-        purpose="trial",
-        command=ScriptCommand(
-            script=str(EXAMPLE.script),
-            args=("--deepspeed_config", str(EXAMPLE.config)),
-            cwd=str(cwd),
-            config_path=str(EXAMPLE.config),
-        ),
-        ds_config=ds_config.merge(config, overlay),
-        overlay=overlay,
-        slots=slots,
-        start_profile_step=START,
-        end_profile_step=STEPS,
-    )
+    script = replace(EXAMPLE, args=("--deepspeed_config", str(EXAMPLE.config)))
+    return request(script, {**config, **sizes}, launch_id=launch_id, slots=slots, cwd=str(cwd), steps=(START, STEPS))
 
 
 def table(searches: Mapping[str, Search], rates: Mapping[str, Mapping[int, float]]) -> list[str]:

@@ -64,7 +64,7 @@ class Entry:
     stands in for it."""
     datasets: Mapping[str, str] = field(default_factory=dict)
     """Data set of the hub, or folder for ``load_from_disk`` that begins with ``.`` -> kind of
-    ``stand_ins/hub_datasets.py`` that stands in for it."""
+    ``stand_ins/hub.py`` that stands in for it."""
     python: str = ""
     """Name of the environment that its script needs, whose interpreter the variable ``FIRST_TRY_PYTHON_NAME`` names;
     empty for the runner's own."""

@@ -60,18 +60,13 @@ def prepare_hub(entry: Entry, *, python: str, folder: Path, cwd: Path) -> Mappin
     """
     home, rows = folder / "hf", folder / "datasets"
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    for module, target, named in (("hub", home, entry.models), ("hub_datasets", rows, entry.datasets)):
-        target.mkdir(parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
+    rows.mkdir(parents=True, exist_ok=True)
+    write = [python, "-m", "benchmarks.first_try.stand_ins.hub", str(home), str(rows)]
+    for what, named in (("models", entry.models), ("datasets", entry.datasets)):
+        command = [*write, what, *(f"{name}={kind}" for name, kind in named.items())]
         if named:
-            subprocess.run(
-                [python, "-m", f"benchmarks.first_try.stand_ins.{module}", str(target)]
-                + [f"{name}={kind}" for name, kind in named.items()],
-                cwd=cwd,
-                env=environment,
-                check=True,
-                capture_output=True,
-                text=True,
-            )
+            subprocess.run(command, cwd=cwd, env=environment, check=True, capture_output=True, text=True)
     return {
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "1",

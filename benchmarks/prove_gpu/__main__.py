@@ -10,18 +10,17 @@ import contextlib
 import os
 import shutil
 import signal
+import site
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.prove_gpu.install import InstallError, environment, install
-
 if TYPE_CHECKING:
     from benchmarks.prove_gpu.context import Context
-    from benchmarks.prove_gpu.proof import Proof
-    from benchmarks.prove_gpu.runner import Check
+    from benchmarks.prove_gpu.proof import Check
 
 __all__ = ["main"]
 
@@ -30,8 +29,8 @@ EX_TEMPFAIL = 75
 EX_USAGE = 2
 _GRACE_S = 15.0
 """Beyond the end of a part, for what does not heed it."""
-_INSTALLED = "PROVE_GPU_SITE"
-"""Set where the wheels are on Python's path already."""
+_TESTED = ("deepspeed", "optuna", "optuna-dsat")
+"""Packages that are installed from the wheels although the machine has them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,9 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(given)
     started = time.monotonic()
     args.state.mkdir(parents=True, exist_ok=True)
-    if args.wheels is not None and _INSTALLED not in os.environ:
-        _install_and_restart(args.wheels, args.state / "site", given)
+    if args.wheels is not None and not Path(sys.prefix).is_relative_to(args.state.resolve()):
+        python = environment(args.wheels, args.state.resolve() / "env")
+        root = str(Path(__file__).resolve().parents[2])
+        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        os.execve(python, [str(python), "-m", "benchmarks.prove_gpu", *given], {**os.environ, "PYTHONPATH": paths})
     from benchmarks.prove_gpu.checks import all_checks
+    from optuna_dsat.errors import DsatError
 
     names = [check.name for check in all_checks()]
     if args.list:
@@ -52,8 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"There is no check {', '.join(sorted(unknown))}; there are: {', '.join(names)}.\n")
         return EX_USAGE
     chosen = [check for check in all_checks() if args.only is None or check.name in args.only]
-    from optuna_dsat.errors import DsatError
-
     try:
         return _part(chosen, args, deadline=started + 60 * args.part_minutes)
     except DsatError as error:
@@ -73,50 +74,52 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _install_and_restart(wheels: Path, site: Path, arguments: Sequence[str]) -> None:
-    """Go on in an interpreter that finds what the wheels hold."""
-    try:
-        for name in install(wheels, site):
-            print(f"installed {name}", flush=True)
-    except InstallError as error:
-        sys.exit(f"prove-gpu: {error}")
-    root = Path(__file__).resolve().parents[2]
-    environ = {**environment(root, site), _INSTALLED: "1"}
-    os.execve(sys.executable, [sys.executable, "-m", "benchmarks.prove_gpu", *arguments], environ)
+def environment(wheels: Path, folder: Path) -> Path:
+    """Return the interpreter of an environment with the packages of this one and, before them, those of the wheels.
+
+    Made once, without a network. pip installs the packages that are tested, and of their needs those that this
+    interpreter lacks or has too old.
+    """
+    python, ready = folder / "bin" / "python", folder / "ready"
+    if ready.exists():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for number, path in enumerate((*site.getsitepackages(), site.getusersitepackages())):
+        (packages / f"machine-{number}.pth").write_text(f"import site; site.addsitedir({path!r})")
+    install = [str(python), "-m", "pip", "install", "--no-index", "--find-links", str(wheels.resolve()), "--quiet"]
+    subprocess.run([*install, "--ignore-installed", "--no-deps", *_TESTED], check=True)
+    subprocess.run([*install, *_TESTED], check=True)
+    ready.touch()
+    return python
 
 
 def _part(checks: Sequence[Check[Context]], args: argparse.Namespace, *, deadline: float) -> int:
+    from benchmarks.prove_gpu import machine
     from benchmarks.prove_gpu.context import Context
-    from benchmarks.prove_gpu.machine import Machine, NoGpuError, first_devices, look
-    from benchmarks.prove_gpu.proof import Proof
-    from benchmarks.prove_gpu.runner import run_part
+    from benchmarks.prove_gpu.proof import Proof, page, run_part, scrubbed, write
 
     state = args.state.resolve()
     proof = Proof(state / "proof.json")
-    devices = first_devices(args.gpus)
-    if proof.machine and args.gpus is None and devices.kind == "cuda":
-        devices = first_devices(len(proof.machine["gpus"]))
+    devices = machine.first_devices(args.gpus or (len(proof.machine["gpus"]) if proof.machine else None))
     if not proof.machine:
-        proof.machine = look(devices).to_json()
-    machine = Machine.from_json(proof.machine)
-    if machine.gpus != tuple(device.name for device in devices.devices):
-        raise NoGpuError(f"This state was begun on {', '.join(machine.gpus)}: give another folder with --state.")
-    if args.again:
-        for name in args.only or ():
-            proof.forget(name)
-            shutil.rmtree(state / "work" / name, ignore_errors=True)
-    if machine.stand_in and len(devices.devices) > 1 and args.gpus is None:
-        devices = first_devices(1)
-        proof.machine["gpus"] = [devices.devices[0].name]
-    context = Context(state=state, machine=machine, devices=devices, deadline=deadline)
+        proof.machine = machine.look(devices)
+    if proof.machine["gpus"] != [device.name for device in devices.devices]:
+        raise machine.NoGpuError(
+            f"This state was begun on {', '.join(proof.machine['gpus'])}: give another folder with --state."
+        )
+    for name in (args.only or ()) if args.again else ():
+        proof.forget(name)
+        shutil.rmtree(state / "work" / name, ignore_errors=True)
+    context = Context(state=state, machine=proof.machine, devices=devices, deadline=deadline)
+    stand_in = bool(proof.machine["stand_in"])
     try:
         with _ended_at(deadline + _GRACE_S):
-            left = run_part(checks, proof, context, deadline=deadline, stand_in=machine.stand_in, say=_say)
+            left = run_part(checks, proof, context, deadline=deadline, stand_in=stand_in, say=_say)
     finally:
-        _write_page(proof, checks, state)
+        write(state / "proof.md", scrubbed(page(proof, checks)))
     if left:
-        done = len(checks) - left
-        print(f"part done, {done} of {len(checks)} checks; run the same command again")
+        print(f"part done, {len(checks) - len(left)} of {len(checks)} checks; run the same command again")
         return EX_TEMPFAIL
     print(f"all {len(checks)} checks are over; {state.name}/proof.md says what was proven")
     return 0
@@ -124,11 +127,11 @@ def _part(checks: Sequence[Check[Context]], args: argparse.Namespace, *, deadlin
 
 @contextlib.contextmanager
 def _ended_at(moment: float) -> Iterator[None]:
-    """Have whatever does not heed the end of the part interrupted."""
-    from benchmarks.prove_gpu.proof import OverrunError
+    """Interrupt whatever does not heed the end of the part."""
+    from benchmarks.prove_gpu.proof import PartOverError
 
     def interrupt(_signal: int, _frame: object) -> None:
-        raise OverrunError
+        raise PartOverError(cut_off=True)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, max(1.0, moment - time.monotonic()))
@@ -137,17 +140,6 @@ def _ended_at(moment: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _write_page(proof: Proof, checks: Sequence[Check[Context]], state: Path) -> None:
-    from benchmarks.prove_gpu.page import page
-    from benchmarks.prove_gpu.proof import replace, scrubbed
-
-    left = [check.name for check in checks if check.name not in proof.records]
-    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    text = page(proof.machine, list(proof.records.values()), written=written, left=left)
-    proof.write()
-    replace(state / "proof.md", scrubbed(text, state=state))
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a check is given, and what checks have in common: commands and launches within the time that is left."""
+"""What checks are given: launches and commands within the time that is left."""
 
 from __future__ import annotations
 
@@ -16,33 +16,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.prove_gpu.machine import Machine
-from benchmarks.prove_gpu.proof import ROOT, OverrunError, PartOverError, replace
-from optuna_dsat.config import ds_config, user_file
+from benchmarks.launch_overhead import Script, request
+from benchmarks.prove_gpu.proof import ROOT, PartOverError
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.runtime.events import Event, RankStarted
 
-__all__ = ["Command", "Context", "Script", "batch_overlay", "dsat"]
+__all__ = ["Command", "Context", "Launched", "dsat"]
 
 _STOP_S = 30.0
-"""What a search may take to come to a clean stop."""
+"""Longest time for a search to come to a clean stop."""
 _END_S = 5.0
-"""What a command may take to end at once."""
+"""Longest time for a command to end at once."""
 _TELL_S = 5.0
 """Kept for writing things down at the end of a part."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """A training script with a DeepSpeed config file and arguments."""
-
-    script: Path
-    config: Path
-    args: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +40,17 @@ class Command:
     """A command that is over."""
 
     shown: str
-    """As one would type it."""
+    """As a user would type it."""
     exit_code: int
     stdout: str
     stderr: str
-    seconds: float
 
     @property
-    def last_line(self) -> str:
-        """The last thing it said on stderr, for people: where ``optuna-dsat`` says why it ended, that."""
+    def why(self) -> str:
+        """Exit code and the last message on stderr: where ``optuna-dsat`` says why it ended, that."""
         text = [line.strip() for line in self.stderr.splitlines() if line.strip()]
         reasons = [line.removeprefix("optuna-dsat: ") for line in text if line.startswith("optuna-dsat: ")]
-        return (reasons or text or ["it said nothing"])[-1]
+        return f"It exited with {self.exit_code}: {(reasons or text or ['no message'])[-1]}"
 
     def result(self) -> dict[str, Any]:
         """Return the JSON object on stdout.
@@ -71,7 +60,7 @@ class Command:
         """
         start = self.stdout.find("{")
         if start < 0:
-            raise ValueError(f"{self.shown} exited with {self.exit_code} and no result: {self.last_line}")
+            raise ValueError(f"no result. {self.why}")
         result: dict[str, Any] = json.loads(self.stdout[start:])
         return result
 
@@ -84,6 +73,18 @@ class Launched:
     report: LaunchReport
     forked: bool
 
+    def times(self) -> dict[str, float]:
+        """Return start-up, step time and throughput; empty if no step was measured."""
+        counted = self.record.counted
+        seconds = sum(step.latency_s for step in counted)
+        if not seconds:
+            return {}
+        return {
+            "startup_s": self.report.startup_s,
+            "step_s": seconds / len(counted),
+            "samples_per_s": sum(step.samples for step in counted) / seconds,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
@@ -91,12 +92,13 @@ class Context:
 
     state: Path
     """Folder that is kept between parts."""
-    machine: Machine
+    machine: Mapping[str, Any]
+    """Facts of ``machine.look``."""
     devices: Devices
     deadline: float
     """When this part is over, by ``time.monotonic``."""
     notices: list[str] = field(default_factory=list)
-    """What launchers said."""
+    """Messages of launchers."""
 
     @property
     def left_s(self) -> float:
@@ -110,7 +112,7 @@ class Context:
         return folder
 
     def require(self, seconds: float) -> None:
-        """Go on only where so much time is left.
+        """Continue only if so much time is left.
 
         Raises:
             PartOverError: If it is not.
@@ -120,10 +122,19 @@ class Context:
 
     @contextlib.contextmanager
     def launcher(self, folder: Path, *, warm: bool = True) -> Iterator[TorchrunLauncher]:
-        """Give a launcher whose launches lie in ``folder``; what it says is noted."""
+        """Yield a launcher whose run directories are in ``folder``; its messages are kept."""
         launcher = local_launcher(folder, devices=self.devices, warm=warm, on_notice=self.notices.append)
         with contextlib.closing(launcher):
             yield launcher
+
+    def request(
+        self, script: Script, overlay: Mapping[str, Any], *, launch_id: str, steps: int, timeout_s: float
+    ) -> LaunchRequest:
+        """Return a launch of a script's config under an overlay, on all devices."""
+        slots, window = len(self.devices.devices), (min(3, steps), steps)
+        return request(
+            script, overlay, launch_id=launch_id, slots=slots, cwd=str(ROOT), steps=window, timeout_s=timeout_s
+        )
 
     def launch(
         self,
@@ -135,7 +146,7 @@ class Context:
         steps: int = 5,
         most_s: float = 150.0,
     ) -> Launched:
-        """Run one launch to its end: the script under its config with the overlay laid over it.
+        """Run one launch to its end.
 
         Raises:
             PartOverError: If the part is too short for it to end; then it is stopped.
@@ -147,7 +158,7 @@ class Context:
                 forked.append(event.forked)
 
         limit_s = min(most_s, self.left_s - _TELL_S)
-        asked = request(self, script, overlay, launch_id=launch_id, steps=steps, timeout_s=max(limit_s, 1.0))
+        asked = self.request(script, overlay, launch_id=launch_id, steps=steps, timeout_s=max(limit_s, 1.0))
         record, report = follow(launcher, asked, look)
         if report.outcome.value == "timeout" and limit_s < most_s:
             raise PartOverError
@@ -168,90 +179,44 @@ class Context:
         Args:
             words: The command.
             cwd: Its working directory.
-            shown: As one would type it.
+            shown: As a user would type it.
             log: Name of its log.
-            clean_stop: Whether it can be gone on with, and is to be interrupted as by Ctrl-C; else it is ended at once.
+            clean_stop: Whether it can be resumed, and is to be interrupted as by Ctrl-C; else it is ended at once.
             most_s: Seconds after which it hangs.
 
         Raises:
-            PartOverError: If the part is too short for it to end; an ``OverrunError`` where it has to begin anew.
+            PartOverError: If the part is too short for it to end.
             TimeoutError: If it hangs.
         """
         limit_s = self.left_s - _TELL_S - (_STOP_S if clean_stop else 0.0)
-        started = time.monotonic()
-        process = subprocess.Popen(
-            words,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"COLUMNS": "200"},
-        )
-        stdout, stderr, cut_off = _output(process, limit_s=max(0.1, min(limit_s, most_s)), clean_stop=clean_stop)
         folder = self.folder("logs")
-        replace(folder / f"{log}.out", stdout)
-        replace(folder / f"{log}.err", stderr)
-        if cut_off and most_s < limit_s:
-            raise TimeoutError(f"{shown.split(' ')[0]} did not end within {most_s:.0f} s")
-        if cut_off:
-            raise PartOverError if clean_stop else OverrunError
-        return Command(
-            shown=shown,
-            exit_code=process.returncode,
-            stdout=stdout,
-            stderr=stderr,
-            seconds=time.monotonic() - started,
-        )
+        with (folder / f"{log}.out").open("w+") as out, (folder / f"{log}.err").open("w+") as err:
+            environ = os.environ | {"COLUMNS": "200"}
+            process = subprocess.Popen(words, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ)
+            try:
+                process.wait(max(0.1, min(limit_s, most_s)))
+            except subprocess.TimeoutExpired:
+                if most_s < limit_s:
+                    raise TimeoutError(f"{shown.split(' ')[0]} did not end within {most_s:.0f} s") from None
+                raise PartOverError(cut_off=not clean_stop) from None
+            finally:
+                _end(process, clean=clean_stop)
+        texts = ((folder / f"{log}{suffix}").read_text(encoding="utf-8") for suffix in (".out", ".err"))
+        stdout, stderr = texts
+        return Command(shown=shown, exit_code=process.returncode, stdout=stdout, stderr=stderr)
 
 
-def _output(process: subprocess.Popen[str], *, limit_s: float, clean_stop: bool) -> tuple[str, str, bool]:
-    """Wait for a command; return what it said on stdout and stderr, and whether it was ended because time was up."""
-    try:
-        return (*process.communicate(timeout=limit_s), False)
-    except subprocess.TimeoutExpired:
-        return (*_stop(process, clean=clean_stop), True)
-    finally:
-        if process.poll() is None:
-            _stop(process, clean=False)
-
-
-def _stop(process: subprocess.Popen[str], *, clean: bool) -> tuple[str, str]:
-    """End a command, and what it started: tuners end their launches on SIGINT and SIGTERM; return what it had said."""
+def _end(process: subprocess.Popen[bytes], *, clean: bool) -> None:
+    """End a command if it still runs: tuners end their launches on SIGINT and SIGTERM."""
     first = (signal.SIGINT, _STOP_S) if clean else (signal.SIGTERM, _END_S)
     for number, patience_s in (first, (signal.SIGKILL, _END_S)):
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=patience_s)
-    return "", ""
+        if process.poll() is None:
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience_s)
 
 
 def dsat(*arguments: str) -> tuple[list[str], str]:
-    """Return the ``optuna-dsat`` of this interpreter with arguments, and the same as one would type it."""
+    """Return the ``optuna-dsat`` of this interpreter with arguments, and the same as a user would type it."""
     words = [sys.executable, "-c", "from optuna_dsat.cli import main; main()", *arguments]
     return words, shlex.join(["optuna-dsat", *arguments])
-
-
-def batch_overlay(micro_batch: int, **sections: Any) -> dict[str, Any]:
-    """Return an overlay with this micro-batch, no accumulation, and whatever sections are given."""
-    return {**ds_config.batch_overlay(micro_batch), **sections}
-
-
-def request(
-    context: Context, script: Script, overlay: Mapping[str, Any], *, launch_id: str, steps: int, timeout_s: float
-) -> LaunchRequest:
-    """Return a launch of a script's config under an overlay, on all devices."""
-    own = ds_config.effective(user_file.load(script.config).raw)
-    return LaunchRequest(
-        launch_id=launch_id,
-        purpose="trial",
-        command=ScriptCommand(
-            script=str(script.script), args=script.args, cwd=str(ROOT), config_path=str(script.config)
-        ),
-        ds_config=ds_config.merge(own, overlay),
-        overlay=overlay,
-        slots=len(context.devices.devices),
-        start_profile_step=min(3, steps),
-        end_profile_step=steps,
-        timeout_s=timeout_s,
-    )

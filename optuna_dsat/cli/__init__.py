@@ -158,11 +158,7 @@ def _drop(stream: TextIO) -> None:
 
 
 def _check_folder() -> None:
-    """Raise if the working directory was deleted or may not be entered.
-
-    Raises:
-        UsageError: If so.
-    """
+    """Raise if the working directory was deleted or may not be entered."""
     try:
         Path.cwd()
         Path().stat()
@@ -202,7 +198,7 @@ def _run(arguments: list[str]) -> NoReturn:
         if SEARCHES.intersection(arguments):
             from optuna_dsat.cli.parsing.launch_prefix import unfold_command
 
-            arguments = unfold_command(arguments, commands, cwd=Path.cwd())
+            arguments = unfold_command(arguments, commands, cwd=Path.cwd()).apply()
         code = commands.main(args=arguments, standalone_mode=False)
         sys.stdout.flush()  # a closed pipe raises here rather than at the interpreter's exit
     except DsatError as error:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from optuna_dsat.cli.doctor import print_findings
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.escape.terminal import say_prose
 
@@ -60,7 +61,7 @@ def check(
     as_json = as_json or words != list(command or ())
     use = _use_of(words, config=config, python=None if python is None else named_python(python))
     python = script_python(python or use.python) or sys.executable
-    say_prose("Loading torch and DeepSpeed, which takes some seconds.", file=sys.stderr)
+    notify("Loading torch and DeepSpeed, which takes some seconds.")
     findings = findings_of(
         raw, python=python, ranks=use.ranks, fills_auto=use.fills_auto, trainer_arguments=use.trainer_arguments
     )
@@ -76,11 +77,7 @@ def check(
 
 
 def _use_of(words: Sequence[str], *, config: Path, python: str | None) -> _Use:
-    """Return the information about its config in a training command.
-
-    Raises:
-        UsageError: If the launcher rejects its options, or starts nothing.
-    """
+    """Return the information about its config in a training command."""
     if not words:
         return _Use()
     from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
@@ -88,13 +85,13 @@ def _use_of(words: Sequence[str], *, config: Path, python: str | None) -> _Use:
     from optuna_dsat.script.config_location import find_config
 
     cwd = Path.cwd()
-    command = read_command(words, cwd=cwd, python=python, on_notice=lambda note: say_prose(note, file=sys.stderr))
+    command = read_command(words, cwd=cwd, python=python, on_notice=notify)
     if command is None:
         command = LaunchCommand(script=words[0], args=tuple(words[1:]))
     folder = Path(command.folder or cwd)
     named = command.config or find_config(command.args, cwd=folder)
     if named is not None and (folder / named).resolve() != config.resolve():
-        say_prose(f"The command trains with {named}, and {config} is checked.", file=sys.stderr)
+        notify(f"The command trains with {named}, and {config} is checked.")
     packages = imported_packages(command.script, is_module=command.is_module, cwd=folder)
     alone = command.without_launcher and not starts_own_ranks(command.script, is_module=command.is_module, cwd=folder)
     arguments = _arguments(command.args)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, LatestName, Storage
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.escape.paths import page_address
-from optuna_dsat.escape.terminal import say, say_prose
+from optuna_dsat.escape.terminal import say
 
 if TYPE_CHECKING:
     from optuna_dsat.report.dashboard.publish import Published
@@ -51,19 +51,19 @@ def dashboard(
             app = beside(app, optuna_app(store, published.store))
         if host not in _LOOPBACK:
             what = "read and delete studies: optuna-dashboard" if optuna_dashboard else "read this study: the page"
-            _say(f"Whoever reaches {host} can {what} asks for no password.")
+            notify(f"Whoever reaches {host} can {what} asks for no password.")
 
         def show_address(result: int) -> None:
             say(page_address(host, result))
             if published is not None:
                 say(page_address(host, result, "dashboard", "studies", published.study_id))
-                _say("The first page follows the study; start again to have its notes for optuna-dashboard anew.")
-            _say("Press Ctrl-C to end.")
+                notify("The first page follows the study; start again to have its notes for optuna-dashboard anew.")
+            notify("Press Ctrl-C to end.")
 
         try:
             serve(guarded(app, host=host), host=host, port=port, on_ready=show_address)
         except KeyboardInterrupt:
-            _say("Ended.")
+            notify("Ended.")
 
 
 def _publish(store: Store, name: str) -> Published:
@@ -72,11 +72,7 @@ def _publish(store: Store, name: str) -> Published:
 
     published = publish(store, name)
     if published.store is None:
-        _say("The folder of the study's files is not on this machine: logs and configs are not offered.")
+        notify("The folder of the study's files is not on this machine: logs and configs are not offered.")
     if published.refused:
-        _say(f"Left out, as they lead out of the study's folder: {', '.join(published.refused[:_MOST_NAMED])}.")
+        notify(f"Left out, as they lead out of the study's folder: {', '.join(published.refused[:_MOST_NAMED])}.")
     return published
-
-
-def _say(text: str) -> None:
-    say_prose(text, file=sys.stderr)

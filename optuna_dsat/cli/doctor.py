@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.tables import console_of
-from optuna_dsat.escape.terminal import say_prose
+from optuna_dsat.cli.parsing.parameters import option
+from optuna_dsat.cli.tables import console_of, notify
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
 
 if TYPE_CHECKING:
@@ -39,24 +38,16 @@ _MARKS = {
 
 def doctor(
     storage: Annotated[
-        str | None,
-        typer.Option(
-            "--storage",
-            help="Look whether this database can be used, too.",
-            envvar=STORAGE_ENV,
-            show_default=False,
-        ),
+        str | None, option("--storage", help="Look whether this database can be used, too.", envvar=STORAGE_ENV)
     ] = None,
     output_dir: Annotated[
-        Path,
-        typer.Option("--output-dir", help="Where launches would write.", envvar=OUTPUT_DIR_ENV),
+        Path, typer.Option("--output-dir", help="Where launches would write.", envvar=OUTPUT_DIR_ENV)
     ] = Path(DEFAULT_OUTPUT_DIR),
     nvme: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--nvme",
             help="Folder on a drive for NVMe offload: its speed is measured with a file of 1 GiB, removed at once.",
-            show_default=False,
         ),
     ] = None,
     python: Annotated[
@@ -66,29 +57,18 @@ def doctor(
         ),
     ] = None,
     on: Annotated[
-        _Cluster | None,
-        typer.Option("--on", help="Look at nodes of this cluster, too, holding them for a moment.", show_default=False),
+        _Cluster | None, option("--on", help="Look at nodes of this cluster, too, holding them for a moment.")
     ] = None,
     script: Annotated[
-        Path | None,
-        typer.Option(
-            "--script", help="File that they should have as this machine has it.", exists=True, show_default=False
-        ),
+        Path | None, option("--script", help="File that they should have as this machine has it.", exists=True)
     ] = None,
     nodes_per_trial: Annotated[int, typer.Option("--nodes-per-trial", help="Nodes to look at, with --on.")] = 1,
     gpus_per_node: Annotated[
-        int | None,
-        typer.Option("--gpus-per-node", help="GPUs that each should have; none: the CPU.", show_default=False),
+        int | None, option("--gpus-per-node", help="GPUs that each should have; none: the CPU.")
     ] = None,
-    slurm_arg: Annotated[
-        list[str] | None, typer.Option("--slurm-arg", help="Option for srun (repeatable).", show_default=False)
-    ] = None,
-    ray_address: Annotated[
-        str | None, typer.Option("--ray-address", help="Address of the Ray cluster.", show_default=False)
-    ] = None,
-    ray_node: Annotated[
-        list[str] | None, typer.Option("--ray-node", help="Node of it to look at (repeatable).", show_default=False)
-    ] = None,
+    slurm_arg: Annotated[list[str] | None, option("--slurm-arg", help="Option for srun (repeatable).")] = None,
+    ray_address: Annotated[str | None, option("--ray-address", help="Address of the Ray cluster.")] = None,
+    ray_node: Annotated[list[str] | None, option("--ray-node", help="Node of it to look at (repeatable).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what this machine offers a search and what is wrong with it; exit with 3 where no launch can run."""
@@ -107,7 +87,7 @@ def doctor(
         print_findings(findings)
     code = exit_code(findings)
     if code:
-        say_prose("optuna-dsat: no launch can run before what is FATAL above is mended.", file=sys.stderr)
+        notify("optuna-dsat: no launch can run before what is FATAL above is mended.")
         raise typer.Exit(code)
 
 

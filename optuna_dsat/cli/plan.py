@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from optuna_dsat.cli.parsing.commands import with_options
-from optuna_dsat.cli.tables import print_table
+from optuna_dsat.cli.tables import notify, print_table
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
@@ -23,20 +23,23 @@ from optuna_dsat.words import bytes_in_words, count_in_words, slot_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optuna_dsat.plan.prediction import StepPrediction
     from optuna_dsat.plan.rows import Plan, PlannedRow
     from optuna_dsat.plan.scaling import AtCount
-    from optuna_dsat.plan.transformer import Recompute, TransformerShape
+    from optuna_dsat.plan.transformer import TransformerShape
 
 __all__ = ["PlanOptions", "plan"]
 
-_MODEL = "Without a launch: the model"
-_MACHINE = "Without a launch: the machine"
-_LAUNCH = "With a launch"
+_model = partial(typer.Option, rich_help_panel="Without a launch: the model")
+_machine = partial(typer.Option, rich_help_panel="Without a launch: the machine")
+_launch = partial(typer.Option, rich_help_panel="With a launch")
 _GPUS = 8
 """GPUs of a host if ``--gpus`` is not given and nothing is launched."""
-_HEADINGS = ("", "{} at 1", "micro-batch", "largest", "{}", "host", "step", "samples/s")
-"""Headings of the columns in every plan; ``{}`` is replaced by the kind of memory."""
+_OPTIONAL = ("tokens/s", "tokens/s/{}", "MFU")
+_HEADINGS = (
+    *("", "{} at 1", "micro-batch", "largest", "{}", "host", "step", "samples/s"),
+    *(*_OPTIONAL, "bound by"),
+)
+"""Headings of the columns; ``{}`` is replaced by the kind of memory. Optional columns are left out if unknown."""
 _SEQ_LENGTH = 2048
 """Tokens of a sample if ``--seq-length`` is not given and nothing is launched."""
 _VOCAB = 50257
@@ -49,78 +52,46 @@ class PlanOptions:
     """Arguments and options of ``plan``."""
 
     script: Annotated[
-        Path | None,
-        typer.Argument(help="The training script, launched once at micro-batch 1.", show_default=False),
+        Path | None, typer.Argument(help="The training script, launched once at micro-batch 1.", show_default=False)
     ] = None
     ds_config: Annotated[
-        Path | None,
-        typer.Argument(metavar="DS_CONFIG", help="Its DeepSpeed config (JSON).", show_default=False),
+        Path | None, typer.Argument(metavar="DS_CONFIG", help="Its DeepSpeed config (JSON).", show_default=False)
     ] = None
     script_args: Annotated[
         list[str] | None,
         typer.Argument(help="Arguments of the script, after --.", metavar="[-- SCRIPT_ARGS]", show_default=False),
     ] = None
-    params: Annotated[
-        str | None,
-        typer.Option(help="Parameters, such as 7e9 or 1.3B; then nothing is launched.", rich_help_panel=_MODEL),
-    ] = None
+    params: Annotated[str | None, _model(help="Parameters, such as 7e9 or 1.3B; then nothing is launched.")] = None
     hf_config: Annotated[
         Path | None,
-        typer.Option(
+        _model(
             help="The config.json of a Hugging Face model, its folder, or the id of one that was downloaded before, "
-            "instead of --params and the shape.",
-            rich_help_panel=_MODEL,
+            "instead of --params and the shape."
         ),
     ] = None
     trainable_share: Annotated[
-        str | None,
-        typer.Option(help="Share of the parameters that is trained, such as 0.5% with LoRA.", rich_help_panel=_MODEL),
+        str | None, _model(help="Share of the parameters that is trained, such as 0.5% with LoRA.")
     ] = None
-    hidden: Annotated[
-        int | None, typer.Option(help="Hidden size.  \\[default: by parameters and layers]", rich_help_panel=_MODEL)
-    ] = None
-    layers: Annotated[
-        int | None, typer.Option(help="Layers.  \\[default: by parameters and hidden size]", rich_help_panel=_MODEL)
-    ] = None
-    heads: Annotated[
-        int | None, typer.Option(help="Attention heads.  \\[default: of 128 each]", rich_help_panel=_MODEL)
-    ] = None
+    hidden: Annotated[int | None, _model(help="Hidden size.  \\[default: by parameters and layers]")] = None
+    layers: Annotated[int | None, _model(help="Layers.  \\[default: by parameters and hidden size]")] = None
+    heads: Annotated[int | None, _model(help="Attention heads.  \\[default: of 128 each]")] = None
     seq_length: Annotated[
         int | None,
-        typer.Option(
+        _model(
             help="Tokens of a sample; with a launch, only for tokens/s.  \\[default: 2048 without a launch, or what "
-            "the model of --hf-config takes if that is less]",
-            rich_help_panel=_MODEL,
+            "the model of --hf-config takes if that is less]"
         ),
     ] = None
-    vocab: Annotated[
-        int | None, typer.Option(help="Size of the vocabulary.  \\[default: 50257]", rich_help_panel=_MODEL)
-    ] = None
-    ffn: Annotated[
-        int | None,
-        typer.Option(help="Width of the feed-forward block.  \\[default: 4 x hidden]", rich_help_panel=_MODEL),
-    ] = None
-    gated: Annotated[
-        bool, typer.Option("--gated", help="Its feed-forward block is gated, as LLaMA's.", rich_help_panel=_MODEL)
-    ] = False
-    dropout: Annotated[bool, typer.Option("--dropout", help="It uses dropout.", rich_help_panel=_MODEL)] = False
-    plain_attention: Annotated[
-        bool,
-        typer.Option("--plain-attention", help="Attention keeps its score matrices.", rich_help_panel=_MODEL),
-    ] = False
-    recompute: Annotated[
-        str,
-        typer.Option(
-            help="Activation checkpointing: none, selective (attention alone) or full.", rich_help_panel=_MODEL
-        ),
-    ] = "none"
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU by name, such as a100-80g, h100 or rtx4090.", rich_help_panel=_MACHINE)
-    ] = None
-    gpus: Annotated[
-        int | None,
-        typer.Option(help="GPUs of a host, or of the launch.  \\[default: 8, or all]", rich_help_panel=_MACHINE),
-    ] = None
+    vocab: Annotated[int | None, _model(help="Size of the vocabulary.  \\[default: 50257]")] = None
+    ffn: Annotated[int | None, _model(help="Width of the feed-forward block.  \\[default: 4 x hidden]")] = None
+    gated: Annotated[bool, _model("--gated", help="Its feed-forward block is gated, as LLaMA's.")] = False
+    dropout: Annotated[bool, _model("--dropout", help="It uses dropout.")] = False
+    plain_attention: Annotated[bool, _model("--plain-attention", help="Attention keeps its score matrices.")] = False
+    recompute: Annotated[str, _model(help="Activation checkpointing: none, selective (attention alone) or full.")] = (
+        "none"
+    )
+    gpu: Annotated[str | None, _machine(help="GPU by name, such as a100-80g, h100 or rtx4090.")] = None
+    gpus: Annotated[int | None, _machine(help="GPUs of a host, or of the launch.  \\[default: 8, or all]")] = None
     nodes: Annotated[
         int,
         typer.Option(
@@ -133,46 +104,30 @@ class PlanOptions:
             help="Gbit/s of a host's network, of several hosts.  \\[default: 100 without a launch, else unknown]"
         ),
     ] = None
-    host_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of a host, such as 1TiB.  \\[default: 128GiB a GPU]", rich_help_panel=_MACHINE),
-    ] = None
+    host_memory: Annotated[str | None, _machine(help="Memory of a host, such as 1TiB.  \\[default: 128GiB a GPU]")] = (
+        None
+    )
     memory_margin: Annotated[
         str, typer.Option(help="Share of the device's memory to leave free, such as 5%.", metavar="SHARE")
     ] = "0.05"
     nvme_path: Annotated[
         str | None, typer.Option(help="Directory on NVMe, on every host: offloads to it are planned as well.")
     ] = None
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.", rich_help_panel=_LAUNCH)
-    ] = False
-    cpu_ranks: Annotated[
-        int | None, typer.Option(help="Run on the CPU with this many ranks.", rich_help_panel=_LAUNCH)
-    ] = None
-    device_memory: Annotated[
-        str | None, typer.Option(help="What one rank may allocate, such as 2GiB.", rich_help_panel=_LAUNCH)
-    ] = None
-    stall_timeout: Annotated[
-        float,
-        typer.Option(help="Seconds without a sign of life after which the launch is ended.", rich_help_panel=_LAUNCH),
-    ] = TuneOptions.stall_timeout
-    storage: Annotated[
-        str,
-        typer.Option(help="Where profiles are kept.", envvar=STORAGE_ENV, rich_help_panel=_LAUNCH),
-    ] = DEFAULT_STORAGE
-    output_dir: Annotated[
-        Path,
-        typer.Option(help="Directory for the launch.", envvar=OUTPUT_DIR_ENV, rich_help_panel=_LAUNCH),
-    ] = Path(DEFAULT_OUTPUT_DIR)
+    module: Annotated[bool, _launch("-m", "--module", help="SCRIPT is a module's name.")] = False
+    cpu_ranks: Annotated[int | None, _launch(help="Run on the CPU with this many ranks.")] = None
+    device_memory: Annotated[str | None, _launch(help="What one rank may allocate, such as 2GiB.")] = None
+    stall_timeout: Annotated[float, _launch(help="Seconds without a sign of life after which the launch is ended.")] = (
+        TuneOptions.stall_timeout
+    )
+    storage: Annotated[str, _launch(help="Where profiles are kept.", envvar=STORAGE_ENV)] = DEFAULT_STORAGE
+    output_dir: Annotated[Path, _launch(help="Directory for the launch.", envvar=OUTPUT_DIR_ENV)] = Path(
+        DEFAULT_OUTPUT_DIR
+    )
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
 
 def _run(options: PlanOptions) -> None:
-    """Print the plan for the given options.
-
-    Raises:
-        DsatError: If the options contradict each other, or as the tuning commands.
-    """
+    """Print the plan for the given options."""
     if not 0 <= _memory_margin(options) < 1:
         raise UsageError(f"--memory-margin is {options.memory_margin}; it must be at least 0 and below 1 (100%).")
     shaped = options.params is not None or options.hf_config is not None
@@ -212,7 +167,7 @@ def _without_launch(options: PlanOptions) -> Plan:
     given = "--params" if options.hf_config is None else "--hf-config"
     if config_path is not None and config_path.suffix == ".py":
         raise UsageError(f"With {given} nothing is launched: give no script, a DS_CONFIG at most.")
-    shape = _given_shape(options) if options.hf_config is None else _shape_of_config(options, options.hf_config)
+    shape = _shape(options)
     gpus = _GPUS if options.gpus is None else options.gpus
     if options.gpu is None:
         raise UsageError(f"{given} needs --gpu; known are {', '.join(GPUS)}.")
@@ -229,10 +184,23 @@ def _without_launch(options: PlanOptions) -> Plan:
     return plan_shape(shape, machine, config=config, memory_margin=_memory_margin(options), nvme_path=options.nvme_path)
 
 
-def _given_shape(options: PlanOptions) -> TransformerShape:
-    """Return the shape given by separate options."""
+def _shape(options: PlanOptions) -> TransformerShape:
+    """Return the shape given by separate options, or of the model that a Hugging Face config describes."""
+    from optuna_dsat.plan.hugging_face import shape_of_config
     from optuna_dsat.plan.transformer import shape_of
 
+    text = options.trainable_share
+    common: dict[str, Any] = {
+        "dropout": options.dropout,
+        "fused_attention": not options.plain_attention,
+        "recompute": options.recompute,
+        "trainable_share": 1.0 if text is None else share(text, option="--trainable-share"),
+    }
+    if options.hf_config is not None:
+        for name in ("params", "hidden", "layers", "heads", "vocab", "ffn", "gated"):
+            if getattr(options, name):
+                raise UsageError(f"--hf-config says the shape: leave out --{name}.")
+        return shape_of_config(options.hf_config, seq_length=options.seq_length, **common)
     return shape_of(
         params=_count(options.params or "", "--params"),
         hidden=options.hidden,
@@ -242,37 +210,8 @@ def _given_shape(options: PlanOptions) -> TransformerShape:
         vocab=_VOCAB if options.vocab is None else options.vocab,
         ffn=options.ffn,
         gated=options.gated,
-        dropout=options.dropout,
-        fused_attention=not options.plain_attention,
-        recompute=options.recompute,
-        trainable_share=_trainable_share(options),
+        **common,
     )
-
-
-def _shape_of_config(options: PlanOptions, path: Path) -> TransformerShape:
-    """Return the shape of the model that a Hugging Face config describes.
-
-    Raises:
-        UsageError: If the config cannot be used, or an option duplicates one of its values.
-    """
-    from optuna_dsat.plan.hugging_face import shape_of_config
-
-    for name in ("params", "hidden", "layers", "heads", "vocab", "ffn", "gated"):
-        if getattr(options, name):
-            raise UsageError(f"--hf-config says the shape: leave out --{name}.")
-    return shape_of_config(
-        path,
-        seq_length=options.seq_length,
-        dropout=options.dropout,
-        fused_attention=not options.plain_attention,
-        recompute=cast("Recompute", options.recompute),  # the shape rejects other values
-        trainable_share=_trainable_share(options),
-    )
-
-
-def _trainable_share(options: PlanOptions) -> float:
-    text = options.trainable_share
-    return 1.0 if text is None else share(text, option="--trainable-share")
 
 
 def _memory_margin(options: PlanOptions) -> float:
@@ -293,24 +232,24 @@ def _with_launch(options: PlanOptions) -> Plan:
     search = _search_options(options)
     devices = search_devices(search)
     for notice in devices.notices:
-        say_prose(notice, file=sys.stderr)
+        notify(notice)
     spec = build_spec("guided", search, devices)
     spec = spec.model_copy(update={"name": f"{spec.name.removesuffix('-guided')}-plan"})
-    LeftoverWatch(os.environ, on_notice=lambda text: say_prose(text, file=sys.stderr)).begin()
+    LeftoverWatch(os.environ, on_notice=notify).begin()
     with Store.open(search.storage) as store:
         return plan_script(
             spec,
             store=store,
             device_names=tuple(device.name for device in devices.devices),
             launcher=lambda: closing(local_launcher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
-            on_attempt=lambda attempt: say_prose(
-                f"Profile launch at micro-batch {attempt.micro_batch}, {attempt.words} ...", file=sys.stderr
+            on_attempt=lambda attempt: notify(
+                f"Profile launch at micro-batch {attempt.micro_batch}, {attempt.words} ..."
             ),
             memory_margin=_memory_margin(options),
             seq_length=options.seq_length,
             nodes=options.nodes,
             network_gbit_per_s=options.network if options.nodes > 1 else None,
-            on_notice=lambda text: say_prose(text, file=sys.stderr),
+            on_notice=notify,
         )
 
 
@@ -405,77 +344,47 @@ def _print_text(plan: Plan) -> None:
         say_prose(line)
     device = plan.subject.hardware.device
     whose = slot_name(device)
-    in_tokens = plan.subject.seq_length is not None
-    known = {"tokens/s": in_tokens, f"tokens/s/{whose}": in_tokens, "MFU": any(_mfu(row) for row in plan.rows)}
-    extra = tuple(heading for heading, shown in known.items() if shown)
-    headings = (*(heading.format(whose) for heading in _HEADINGS), *extra, "bound by")
-    print_table(headings, (_cells(row, extra) for row in plan.rows), right=headings[1:-1])
+    rows = [_cells(row) for row in plan.rows]
+    headings = [name for name in _HEADINGS if name not in _OPTIONAL or any(name in row for row in rows)]
+    shown = [name.format(whose) for name in headings]
+    print_table(shown, [[row.get(name) for name in headings] for row in rows], right=shown[1:-1])
     what = "what a rank takes" if device == "cpu" else "the peak of torch's allocator"
     say_prose(
         f"Memory is {what} at the micro-batch shown, of {bytes_in_words(plan.subject.usable_bytes)} that it may reach; "
         "nine steps of ten are expected within the range."
     )
-    if known["MFU"] and plan.subject.model_flops_per_sample is None:
-        say_prose(
-            "MFU is the share of the GPUs' peak FLOPS, by the operations that the launch counted, recomputed ones too."
-        )
-    elif known["MFU"]:
-        say_prose(
-            "MFU is the share of the GPUs' peak FLOPS that the model's own operations reach, without recomputed ones."
-        )
-    if rows := _scaling(plan):
-        _print_scaling(rows, whose=whose)
+    if "MFU" in headings:
+        counted = ", by the operations that the launch counted, recomputed ones too."
+        if plan.subject.model_flops_per_sample is not None:
+            counted = " that the model's own operations reach, without recomputed ones."
+        say_prose(f"MFU is the share of the GPUs' peak FLOPS{counted}")
+    if counts := _scaling(plan):
+        _print_scaling(counts, whose=whose)
     for text in advise(plan):
         say_prose(f"- {text}")
 
 
-def _mfu(row: PlannedRow) -> str:
-    """Format the share of the peak; empty if unknown."""
-    return "" if row.predicted is None or row.predicted.mfu is None else f"{row.predicted.mfu:.0%}"
-
-
-def _step(step: StepPrediction) -> str:
-    """Format the duration of a step with its range."""
-    factor, unit = (1.0, "s") if step.step_s >= 1 else (1000.0, "ms")
-    middle, low, high = (count_in_words(value * factor, digits=3) for value in (step.step_s, step.low_s, step.high_s))
-    return f"{middle} {unit} ({low} to {high})"
-
-
-def _cells(row: PlannedRow, extra: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the cells of a row.
-
-    Args:
-        row: The row.
-        extra: Headings of the optional columns.
-    """
-    least, host = bytes_in_words(row.least_bytes), bytes_in_words(row.host_bytes) if row.host_bytes else ""
+def _cells(row: PlannedRow) -> dict[str, str]:
+    """Return the cells of a row by heading; a row that does not fit has few of them."""
+    cells = {"": row.name, "{} at 1": bytes_in_words(row.least_bytes), "micro-batch": "does not fit"}
+    cells["host"] = bytes_in_words(row.host_bytes) if row.host_bytes else ""
     step = row.predicted
     if step is None:
-        return (
-            row.name,
-            least,
-            "does not fit",
-            "",
-            "",
-            host,
-            "",
-            "",
-            *("" for _ in extra),
-            f"memory of the {row.too_small.replace(' and ', ' and the ')}",
-        )
-    tokens = [
-        count_in_words(value, digits=3) for value in (step.tokens_per_s, step.tokens_per_s_per_gpu) if value is not None
-    ]
-    more = [*tokens, *((_mfu(row),) if "MFU" in extra else ())]
-    return (
-        row.name,
-        least,
-        count_in_words(row.micro_batch),
-        count_in_words(row.largest),
-        bytes_in_words(row.device_bytes),
-        host,
-        _step(step),
-        count_in_words(step.samples_per_s, digits=3),
-        *more,
-        f"{step.bound} {step.shares[step.bound]:.0%}",
-    )
+        return {**cells, "bound by": f"memory of the {row.too_small.replace(' and ', ' and the ')}"}
+    rates = {
+        "samples/s": step.samples_per_s,
+        "tokens/s": step.tokens_per_s,
+        "tokens/s/{}": step.tokens_per_s_per_gpu,
+    }
+    factor, unit = (1.0, "s") if step.step_s >= 1 else (1000.0, "ms")
+    middle, low, high = (count_in_words(value * factor, digits=3) for value in (step.step_s, step.low_s, step.high_s))
+    return {
+        **cells,
+        "micro-batch": count_in_words(row.micro_batch),
+        "largest": count_in_words(row.largest),
+        "{}": bytes_in_words(row.device_bytes),
+        "step": f"{middle} {unit} ({low} to {high})",
+        **{name: count_in_words(rate, digits=3) for name, rate in rates.items() if rate is not None},
+        **({} if step.mfu is None else {"MFU": f"{step.mfu:.0%}"}),
+        "bound by": f"{step.bound} {step.shares[step.bound]:.0%}",
+    }

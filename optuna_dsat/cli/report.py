@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Storage, complete_studies, confirm_replacing
+from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Storage, complete_studies, confirm_replacing, option
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.runtime.files import stream_of
@@ -36,23 +36,18 @@ def report(
     storage: Storage = DEFAULT_STORAGE,
     output: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--output",
             "-o",
             help="HTML file to write.  \\[default: report.html among the study's files, else STUDY-report.html here; "
             "comparison.html here for several]",
-            show_default=False,
         ),
     ] = None,
     dataset_size: Annotated[
-        int | None,
-        typer.Option(help="Samples of the training data, for what a training takes.", min=1, show_default=False),
+        int | None, option(help="Samples of the training data, for what a training takes.", min=1)
     ] = None,
     epochs: Annotated[float, typer.Option(help="Epochs of the training that is to follow.", min=0.001)] = 1.0,
-    price: Annotated[
-        float | None,
-        typer.Option(help="Price of a GPU hour, for what a training saves.", min=0.0, show_default=False),
-    ] = None,
+    price: Annotated[float | None, option(help="Price of a GPU hour, for what a training saves.", min=0.0)] = None,
 ) -> None:
     """Write a study's report: one HTML file with figures that opens in any browser, without a network.
 
@@ -91,11 +86,7 @@ def _read(name: str, storage: str) -> StudyView:
 
 
 def _parts(name: str, storage: str) -> tuple[str, str]:
-    """Return a study's name and its database.
-
-    Raises:
-        UsageError: If the database's URL contains a password, which would be visible in the process list.
-    """
+    """Return a study's name and its database."""
     from optuna_dsat.store import parse_url
 
     match = _ELSEWHERE.fullmatch(name)

@@ -9,40 +9,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage
+from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage, option
 from optuna_dsat.cli.search import run_request
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
-from optuna_dsat.escape.terminal import say, say_prose
+from optuna_dsat.escape.terminal import say
 
 if TYPE_CHECKING:
-    from optuna_dsat.study.spec import StudyRequest, StudySpec
+    from optuna_dsat.study.spec import StudySpec
 
 __all__ = ["Approval", "Python", "Trust", "Workdir", "ask_for_secrets", "resume", "worker"]
 
-_MaxTrials = Annotated[
-    int | None, typer.Option("--max-trials", help="New number of launches of trials.", show_default=False)
-]
+_MaxTrials = Annotated[int | None, option("--max-trials", help="New number of launches of trials.")]
 _MinGain = Annotated[
     float | None,
-    typer.Option(
-        "--min-gain", help="guided: new share by which something must be expected to be better.", show_default=False
-    ),
+    option("--min-gain", help="guided: new share by which something must be expected to be better."),
 ]
 _ConfirmTime = Annotated[
     float | None,
-    typer.Option("--confirm-time", help="New limit of the time for the rounds of finalists, in s.", show_default=False),
+    option("--confirm-time", help="New limit of the time for the rounds of finalists, in s."),
 ]
 _WaitForGpus = Annotated[
     float | None,
-    typer.Option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s.", show_default=False),
+    option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s."),
 ]
 Workdir = Annotated[
-    Path | None,
-    typer.Option(
-        "--workdir",
-        help="Working directory, where the script lies elsewhere on this machine.",
-        show_default=False,
-    ),
+    Path | None, option("--workdir", help="Working directory, where the script lies elsewhere on this machine.")
 ]
 
 
@@ -76,17 +68,12 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Continue a study where it stands, with the settings it was started with: it runs the script that it names."""
-    limits = {
-        "max_trials": max_trials,
-        "min_gain": min_gain,
-        "confirm_time": confirm_time,
-        "wait_for_gpus": wait_for_gpus,
-    }
+    limits = {"max_trials": max_trials, "min_gain": min_gain}
+    limits |= {"confirm_time": confirm_time, "wait_for_gpus": wait_for_gpus}
     given = {field: limit for field, limit in limits.items() if limit is not None}
-    request = _request(
-        name, storage, limits=given, workdir=workdir, python=python, approve=Approval(trust, quiet), conclude=True
+    _continue(
+        name, storage, given, workdir, python, Approval(trust, quiet), conclude=True, quiet=quiet, as_json=as_json
     )
-    run_request(request, quiet=quiet, as_json=as_json)
 
 
 def worker(
@@ -98,10 +85,35 @@ def worker(
     quiet: Quiet = False,
 ) -> None:
     """Join a study from another process or machine; whoever started it confirms and exports the winner."""
-    request = _request(
-        name, storage, limits={}, workdir=workdir, python=python, approve=Approval(trust, quiet), conclude=False
+    _continue(name, storage, {}, workdir, python, Approval(trust, quiet), conclude=False, quiet=quiet, as_json=False)
+
+
+def _continue(
+    name: str,
+    storage: str,
+    limits: Mapping[str, float],
+    workdir: Path | None,
+    python: str | None,
+    approve: Approval,
+    *,
+    conclude: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    from optuna_dsat.tuning.resume import resume_request
+
+    request = resume_request(
+        name,
+        storage,
+        limits=limits,
+        workdir=workdir,
+        python=python,
+        conclude=conclude,
+        on_notice=notify,
+        approve=approve,
     )
-    run_request(request, quiet=quiet, as_json=False)
+    ask_for_secrets(request.spec)
+    run_request(request, quiet=quiet, as_json=as_json)
 
 
 def _has_terminal() -> bool:
@@ -138,32 +150,6 @@ class Approval:
             raise UsageError(f"{what}: look at what the study runs, then give --trust.")
         if not typer.confirm(f"{what}. Run it?", err=True):
             raise UsageError("Nothing was run.")
-
-
-def _request(
-    name: str,
-    storage: str,
-    *,
-    limits: Mapping[str, float],
-    workdir: Path | None,
-    python: str | None,
-    approve: Approval,
-    conclude: bool,
-) -> StudyRequest:
-    from optuna_dsat.tuning.resume import resume_request
-
-    request = resume_request(
-        name,
-        storage,
-        limits=limits,
-        workdir=workdir,
-        python=python,
-        conclude=conclude,
-        on_notice=lambda text: say_prose(text, file=sys.stderr),
-        approve=approve,
-    )
-    ask_for_secrets(request.spec)
-    return request
 
 
 def ask_for_secrets(spec: StudySpec) -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.parsing.commands import origins_of
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import StorageError, StudyDeletedError
 from optuna_dsat.escape.shell import shell_line
-from optuna_dsat.escape.terminal import say, say_prose
+from optuna_dsat.escape.terminal import say
 from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, of_output
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import (
@@ -111,13 +112,13 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
     Raises:
         DsatError: With the exit code of the command.
     """
-    from optuna_dsat.cli.parsing.origins import options_given, show_options
-    from optuna_dsat.cli.show import preview_to_json, show_preview
+    from optuna_dsat.cli.show import options_given, preview_to_json, show_options, show_preview
     from optuna_dsat.tuning.prepare import check_storage, prepare_each
 
     studies = prepare_each(method, given)
     for prepared in studies:
-        _say_each(prepared.notes)
+        for note in prepared.notes:
+            notify(note)
         if output.dry_run:
             check_storage(prepared.request)
             if not output.json_output:
@@ -130,7 +131,8 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
             ]
             print(json.dumps({"searches": searches}, indent=2))
         return
-    _say_each(_files_of(given.origins))
+    for line in _files_of(given.origins):
+        notify(line)
     options = studies[0].given.options
     if len(studies) > 1:
         _run_each(studies, output)
@@ -149,11 +151,6 @@ def _files_of(origins: Mapping[str, str]) -> list[str]:
     return [f"Options from {file}: {', '.join(names)}." for file, names in files.items()]
 
 
-def _say_each(lines: Sequence[str]) -> None:
-    for line in lines:
-        say_prose(line, file=sys.stderr)
-
-
 def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
     """Search at each number of GPUs, show all results, and train with the best if requested."""
     from optuna_dsat.cli.show import show_by_gpus
@@ -164,7 +161,7 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
     searches = search_each(
         studies,
         lambda prepared: run_request(prepared.request, quiet=options.quiet, as_json=as_json, show=not as_json),
-        on_notice=lambda text: say_prose(text, file=sys.stderr),
+        on_notice=notify,
     )
     rows = []
     try:
@@ -172,7 +169,7 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
             rows.append(search)
     except KeyboardInterrupt:
         left = [study.request.spec.name for study in studies[len(rows) :]]
-        say_prose(f"Of this sweep {', '.join(left)} are left: type the same command again.", file=sys.stderr)
+        notify(f"Of this sweep {', '.join(left)} are left: type the same command again.")
         raise
     best, result = best_of(rows)
     show_by_gpus(rows, best=result, as_json=as_json)
@@ -229,10 +226,9 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
         raise KeyboardInterrupt
     if not request.conclude and not quiet:
         show_it = _command("show", request.spec.name, request=request, shown_url=display_url(request.storage))
-        say_prose(
+        notify(
             f"Nothing is left for this worker: whoever started the study measures its finalists again, or "
-            f"`{stopping.remedy}` where that one is gone. `{show_it}` shows the study.",
-            file=sys.stderr,
+            f"`{stopping.remedy}` where that one is gone. `{show_it}` shows the study."
         )
     return ended
 

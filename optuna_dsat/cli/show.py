@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from optuna_dsat.cli.tables import console_of, print_table
+from optuna_dsat.cli.tables import UNBOUNDED, console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
+from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.study.config_changes import changes_in_words
 from optuna_dsat.study.confirm.words import verdict_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
@@ -26,9 +27,11 @@ from optuna_dsat.words import (
 
 if TYPE_CHECKING:
     from optuna_dsat.tuning.gpu_counts import AtGpus
+    from optuna_dsat.tuning.options.given import Given
 
-__all__ = ["preview_to_json", "show_by_gpus", "show_preview", "show_result"]
+__all__ = ["options_given", "preview_to_json", "show_by_gpus", "show_options", "show_preview", "show_result"]
 
+_POSITIONAL = frozenset({"script", "ds_config", "script_args"})
 _BAR_CELLS = 40
 """Width of the longest bar."""
 
@@ -162,3 +165,34 @@ def show_preview(spec: StudySpec) -> None:
     say_prose("Configurations such as these follow, their micro-batch bounded by memory:")
     for sample in result.samples:
         console.print_json(json.dumps(sample["zero_optimization"]))
+
+
+def options_given(given: Given) -> dict[str, dict[str, str]]:
+    """Return each given option with its value in command-line form and its origin."""
+    return {
+        name.replace("_", "-"): {"value": _in_words(name, getattr(given.options, name)), "from": origin}
+        for name, origin in given.origins.items()
+        if name not in _POSITIONAL
+    }
+
+
+def show_options(given: Given) -> None:
+    """Print each given option with its value and origin."""
+    rows = [(name, option["value"], option["from"]) for name, option in options_given(given).items()]
+    if not rows:
+        print("Every option is left at its default.")
+        return
+    print("Options that are not left at their defaults:")
+    print_table(("option", "value", "from"), rows, piped_width=UNBOUNDED)
+
+
+def _in_words(name: str, value: Any) -> str:
+    """Format a value as on a command line; the password in a storage URL is masked."""
+    from optuna_dsat.store import display_url
+
+    if name == "storage":
+        return display_url(value)
+    if isinstance(value, Mapping):
+        pairs = ((key, item if isinstance(item, str) else json.dumps(item)) for key, item in value.items())
+        return " ".join(without_secrets([f"{key}={text}" for key, text in pairs]))
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

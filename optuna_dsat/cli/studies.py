@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, LatestName, Name, Storage, confirm_replacing
-from optuna_dsat.cli.tables import UNBOUNDED, print_table
+from optuna_dsat.cli.parsing.parameters import (
+    DEFAULT_STORAGE,
+    Json,
+    LatestName,
+    Name,
+    Storage,
+    confirm_replacing,
+    option,
+)
+from optuna_dsat.cli.tables import UNBOUNDED, notify, print_table
 from optuna_dsat.errors import UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
 from optuna_dsat.runtime.files import stream_of, write_output
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["best", "delete", "export", "show", "studies", "trials"]
 
+_COLUMNS = ("study", "method", "script", "launches", "metric", "best", "trial", "known by", "speed-up", "created")
 _MOST_SHOWN = 5
 """Maximum number of search trials in ``show``."""
 
@@ -77,21 +86,9 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
         rows += [{"study": study.record.name, "unreadable": study.reason} for study in unreadable]
         print(json.dumps(rows, indent=2))
     else:
-        headings = (
-            "study",
-            "method",
-            "script",
-            "launches",
-            "metric",
-            "best",
-            "trial",
-            "known by",
-            "speed-up",
-            "created",
-        )
         shown = [{**row, **_result_in_words(study)} for row, study in zip(rows, readable, strict=True)]
         if shown:
-            print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
+            print_table(_COLUMNS, [[row[name] for name in _COLUMNS] for row in shown], piped_width=UNBOUNDED)
         elif not unreadable:
             say_prose("There is no study in this database.")
         for item in unreadable:
@@ -243,14 +240,12 @@ def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False
 def best(
     name: LatestName = None,
     storage: Storage = DEFAULT_STORAGE,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the config to this file.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, option("--output", "-o", help="Write the config to this file.")] = None,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
     study = _read(storage, name)
     trial, words = study.selected()
-    say_prose(f"Config of {words}", file=sys.stderr)
+    notify(f"Config of {words}")
     config = study.ready_config(trial)
     if output is None:
         print(json.dumps(config, indent=2))
@@ -317,11 +312,7 @@ def delete(
 
 
 def _refuse_live(store: Store, name: str) -> None:
-    """Raise if a study is being searched.
-
-    Raises:
-        UsageError: Names the workers; between launches a search is detected by its lock on the study's folder.
-    """
+    """Raise if a study is being searched."""
     from optuna_dsat.study.folder import is_held
     from optuna_dsat.study.live_state import read_states
     from optuna_dsat.study.stored import read_stored

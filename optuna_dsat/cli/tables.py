@@ -1,4 +1,4 @@
-"""Tables on stdout."""
+"""Tables on stdout, and lines on stderr."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from optuna_dsat.escape.terminal import cell, one_line, say
+from optuna_dsat.escape.terminal import cell, one_line, say, say_prose
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["UNBOUNDED", "console_of", "print_table"]
+__all__ = ["UNBOUNDED", "console_of", "notify", "print_table"]
 
 UNBOUNDED = 10_000
 """Width in characters at which lines are never folded."""
@@ -24,6 +24,11 @@ _BETWEEN = 3
 """Characters between two columns."""
 _LONGEST_WORD = 40
 """Maximum length of a word, such as a path, that is not folded."""
+
+
+def notify(text: str) -> None:
+    """Print a line for the user on stderr."""
+    say_prose(text, file=sys.stderr)
 
 
 def print_table(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -13,8 +12,8 @@ import typer
 from optuna_dsat.cli.parsing.commands import origins_of
 from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Storage, complete_studies
 from optuna_dsat.cli.resume import Approval, Python, Trust, Workdir, ask_for_secrets
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
-from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Length, is_trial_class
 
 __all__ = ["TrainOptions", "train"]
@@ -94,7 +93,10 @@ def train(context: typer.Context, options: TrainOptions) -> None:
             "train takes a stored study, or a model definition such as model_def:MyTrial; "
             f"got {options.target!r}. torchrun trains a script."
         )
-    _refuse_given(context, _OF_CLASS, "a model definition (NAME:CLASS), not for a study")
+    for name, origin in origins_of(context, _OF_CLASS).items():
+        if origin == "command line":
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} is for a model definition (NAME:CLASS), not for a study.")
 
     from optuna_dsat.tuning.train import train_study
 
@@ -105,23 +107,11 @@ def train(context: typer.Context, options: TrainOptions) -> None:
         args=options.words or (),
         workdir=options.workdir,
         python=options.python,
-        on_notice=lambda text: say_prose(text, file=sys.stderr),
+        on_notice=notify,
         approve=Approval(options.trust, quiet=True),
         ask_for_secrets=ask_for_secrets,
     )
     sys.exit(code)
-
-
-def _refuse_given(context: typer.Context, names: Iterable[str], what: str) -> None:
-    """Raise for options that do not apply.
-
-    Raises:
-        UsageError: Names the first.
-    """
-    given = origins_of(context, names)
-    for name, origin in given.items():
-        if origin == "command line":
-            raise UsageError(f"--{name.replace('_', '-')} is for {what}.")
 
 
 def _train_class(options: TrainOptions) -> NoReturn:
@@ -142,7 +132,7 @@ def _train_class(options: TrainOptions) -> NoReturn:
     settings = ds_config.merge(user_file.load(config).raw, target.overwrites)
     devices = choose_devices(options.gpus, options.cpu_ranks, option="--gpus")
     for notice in devices.notices:
-        say_prose(notice, file=sys.stderr)
+        notify(notice)
     secrets = References()
     request = LaunchRequest(
         launch_id="train",
@@ -159,52 +149,34 @@ def _train_class(options: TrainOptions) -> NoReturn:
         slots=devices.per_launch if options.gpus is None else options.gpus,
     )
     keep(secrets.values)
-    sys.exit(run_full(request, devices=devices, on_notice=lambda text: say_prose(text, file=sys.stderr)))
+    sys.exit(run_full(request, devices=devices, on_notice=notify))
 
 
 def _runner_arguments(options: TrainOptions) -> tuple[str, ...]:
-    """Return the runner's arguments after the model definition and its config.
-
-    Raises:
-        UsageError: If a length is invalid, or the folder of checkpoints cannot be used.
-    """
-    arguments = _lengths(options)
-    _check_folder(options.checkpoint_dir, resume=options.resume)
-    if options.checkpoint_dir is not None:
-        arguments += ["--checkpoint-dir", str(options.checkpoint_dir.absolute())]
-    return (*arguments, *(["--resume"] if options.resume else []), "--seed", str(options.seed))
-
-
-def _lengths(options: TrainOptions) -> list[str]:
-    """Return the arguments for the length of the training and the periods of validation, checkpoints and reports.
-
-    Raises:
-        UsageError: If a value is not a length; names the option.
-    """
-    given = {
+    """Return the runner's arguments after the model definition and its config."""
+    lengths = {
         "--max-length": options.max_length,
         "--report-period": options.report_period,
         "--validation-period": options.validation_period,
         "--checkpoint-period": options.checkpoint_period,
     }
-    words = []
-    for option, text in given.items():
-        if text is None:
-            continue
-        try:
-            Length.parse(text)
-        except ValueError as error:
-            raise UsageError(f"{option}: {error}") from None
-        words += [option, text]
-    return words
-
-
-def _check_folder(folder: Path | None, *, resume: bool) -> None:
-    if folder is None:
-        if resume:
-            raise UsageError("--resume needs the --checkpoint-dir to go on from.")
-        return
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--checkpoint-dir {folder} is no folder.")
-    if not resume and any(path.is_dir() for path in folder.glob("batches-*")):
-        raise UsageError(f"{folder} holds checkpoints: give --resume to go on from them, or another --checkpoint-dir.")
+    arguments = []
+    for option, text in lengths.items():
+        if text is not None:
+            try:
+                Length.parse(text)
+            except ValueError as error:
+                raise UsageError(f"{option}: {error}") from None
+            arguments += [option, text]
+    folder = options.checkpoint_dir
+    if folder is None and options.resume:
+        raise UsageError("--resume needs the --checkpoint-dir to go on from.")
+    if folder is not None:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"--checkpoint-dir {folder} is no folder.")
+        if not options.resume and any(path.is_dir() for path in folder.glob("batches-*")):
+            raise UsageError(
+                f"{folder} holds checkpoints: give --resume to go on from them, or another --checkpoint-dir."
+            )
+        arguments += ["--checkpoint-dir", str(folder.absolute())]
+    return (*arguments, *(["--resume"] if options.resume else []), "--seed", str(options.seed))

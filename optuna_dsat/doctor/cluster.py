@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.doctor.finding import Finding, Status, found
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.places.engine import Engine
 from optuna_dsat.launch.places.place import HeldPlace, Layout, Stage
@@ -39,7 +39,7 @@ def examine(
             place.advance()
         return list(_findings(place, layout))
     except DsatError as error:
-        return [Finding(area=_AREA, name="nodes", status=Status.FATAL, text=str(error))]
+        return [found(_AREA, "nodes", str(error), status=Status.FATAL)]
     finally:
         engine.close()
 
@@ -48,23 +48,22 @@ def _findings(place: HeldPlace, layout: Layout) -> Iterator[Finding]:
     held = place.place
     if place.stage is Stage.LOST:
         text = f"{held.name} was lost: {held.why}."
-        yield Finding(area=_AREA, name="nodes", status=Status.FATAL, text=text)
+        yield found(_AREA, "nodes", text, status=Status.FATAL)
         return
     if place.stage is not Stage.USABLE:
         why = f" ({held.why})" if held.why else ""
         text = f"{held.name} was not granted in {_WAIT_S:g} s{why}: its nodes were not looked at."
-        yield Finding(area=_AREA, name="nodes", status=Status.PROBLEM, text=text)
+        yield found(_AREA, "nodes", text, status=Status.PROBLEM)
         return
     for name, seen in place.nodes:
         software = ", ".join(f"{package} {version}" for package, version in seen["versions"].items())
         kinds = dict.fromkeys(seen["devices"])
         what = f"{len(seen['devices'])} x {', '.join(kinds)}" if layout.kind == "cuda" else f"{layout.slots} CPU ranks"
-        yield Finding(
-            area=_AREA,
-            name=name,
-            status=Status.FINE,
-            text=f"{name}: {what}; {software}.",
+        yield found(
+            _AREA,
+            name,
+            f"{name}: {what}; {software}.",
             data={"versions": dict(seen["versions"]), "devices": list(seen["devices"])},
         )
     meeting = f"Nodes meet at {place.address}." if layout.nodes > 1 else "A launch stays on one node."
-    yield Finding(area=_AREA, name="network", status=Status.FINE, text=meeting, data={"address": place.address})
+    yield found(_AREA, "network", meeting, data={"address": place.address})

@@ -8,15 +8,18 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from optuna_dsat.doctor import launchers, libraries, nvme, offloads, operators
-from optuna_dsat.doctor import storage as storage_check
-from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.doctor import capabilities, libraries, nvme
+from optuna_dsat.doctor.finding import Finding, Status, found
 from optuna_dsat.doctor.machine import device_findings, find_gpus, host_findings
-from optuna_dsat.errors import UsageError
+from optuna_dsat.errors import DsatError, UsageError
 from optuna_dsat.launch.machine.devices import Nvml, refuse_build
 from optuna_dsat.script.interpreter import examined, script_python
+from optuna_dsat.store import database_exists, display_url
 
-__all__ = ["examine"]
+__all__ = ["examine", "examine_storage"]
+
+_RETRY_LIMIT_S = 5.0
+"""Longest time to retry connecting to the database, in seconds."""
 
 
 def examine(
@@ -51,14 +54,14 @@ def examine(
         interpreter,
         *libraries.findings(result, gpus=gpus.count),
         *host_findings(output_dir=output_dir, environ=environ),
-        launchers.finding(result),
-        *operators.findings(result, gpus=gpus.count, environ=environ),
-        *offloads.findings(result, nvme=nvme_path, environ=environ),
+        capabilities.launcher(result),
+        *capabilities.operators(result, gpus=gpus.count, environ=environ),
+        *capabilities.offloads(result, nvme=nvme_path, environ=environ),
     ]
     if nvme_path is not None:
         findings.append(nvme.examine(nvme_path))
     if storage is not None:
-        findings.append(storage_check.examine(storage))
+        findings.append(examine_storage(storage))
     return findings
 
 
@@ -68,7 +71,7 @@ def _other_builds(torch_version: str) -> list[Finding]:
         refuse_build(torch_version)
     except UsageError as error:
         text, _, remedy = str(error).partition(". ")
-        return [Finding(area="devices", name="accelerator", status=Status.PROBLEM, text=f"{text}.", remedy=remedy)]
+        return [found("devices", "accelerator", f"{text}.", remedy, status=Status.PROBLEM)]
     return []
 
 
@@ -82,10 +85,34 @@ def _interpreter(named: str | None) -> tuple[str, Finding]:
         python, text, status, versions = named or sys.executable, str(error), Status.FATAL, {}
     if python != sys.executable:
         text = f"{text.removesuffix('.')}. optuna-dsat runs with {own}"
-    return python, Finding(
-        area="software",
-        name="interpreter",
-        status=status,
-        text=text,
-        data={"python": python, "versions": versions, "tuner": sys.executable},
-    )
+    data = {"python": python, "versions": versions, "tuner": sys.executable}
+    return python, found("software", "interpreter", text, status=status, data=data)
+
+
+def examine_storage(url: str) -> Finding:
+    """Return the finding for a storage URL; the URL's password is masked."""
+    from optuna_dsat.store import migrate
+    from optuna_dsat.store.database import Database
+
+    shown = display_url(url)
+    data = {"url": shown}
+    try:
+        if not database_exists(url):
+            return found("database", "storage", f"{shown} is not there yet; the first study makes it.", data=data)
+        database = Database(url, create=False, retry_limit_s=_RETRY_LIMIT_S)
+        try:
+            state = migrate.require_usable(database)
+        finally:
+            database.close()
+    except DsatError as error:
+        return found(
+            "database",
+            "storage",
+            str(error),
+            "Start the database, or correct the URL, its user or password (they may also come from the "
+            "environment: PGPASSWORD, PGPASSFILE).",
+            data=data,
+            status=Status.FATAL,
+        )
+    words = "it holds no study yet" if state is migrate.SchemaState.NEW else "its tables are those of this version"
+    return found("database", "storage", f"{shown} answers; {words}.", data=data)

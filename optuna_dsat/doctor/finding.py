@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.errors import NothingRunnableError
 
-__all__ = ["Finding", "Status", "exit_code", "to_json"]
+__all__ = ["Finding", "Status", "exit_code", "found", "to_json"]
 
 
 class Status(StrEnum):
@@ -41,6 +42,20 @@ class Finding:
     """The result as JSON values, with units in the names."""
 
 
+def found(
+    area: str,
+    name: str,
+    text: str,
+    remedy: str = "",
+    *,
+    status: Status | None = None,
+    data: Mapping[str, Any] = MappingProxyType({}),
+) -> Finding:
+    """Return a finding; without a given status it is a problem if there is a remedy, else fine."""
+    status = status or (Status.PROBLEM if remedy else Status.FINE)
+    return Finding(area=area, name=name, status=status, text=text, remedy=remedy, data=dict(data))
+
+
 def exit_code(findings: Sequence[Finding]) -> int:
     """Return 0 if launches can run, else the exit code of a search that finds no runnable configuration."""
     return NothingRunnableError.exit_code if any(finding.status is Status.FATAL for finding in findings) else 0
@@ -50,15 +65,5 @@ def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return findings as JSON values."""
     return {
         "can_run": exit_code(findings) == 0,
-        "findings": [
-            {
-                "area": finding.area,
-                "name": finding.name,
-                "status": finding.status.value,
-                "text": finding.text,
-                "remedy": finding.remedy,
-                "data": dict(finding.data),
-            }
-            for finding in findings
-        ],
+        "findings": [asdict(finding) for finding in findings],
     }

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.doctor.finding import Finding, Status, found
 from optuna_dsat.script.interpreter import module_command, with_package
 from optuna_dsat.words import things_in_words
 
@@ -104,13 +104,13 @@ def findings(libraries: Libraries, *, gpus: int) -> Iterator[Finding]:
 
 def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
     if "error" in torch:
-        return Finding(
-            area=_AREA,
-            name="torch",
-            status=Status.FATAL,
-            text=f"torch cannot be imported: {torch['error']}",
-            remedy="Install torch into the environment of your script: https://pytorch.org/get-started",
+        return found(
+            _AREA,
+            "torch",
+            f"torch cannot be imported: {torch['error']}",
+            "Install torch into the environment of your script: https://pytorch.org/get-started",
             data=dict(torch),
+            status=Status.FATAL,
         )
     build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a build without CUDA"
     status, remedy, text = Status.FINE, "", f"torch {torch['version']}, {build}"
@@ -127,7 +127,7 @@ def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
     elif not torch["torchrun"] or not torch["distributed"]:
         status, text = Status.FATAL, f"{text}, without torch.distributed"
         remedy = "Install a build of torch with distributed training."
-    return Finding(area=_AREA, name="torch", status=status, text=text, remedy=remedy, data=dict(torch))
+    return found(_AREA, "torch", text, remedy, data=dict(torch), status=status)
 
 
 def _unsupported(torch: Mapping[str, Any]) -> list[str]:
@@ -146,19 +146,18 @@ def _unsupported(torch: Mapping[str, Any]) -> list[str]:
 
 def _deepspeed(deepspeed: Mapping[str, Any]) -> Finding:
     if "error" in deepspeed:
-        return Finding(
-            area=_AREA,
-            name="deepspeed",
-            status=Status.FATAL,
-            text=f"DeepSpeed cannot be imported: {deepspeed['error']}",
-            remedy="pip install 'deepspeed>=0.14.5' into the environment of your script",
+        return found(
+            _AREA,
+            "deepspeed",
+            f"DeepSpeed cannot be imported: {deepspeed['error']}",
+            "pip install 'deepspeed>=0.14.5' into the environment of your script",
             data=dict(deepspeed),
+            status=Status.FATAL,
         )
-    return Finding(
-        area=_AREA,
-        name="deepspeed",
-        status=Status.FINE,
-        text=f"DeepSpeed {deepspeed['version']}, running on {deepspeed['accelerator']}",
+    return found(
+        _AREA,
+        "deepspeed",
+        f"DeepSpeed {deepspeed['version']}, running on {deepspeed['accelerator']}",
         data=dict(deepspeed),
     )
 
@@ -169,14 +168,13 @@ def _nvcc(torch: Mapping[str, Any]) -> Finding:
     result = toolkit["version"]
     if result is not None and result.split(".")[0] == wanted.split(".")[0]:
         text = f"nvcc {result} ({toolkit['home']}) compiles DeepSpeed's operators"
-        return Finding(area=_AREA, name="nvcc", status=Status.FINE, text=text, data=toolkit)
+        return found(_AREA, "nvcc", text, data=toolkit)
     why = toolkit["why_not"] if result is None else f"nvcc ({toolkit['home']}) is of CUDA {result}, torch of {wanted}"
-    return Finding(
-        area=_AREA,
-        name="nvcc",
-        status=Status.PROBLEM,
-        text=f"DeepSpeed's operators for GPUs (FusedAdam, CPUAdam and others) cannot be compiled: {why.rstrip('.')}.",
-        remedy=f"Install the CUDA toolkit {wanted} and set CUDA_HOME to it; or use optimizers of torch "
+    return found(
+        _AREA,
+        "nvcc",
+        f"DeepSpeed's operators for GPUs (FusedAdam, CPUAdam and others) cannot be compiled: {why.rstrip('.')}.",
+        f"Install the CUDA toolkit {wanted} and set CUDA_HOME to it; or use optimizers of torch "
         '("torch_adam": true in their params).',
         data=toolkit,
     )
@@ -186,14 +184,14 @@ def _communication(torch: Mapping[str, Any], gpus: int) -> Finding:
     backend = "nccl" if gpus else "gloo"
     data = {"backend": backend, "nccl_version": torch.get("nccl_version")}
     if not torch[backend]:
-        return Finding(
-            area=_AREA,
-            name="communication",
-            status=Status.FATAL,
-            text=f"This build of torch has no {backend.upper() if gpus else backend}: ranks cannot talk.",
-            remedy=f"Install a build of torch with {backend}.",
+        return found(
+            _AREA,
+            "communication",
+            f"This build of torch has no {backend.upper() if gpus else backend}: ranks cannot talk.",
+            f"Install a build of torch with {backend}.",
             data=data,
+            status=Status.FATAL,
         )
     version = f" {torch['nccl_version']}" if gpus and torch.get("nccl_version") else ""
     words = f"NCCL{version}" if gpus else "gloo"
-    return Finding(area=_AREA, name="communication", status=Status.FINE, text=f"Ranks talk through {words}.", data=data)
+    return found(_AREA, "communication", f"Ranks talk through {words}.", data=data)

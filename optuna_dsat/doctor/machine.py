@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.doctor.finding import Finding, Status, found
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.launch.machine.devices import Device, Devices, cpu_devices, detect_devices, is_part
@@ -76,7 +76,7 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
     if gpus.devices is None:
         text, _, remedy = gpus.error.partition(" Repair ")
         remedy = f"Repair {remedy}" if remedy else ""
-        yield Finding(area="devices", name="driver", status=Status.FATAL, text=text, remedy=remedy)
+        yield found("devices", "driver", text, remedy, status=Status.FATAL)
         return
     if gpus.nvml is not None and gpus.count:
         yield _driver(gpus.nvml)
@@ -84,19 +84,19 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
             yield _gpu(device, gpus.nvml)
         yield from _uuid_names(gpus.devices)
     for number, notice in enumerate(gpus.devices.notices, start=1):
-        yield Finding(area="devices", name=f"notice {number}", status=Status.PROBLEM, text=notice)
+        yield found("devices", f"notice {number}", notice, status=Status.PROBLEM)
     if gpus.refused:
         text, _, remedy = gpus.refused.partition(". ")
-        yield Finding(area="devices", name="accelerator", status=Status.PROBLEM, text=f"{text}.", remedy=remedy)
+        yield found("devices", "accelerator", f"{text}.", remedy, status=Status.PROBLEM)
     if not gpus.count:
         yield _cpu(gpus.devices if gpus.devices.kind == "cpu" else cpu_devices(1), hidden=gpus.hidden > 0)
     if gpus.hidden:
-        yield Finding(
-            area="devices",
-            name="hidden GPUs",
-            status=Status.NOTE,
-            text=f"CUDA_VISIBLE_DEVICES or DS_ACCELERATOR hides {things_in_words(gpus.hidden, 'GPU')} of this machine.",
+        yield found(
+            "devices",
+            "hidden GPUs",
+            f"CUDA_VISIBLE_DEVICES or DS_ACCELERATOR hides {things_in_words(gpus.hidden, 'GPU')} of this machine.",
             data={"count": gpus.hidden},
+            status=Status.NOTE,
         )
 
 
@@ -106,16 +106,16 @@ def _uuid_names(devices: Devices) -> Iterator[Finding]:
     if named:
         numbers = ",".join(str(device.index) for device in devices.devices)
         whole = not any(is_part(device.visible_id) for device in named)
-        yield Finding(
-            area="devices",
-            name="names of GPUs",
-            status=Status.NOTE,
-            text="GPUs are named by UUID. Launches cope with it; DeepSpeed 0.19.8 by itself ends with a ValueError at "
+        yield found(
+            "devices",
+            "names of GPUs",
+            "GPUs are named by UUID. Launches cope with it; DeepSpeed 0.19.8 by itself ends with a ValueError at "
             "ZeRO 1 and 2 while nvidia-ml-py is installed, which optuna-dsat needs.",
-            remedy=f"Name them by number for training: CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
+            f"Name them by number for training: CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
             if whole
             else "Train with --run-full-experiment, or in an environment without nvidia-ml-py.",
             data={"visible": [device.visible_id for device in named]},
+            status=Status.NOTE,
         )
 
 
@@ -123,22 +123,20 @@ def _driver(nvml: Nvml) -> Finding:
     try:
         version = nvml.driver_version()
     except NvmlError as error:
-        return Finding(area="devices", name="driver", status=Status.NOTE, text=f"The driver's version: {error}")
-    return Finding(
-        area="devices", name="driver", status=Status.FINE, text=f"Driver {version}", data={"version": version}
-    )
+        return found("devices", "driver", f"The driver's version: {error}", status=Status.NOTE)
+    return found("devices", "driver", f"Driver {version}", data={"version": version})
 
 
 def _cpu(devices: Devices, *, hidden: bool) -> Finding:
     device = devices.devices[0]
-    return Finding(
-        area="devices",
-        name="cpu",
-        status=Status.NOTE,
-        text=f"No GPU: launches run on the CPU ({device.name}, {things_in_words(os.cpu_count() or 1, 'core')}), which "
+    return found(
+        "devices",
+        "cpu",
+        f"No GPU: launches run on the CPU ({device.name}, {things_in_words(os.cpu_count() or 1, 'core')}), which "
         "shows how configurations compare there, not on a GPU.",
-        remedy="" if hidden else "With an NVIDIA GPU in this machine: install its driver, then try nvidia-smi.",
+        "" if hidden else "With an NVIDIA GPU in this machine: install its driver, then try nvidia-smi.",
         data={"name": device.name, "cores": os.cpu_count()},
+        status=Status.NOTE,
     )
 
 
@@ -149,27 +147,25 @@ def _gpu(device: Device, nvml: Nvml) -> Finding:
     try:
         use = nvml.use(device.nvml_id)
     except NvmlError as error:
-        return Finding(
-            area="devices",
-            name=name,
-            status=Status.PROBLEM,
-            text=f"{text}; it does not answer ({error})",
-            remedy="Launches leave it out; nvidia-smi and dmesg may say why.",
+        return found(
+            "devices",
+            name,
+            f"{text}; it does not answer ({error})",
+            "Launches leave it out; nvidia-smi and dmesg may say why.",
             data=data,
         )
     data |= {"used_bytes": use.used_bytes, "processes": None if use.processes is None else sorted(use.processes)}
     holders = foreign_holders(device, use, nvml)
     if holders:
-        return Finding(
-            area="devices",
-            name=name,
-            status=Status.PROBLEM,
-            text=f"{text}; in use by {users_in_words(holders)}",
-            remedy="Launches leave it alone while it is in use: end what runs there, or go on without it.",
+        return found(
+            "devices",
+            name,
+            f"{text}; in use by {users_in_words(holders)}",
+            "Launches leave it alone while it is in use: end what runs there, or go on without it.",
             data=data,
         )
     how = _use_uncertainty(use)
-    return Finding(area="devices", name=name, status=Status.FINE, text=f"{text}, free{how}", data=data)
+    return found("devices", name, f"{text}, free{how}", data=data)
 
 
 def _use_uncertainty(use: GpuUse) -> str:
@@ -201,19 +197,18 @@ def _memory() -> Finding:
     total, available = host_memory_bytes(), available_memory_bytes()
     data = {"total_bytes": total, "available_bytes": min(total, available)}
     text = f"{bytes_in_words(total)} of host memory, {bytes_in_words(min(total, available))} available"
-    return Finding(area="host", name="memory", status=Status.FINE, text=text, data=data)
+    return found("host", "memory", text, data=data)
 
 
 def _shared_memory(shm: Path) -> Finding:
     usage = shutil.disk_usage(shm)
     text = f"{bytes_in_words(usage.total)} of shared memory ({shm}), {bytes_in_words(usage.free)} free"
     scarce = usage.free < _LEAST_SHM_BYTES
-    return Finding(
-        area="host",
-        name="shared memory",
-        status=Status.PROBLEM if scarce else Status.FINE,
-        text=text,
-        remedy="Data loaders' workers and ranks may die with a bus error: give a container more with --shm-size 8g."
+    return found(
+        "host",
+        "shared memory",
+        text,
+        "Data loaders' workers and ranks may die with a bus error: give a container more with --shm-size 8g."
         if scarce
         else "",
         data={"total_bytes": usage.total, "free_bytes": usage.free},
@@ -226,24 +221,21 @@ def _disk(output_dir: Path) -> Finding:
         parent = parent.parent
     data: dict[str, object] = {"path": str(output_dir)}
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        return Finding(
-            area="host",
-            name="disk",
-            status=Status.FATAL,
-            text=f"The output directory {output_dir} cannot be written to ({parent}).",
-            remedy="Give another with --output-dir.",
+        return found(
+            "host",
+            "disk",
+            f"The output directory {output_dir} cannot be written to ({parent}).",
+            "Give another with --output-dir.",
             data=data,
+            status=Status.FATAL,
         )
     free = shutil.disk_usage(parent).free
     scarce = free < _LEAST_DISK_BYTES
-    return Finding(
-        area="host",
-        name="disk",
-        status=Status.PROBLEM if scarce else Status.FINE,
-        text=f"{bytes_in_words(free)} free for {output_dir}",
-        remedy="Launches write logs, and DeepSpeed compiles: make room, or give another --output-dir."
-        if scarce
-        else "",
+    return found(
+        "host",
+        "disk",
+        f"{bytes_in_words(free)} free for {output_dir}",
+        "Launches write logs, and DeepSpeed compiles: make room, or give another --output-dir." if scarce else "",
         data=data | {"free_bytes": free},
     )
 
@@ -251,14 +243,13 @@ def _disk(output_dir: Path) -> Finding:
 def _isolation(output_dir: Path) -> Finding:
     folder = output_dir if output_dir.is_dir() else Path(tempfile.gettempdir())
     why = why_no_overlay(folder)
-    return Finding(
-        area="host",
-        name="isolation",
-        status=Status.PROBLEM if why else Status.FINE,
-        text=f"Overlays cannot be mounted ({why}): of what trials write, only Python's writers are redirected."
+    return found(
+        "host",
+        "isolation",
+        f"Overlays cannot be mounted ({why}): of what trials write, only Python's writers are redirected."
         if why
         else "Trials write to overlays: the user's files stay as they are.",
-        remedy="Allow unprivileged user namespaces (user.max_user_namespaces), or give a container CAP_SYS_ADMIN."
+        "Allow unprivileged user namespaces (user.max_user_namespaces), or give a container CAP_SYS_ADMIN."
         if why
         else "",
         data={"overlays": not why, "reason": why},
@@ -281,30 +272,22 @@ def _compiler(environ: Mapping[str, str]) -> Finding:
     data = {"compiler": result, "ninja": ninja, "folder": str(folder)}
     missing = [name for name, there in (("a C++ compiler", result), ("ninja", ninja)) if not there]
     if missing:
-        return Finding(
-            area="host",
-            name="compiler",
-            status=Status.PROBLEM,
-            text=f"Without {' and '.join(missing)} DeepSpeed's operators cannot be built on first use.",
-            remedy='apt install g++ and pip install ninja; or use optimizers of torch ("torch_adam": true).',
+        return found(
+            "host",
+            "compiler",
+            f"Without {' and '.join(missing)} DeepSpeed's operators cannot be built on first use.",
+            'apt install g++ and pip install ninja; or use optimizers of torch ("torch_adam": true).',
             data=data,
         )
     parent = folder
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
     if not os.access(parent, os.W_OK):
-        return Finding(
-            area="host",
-            name="compiler",
-            status=Status.PROBLEM,
-            text=f"DeepSpeed's operators are compiled into {folder}, which cannot be written to.",
-            remedy="Set TORCH_EXTENSIONS_DIR to a folder that can be.",
+        return found(
+            "host",
+            "compiler",
+            f"DeepSpeed's operators are compiled into {folder}, which cannot be written to.",
+            "Set TORCH_EXTENSIONS_DIR to a folder that can be.",
             data=data,
         )
-    return Finding(
-        area="host",
-        name="compiler",
-        status=Status.FINE,
-        text=f"DeepSpeed's operators can be built: {result}, ninja; into {folder}",
-        data=data,
-    )
+    return found("host", "compiler", f"DeepSpeed's operators can be built: {result}, ninja; into {folder}", data=data)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.doctor.finding import Finding, Status, found
 
 __all__ = ["Speed", "examine", "measure"]
 
@@ -115,24 +115,22 @@ def examine(folder: Path, *, size_bytes: int = _SIZE_BYTES) -> Finding:
     """Return the finding on a folder for NVMe offload, including its measured speed."""
     data: dict[str, object] = {"path": str(folder)}
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return Finding(
-            area="offload",
-            name="nvme drive",
-            status=Status.PROBLEM,
-            text=f"{folder} is not a folder that can be written to.",
-            remedy="Give --nvme a folder on the drive that optimizer states and parameters shall be offloaded to.",
+        return found(
+            "offload",
+            "nvme drive",
+            f"{folder} is not a folder that can be written to.",
+            "Give --nvme a folder on the drive that optimizer states and parameters shall be offloaded to.",
             data=data,
         )
     kind = _file_system(folder)
     try:
         speed = measure(folder, size_bytes=int(min(size_bytes, _SHARE * shutil.disk_usage(folder).free)))
     except OSError as error:
-        return Finding(
-            area="offload",
-            name="nvme drive",
-            status=Status.PROBLEM,
-            text=f"The speed of {folder} cannot be measured: {error.strerror}.",
-            remedy="Make room there, or give another folder.",
+        return found(
+            "offload",
+            "nvme drive",
+            f"The speed of {folder} cannot be measured: {error.strerror}.",
+            "Make room there, or give another folder.",
             data=data,
         )
     data |= {"file_system": kind, **vars(speed)}
@@ -150,4 +148,4 @@ def examine(folder: Path, *, size_bytes: int = _SIZE_BYTES) -> Finding:
     elif speed.read_bytes_per_s < _SLOW_BYTES_PER_S:
         remedy = "Slower than an NVMe drive (2 to 7 GB/s): every step waits for it. Give a folder on a faster one."
     status = Status.PROBLEM if remedy else Status.FINE
-    return Finding(area="offload", name="nvme drive", status=status, text=f"{text}.", remedy=remedy, data=data)
+    return found("offload", "nvme drive", f"{text}.", remedy, data=data, status=status)

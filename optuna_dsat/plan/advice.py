@@ -8,8 +8,7 @@ The first piece of advice names the structure to start with. The guide has a fix
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import Structure
@@ -35,22 +34,11 @@ def advise(plan: Plan) -> list[str]:
 
 def advise_by_rule(plan: Plan) -> dict[str, str]:
     """Return the pieces of advice that apply: name of the rule -> text, most important first."""
-    result = {rule.name: rule.text(plan) for rule in _RULES if rule.on(plan)}
+    result = {name: text(plan) for name, (text, applies) in _RULES.items() if applies(plan)}
     return {name: text for name, text in result.items() if text is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    """A piece of advice and the machines that it applies to."""
-
-    name: str
-    text: Callable[[Plan], str | None]
-    """Return the advice, None if it does not apply to the model."""
-    on: Callable[[Plan], bool]
-    """Whether the advice applies to the machine."""
-
-
-def _on_any(plan: Plan) -> bool:  # noqa: ARG001 - as the others
+def _always(_: Plan) -> bool:
     return True
 
 
@@ -258,16 +246,16 @@ def _divisible(plan: Plan) -> str | None:
     return f"The hidden size {plan.hidden} is no multiple of 16: tensor cores are slower on such matrices."
 
 
-_RULES = (
-    _Rule(name="start", text=_start, on=_on_any),
-    _Rule(name="checkpointing", text=_checkpointing, on=_on_any),
-    _Rule(name="offload", text=_offload_is_dear, on=_on_gpus),
-    _Rule(name="overlap_comm", text=_overlap, on=_on_several_gpus),  # CPUs have no second stream to overlap on
-    _Rule(name="buckets", text=_buckets, on=_on_any),
-    _Rule(name="persistence", text=_persistence, on=_on_several),
-    _Rule(name="round_robin", text=_round_robin, on=_on_several_gpus),
-    _Rule(name="sub_group", text=_sub_group, on=_on_any),
-    _Rule(name="precision", text=_precision, on=_on_gpus),
-    _Rule(name="divisible", text=_divisible, on=_on_gpus),
-)
-"""All advice, most important first."""
+_RULES: Mapping[str, tuple[Callable[[Plan], str | None], Callable[[Plan], bool]]] = {
+    "start": (_start, _always),
+    "checkpointing": (_checkpointing, _always),
+    "offload": (_offload_is_dear, _on_gpus),
+    "overlap_comm": (_overlap, _on_several_gpus),  # CPUs have no second stream to overlap on
+    "buckets": (_buckets, _always),
+    "persistence": (_persistence, _on_several),
+    "round_robin": (_round_robin, _on_several_gpus),
+    "sub_group": (_sub_group, _always),
+    "precision": (_precision, _on_gpus),
+    "divisible": (_divisible, _on_gpus),
+}
+"""Advice -> its text (None if it does not apply to the model), and whether it applies to the machine."""

@@ -9,11 +9,11 @@ layers or the optional norms of Phi's queries.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["FAMILIES", "Family", "Sizes", "attention_params", "block_params", "layer_params"]
+__all__ = ["FAMILIES", "Family"]
 
 Kind = Literal["decoder", "encoder", "encoder-decoder", "image"]
 
@@ -33,6 +33,14 @@ class Family:
     """Norms per layer over the head size."""
     embedding_norm: bool = False
     final_norm: bool = True
+    final_norm_switch: str = ""
+    """Key of the config that turns the norm after the last layer on or off; empty if it has none."""
+    token_types: int = 0
+    """Default number of token types, which have an embedding each."""
+    pooled: bool = False
+    """Whether the plain model ends with a dense layer, as BERT's does."""
+    projected: bool = False
+    """Whether embeddings may have another width than the layers (``word_embed_proj_dim``)."""
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
@@ -67,6 +75,8 @@ _ENCODER = Family(
     learned_positions=True,
     embedding_norm=True,
     final_norm=False,
+    token_types=2,
+    pooled=True,
     head_bias=True,
 )
 _T5 = Family(kind="encoder-decoder", norm_weights=1)
@@ -109,87 +119,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             extra_positions=2,
             attention_switch="enable_bias",
             ffn_switch="enable_bias",
+            final_norm_switch="do_layer_norm_before",
+            projected=True,
         ),
         "bloom": Family(qkv_bias=True, out_bias=True, ffn_bias=True, embedding_norm=True, ffn_factor=4),
         "falcon": Family(attention_switch="bias", ffn_switch="bias", ffn_factor=4),
         "bert": _ENCODER,
         "roberta": _ENCODER,
         "xlm-roberta": _ENCODER,
-        "distilbert": _ENCODER,
+        "distilbert": replace(_ENCODER, token_types=0, pooled=False),
         "vit": Family(kind="image", qkv_bias=True, out_bias=True, ffn_bias=True, qkv_switch="qkv_bias"),
         "t5": _T5,
         "mt5": _T5,
     }
 )
 """``model_type`` of a config -> family."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of a model."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    """Heads of keys and values."""
-    head_dim: int
-    ffn: int
-    """Width of a dense feed-forward block."""
-    experts: int = 0
-    """Experts of a sparse layer; 0 if the model is dense."""
-    experts_per_token: int = 0
-    expert_ffn: int = 0
-    """Width of an expert."""
-    shared_ffn: int = 0
-    """Width of the shared block that every token passes in addition to its experts."""
-    sparse_layers: int = 0
-    """Layers with experts; the others are dense."""
-
-    @property
-    def q_width(self) -> int:
-        """Total width of the queries."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Total width of the keys, equal to the total width of the values."""
-        return self.kv_heads * self.head_dim
-
-
-def attention_params(family: Family, sizes: Sizes) -> int:
-    """Return the parameters of the four projections of an attention block."""
-    weights = sizes.hidden * (2 * sizes.q_width + 2 * sizes.kv_width)
-    biases = sizes.q_width + 2 * sizes.kv_width if family.qkv_bias else 0
-    return weights + biases + (sizes.hidden if family.out_bias else 0)
-
-
-def block_params(family: Family, sizes: Sizes, width: int) -> int:
-    """Return the parameters of a dense feed-forward block.
-
-    Args:
-        family: The family.
-        sizes: Sizes of the model.
-        width: Width of the block.
-    """
-    inward = 2 if family.gated else 1
-    biases = inward * width + sizes.hidden if family.ffn_bias else 0
-    return (inward + 1) * sizes.hidden * width + biases
-
-
-def layer_params(family: Family, sizes: Sizes, *, experts: int | None) -> int:
-    """Return the parameters of a layer.
-
-    Args:
-        family: The family.
-        sizes: Sizes of the model.
-        experts: Number of experts to count: all for stored parameters, the experts per token for computed parameters;
-            None for a dense layer.
-    """
-    norms = family.norm_weights * (family.norms * sizes.hidden + family.head_norms * sizes.head_dim)
-    attention = attention_params(family, sizes) + norms
-    if experts is None:
-        return attention + block_params(family, sizes, sizes.ffn)
-    shared = block_params(family, sizes, sizes.shared_ffn) + sizes.hidden if sizes.shared_ffn else 0
-    routed = experts * block_params(family, sizes, sizes.expert_ffn) + sizes.experts * sizes.hidden
-    return attention + routed + shared

@@ -92,7 +92,8 @@ def plan_shape(
     gpu = machine.gpu
     if config is None:
         config = {"bf16" if gpu.bf16 else "fp16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
-    element = _element_bytes(config)
+    switches: list[Mapping[str, Any]] = [config.get(key) or {} for key in ("bf16", "fp16")]
+    element = 2 if any(switch.get("enabled") for switch in switches) else 4
     priors = machine_priors(
         gpu, ranks=machine.ranks, network_gbit_per_s=machine.network_gbit_per_s, param_bytes=element
     )
@@ -156,12 +157,6 @@ def _quantized_in_words(shape: TransformerShape, *, element: int) -> tuple[str, 
         f"The config quantizes its weights ({shape.quantized}). The plan does not count that{why}: each weight takes "
         f"{8 * element} bits here, so memory is overestimated.",
     )
-
-
-def _element_bytes(config: Mapping[str, Any]) -> int:
-    """Return the bytes of a parameter: 2 in half precision, else 4."""
-    switches: list[Mapping[str, Any]] = [config.get(key) or {} for key in ("bf16", "fp16")]
-    return 2 if any(switch.get("enabled") for switch in switches) else 4
 
 
 def _profile(shape: TransformerShape, machine: Machine, *, element: int) -> ModelProfile:

@@ -12,7 +12,7 @@ from typing import Any
 
 from optuna_dsat.config.documents import as_written, checked, read_document
 from optuna_dsat.errors import UsageError
-from optuna_dsat.plan.families import FAMILIES, Family, Sizes, attention_params, layer_params
+from optuna_dsat.plan.families import FAMILIES, Family
 from optuna_dsat.plan.transformer import Recompute, TransformerShape
 
 __all__ = ["find_config", "shape_of_config"]
@@ -62,16 +62,6 @@ class _Reader:
         """Return a boolean."""
         value = self.data.get(name)
         return default if value is None else bool(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Count:
-    """Parameters of a model, in total and per token."""
-
-    stored: int
-    active: int
-    logits: int | None
-    """Number of logits per sample; None for tokens times vocabulary."""
 
 
 def find_config(given: Path) -> Path:
@@ -124,39 +114,35 @@ def shape_of_config(
     path = find_config(given)
     data = _load(path)
     kind = _known_kind(path, data)
-    reader = _Reader(data=data)
-    family = _switched(FAMILIES[kind], reader)
-    sizes = _sizes(kind, family, reader)
-    tokens, longest = _tokens(family, reader, seq_length)
-    vocab = 1 if family.kind == "image" else reader.size("vocab_size")
-    count = _count(kind, family, sizes, reader, vocab)
-    if reader.missing:
-        raise UsageError(f"{path} ({kind}) lacks {', '.join(dict.fromkeys(reader.missing))}.")
+    model = _Model(kind, _Reader(data=data))
+    tokens, longest = model.tokens(seq_length)
+    stored, active, logits = model.params()
+    if missing := dict.fromkeys(model.reader.missing):
+        raise UsageError(f"{path} ({kind}) lacks {', '.join(missing)}.")
     if seq_length is not None and longest is not None and seq_length > longest:
         raise UsageError(f"--seq-length is {seq_length}, but {path} ({kind}) takes {longest} tokens at most.")
-    both = family.kind == "encoder-decoder"
-    decoders = reader.size("num_decoder_layers", default=sizes.layers) if both else 0
+    quantized, bits = _quantized(data)
     return TransformerShape(
-        params=count.stored,
-        hidden=sizes.hidden,
-        layers=sizes.layers + decoders,
-        heads=sizes.heads,
+        params=stored,
+        hidden=model.hidden,
+        layers=model.layers + model.decoders,
+        heads=model.heads,
         seq_length=tokens,
-        vocab=vocab,
-        ffn=_width_of_token(sizes),
-        gated=family.gated,
+        vocab=model.vocab,
+        ffn=model.width_of_token(),
+        gated=model.family.gated,
         dropout=dropout or any(isinstance(data.get(name), (int, float)) and data[name] > 0 for name in _DROPOUTS),
         fused_attention=fused_attention,
         recompute=recompute,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        cross_layers=decoders,
-        active_params=count.active if count.active != count.stored else None,
-        largest_module=_largest_module(family, sizes, vocab * reader.size("word_embed_proj_dim", default=sizes.hidden)),
-        logits=count.logits,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        cross_layers=model.decoders,
+        active_params=active if active != stored else None,
+        largest_module=model.largest_module(),
+        logits=logits,
         trainable_share=trainable_share,
-        quantized=_quantized(data)[0],
-        quantized_bits=_quantized(data)[1],
+        quantized=quantized,
+        quantized_bits=bits,
         family=kind,
     )
 
@@ -197,10 +183,163 @@ def _load(path: Path) -> Mapping[str, Any]:
     return data
 
 
-def _switched(family: Family, reader: _Reader) -> Family:
+class _Model:
+    """Sizes and parameters of a model by its config.
+
+    Args:
+        kind: Key of ``FAMILIES``.
+        reader: Reads the config.
+    """
+
+    def __init__(self, kind: str, reader: _Reader) -> None:
+        self.reader = reader
+        self.family = family = _switched(kind, reader)
+        self.hidden = reader.size("hidden_size", "n_embd", "d_model", "dim")
+        self.heads = reader.size("num_attention_heads", "n_head", "num_heads", "n_heads")
+        self.layers = reader.size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+        widths = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "ffn_hidden_size")
+        self.ffn = reader.size(*widths, default=family.ffn_factor * self.hidden or None)
+        own = family.head_dim or reader.maybe("head_dim", "d_kv")
+        if self.hidden % self.heads and own is None and not reader.missing:
+            raise UsageError(
+                f"--hf-config: hidden_size is {self.hidden}, no multiple of the {self.heads} attention heads."
+            )
+        default = family.head_dim or max(1, self.hidden // self.heads)
+        self.head_dim = reader.size("head_dim", "d_kv", default=default)
+        if kind == "falcon" and not reader.flag("new_decoder_architecture", default=False):
+            self.kv_heads = 1 if reader.flag("multi_query", default=True) else self.heads
+        else:
+            self.kv_heads = reader.size("num_key_value_heads", "num_kv_heads", default=self.heads)
+        both = family.kind == "encoder-decoder"
+        self.decoders = reader.size("num_decoder_layers", default=self.layers) if both else 0
+        self.vocab = 1 if family.kind == "image" else reader.size("vocab_size")
+        self.sparse_layers = self.experts = self.experts_per_token = self.shared_ffn = 0
+        self.expert_ffn = self.ffn
+        if family.experts:
+            every, alone = reader.size("decoder_sparse_step", default=1), reader.data.get("mlp_only_layers") or []
+            self.sparse_layers = sum(layer not in alone and (layer + 1) % every == 0 for layer in range(self.layers))
+            self.experts = reader.size("num_local_experts", "num_experts")
+            self.experts_per_token = reader.size("num_experts_per_tok")
+            self.expert_ffn = reader.size("moe_intermediate_size", default=self.ffn)
+            self.shared_ffn = reader.maybe("shared_expert_intermediate_size") or 0
+
+    def width_of_token(self) -> int:
+        """Return the mean width of the feed-forward blocks that a token passes, over the layers."""
+        sparse = self.experts_per_token * self.expert_ffn + self.shared_ffn
+        dense = self.ffn * (self.layers - self.sparse_layers)
+        return round((sparse * self.sparse_layers + dense) / self.layers)
+
+    def largest_module(self) -> int:
+        """Return the parameters of the largest leaf module; in transformers 5 a layer's experts are one module."""
+        embedding = self.vocab * self.reader.size("word_embed_proj_dim", default=self.hidden)
+        experts = self.experts * self.expert_ffn * (3 if self.family.gated else 2)
+        return max(embedding, self.hidden * max(self.ffn, experts))
+
+    def tokens(self, wanted: int | None) -> tuple[int, int | None]:
+        """Return the tokens per sample and the model's maximum (None if unlimited)."""
+        if self.family.kind == "image":
+            return self._patches() + 1, self._patches() + 1
+        names = ("max_position_embeddings", "n_positions")
+        longest = self.reader.maybe(*names) if self.family.learned_positions else None
+        known = self.reader.maybe(*names, "seq_length")
+        return wanted or min(_DEFAULT_TOKENS, known or _DEFAULT_TOKENS), longest
+
+    def _patches(self) -> int:
+        """Return the patches of an image."""
+        (height, width), (tall, wide) = self._sides("image_size"), self._sides("patch_size")
+        return max(1, (height // tall) * (width // wide))
+
+    def _sides(self, name: str) -> tuple[int, int]:
+        """Return height and width of an image or a patch; a single number is both."""
+        value = self.reader.data.get(name)
+        if not isinstance(value, list):
+            side = self.reader.size(name)
+            return side, side
+        if len(value) != 2 or not all(type(item) is int and item > 0 for item in value):
+            raise UsageError(f"--hf-config: {name} is {as_written(value)}; it must be a whole number or two of them.")
+        return value[0], value[1]
+
+    def params(self) -> tuple[int, int, int | None]:
+        """Return the stored parameters, those used per token, and the logits per sample (None: tokens x vocabulary)."""
+        head, logits = self._head()
+        dense = self._attention() + self._norms() + self._block(self.ffn)
+        fixed = self._embeddings() + head + (self.layers - self.sparse_layers) * dense
+        if self.family.final_norm and self.reader.flag(self.family.final_norm_switch, default=True):
+            fixed += self.family.norm_weights * self.hidden
+        if self.decoders:
+            norm = self.family.norm_weights * self.hidden
+            buckets = self.reader.size("relative_attention_num_buckets", default=32)
+            fixed += self.decoders * (dense + self._attention() + norm) + norm + 2 * self.heads * buckets
+        stored, active = (
+            fixed + self.sparse_layers * self._sparse(count) for count in (self.experts, self.experts_per_token)
+        )
+        return stored, active, logits
+
+    def _norms(self) -> int:
+        family = self.family
+        return family.norm_weights * (family.norms * self.hidden + family.head_norms * self.head_dim)
+
+    def _attention(self) -> int:
+        """Return the parameters of the four projections of an attention block."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        biases = (queries + 2 * keys) * self.family.qkv_bias + self.hidden * self.family.out_bias
+        return self.hidden * (2 * queries + 2 * keys) + biases
+
+    def _block(self, width: int) -> int:
+        """Return the parameters of a dense feed-forward block."""
+        inward = 2 if self.family.gated else 1
+        biases = (inward * width + self.hidden) * self.family.ffn_bias
+        return (inward + 1) * self.hidden * width + biases
+
+    def _sparse(self, experts: int) -> int:
+        """Return the parameters of a layer with so many of its experts."""
+        shared = self._block(self.shared_ffn) + self.hidden if self.shared_ffn else 0
+        routed = experts * self._block(self.expert_ffn) + self.experts * self.hidden
+        return self._attention() + self._norms() + routed + shared
+
+    def _embeddings(self) -> int:
+        """Return the parameters of the embeddings."""
+        family, reader, hidden = self.family, self.reader, self.hidden
+        if family.kind == "image":
+            tall, wide = self._sides("patch_size")
+            channels = reader.size("num_channels", default=3)
+            return hidden * (tall * wide * channels + 1) + hidden * (self._patches() + 2)
+        width = reader.size("word_embed_proj_dim", default=hidden) if family.projected else hidden
+        rows = reader.size("max_position_embeddings", "n_positions") if family.learned_positions else 0
+        rows += family.extra_positions
+        rows += reader.size("type_vocab_size", default=family.token_types) if family.token_types else 0
+        norm = family.norm_weights * hidden if family.embedding_norm else 0
+        return self.vocab * width + rows * hidden + norm + (2 * hidden * width if width != hidden else 0)
+
+    def _head(self) -> tuple[int, int | None]:
+        """Return the parameters of the head, and the number of logits per sample (None: tokens times vocabulary).
+
+        ``architectures`` names the trained model; the default is the language model, or the image classifier.
+        """
+        data, family, hidden = self.reader.data, self.family, self.hidden
+        name = str((data.get("architectures") or [""])[0])
+        labels = self.reader.maybe("num_labels") or len(data.get("id2label") or ()) or 2
+        dense = hidden * hidden + hidden
+        if family.kind == "image":
+            return (dense, hidden) if name.endswith("Model") else (hidden * labels + labels, labels)
+        if name.endswith(("Classification", "QuestionAnswering", "MultipleChoice")):
+            between = dense if family.kind == "encoder" and name.endswith("SequenceClassification") else 0
+            return between + hidden * labels + labels, labels
+        if name.endswith("Model") and not name.endswith("HeadModel"):
+            return dense * family.pooled, hidden
+        bias = self.vocab if family.head_bias else 0
+        if family.kind == "encoder":
+            pooled = dense + 2 * hidden + 2 if name.endswith("PreTraining") else 0
+            return dense + 2 * hidden + bias + pooled, None
+        tied = self.reader.flag("tie_word_embeddings", default=family.tied)
+        return (0 if tied else self.vocab * hidden) + bias, None
+
+
+def _switched(kind: str, reader: _Reader) -> Family:
     """Return the family with the biases and blocks selected by the config."""
-    both = reader.flag(family.attention_switch, default=family.qkv_bias) if family.attention_switch else None
-    if both is not None:
+    family = FAMILIES[kind]
+    if family.attention_switch:
+        both = reader.flag(family.attention_switch, default=family.qkv_bias)
         family = replace(family, qkv_bias=both, out_bias=both)
     if family.qkv_switch:
         family = replace(family, qkv_bias=reader.flag(family.qkv_switch, default=family.qkv_bias))
@@ -208,163 +347,9 @@ def _switched(family: Family, reader: _Reader) -> Family:
         family = replace(family, ffn_bias=reader.flag(family.ffn_switch, default=family.ffn_bias))
     if str(reader.data.get("feed_forward_proj", "")).startswith("gated-"):
         family = replace(family, gated=True)
-    return family
-
-
-def _sizes(kind: str, family: Family, reader: _Reader) -> Sizes:
-    hidden = reader.size("hidden_size", "n_embd", "d_model", "dim")
-    heads = reader.size("num_attention_heads", "n_head", "num_heads", "n_heads")
-    layers = reader.size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    widths = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "ffn_hidden_size")
-    ffn = reader.size(*widths, default=family.ffn_factor * hidden or None)
-    if hidden % heads and not family.head_dim and reader.maybe("head_dim", "d_kv") is None and not reader.missing:
-        raise UsageError(f"--hf-config: hidden_size is {hidden}, no multiple of the {heads} attention heads.")
-    dense = Sizes(
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=_kv_heads(kind, reader, heads),
-        head_dim=reader.size("head_dim", "d_kv", default=family.head_dim or max(1, hidden // heads)),
-        ffn=ffn,
-    )
-    return _with_experts(dense, reader) if family.experts else dense
-
-
-def _kv_heads(kind: str, reader: _Reader, heads: int) -> int:
-    """Return the number of heads of keys and values; Falcon's default is 1."""
-    if kind != "falcon":
-        return reader.size("num_key_value_heads", default=heads)
-    if reader.flag("new_decoder_architecture", default=False):
-        return reader.size("num_kv_heads", default=heads)
-    return 1 if reader.flag("multi_query", default=True) else heads
-
-
-def _with_experts(dense: Sizes, reader: _Reader) -> Sizes:
-    every = reader.size("decoder_sparse_step", default=1)
-    alone = reader.data.get("mlp_only_layers") or []
-    sparse = sum(1 for layer in range(dense.layers) if layer not in alone and (layer + 1) % every == 0)
-    return replace(
-        dense,
-        experts=reader.size("num_local_experts", "num_experts"),
-        experts_per_token=reader.size("num_experts_per_tok"),
-        expert_ffn=reader.size("moe_intermediate_size", default=dense.ffn),
-        shared_ffn=reader.maybe("shared_expert_intermediate_size") or 0,
-        sparse_layers=sparse,
-    )
-
-
-def _width_of_token(sizes: Sizes) -> int:
-    """Return the mean width of the feed-forward blocks that a token passes, over the layers."""
-    if not sizes.sparse_layers:
-        return sizes.ffn
-    sparse = sizes.experts_per_token * sizes.expert_ffn + sizes.shared_ffn
-    return round((sparse * sizes.sparse_layers + sizes.ffn * (sizes.layers - sizes.sparse_layers)) / sizes.layers)
-
-
-def _largest_module(family: Family, sizes: Sizes, embedding: int) -> int:
-    """Return the parameters of the largest leaf module; in transformers 5 a layer's experts are a single module."""
-    experts = sizes.experts * sizes.expert_ffn * (3 if family.gated else 2)
-    return max(embedding, sizes.hidden * max(sizes.ffn, experts))
-
-
-def _tokens(family: Family, reader: _Reader, wanted: int | None) -> tuple[int, int | None]:
-    """Return the tokens per sample and the model's maximum (None if unlimited)."""
-    if family.kind == "image":
-        patches = _patches(reader)
-        return patches + 1, patches + 1
-    longest = reader.maybe("max_position_embeddings", "n_positions") if family.learned_positions else None
-    known = reader.maybe("max_position_embeddings", "n_positions", "seq_length")
-    return wanted or min(_DEFAULT_TOKENS, known or _DEFAULT_TOKENS), longest
-
-
-def _patches(reader: _Reader) -> int:
-    """Return the patches of an image."""
-    (height, width), (tall, wide) = _sides(reader, "image_size"), _sides(reader, "patch_size")
-    return max(1, (height // tall) * (width // wide))
-
-
-def _sides(reader: _Reader, name: str) -> tuple[int, int]:
-    """Return height and width of an image or a patch; a single number is both."""
-    value = reader.data.get(name)
-    if not isinstance(value, list):
-        side = reader.size(name)
-        return side, side
-    if len(value) != 2 or not all(type(item) is int and item > 0 for item in value):
-        raise UsageError(f"--hf-config: {name} is {as_written(value)}; it must be a whole number or two of them.")
-    return value[0], value[1]
-
-
-def _count(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab: int) -> _Count:
-    """Count the parameters of embeddings, layers and head."""
-    dense = sizes.layers - sizes.sparse_layers
     if kind == "falcon":
-        family = replace(family, norms=_falcon_norms(reader))
-    around = _embeddings(kind, family, sizes, reader, vocab)
-    around += _final_norm(kind, family, sizes, reader)
-    each = layer_params(family, sizes, experts=None)
-    if family.kind == "encoder-decoder":
-        decoders = reader.size("num_decoder_layers", default=sizes.layers)
-        cross = attention_params(family, sizes) + family.norm_weights * sizes.hidden
-        positions = 2 * sizes.heads * reader.size("relative_attention_num_buckets", default=32)
-        around += decoders * (each + cross) + positions + family.norm_weights * sizes.hidden
-    head, logits = _head(kind, family, sizes, reader, vocab)
-    fixed = around + head + dense * each
-    return _Count(
-        stored=fixed + sizes.sparse_layers * layer_params(family, sizes, experts=sizes.experts),
-        active=fixed + sizes.sparse_layers * layer_params(family, sizes, experts=sizes.experts_per_token),
-        logits=logits,
-    )
-
-
-def _falcon_norms(reader: _Reader) -> int:
-    """Return the number of norms of a Falcon layer."""
-    if not reader.flag("parallel_attn", default=True):
-        return 2
-    default = 2 if reader.flag("new_decoder_architecture", default=False) else 1
-    return reader.size("num_ln_in_parallel_attn", default=default)
-
-
-def _final_norm(kind: str, family: Family, sizes: Sizes, reader: _Reader) -> int:
-    """Return the parameters of the norm after the last layer, which OPT may lack."""
-    if kind == "opt" and not reader.flag("do_layer_norm_before", default=True):
-        return 0
-    return family.norm_weights * sizes.hidden if family.final_norm else 0
-
-
-def _embeddings(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab: int) -> int:
-    """Return the parameters of the embeddings."""
-    hidden = sizes.hidden
-    norm = family.norm_weights * hidden if family.embedding_norm else 0
-    if family.kind == "image":
-        tall, wide = _sides(reader, "patch_size")
-        channels = reader.size("num_channels", default=3)
-        return hidden * (tall * wide * channels + 1) + hidden * (_patches(reader) + 2)
-    width = reader.size("word_embed_proj_dim", default=hidden) if kind == "opt" else hidden
-    rows = reader.size("max_position_embeddings", "n_positions") if family.learned_positions else 0
-    kinds = reader.size("type_vocab_size", default=2) if family.kind == "encoder" and kind != "distilbert" else 0
-    projections = 2 * hidden * width if width != hidden else 0
-    return vocab * width + (rows + kinds) * hidden + family.extra_positions * hidden + norm + projections
-
-
-def _head(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab: int) -> tuple[int, int | None]:
-    """Return the parameters of the head, and the number of logits per sample (None: tokens times vocabulary).
-
-    ``architectures`` names the trained model; the default is the language model, or the image classifier.
-    """
-    named = reader.data.get("architectures") or [""]
-    name, hidden = str(named[0]), sizes.hidden
-    labels = reader.maybe("num_labels") or len(reader.data.get("id2label") or ()) or 2
-    dense = hidden * hidden + hidden
-    if family.kind == "image":
-        return (dense, hidden) if name.endswith("Model") else (hidden * labels + labels, labels)
-    if name.endswith(("Classification", "QuestionAnswering", "MultipleChoice")):
-        between = dense if family.kind == "encoder" and name.endswith("SequenceClassification") else 0
-        return between + hidden * labels + labels, labels
-    if name.endswith("Model") and not name.endswith("HeadModel"):
-        return (dense if family.kind == "encoder" and kind != "distilbert" else 0), hidden
-    bias = vocab if family.head_bias else 0
-    if family.kind == "encoder":
-        pooled = dense + 2 * hidden + 2 if name.endswith("PreTraining") else 0
-        return dense + 2 * hidden + bias + pooled, None
-    tied = reader.flag("tie_word_embeddings", default=family.tied)
-    return (0 if tied else vocab * hidden) + bias, None
+        new = reader.flag("new_decoder_architecture", default=False)
+        parallel = reader.flag("parallel_attn", default=True)
+        norms = reader.size("num_ln_in_parallel_attn", default=2 if new else 1) if parallel else 2
+        family = replace(family, norms=norms)
+    return family

@@ -25,6 +25,7 @@ __all__ = ["CLOSE", "Plan", "PlannedRow", "plan_rows"]
 CLOSE = 0.1
 """Largest relative difference at which predictions are considered equal."""
 
+_RATES = ("samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu")
 _SIZES = 40
 """Number of micro-batches at which the predicted throughput is compared at once."""
 
@@ -126,10 +127,7 @@ class PlannedRow:
             "parts": dict(self.parts),
             "step_s": None if step is None else step.step_s,
             "step_s_90": None if step is None else [step.low_s, step.high_s],
-            "samples_per_s": None if step is None else step.samples_per_s,
-            "tokens_per_s": None if step is None else step.tokens_per_s,
-            "tokens_per_s_per_gpu": None if step is None else step.tokens_per_s_per_gpu,
-            "mfu": None if step is None else step.mfu,
+            **{name: getattr(step, name, None) for name in _RATES},
             "bound": self.bound,
             "shares": None if step is None else dict(step.shares),
             "too_small": self.too_small or None,

@@ -268,14 +268,10 @@ def shape_of(
         raise UsageError(f"--params is {params}; it must be at least 1.")
     if hidden is None:
         # Published models keep h / L near 128: GPT-3 175 B has 12288 / 96, LLaMA 7 B 4096 / 32.
-        hidden = _rounded((params / 12 / layers) ** 0.5 if layers else (128 * params / 12) ** (1 / 3))
+        hidden = round(((params / 12 / layers) ** 0.5 if layers else (128 * params / 12) ** (1 / 3)) / 128)
+        hidden = max(128, 128 * hidden)
     if layers is None:
         layers = max(1, round(params / 12 / hidden**2))
     if heads is None:
         heads = next(count for count in range(max(1, hidden // 128), 0, -1) if hidden % count == 0)
     return TransformerShape(params=params, hidden=hidden, layers=layers, heads=heads, **others)  # type: ignore[arg-type]
-
-
-def _rounded(hidden: float) -> int:
-    """Round a hidden size to a multiple of 128."""
-    return max(128, 128 * round(hidden / 128))

@@ -70,6 +70,7 @@ def cluster_launcher(
 ) -> TorchrunLauncher:
     """Return the launcher of a study whose launches run on a cluster."""
     output_dir = Path(spec.study_dir)
+    most = spec.max_concurrent_trials if spec.max_slots is None else spec.max_slots // spec.slots_per_trial
     forking = Forking(output_dir / "warm.log", enabled=spec.launcher == "warm", on_notice=on_notice)
     nodes = Cluster(
         output_dir,
@@ -82,7 +83,7 @@ def cluster_launcher(
             python=spec.python,
         ),
         limits=Limits(
-            places=_most_places(spec),
+            places=max(1, min(spec.max_concurrent_trials, most)),
             queue_s=spec.queue_timeout,
             idle_s=spec.idle_release,
         ),
@@ -92,11 +93,6 @@ def cluster_launcher(
         on_phase=on_phase,
     )
     return TorchrunLauncher(output_dir, nodes, forking=forking, on_notice=on_notice)
-
-
-def _most_places(spec: StudySpec) -> int:
-    by_slots = spec.max_concurrent_trials if spec.max_slots is None else spec.max_slots // spec.slots_per_trial
-    return max(1, min(spec.max_concurrent_trials, by_slots))
 
 
 def _needed_files(spec: StudySpec) -> dict[str, str]:

@@ -126,11 +126,7 @@ def _one_kind_of_device(given: Given) -> Given:
 
 
 def _check_places(given: Given) -> None:
-    """Raise if an option given for this search has no effect where its launches run.
-
-    Raises:
-        UsageError: Names the option, and where it has an effect.
-    """
+    """Raise if an option given for this search has no effect where its launches run."""
     for name, declared in options_in(type(given.options)).items():
         places = declared.places
         if places and given.options.on not in places and given.origins.get(name) in _OF_THIS_SEARCH:
@@ -140,11 +136,7 @@ def _check_places(given: Given) -> None:
 
 
 def _check_texts(given: Given) -> None:
-    """Raise for strings that cannot be a path, argument or variable.
-
-    Raises:
-        UsageError: Names the option only; the string may be secret.
-    """
+    """Raise for strings that cannot be a path, argument or variable; the message names the option only."""
     for field_ in fields(given.options):
         value = getattr(given.options, field_.name)
         if field_.name == "ds_config" and isinstance(value, Mapping):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from optuna_dsat.config import user_file
 from optuna_dsat.config.documents import is_pipe
@@ -60,8 +59,11 @@ def resume_request(
         if "min_gain" in limits and spec.method != "guided":
             raise UsageError(f"--min-gain is an option of guided; this study is searched by {spec.method}.")
         if limits:
-            spec = make_spec(**_with_limits(spec.model_dump(), limits))
-        here = _spec_here(study, spec, workdir=workdir, python=python, approve=approve)
+            values = spec.model_dump()
+            for field, limit in limits.items():
+                (values["options"] if field in values["options"] else values)[field] = limit
+            spec = make_spec(**values)
+        here = spec_here(study, spec, workdir=workdir, python=python, approve=approve)
         if edited := _edited_keys(here):
             on_notice(f"{here.script.config_path} was edited; the study keeps its config: {', '.join(edited)}.")
         if limits:
@@ -94,6 +96,7 @@ def _edited_keys(spec: StudySpec) -> list[str]:
 
 def spec_here(
     study: StoredStudy,
+    spec: StudySpec | None = None,
     *,
     workdir: Path | None,
     python: str | None = None,
@@ -103,6 +106,7 @@ def spec_here(
 
     Args:
         study: The study.
+        spec: Its spec with new limits; None for the stored one.
         workdir: Working directory on this machine; None for the stored one.
         python: Interpreter of the script on this machine; None for the stored one.
         approve: As in ``resume_request``.
@@ -110,32 +114,19 @@ def spec_here(
     Raises:
         UsageError: If the script is not on this machine, or is not approved.
     """
-    return _spec_here(study, study.stored_spec, workdir=workdir, python=python, approve=approve)
-
-
-def _spec_here(
-    study: StoredStudy,
-    spec: StudySpec,
-    *,
-    workdir: Path | None,
-    python: str | None,
-    approve: Callable[[Sequence[str], bool], None],
-) -> StudySpec:
+    spec = study.stored_spec if spec is None else spec
     here = spec if workdir is None else _relocated(spec, workdir)
     if python is not None:
         here = here.model_copy(update={"python": script_python(python) if spec.on == "here" else python})
-    _check_script(here)
+    script, lost = here.script, "say with --workdir where it lies."
+    if script.is_module and module_file(script.script, Path(script.cwd), python=here.python) is None:
+        raise UsageError(f"The module {script.script} is not found from {script.cwd}; {lost}")
+    if not script.is_module and not Path(script.script).is_file():
+        raise UsageError(f"The script {script.script} is not on this machine; {lost}")
     file = script_file(here)
     approve(what_runs(here, study.profiled), ran_here(study.stored_spec, file=file))
     remember(study.stored_spec, file=file)
     return here
-
-
-def _with_limits(values: dict[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return a spec's values with new limits, including the method's limits."""
-    own = {name: value for name, value in limits.items() if name in values["options"]}
-    others = {name: value for name, value in limits.items() if name not in own}
-    return {**values, **others, "options": {**values["options"], **own}}
 
 
 def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:
@@ -161,16 +152,6 @@ def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:
         }
     )
     return spec.model_copy(update={"script": script, "output_dir": moved(str(spec.output_dir))})
-
-
-def _check_script(spec: StudySpec) -> None:
-    script = spec.script
-    if script.is_module and module_file(script.script, Path(script.cwd), python=spec.python) is None:
-        raise UsageError(
-            f"The module {script.script} is not found from {script.cwd}; say with --workdir where it lies."
-        )
-    if not script.is_module and not Path(script.script).is_file():
-        raise UsageError(f"The script {script.script} is not on this machine; say with --workdir where it lies.")
 
 
 def devices_for(spec: StudySpec, on_notice: Callable[[str], None]) -> Devices:

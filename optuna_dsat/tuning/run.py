@@ -59,73 +59,42 @@ class KeptResults:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._measured: list[dict[str, Any]] = []
-        self._ended: dict[str, LaunchEnded] = {}
-        """Finished launches that are not known to be stored, by id."""
+        self._ended: dict[tuple[str, int | None], LaunchEnded] = {}
+        """Finished launch that is not known to be stored, by purpose and trial."""
 
     def __call__(self, event: ProgressEvent) -> None:
         """Keep the result of a launch, then forward the event."""
         if isinstance(event, LaunchEnded):
-            self._ended[event.launch_id] = event
+            self._ended[event.purpose, event.number] = event
         elif isinstance(event, ProfileFinished):
-            self._forget("profile", None)
+            self._ended.pop(("profile", None), None)
         elif isinstance(event, TrialFinished):
-            self._forget("trial", event.number)
-            self._measured.append(
-                {
-                    "trial": event.number,
-                    "configuration": event.words,
-                    "outcome": event.outcome.value,
-                    "value": event.value,
-                    "message": event.message,
-                }
-            )
+            self._ended.pop(("trial", event.number), None)
+            self._measured.append(_kept(event, outcome=event.outcome.value))
         elif isinstance(event, FinalistMeasured):
-            self._forget("confirm", event.number)
-            self._measured.append(
-                {
-                    "trial": event.number,
-                    "round": event.round,
-                    "configuration": event.words,
-                    "value": event.value,
-                    "message": event.message,
-                }
-            )
+            self._ended.pop(("confirm", event.number), None)
+            self._measured.append(_kept(event, round=event.round))
         self._observer(event)
-
-    def _forget(self, purpose: str, number: int | None) -> None:
-        """Drop launches that are now stored."""
-        self._ended = {
-            launch_id: event
-            for launch_id, event in self._ended.items()
-            if (event.purpose, event.number) != (purpose, number)
-        }
 
     def write(self, folder: Path) -> Path | None:
         """Write the kept results to ``KEPT`` in a folder; return the file, None if there are none or writing fails."""
-        measured = [*self._measured, *map(_not_stored, self._ended.values())]
-        if not measured:
+        ended = self._ended.values()
+        lost = [_kept(event, launch=event.launch_id, outcome=event.outcome.value, stored=False) for event in ended]
+        if not self._measured and not lost:
             return None
         path = folder / KEPT
         try:
             folder.mkdir(parents=True, exist_ok=True)
             set_others_aside([path], {})
-            write_json_atomic(path, {"measured": measured})
+            write_json_atomic(path, {"measured": [*self._measured, *lost]})
         except OSError:
             return None
         return path
 
 
-def _not_stored(event: LaunchEnded) -> dict[str, Any]:
-    """Return the record of a launch that ended after the database failed."""
-    return {
-        "trial": event.number,
-        "launch": event.launch_id,
-        "configuration": event.words,
-        "outcome": event.outcome.value,
-        "value": event.value,
-        "message": event.message,
-        "stored": False,
-    }
+def _kept(event: TrialFinished | FinalistMeasured | LaunchEnded, **more: Any) -> dict[str, Any]:
+    measured = {"configuration": event.words, "value": event.value, "message": event.message}
+    return {"trial": event.number, **more, **measured}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,21 +183,20 @@ def _require_python(spec: StudySpec) -> None:
 
 def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
     spec = request.spec
+
+    def notify(text: str) -> None:
+        observer(Message(text=text))
+
+    def show_phase(words: str) -> None:
+        observer(Phase(words=words))
+
     if spec.on != "here":
         from optuna_dsat.tuning.cluster import cluster_launcher
 
-        return cluster_launcher(
-            spec,
-            on_notice=lambda text: observer(Message(text=text)),
-            on_phase=lambda words: observer(Phase(words=words)),
-        )
+        return cluster_launcher(spec, on_notice=notify, on_phase=show_phase)
+    warm, slots = spec.launcher == "warm", spec.max_slots
     return local_launcher(
-        spec.study_dir,
-        devices=request.devices,
-        max_slots=spec.max_slots,
-        warm=spec.launcher == "warm",
-        on_notice=lambda text: observer(Message(text=text)),
-        on_phase=lambda words: observer(Phase(words=words)),
+        spec.study_dir, devices=request.devices, max_slots=slots, warm=warm, on_notice=notify, on_phase=show_phase
     )
 
 

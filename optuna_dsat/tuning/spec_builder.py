@@ -49,10 +49,11 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     slots = one_count(options.gpus_per_trial, option="--gpus-per-trial") or devices.per_launch
     ds_config.batch_triangle(ds_config.effective(config), world_size=slots)
     mappings = {**(user.autotuning.arg_mappings or {}), **(options.arg_mapping or {})}
+    stem = "".join(name if name.isprintable() else "_" for name in target.stem)  # a folder's name, without line breaks
     secrets = References(target.args, options.env or {}, config)
     values = {
         **_settings(options),
-        "name": _default_name(target.stem, method) if options.study is None else options.study,
+        "name": f"{stem}-{method}" if options.study is None else options.study,
         "method": method,
         "options": {name: getattr(options, name) for name in MethodOptions.model_fields if hasattr(options, name)},
         "script": ScriptSpec(
@@ -81,11 +82,6 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     return spec
 
 
-def _default_name(stem: str, method: str) -> str:
-    """Return a study's default name. It is also a folder name, but a script's name may contain line breaks."""
-    return f"{''.join(name if name.isprintable() else '_' for name in stem)}-{method}"
-
-
 def _settings(options: TuneOptions) -> dict[str, Any]:
     """Return the spec's fields that options set."""
     settings = {field_.name: getattr(options, field_.name) for field_ in fields(SearchSettings)}
@@ -98,22 +94,14 @@ def _settings(options: TuneOptions) -> dict[str, Any]:
 
 
 def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment variables as given.
-
-    Raises:
-        UsageError: If a variable's name is invalid.
-    """
+    """Return the environment variables as given."""
     if wrong := [name for name in given if not name or "=" in name]:
         raise UsageError(f"--env has a variable named {wrong[0]!r}; write NAME=VALUE, the name without '='.")
     return given
 
 
 def _check_modules(spec: StudySpec) -> None:
-    """Raise for invalid module names, and for modules that a launch on this machine would not find.
-
-    Raises:
-        UsageError: Names the module.
-    """
+    """Raise for invalid module names, and for modules that a launch on this machine would not find."""
     for option, names in (("--preload", spec.preload or ()), ("--no-preload", spec.no_preload or ())):
         for name in names:
             if not all(part.isidentifier() for part in name.split(".")):
@@ -133,11 +121,7 @@ def _check_modules(spec: StudySpec) -> None:
 
 
 def _existing_folder(path: str) -> str:
-    """Return the path of the folder for NVMe offload.
-
-    Raises:
-        UsageError: If it does not exist or is not writable.
-    """
+    """Return the path of the folder for NVMe offload."""
     if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
         raise UsageError(f"--nvme-path is {path}, which is no folder that can be written to.")
     return path

@@ -86,11 +86,7 @@ def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str
 
 
 def _with_experiment(rest: tuple[str, ...], hparams: Path | None) -> tuple[str, ...]:
-    """Add the lengths and the seed of an experiment configuration to the runner's arguments, unless they are given.
-
-    Raises:
-        UsageError: If the configuration cannot be read.
-    """
+    """Add the lengths and the seed of an experiment configuration to the runner's arguments, unless they are given."""
     experiment = None if hparams is None else Hparams.load(hparams).experiment
     given = {word.partition("=")[0] for word in rest}
     wanted = training_options(experiment or {})
@@ -104,14 +100,11 @@ def _script(path: Path) -> tuple[str, str]:
             f"The script {path} {'is not a file' if path.exists() else 'does not exist'}."
             + (" To run a module, say so with -m." if module_file(str(path), Path.cwd()) else "")
         )
-    if path.suffix in _OF_CONFIGS or _is_json(python_tree(path, f"The script {path}")):
+    body = [] if path.suffix in _OF_CONFIGS else python_tree(path, f"The script {path}").body
+    is_json = len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Dict)
+    if path.suffix in _OF_CONFIGS or is_json:
         raise UsageError(f"The script {path} is a config. Name the training script first, its config second.")
     return str(path.resolve()), path.stem
-
-
-def _is_json(tree: ast.Module) -> bool:
-    """Whether a file contains a single object literal, valid as both JSON and Python."""
-    return len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Dict)
 
 
 def _module(name: str, python: str | None) -> tuple[str, str]:

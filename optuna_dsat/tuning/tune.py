@@ -190,12 +190,7 @@ def tune(given: Given) -> TuneResult:
 
 
 def _search(prepared: Prepared) -> StudyRun:
-    """Run one study and return its outcome, which has a result.
-
-    Raises:
-        DsatError: As ``tune``.
-        SearchInterrupted: As ``tune``.
-    """
+    """Run one study and return its outcome, which has a result."""
     from optuna_dsat.display.live import make_observer
     from optuna_dsat.display.stopping import Stopping
     from optuna_dsat.tuning.run import run_study

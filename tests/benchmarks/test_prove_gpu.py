@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import importlib.metadata
 import json
+import subprocess
 import sys
 import time
 import zipfile
@@ -11,42 +11,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from benchmarks.prove_gpu import __main__ as command
-from benchmarks.prove_gpu import checks, install, machine, pack
+from benchmarks.prove_gpu import checks, machine, pack
 from benchmarks.prove_gpu.context import Context
-from benchmarks.prove_gpu.examples import EXAMPLES
-from benchmarks.prove_gpu.filling import next_size
-from benchmarks.prove_gpu.machine import Machine
-from benchmarks.prove_gpu.page import page
+from benchmarks.prove_gpu.filling import next_size, size_for
 from benchmarks.prove_gpu.proof import (
+    MOST_BEGINNINGS,
     ROOT,
     STAND_IN_NOTE,
+    Check,
     NotRunError,
-    OverrunError,
     PartOverError,
     Proof,
     Status,
     Verdict,
+    page,
+    run_part,
 )
-from benchmarks.prove_gpu.runner import MOST_BEGINNINGS, Check, run_part
-from benchmarks.prove_gpu.sizing import size_for
-from benchmarks.prove_gpu.turns import losses_apart
 from optuna_dsat.launch.machine.devices import Device, Devices
 
-MACHINE = Machine(
-    gpus=("NVIDIA H200",),
-    driver="580.1",
-    cuda="13.0",
-    capability="9.0",
-    memory_bytes=139 * 2**30,
-    host_memory_bytes=128 * 2**30,
-    cores=16,
-    stand_in=False,
-    versions={"torch": "2.11.0"},
-)
+MACHINE = {
+    "gpus": ["NVIDIA H200"],
+    "driver": "580.1",
+    "cuda": "13.0",
+    "capability": "9.0",
+    "memory_bytes": 139 * 2**30,
+    "host_memory_bytes": 128 * 2**30,
+    "cores": 16,
+    "stand_in": False,
+    "versions": {"torch": "2.11.0"},
+}
 DEVICES = Devices(
     kind="cuda",
     devices=(Device(index=0, visible_id="0", name="NVIDIA H200", memory_bytes=139 * 2**30),),
@@ -82,29 +77,27 @@ def part(
     proof: Proof, *found: Check[Any], clock: Clock | None = None, until: float = 100.0, stand_in: bool = False
 ) -> int:
     clock = Clock() if clock is None else clock
-    return run_part(found, proof, None, deadline=until, stand_in=stand_in, clock=clock, say=lambda _: None)
-
-
-def lasting(clock: Clock, seconds: float, done: list[str], name: str) -> Check[Any]:
-    def run(_: Any) -> Verdict:
-        clock.now_s += seconds
-        done.append(name)
-        return PROVEN
-
-    return Check(name=name, asked="", run=run, needs_s=seconds)
+    return len(run_part(found, proof, None, deadline=until, stand_in=stand_in, clock=clock, say=lambda _: None))
 
 
 def test_a_part_stops_between_checks_and_the_next_one_goes_on_there(tmp_path: Path) -> None:
-    clock, done = Clock(), list[str]()
-    result = [lasting(clock, 40, done, name) for name in ("one", "two", "three")]
-    path = tmp_path / "proof.json"
+    clock, done, path = Clock(), list[str](), tmp_path / "proof.json"
+
+    def lasting(name: str) -> Any:
+        def run(_: Any) -> Verdict:
+            clock.now_s += 40
+            done.append(name)
+            return PROVEN
+
+        return check(name, run, needs_s=40)
+
+    result = [lasting(name) for name in ("one", "two", "three")]
     assert part(Proof(path), *result, clock=clock) == 1
     assert done == ["one", "two"]
     assert part(Proof(path), *result, clock=clock, until=200) == 0
-    assert done == ["one", "two", "three"]
     assert part(Proof(path), *result, clock=clock, until=200) == 0
-    assert len(done) == 3
-    assert [record.seconds for record in Proof(path).records.values()] == [40, 40, 40]
+    assert done == ["one", "two", "three"]
+    assert Proof(path).seconds == dict.fromkeys(done, 40)
 
 
 def test_a_check_that_gives_way_goes_on_in_the_next_part_with_its_time_added_up(tmp_path: Path) -> None:
@@ -118,20 +111,21 @@ def test_a_check_that_gives_way_goes_on_in_the_next_part_with_its_time_added_up(
 
     path = tmp_path / "proof.json"
     assert part(Proof(path), check("search", run), check("next"), clock=clock) == 2
-    assert not Proof(path).records
+    assert not Proof(path).verdicts
     assert part(Proof(path), check("search", run), check("next"), clock=clock) == 0
-    assert Proof(path).records["search"].seconds == 60
+    assert Proof(path).seconds["search"] == 60
 
 
 def test_a_check_that_kills_its_part_again_and_again_is_given_up(tmp_path: Path) -> None:
     path = tmp_path / "proof.json"
-    for _ in range(MOST_BEGINNINGS):
+    for _ in range(MOST_BEGINNINGS - 1):
         Proof(path).begin("hangs")
+    assert part(Proof(path), check("hangs", raising(PartOverError(cut_off=True))), check("next")) == 2
     assert part(Proof(path), check("hangs", raising(AssertionError("begun once more"))), check("next")) == 0
-    records = Proof(path).records
-    assert records["hangs"].status is Status.FAILED
-    assert "never came to an end" in records["hangs"].why
-    assert records["next"].status is Status.PROVEN
+    verdicts = Proof(path).verdicts
+    assert verdicts["hangs"].status is Status.FAILED
+    assert "never came to an end" in verdicts["hangs"].why
+    assert verdicts["next"].status is Status.PROVEN
 
 
 @pytest.mark.parametrize(
@@ -145,47 +139,51 @@ def test_a_check_that_kills_its_part_again_and_again_is_given_up(tmp_path: Path)
 def test_whatever_a_check_raises_is_its_result(tmp_path: Path, error: BaseException, status: Status, why: str) -> None:
     proof = Proof(tmp_path / "proof.json")
     assert part(proof, check("odd", raising(error)), check("next")) == 0
-    assert (proof.records["odd"].status, proof.records["odd"].why) == (status, why)
+    assert (proof.verdicts["odd"].status, proof.verdicts["odd"].why) == (status, why)
 
 
 def test_a_stand_in_proves_nothing_about_values(tmp_path: Path) -> None:
     proof = Proof(tmp_path / "proof.json")
     short = check("short", lambda _: Verdict(status=Status.FELL_SHORT, why="slower"), values=True)
     part(proof, check("values", values=True), short, check("path"), stand_in=True)
-    assert {name: record.status for name, record in proof.records.items()} == {
-        "values": Status.RAN,
-        "short": Status.RAN,
-        "path": Status.PROVEN,
-    }
-    assert [record.note for record in proof.records.values()] == [STAND_IN_NOTE, STAND_IN_NOTE, ""]
+    statuses = [verdict.status for verdict in proof.verdicts.values()]
+    assert statuses == [Status.RAN, Status.RAN, Status.PROVEN]
 
 
 def test_no_path_of_the_machine_gets_into_the_proof(tmp_path: Path) -> None:
     proof = Proof(tmp_path / "state" / "proof.json")
     words = (
-        f"{sys.executable} {ROOT}/examples/gpt/train.py --storage sqlite:///{tmp_path}/state/x.db /usr/lib/x86/libc.so"
+        f"/opt/conda/bin/python {ROOT}/examples/gpt/train.py --storage sqlite:///{tmp_path}/state/x.db /usr/lib/libc.so"
     )
     verdict = Verdict(status=Status.FAILED, why=words, figures={"log": [words]}, command=words)
     part(proof, check("doctor", lambda _: verdict))
     text = proof.path.read_text()
     assert not any(folder in text for folder in (str(tmp_path), str(ROOT), "/usr/lib", str(Path.home()) + "/"))
-    assert json.loads(text)["records"][0]["command"] == (
-        "python examples/gpt/train.py --storage sqlite:///STATE/x.db .../libc.so"
-    )
+    expected = ".../python examples/gpt/train.py --storage .../x.db .../libc.so"
+    assert json.loads(text)["verdicts"]["doctor"]["command"] == expected
+
+
+def test_a_proof_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "proof.json").write_text('{"format": 1}')
+    with pytest.raises(ValueError, match="format 1"):
+        Proof(tmp_path / "proof.json")
 
 
 def test_the_page_says_what_was_proven_on_which_gpu_and_what_fell_short(tmp_path: Path) -> None:
     proof = Proof(tmp_path / "proof.json")
+    proof.machine = MACHINE
     short = Verdict(status=Status.FELL_SHORT, why="24 fit | 30 were predicted")
-    part(proof, check("doctor"), check("edge", lambda _: short), check("gpt", raising(NotRunError("no torch"))))
-    text = page(MACHINE.to_json(), list(proof.records.values()), written="today", left=["landscape"])
+    found = [check("doctor"), check("edge", lambda _: short), check("gpt", raising(NotRunError("no torch")))]
+    part(proof, *found)
+    text = page(proof, [*found, check("landscape")])
     lines = text.splitlines()
     assert "1 x NVIDIA H200, 139.0 GiB each; driver 580.1, CUDA 13.0; 16 cores, 128 GiB of host memory." in lines
     assert "1 proven, 1 fell short, 1 not run." in lines
     assert any("1 checks are still to do (landscape)" in line for line in lines)
     assert lines[lines.index("## Fell short") + 4] == ("| edge | edge is shown. | 24 fit \\| 30 were predicted | 0 |")
     assert "stand-in" not in text
-    assert STAND_IN_NOTE in page({**MACHINE.to_json(), "stand_in": True}, [], written="today", left=[])
+    proof.machine = {**MACHINE, "stand_in": True}
+    assert STAND_IN_NOTE in page(proof, found)
 
 
 @pytest.fixture
@@ -256,10 +254,10 @@ def test_a_command_leaves_its_output_behind_and_its_result_is_read(context: Cont
     whole = replace(context, deadline=time.monotonic() + 100)
     words = [sys.executable, "-c", "import sys; print('told'); print('{\"value\": 1}'); sys.exit('it\\nfailed\\n')"]
     done = whole.run(words, cwd=tmp_path, shown="dsat x", log="x")
-    assert (done.exit_code, done.last_line, done.result()) == (1, "failed", {"value": 1})
+    assert (done.why, done.result()) == ("It exited with 1: failed", {"value": 1})
     assert (tmp_path / "work" / "logs" / "x.err").read_text() == "it\nfailed\n\n"
-    assert replace(done, stderr="optuna-dsat: no GPU\n\nFull log: log\n").last_line == "no GPU"
-    with pytest.raises(ValueError, match="dsat y exited with 0 and no result: it said nothing"):
+    assert replace(done, stderr="optuna-dsat: no GPU\n\nFull log: log\n").why.endswith(": no GPU")
+    with pytest.raises(ValueError, match=r"no result\. It exited with 0: no message"):
         whole.run([sys.executable, "-c", ""], cwd=tmp_path, shown="dsat y", log="y").result()
 
 
@@ -280,17 +278,17 @@ def test_the_end_of_a_part_ends_a_command_as_it_can_be_ended(
     short = replace(context, deadline=time.monotonic() + (37 if clean else 7))
     with pytest.raises(PartOverError) as over:
         short.run(words, cwd=tmp_path, shown="dsat", log="search", clean_stop=clean)
-    assert isinstance(over.value, OverrunError) is not clean
+    assert over.value.cut_off is not clean
     assert (tmp_path / "work" / "logs" / "search.out").read_text() == f"ready\n{signal_name}\n"
 
 
 def test_every_check_has_its_own_name_and_every_example_a_check() -> None:
     names = [item.name for item in checks.all_checks()]
     assert len(set(names)) == len(names)
-    assert {f"example-{name}" for name in EXAMPLES} <= set(names)
+    assert names[:3] == ["doctor", "example-gpt", "example-huggingface"]
     assert sum(name.startswith("edge-") for name in names) == 6
-    folders = {path.name.replace("_", "-") for path in (ROOT / "examples").iterdir() if path.is_dir()}
-    assert folders - {"__pycache__"} <= set(EXAMPLES) | {"plain", "slurm"}
+    folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir()}
+    assert folders - {"__pycache__", "slurm"} == {folder for folder, _ in checks.EXAMPLES.values()}
 
 
 @pytest.mark.parametrize("predicted", [1, 15, 300])
@@ -312,52 +310,28 @@ def test_the_walk_from_the_prediction_comes_to_the_edge(predicted: int, share: f
 @pytest.mark.parametrize("gib", [2, 80, 288])
 def test_a_model_is_as_large_as_the_gpu_asks_for(gib: int) -> None:
     size = size_for(gib * 2**30)
-    assert 0.12 < 18 * size.params / (gib * 2**30) < 0.26
-    assert size.hidden % size.heads == 0
-    room = gib * 2**30 * 0.9 - 18 * size.params
-    assert 16 < room / (34 * size.hidden * size.layers * size.sequence) < 64
+    params = 12 * size["layers"] * size["hidden"] ** 2
+    assert 0.12 < 18 * params / (gib * 2**30) < 0.26
+    assert size["hidden"] % size["heads"] == 0
+    room = gib * 2**30 * 0.9 - 18 * params
+    assert 16 < room / (34 * size["hidden"] * size["layers"] * size["seq"]) < 64
 
 
 def test_losses_that_are_no_numbers_or_missing_are_apart() -> None:
-    assert losses_apart([1.0, 2.0], [1.0, 2.0]) == 0
-    assert losses_apart([1.0, 2.0], [1.0, 1.0]) == 0.5
-    assert losses_apart([float("nan")], [float("nan")]) == 0
-    assert losses_apart([float("nan")], [1.0]) == float("inf")
-    assert losses_apart([1.0], [1.0, 2.0]) == float("inf")
-    assert losses_apart([None], [1.0]) == float("inf")
+    assert checks.losses_apart([1.0, 2.0], [1.0, 2.0]) == 0
+    assert checks.losses_apart([1.0, 2.0], [1.0, 1.0]) == 0.5
+    assert checks.losses_apart([float("nan")], [float("nan")]) == 0
+    assert checks.losses_apart([float("nan")], [1.0]) == float("inf")
+    assert checks.losses_apart([1.0], [1.0, 2.0]) == float("inf")
+    assert checks.losses_apart([None], [1.0]) == float("inf")
 
 
-def test_wheels_are_collected_for_the_other_machine_not_for_this_one(tmp_path: Path) -> None:
-    words = pack.download_command(["optuna", "numpy"], into=tmp_path, python_version="3.12", arch="x86_64", glibc=28)
-    assert words[:4] == [sys.executable, "-m", "pip", "download"]
-    assert {"--no-deps", "--only-binary=:all:"} <= set(words)
-    assert words[words.index("--python-version") + 1] == "3.12"
-    assert words[-2:] == ["optuna", "numpy"]
-    tags = [words[place + 1] for place, word in enumerate(words) if word == "--platform"]
-    assert tags == pack.platforms(arch="x86_64", glibc=28)
-    assert {"manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"} <= set(tags)
-    assert not any(name.startswith("torch") for name in pack.NEEDS)
-
-
-def test_all_that_is_needed_is_packed_torch_aside() -> None:
-    """What is packed has no needs of its own, as they are installed here, that are not packed."""
-    packed = {*pack.NEEDS, *pack.FRAMEWORKS, "deepspeed", "optuna-dsat"}
-    there = {"torch", "setuptools"}
-    for name in packed:
-        try:
-            needs = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
-        except importlib.metadata.PackageNotFoundError:
-            continue  # of another version of something
-        needed = {canonicalize_name(need.name) for need in needs if need.marker is None or need.marker.evaluate()}
-        assert needed - there <= packed, name
-
-
-def test_packing_says_how_much_it_is_and_what_to_do_with_it(
+def test_packing_collects_wheels_for_the_other_machine_and_says_how_much_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[list[str]] = []
 
-    def run(words: list[str], _: str) -> None:
+    def run(words: list[str]) -> None:
         ran.append(words)
         folder = Path(words[words.index("--wheel-dir" if "wheel" in words else "--dest") + 1])
         folder.mkdir(exist_ok=True)
@@ -365,8 +339,15 @@ def test_packing_says_how_much_it_is_and_what_to_do_with_it(
 
     monkeypatch.setattr(pack, "_run", run)
     (tmp_path / "old-1.0-py3-none-any.whl").write_bytes(b"")
-    assert pack.main(["--into", str(tmp_path)]) == 0
+    assert pack.main(["--into", str(tmp_path), "--without", "numpy"]) == 0
     assert [words[3] for words in ran] == ["wheel", "wheel", "download"]
+    download = ran[-1]
+    assert {"--no-deps", "--only-binary=:all:"} <= set(download)
+    assert download[download.index("--python-version") + 1] == "3.12"
+    assert {"optuna", "sqlalchemy", "mako", "typer", "nvidia-ml-py"} <= set(download)
+    assert not {"numpy", "torch", "transformers"} & set(download)
+    tags = [download[place + 1] for place, word in enumerate(download) if word == "--platform"]
+    assert {"manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"} <= set(tags)
     assert sorted(path.name[:2] for path in tmp_path.iterdir()) == ["p1", "p2", "p3"]
     out = capsys.readouterr().out
     assert "3 wheels, 1.5 MB, for Python 3.12 on x86_64." in out
@@ -374,25 +355,26 @@ def test_packing_says_how_much_it_is_and_what_to_do_with_it(
     assert pack.main(["--into", str(tmp_path), "--limit-mb", "1"]) == 1
 
 
-def test_what_the_machine_lacks_or_has_too_old_is_installed_and_what_is_proven(tmp_path: Path) -> None:
-    wheels = [
-        wheel(tmp_path, "numpy-9.9"),
-        wheel(tmp_path, "no_such_thing-1.0", "psutil>=1.0", 'pytest>=9999; extra == "test"'),
-        wheel(tmp_path, "pytest-9999.0"),
-        wheel(tmp_path, "psutil-9.9"),
-        wheel(tmp_path, "optuna-5.0.0", "SQLAlchemy (>=9999)", "numpy!=1.0"),
-        wheel(tmp_path, "sqlalchemy-9999.0", "typing_extensions==4.0.0"),
-        wheel(tmp_path, "typing_extensions-4.0.0"),
-    ]
-    result = [item.name.partition("-")[0] for item in install.missing(wheels)]
-    assert result == ["no_such_thing", "optuna", "sqlalchemy", "typing_extensions"]
-    with pytest.raises(install.InstallError, match="make pack-gpu"):
-        install.install(tmp_path / "nothing", tmp_path / "site")
+def test_the_tested_packages_come_from_the_wheels_and_of_the_others_those_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    wheel(wheels, "first_tested", "9.9", "no_such_need>=2", "pytest>=1", "packaging>=0")
+    wheel(wheels, "pytest", "9999.0")
+    wheel(wheels, "no_such_need", "2.0")
+    monkeypatch.setattr(command, "_TESTED", ("first-tested",))
+    python = command.environment(wheels, tmp_path / "env")
+    text = "from importlib.metadata import version as v; print(v('first_tested'), v('no_such_need'), v('pytest'))"
+    done = subprocess.run([python, "-c", text], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == ["9.9", "2.0", pytest.__version__]
+    assert command.environment(tmp_path / "nothing", tmp_path / "env") == python, "made once"
 
 
-def wheel(folder: Path, name: str, *needs: str) -> Path:
-    path = folder / f"{name}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        lines = ["Metadata-Version: 2.1", *(f"Requires-Dist: {need}" for need in needs)]
-        archive.writestr(f"{name}.dist-info/METADATA", "\n".join(lines))
-    return path
+def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
+    info = f"{name}-{version}.dist-info"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{info}/METADATA", "\n".join([*lines, *(f"Requires-Dist: {need}" for need in needs)]))
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")

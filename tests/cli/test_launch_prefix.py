@@ -23,7 +23,8 @@ from tests.harness.interceptor import intercept_here
 def unfolded(folder: Path, *words: str) -> list[str]:
     folder.joinpath("train.py").write_text("")
     group: Any = typer.main.get_command(app)
-    return unfold_command(["random", *words], group, cwd=folder)
+    result = unfold_command(["random", *words], group, cwd=folder)
+    return list(result.arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def test_a_file_of_options_says_as_well_where_the_ranks_of_the_launcher_run(
     group: Any = typer.main.get_command(app)
     other = unfold_command(
         ["--options", str(named), "random", "deepspeed", "--num_gpus", "4", "train.py"], group, cwd=tmp_path
-    )
+    ).arguments
     assert "--gpus-per-node" not in other
 
 
@@ -179,7 +180,7 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(Device(index=n, visible_id=str(n), name="A100", memory_bytes=2**36) for n in range(8))
     monkeypatch.setattr(
         "optuna_dsat.launch.machine.devices.detect_devices",
-        lambda: Devices(kind="cuda", devices=gpus, host_memory_bytes=2**38),
+        lambda **_: Devices(kind="cuda", devices=gpus, host_memory_bytes=2**38),
     )
 
 
@@ -233,7 +234,7 @@ def test_places_are_those_of_the_folder_in_which_a_command_is_typed_that_goes_el
     assert result[result.index("--storage") + 1].endswith(f"{tmp_path}/optuna-dsat.db")
     assert result[result.index("--env") + 1] == "MODEL=tiny"
     assert result[-3:] == ["--", "--lr", "3"]
-    assert Path.cwd() == tmp_path / "inner"
+    assert Path.cwd() == tmp_path
     assert "where the command goes" in " ".join(capsys.readouterr().err.split())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPTUNA_DSAT_STORAGE", "sqlite:///kept/my.db")
@@ -268,3 +269,21 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path, first: tuple[str, 
     with pytest.raises(UsageError, match=r"^no-mpirun: no file in .* and no program"):
         unfolded(tmp_path, *first, "no-mpirun", "-n", "2", "python", "train.py")
     assert unfolded(tmp_path, "train.py", "--max-trials", "3") == ["random", "train.py", "--max-trials", "3"]
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_what_a_command_selects_is_returned_and_changes_the_process_when_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "own.py").write_text("")
+    (tmp_path / "train.sh").write_text("cd inner\ndeepspeed --include localhost:2,3 own.py\n")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    group: Any = typer.main.get_command(app)
+    result = unfold_command(["random", "bash", "train.sh"], group, cwd=tmp_path)
+    assert (result.folder, result.gpus) == (tmp_path / "inner", "2,3")
+    assert (Path.cwd(), os.environ["CUDA_VISIBLE_DEVICES"]) == (tmp_path, "0,1,2,3,4,5,6,7")
+    assert result.apply() == list(result.arguments)
+    assert (Path.cwd(), os.environ["CUDA_VISIBLE_DEVICES"]) == (tmp_path / "inner", "2,3")

@@ -6,11 +6,16 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
-from optuna_dsat.cli import search
+from optuna_dsat.cli import app, search
+from optuna_dsat.cli.parsing.options_file import OptionsFile
 from optuna_dsat.cli.parsing.rewriting import lift_option
+from optuna_dsat.study.spec import MethodOptions, StudySpec
 from optuna_dsat.tuning import prepare as tuning_prepare
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import AshaOptions, AutotuningOptions, TuneOptions
@@ -171,17 +176,38 @@ def test_a_broken_pyproject_and_a_missing_file_are_one_clear_line(
     assert "pyproject.toml is not TOML" in capsys.readouterr().err
 
 
-def test_the_budget_of_a_stored_study_is_not_that_of_new_ones(
+@pytest.mark.parametrize("limit", sorted({*StudySpec.model_fields, *MethodOptions.model_fields}))
+def test_a_key_for_all_commands_changes_no_setting_of_a_resumed_study(limit: str) -> None:
+    root = typer.main.get_command(app)
+    assert isinstance(root, TyperGroup)
+    resume = root.commands["resume"]
+    if not any(option.name == limit and f"--{limit.replace('_', '-')}" in option.opts for option in resume.params):
+        return
+    key, value = limit.replace("_", "-"), 2 if limit == "max_trials" else 0.5
+    context = typer.Context(root)
+
+    def given(table: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = OptionsFile(path=Path("pyproject.toml"), table=table).default_map(root, context)
+        return dict(found["resume"])
+
+    assert given({key: value}) == {}
+    assert given({"resume": {key: value}}) == {limit: value}
+
+
+def test_the_limits_of_a_stored_study_are_not_those_of_new_ones(
     bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 2\nquiet = true\nconfirm = 0\n")
+    (bench.folder / "pyproject.toml").write_text(
+        "[tool.optuna-dsat]\nmax-trials = 2\nmin-gain = 0.5\nconfirm-time = 9\nquiet = true\nconfirm = 0\n"
+    )
     start = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput")
-    assert leave(*start, "--max-trials", "3") == 0
+    assert leave(*start, "--max-trials", "3", "--confirm-time", "7") == 0
     capsys.readouterr()
     assert leave("resume", "train-random", "--json") == 0
     assert sum(json.loads(capsys.readouterr().out)["launches"].values()) == 3
     assert leave("show", "train-random", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["spec"]["max_trials"] == 3
+    spec = json.loads(capsys.readouterr().out)["spec"]
+    assert (spec["max_trials"], spec["confirm_time_s"]) == (3, 7.0)
 
 
 def test_a_dry_run_says_where_each_option_comes_from_and_hides_a_password(

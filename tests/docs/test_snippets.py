@@ -46,7 +46,7 @@ def parse(arguments: list[str]) -> None:
     """Parse a command line without running anything."""
     group: Any = typer.main.get_command(app)
     arguments = lift_option(spread_numbers(arguments, *COUNTS), "--options")
-    arguments = unfold_command(arguments, group, cwd=ROOT)
+    arguments = list(unfold_command(arguments, group, cwd=ROOT).arguments)
     context = group.make_context("optuna-dsat", arguments)
     while isinstance(group, TyperGroup):
         name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli import main
-from optuna_dsat.doctor import launchers, libraries, nvme, offloads, storage
-from optuna_dsat.doctor.examination import examine
+from optuna_dsat.doctor import capabilities, libraries, nvme
+from optuna_dsat.doctor.examination import examine, examine_storage
 from optuna_dsat.doctor.finding import Finding, Status, exit_code, to_json
 from optuna_dsat.doctor.libraries import Libraries
 from optuna_dsat.doctor.machine import host_findings
@@ -150,8 +150,8 @@ def test_a_broken_installation_is_told_by_its_error(tmp_path: Path) -> None:
     assert result.torch == {"error": "OSError: libtorch.so: cannot open shared object file"}
     findings = list(libraries.findings(result, gpus=0))
     assert [finding.status for finding in findings] == [Status.FATAL, Status.FATAL]
-    assert launchers.finding(result).status is Status.FATAL
-    assert list(offloads.findings(result, nvme=None, environ={})) == []
+    assert capabilities.launcher(result).status is Status.FATAL
+    assert list(capabilities.offloads(result, nvme=None, environ={})) == []
 
 
 def test_a_library_that_kills_its_process_is_told(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_which_offloads_can_work_and_why_not(machine: Machine, tmp_path: Path) -
     not_built = {"compatible": False, "why_not": "no nvcc"}
     environ = {"PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     broken = told(deepspeed={"operators": {"CPUAdamBuilder": not_built, "AsyncIOBuilder": not_built}})
-    result = {finding.name: finding for finding in offloads.findings(broken, nvme=tmp_path, environ=environ)}
+    result = {finding.name: finding for finding in capabilities.offloads(broken, nvme=tmp_path, environ=environ)}
     assert [result[name].status for name in names] == [Status.PROBLEM, Status.FINE, Status.PROBLEM]
     assert "(no nvcc)" in result["optimizer to the CPU"].text
     assert "torch_adam" in result["optimizer to the CPU"].remedy
@@ -254,19 +254,19 @@ def test_an_output_directory_that_cannot_be_written_to_is_fatal(
 
 def test_a_database_is_reached_or_its_error_is_told_without_the_password(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
-    assert "the first study makes it" in storage.examine(url).text
+    assert "the first study makes it" in examine_storage(url).text
     assert list(tmp_path.iterdir()) == []
     with Store.open(url):
         pass
-    assert "its tables are those of this version" in storage.examine(url).text
+    assert "its tables are those of this version" in examine_storage(url).text
     (tmp_path / "text.db").write_text("this is no database at all" * 100)
-    broken = storage.examine(f"sqlite:///{tmp_path}/text.db")
+    broken = examine_storage(f"sqlite:///{tmp_path}/text.db")
     assert broken.status is Status.FATAL
-    away = storage.examine("postgresql://user:s3cret@127.0.0.1:1/x")
+    away = examine_storage("postgresql://user:s3cret@127.0.0.1:1/x")
     assert away.status is Status.FATAL
     assert "s3cret" not in json.dumps(to_json([away]))
 
 
 @pytest.mark.postgres
 def test_a_postgres_server_is_reached(postgres_url: str) -> None:
-    assert "it holds no study yet" in storage.examine(postgres_url).text
+    assert "it holds no study yet" in examine_storage(postgres_url).text

@@ -9,26 +9,11 @@ from pathlib import Path
 
 __all__ = ["GENERATORS"]
 
-_WORDS = (
-    "the",
-    "a",
-    "one",
-    "model",
-    "data",
-    "train",
-    "runs",
-    "fast",
-    "slow",
-    "batch",
-    "step",
-    "loss",
-    "learns",
-    "reads",
-)
+_WORDS = "the a one model data train runs fast slow batch step loss learns reads"
 
 
 def _sentence(draw: random.Random, words: int) -> str:
-    return " ".join(draw.choice(_WORDS) for _ in range(words)).capitalize() + "."
+    return " ".join(draw.choice(_WORDS.split()) for _ in range(words)).capitalize() + "."
 
 
 def _text(path: Path, *, lines: int = 512, words: int = 24) -> None:

@@ -1,96 +1,168 @@
-"""Tiny random models with a tokenizer of bytes, written where ``from_pretrained`` looks for a model of the hub.
+"""Tiny random models and synthetic rows in place of models and data sets of the Hugging Face hub.
 
-``PYTHON -m benchmarks.first_try.stand_ins.hub HF_HOME NAME=KIND ...`` writes them with the libraries of that
-interpreter. A NAME that begins with ``.`` or ``/`` is a folder of its own, any other one a model of the hub in the
-cache below HF_HOME. Scripts then load them as they are, with ``HF_HUB_OFFLINE=1``; no library is changed.
+``PYTHON -m benchmarks.first_try.stand_ins.hub HF_HOME ROWS models|datasets NAME=KIND ...`` writes them with the
+libraries of that interpreter. A NAME that begins with ``.`` or ``/`` is a folder of its own. Other models are put into
+the cache below HF_HOME, and loaded as they are with ``HF_HUB_OFFLINE=1``. Rows of other data sets are put below ROWS;
+where ``FIRST_TRY_DATASETS`` names that folder, ``load_dataset`` reads them by its own reader of JSON lines.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
+import os
+import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-__all__ = ["KINDS", "write_model"]
+__all__ = ["AFTER", "MODELS", "ROWS", "write_model", "write_rows"]
 
 _REVISION = "0" * 40
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "[MASK]", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<image>")
-_VOCABULARY = 320
-_TEXT = {"vocab_size": _VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# Sizes whose squares times 0.9 are whole: older versions of transformers hand that to DeepSpeed as a bucket size.
-_USUAL = {
-    **_TEXT,
-    "hidden_size": 80,
-    "intermediate_size": 160,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 2048,
-}
-_T5 = {
-    "vocab_size": _VOCABULARY,
+# Widths whose squares times 0.9 are whole: older versions of transformers hand that to DeepSpeed as a bucket size.
+_TINY: Mapping[str, Any] = {
+    "vocab_size": 320,
     "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
-    "d_model": 80,
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim"), 80),
+    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim"), 160),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head"), 2),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 2048),
     "d_kv": 40,
-    "d_ff": 160,
-    "num_layers": 2,
-    "num_heads": 2,
-    "is_encoder_decoder": True,
+    "num_key_value_heads": 1,
+    "sliding_window": None,
 }
-_GPT2 = {**_TEXT, "n_embd": 80, "n_layer": 2, "n_head": 2, "n_positions": 2048}
-KINDS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
-    "bert": ("BertForMaskedLM", "bert", _USUAL),
-    "bloom": ("BloomForCausalLM", "bloom", {**_TEXT, "hidden_size": 80, "n_layer": 2, "n_head": 2}),
-    "gpt2": ("GPT2LMHeadModel", "gpt2", _GPT2),
-    "gpt_bigcode": ("GPTBigCodeForCausalLM", "gpt_bigcode", _GPT2),
-    "gpt_neox": ("GPTNeoXForCausalLM", "gpt_neox", _USUAL),
-    "llama": ("LlamaForCausalLM", "llama", {**_USUAL, "num_key_value_heads": 2}),
-    "mistral": ("MistralForCausalLM", "mistral", {**_USUAL, "num_key_value_heads": 1, "sliding_window": None}),
-    "mt5": ("MT5ForConditionalGeneration", "mt5", _T5),
-    "opt": ("OPTForCausalLM", "opt", {**_USUAL, "ffn_dim": 160, "word_embed_proj_dim": 80}),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2", {**_USUAL, "num_key_value_heads": 1}),
-    "roberta": ("RobertaForMaskedLM", "roberta", _USUAL),
-    "t5": ("T5ForConditionalGeneration", "t5", _T5),
-    "xlm-roberta": ("XLMRobertaForMaskedLM", "xlm-roberta", _USUAL),
+"""Fields of configs that make a model tiny; each model knows some of them."""
+MODELS: Mapping[str, str] = {
+    "bert": "BertForMaskedLM",
+    "bloom": "BloomForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_bigcode": "GPTBigCodeForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mt5": "MT5ForConditionalGeneration",
+    "opt": "OPTForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "roberta": "RobertaForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
+    "xlm-roberta": "XLMRobertaForMaskedLM",
 }
-"""Kind -> class of the model, ``model_type``, and the fields of its config that make it tiny."""
-
-_CHAT = (
+"""Kind, which is the ``model_type`` -> class of the model."""
+_CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_SPLITS = {"train": 512, "validation": 64, "test": 64}
+_WORDS = "a tiny model learns few words that mean nothing and are drawn by chance"
 
 
-def write_model(name: str, kind: str, *, home: Path) -> Path:
-    """Write one model with its tokenizer; return its folder.
+def _text(draw: random.Random, words: int) -> str:
+    return " ".join(draw.choices(_WORDS.split(), k=words))
 
-    Args:
-        name: A model of the hub, or a folder.
-        kind: A key of ``KINDS``.
-        home: ``HF_HOME`` of the launches.
-    """
-    folder = Path(name) if name.startswith((".", "/")) else _snapshot(name, home=home)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder)
-    architecture, model_type, fields = KINDS[kind]
+
+def _chat(draw: random.Random, _: int = 0) -> list[dict[str, str]]:
+    return [{"role": role, "content": _text(draw, 12)} for role in ("user", "assistant")]
+
+
+def _preference(draw: random.Random) -> dict[str, Any]:
+    chosen, rejected = _chat(draw), _chat(draw)
+    return {"prompt": chosen[0]["content"], "chosen": chosen, "rejected": [chosen[0], rejected[1]]}
+
+
+def _label(draw: random.Random, _: int) -> int:
+    return draw.randrange(2)
+
+
+def _index(_: random.Random, index: int) -> int:
+    return index
+
+
+def _name(_: random.Random, index: int) -> str:
+    return str(index)
+
+
+def _tokens(count: int) -> Callable[[random.Random, int], list[int]]:
+    return lambda draw, _: draw.choices(range(10, 250), k=count)
+
+
+ROWS: Mapping[str, Mapping[str, int | Callable[[random.Random, int], Any]]] = {
+    "alpaca": {"instruction": 12, "input": 0, "output": 12},
+    "chat": {"messages": _chat, "prompt": 12, "prompt_id": _name},
+    "classes": {"text": 12, "label": _label, "idx": _index},
+    "code": {"content": 60},
+    "dialogue": {"id": _name, "dialogue": 12, "summary": 5},
+    "dolly": {"instruction": 12, "context": 0, "response": 12, "category": 1},
+    "gsm8k": {"question": 12, "answer": lambda draw, index: f"{_text(draw, 12)}\n#### {index}"},
+    "instruct": {"prompt": 12, "completion": 12},
+    "messages": {"messages": _chat},
+    "pairs": {"sentence1": 12, "sentence2": 12, "label": _label, "idx": _index},
+    "preference": {},
+    "replies": {
+        "prompt": lambda draw, _: f"Human: {_text(draw, 12)} Assistant:",
+        **dict.fromkeys(("response", "chosen", "rejected"), 12),
+    },
+    "sentiment": {"sentence": 12, "label": lambda _, index: index % 3},
+    "text": {"text": 40},
+    "tokens": {"input_ids": _tokens(48), "attention_mask": lambda *_: [1] * 48, "labels": _tokens(16)},
+    "tweets": {
+        "Tweet text": 12,
+        "ID": _index,
+        "Label": lambda draw, _: draw.choice((1, 2)),
+        "text_label": lambda draw, _: draw.choice(("complaint", "no complaint")),
+    },
+}
+"""Kind -> the fields of a row: words of a text, or a function of the dice and the row's index."""
+
+
+def _rows(kind: str, split: str, count: int) -> list[dict[str, Any]]:
+    draw = random.Random(f"{kind} {split}")
+    if kind == "preference":
+        return [_preference(draw) for _ in range(count)]
+    fields = ROWS[kind].items()
+    return [
+        {name: _text(draw, value) if isinstance(value, int) else value(draw, index) for name, value in fields}
+        for index in range(count)
+    ]
+
+
+def write_rows(name: str, kind: str, *, folder: Path) -> None:
+    """Write the splits of one data set: below ``folder``, or into its own folder as ``load_from_disk`` reads them."""
+    if name.startswith((".", "/")):
+        datasets: Any = importlib.import_module("datasets")
+        splits = {split: _rows(kind, split, count) for split, count in {**_SPLITS, "eval": 64}.items()}
+        own = {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
+        datasets.DatasetDict(own).save_to_disk(name)
+        return
+    target = folder / name.replace("/", "--")
+    target.mkdir(parents=True, exist_ok=True)
+    for split, count in _SPLITS.items():
+        lines = map(json.dumps, _rows(kind, split, count))
+        (target / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_model(name: str, kind: str, *, home: Path) -> None:
+    """Write one model with its tokenizer: into ``HF_HOME`` as the hub's cache has it, or into its own folder."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(model_type, **fields, architectures=[architecture])
-    getattr(transformers, architecture)(config).save_pretrained(folder)
-    return folder
-
-
-def _snapshot(name: str, *, home: Path) -> Path:
-    """Return the folder of a model in the hub's cache, with the reference that leads to it."""
-    cached = home / "hub" / f"models--{name.replace('/', '--')}"
-    reference = cached / "refs" / "main"
-    reference.parent.mkdir(parents=True, exist_ok=True)
-    reference.write_text(_REVISION, encoding="utf-8")
-    return cached / "snapshots" / _REVISION
+    folder = Path(name)
+    if not name.startswith((".", "/")):
+        cached = home / "hub" / f"models--{name.replace('/', '--')}"
+        folder = cached / "snapshots" / _REVISION
+        (cached / "refs").mkdir(parents=True, exist_ok=True)
+        (cached / "refs" / "main").write_text(_REVISION, encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(folder)
+    config = transformers.AutoConfig.for_model(kind, **_TINY, architectures=[MODELS[kind]])
+    getattr(transformers, MODELS[kind])(config).save_pretrained(folder)
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -107,29 +179,53 @@ def _write_tokenizer(folder: Path) -> None:
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
+    names = ("pad_token", "bos_token", "eos_token", "unk_token", "mask_token")
     words = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 2048,
         "model_input_names": ["input_ids", "attention_mask"],
-        "pad_token": "<pad>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "mask_token": "[MASK]",
-        "chat_template": _CHAT,
+        **dict(zip(names, _SPECIAL, strict=False)),
+        "chat_template": _CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(words, indent=1), encoding="utf-8")
 
 
+_KEPT = ("split", "streaming", "cache_dir", "keep_in_memory")
+
+
+def _load(module: ModuleType) -> None:
+    if not os.environ.get("FIRST_TRY_DATASETS"):
+        return
+    original = module.load_dataset
+
+    @functools.wraps(original)
+    def load_dataset(path: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(os.environ["FIRST_TRY_DATASETS"]) / str(path).replace("/", "--")
+        files = {split: str(folder / f"{split}.jsonl") for split in _SPLITS if (folder / f"{split}.jsonl").is_file()}
+        if not files:
+            return original(path, *args, **kwargs)
+        named = {part.partition("[")[0] for part in str(kwargs.get("split") or "all").split("+")} - {"all"}
+        aliases = dict.fromkeys(named - files.keys(), files["test"])
+        return original("json", data_files={**files, **aliases}, **{key: kwargs[key] for key in _KEPT if key in kwargs})
+
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+
+
+AFTER = {"datasets.load": _load}
+
+
 def main(argv: Sequence[str]) -> None:
-    """Write the models that the arguments name."""
+    """Write the models or data sets that the arguments name."""
     from benchmarks.first_try.stand_ins import install
 
     install()  # what transformers imports may need them, too
-    home = Path(argv[0])
-    for word in argv[1:]:
+    home, folder, what, *words = argv
+    for word in words:
         name, _, kind = word.rpartition("=")
-        print(write_model(name, kind, home=home))
+        if what == "models":
+            write_model(name, kind, home=Path(home))
+        else:
+            write_rows(name, kind, folder=Path(folder))
 
 
 if __name__ == "__main__":

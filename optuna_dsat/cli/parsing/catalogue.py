@@ -6,7 +6,7 @@ A command's module is imported when the command is called, so commands do not wa
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import ItemsView, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ class Catalogue(HelpGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = _Commands(dict(self.commands))
+        self.commands = _Commands({**COMMANDS, **self.commands})
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands without building them."""
@@ -89,34 +89,23 @@ class Catalogue(HelpGroup):
         return list(self.commands)
 
 
-class _Commands(MutableMapping[str, Any]):
-    """Name -> command; built on lookup."""
-
-    def __init__(self, built: dict[str, Any]) -> None:
-        self._built = built
-        self._names = dict.fromkeys([*COMMANDS, *built])
+class _Commands(dict[str, Any]):
+    """Name -> command, or the entry of a command that is built on lookup."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._built:
-            self._built[name] = _build(name, COMMANDS[name])
-        return self._built[name]
+        command = super().__getitem__(name)
+        if isinstance(command, _Entry):
+            command = self[name] = _build(name, command)
+        return command
 
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._names[name] = None
-        self._built[name] = command
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - the method itself
 
-    def __delitem__(self, name: str) -> None:
-        del self._names[name]
-        self._built.pop(name, None)
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return ItemsView(self)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return ValuesView(self)
 
 
 def _build(name: str, entry: _Entry) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, is_dataclass
+from dataclasses import MISSING, Field, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -43,66 +43,54 @@ def with_options(run: Callable[..., None], doc: str | None = None) -> Callable[.
             parameters; or with ``typer.Context``, for the command's context.
         doc: Help of the command; None for the docstring of ``run``.
     """
-    kinds = {name: hint for name, hint in get_type_hints(run).items() if name != "return"}
+    names = [name for name in get_type_hints(run) if name != "return"]
     classes = _classes(run)
-    of_class = {name: _parameters(kind) for name, kind in classes.items()}
+    declared = {
+        name: [(field_, option_of(hint), hint) for field_, hint in fields_of(kind)] for name, kind in classes.items()
+    }
 
     def command(context: typer.Context, **values: Any) -> None:
-        arguments: dict[str, Any] = {name: context for name in kinds if name not in classes}
+        arguments: dict[str, Any] = dict.fromkeys(names, context)
         for name, kind in classes.items():
-            parsers = {parameter.name: _parser(parameter.annotation) for parameter in of_class[name]}
-            arguments[name] = kind(**{field: parse(values[field]) for field, parse in parsers.items()})
+            given = {
+                field_.name: option.parse(values[field_.name]) if option and option.parse else values[field_.name]
+                for field_, option, _ in declared[name]
+            }
+            arguments[name] = kind(**given)
         run(**arguments)
 
-    own = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [
-        own,
-        *(parameter.replace(annotation=_for_typer(parameter)) for result in of_class.values() for parameter in result),
-    ]
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [context]
+    for fields in declared.values():
+        parameters += [
+            inspect.Parameter(
+                field_.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=hint if option is None else _for_typer(field_, option, hint),
+                default=inspect.Parameter.empty if field_.default is MISSING else field_.default,
+            )
+            for field_, option, hint in sorted(fields, key=lambda item: _place(item[1]))
+        ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = run.__doc__ if doc is None else doc
     return command
 
 
-def _parameters(options: Any) -> list[inspect.Parameter]:
-    """Return the fields of a class of options as keyword-only parameters."""
-    parameters = [
-        inspect.Parameter(
-            field_.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=annotation,
-            default=inspect.Parameter.empty if field_.default is MISSING else field_.default,
-        )
-        for field_, annotation in fields_of(options)
-    ]
-    return sorted(parameters, key=_place)
-
-
-def _place(parameter: inspect.Parameter) -> int:
-    """Return the position of a parameter's panel in the help; arguments come first."""
-    option = option_of(parameter.annotation)
-    return -1 if option is None or option.panel is None else PANELS.index(option.panel)
-
-
-def _parser(annotation: Any) -> Callable[[Any], Any]:
-    option = option_of(annotation)
-    return option.parse if option is not None and option.parse is not None else lambda value: value
-
-
-def _for_typer(parameter: inspect.Parameter) -> Any:
+def _for_typer(field_: Field[Any], option: Option, hint: Any) -> Any:
     """Return the annotation of a field in typer's form."""
-    option = option_of(parameter.annotation)
-    if option is None:
-        return parameter.annotation
-    declared = get_args(parameter.annotation)[0]
+    declared = get_args(hint)[0]
     is_list = {get_origin(arg) for arg in get_args(declared)} & {Sequence, Mapping}
     kind = option.text_type or (list[str] | None if is_list else declared)
     if option.panel is None:
         return Annotated[kind, typer.Argument(help=option.command_help, metavar=option.metavar, show_default=False)]
     flags = option.flags
-    if not flags and parameter.default is False:
-        flags = ("--" + parameter.name.replace("_", "-"),)  # no --no-... for a flag that is off by default
+    if not flags and field_.default is False:
+        flags = ("--" + field_.name.replace("_", "-"),)  # no --no-... for a flag that is off by default
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in option.choices if choice.startswith(incomplete)]
+
     return Annotated[
         kind,
         typer.Option(
@@ -110,16 +98,15 @@ def _for_typer(parameter: inspect.Parameter) -> Any:
             help=option.command_help,
             metavar=option.metavar,
             envvar=option.env,
-            autocompletion=_completion(option),
+            autocompletion=complete if option.choices else None,
             rich_help_panel=option.panel,
         ),
     ]
 
 
-def _completion(option: Option) -> Callable[[str], list[str]] | None:
-    if not option.choices:
-        return None
-    return lambda incomplete: [choice for choice in option.choices if choice.startswith(incomplete)]
+def _place(option: Option | None) -> int:
+    """Return the position of an option's panel in the help; arguments come first."""
+    return -1 if option is None or option.panel is None else PANELS.index(option.panel)
 
 
 def origins_of(context: typer.Context, names: Iterable[str]) -> dict[str, str]:

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.shell import enter
-from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.experiment import Experiment, read_experiment
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.study.options.parse import NO_CONFIG
 
-__all__ = ["is_experiment", "kept_places", "unfold_experiment", "value_given"]
+__all__ = ["Unfolded", "is_experiment", "kept_places", "unfold_experiment", "value_given"]
 
 _SUFFIXES = (".yaml", ".yml")
 _DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfolded:
+    """Arguments of ``optuna-dsat``, and the process in which they are valid."""
+
+    arguments: Sequence[str]
+    folder: Path | None = None
+    """Working directory of the search; None for the present directory."""
+    gpus: str | None = None
+    """``CUDA_VISIBLE_DEVICES`` of the search; None to keep the present value."""
+
+    def apply(self) -> list[str]:
+        """Change working directory and environment of this process accordingly; return the arguments."""
+        if self.folder is not None:
+            enter(self.folder)
+        if self.gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.gpus
+        return list(self.arguments)
 
 
 def is_experiment(words: Sequence[str], *, cwd: Path) -> bool:
@@ -28,11 +47,10 @@ def is_experiment(words: Sequence[str], *, cwd: Path) -> bool:
     return (cwd / words[0]).is_file() and (cwd / words[1]).is_dir()
 
 
-def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozenset[str], cwd: Path) -> list[str]:
+def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozenset[str], cwd: Path) -> Unfolded:
     """Convert an experiment configuration to the arguments of a search; given options override its settings.
 
-    The search runs in the model directory, which becomes the working directory of this process. Unsupported keys are
-    reported on stderr.
+    The search runs in the model directory. Unsupported keys are reported on stderr.
 
     Args:
         words: The configuration, the directory, further options and, after ``--``, arguments.
@@ -50,11 +68,10 @@ def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozen
     given = [*own, *further]
     experiment = read_experiment(file)
     arguments = [*_settings(experiment, given=given, known=known), *given, *kept_places(cwd, folder, given=given)]
-    enter(folder)
     named = os.path.relpath(file, folder)
     for note in _notes(experiment, known=known):
-        say_prose(f"{named}: {note}", file=sys.stderr)
-    return [*arguments, *_target(experiment, named, rest=rest)]
+        notify(f"{named}: {note}")
+    return Unfolded(arguments=[*arguments, *_target(experiment, named, folder=folder, rest=rest)], folder=folder)
 
 
 def _settings(experiment: Experiment, *, given: Sequence[str], known: frozenset[str]) -> list[str]:
@@ -115,16 +132,14 @@ def _notes(experiment: Experiment, *, known: frozenset[str]) -> list[str]:
     return notes
 
 
-def _target(experiment: Experiment, named: str, *, rest: Sequence[str]) -> list[str]:
+def _target(experiment: Experiment, named: str, *, folder: Path, rest: Sequence[str]) -> list[str]:
     """Return script or model definition, config and arguments.
 
     Args:
         experiment: The experiment.
         named: Path of its configuration, relative to the model directory.
+        folder: The model directory.
         rest: Further arguments of the script or model definition.
-
-    Raises:
-        UsageError: If the entry point is not a script, or a model definition has no config.
     """
     if experiment.is_trial:
         if not experiment.config:
@@ -135,7 +150,7 @@ def _target(experiment: Experiment, named: str, *, rest: Sequence[str]) -> list[
     from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
 
     words = [*experiment.entry, *rest]
-    command = read_command(words, cwd=Path.cwd())
+    command = read_command(words, cwd=folder)
     if command is None and words[0].endswith(".py"):
         command = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if command is None:

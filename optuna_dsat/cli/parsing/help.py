@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, get_args
 
@@ -59,23 +59,19 @@ def shown_default(param: TyperOption) -> str:
 
 
 class _Page:
-    """Lines of help for a terminal of some width, with or without colours."""
+    """Lines of help for stdout, with colours if it supports them."""
 
-    def __init__(self, *, columns: int, coloured: bool) -> None:
-        self._columns = columns
-        self._coloured = coloured
+    def __init__(self, context: typer.Context) -> None:
+        forced, shown = os.environ.get("FORCE_COLOR"), sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        context.color = bool(forced or shown) and not os.environ.get("NO_COLOR")
+        self._coloured = context.color
+        self._columns = max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns - 1))
         self.lines: list[str] = []
 
-    def paragraph(self, text: str, *, indent: int = 2) -> None:
-        space = " " * indent
-        self.lines += textwrap.wrap(
-            " ".join(text.split()),
-            self._columns,
-            initial_indent=space,
-            subsequent_indent=space,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+    def paragraph(self, text: str, *, indent: int = 2, apart: bool = True) -> None:
+        """Add a paragraph, after an empty line if it is ``apart``."""
+        self.lines += [""] * apart
+        self.lines += _wrapped(text, self._columns, " " * indent)
 
     def section(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Add a titled table of two columns; the second column is wrapped."""
@@ -83,38 +79,36 @@ class _Page:
             return
         self.lines += ["", self._style(f"{title}:", bold=True)]
         width = min(max(len(name) for name, _ in rows), _LEFT, self._columns // 3)
-        for name, text in rows:
-            self._row(name, text, width)
-
-    def _row(self, name: str, text: str, width: int) -> None:
         right = " " * (width + 4)
-        wrapped = textwrap.wrap(
-            " ".join(text.split()), self._columns - len(right), break_long_words=False, break_on_hyphens=False
-        )
-        shown = self._style(name, fg="cyan")
-        if len(name) > width or not wrapped:
-            self.lines.append(f"  {shown}")
-        else:
-            self.lines.append(f"  {shown}{' ' * (width - len(name))}  {wrapped.pop(0)}")
-        self.lines += [right + line for line in wrapped]
+        for name, text in rows:
+            wrapped, left = _wrapped(text, self._columns - len(right)), f"  {self._style(name, fg='cyan')}"
+            if len(name) <= width and wrapped:
+                left += f"{' ' * (width - len(name))}  {wrapped.pop(0)}"
+            self.lines += [left, *(right + line for line in wrapped)]
+
+    def panels(self, options: Iterable[TyperOption]) -> None:
+        """Add a section for each panel of options, in order of first appearance."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for option in options:
+            panel = option.rich_help_panel if isinstance(option.rich_help_panel, str) else _OTHERS
+            panels.setdefault(panel, []).append((_names(option), _meaning(option)))
+        for title, rows in panels.items():
+            self.section(title, rows)
 
     def _style(self, text: str, **style: Any) -> str:
         return typer.style(text, **style) if self._coloured else text
 
 
-def _begin(context: typer.Context) -> _Page:
-    """Return an empty page for stdout; the context enables colours if stdout supports them."""
-    forced, shown = os.environ.get("FORCE_COLOR"), sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    coloured = bool(forced or shown) and not os.environ.get("NO_COLOR")
-    context.color = coloured
-    columns = max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns - 1))
-    return _Page(columns=columns, coloured=coloured)
-
-
-def _note_wish(context: typer.Context, args: Sequence[str]) -> None:
-    """Record whether the arguments request all options."""
-    own = args[: args.index("--")] if "--" in args else args
-    context.meta[_WANTS_ALL] = _ALL in own
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    whole = " ".join(text.split())
+    return textwrap.wrap(
+        whole,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _text(text: str | None) -> str:
@@ -148,12 +142,6 @@ def _meaning(option: TyperOption) -> str:
     return " ".join([text, *(f"[{fact}]" for fact in facts)])
 
 
-def _arguments(params: Iterable[object]) -> list[tuple[str, str]]:
-    """Return the rows of a command's arguments."""
-    arguments = [param for param in params if isinstance(param, TyperArgument) and not param.hidden]
-    return [(_argument(option), _text(option.help)) for option in arguments]
-
-
 def _argument(argument: TyperArgument) -> str:
     """Format an argument for the usage line, in brackets if it is optional."""
     name = argument.metavar or str(argument.name).upper()
@@ -183,45 +171,32 @@ class HelpCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse, and record which help is requested."""
-        _note_wish(ctx, args)
+        ctx.meta[_WANTS_ALL] = _ALL in (args[: args.index("--")] if "--" in args else args)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
-        page = _begin(ctx)
-        params = self.get_params(ctx)
-        arguments, options = _arguments(params), _options(params)
-        usage = [ctx.command_path, "[OPTIONS]", *(name for name, _ in arguments)]
-        launcher = self.takes_launcher
-        if launcher:
-            page.paragraph(f"Usage: {ctx.command_path} [OPTIONS] LAUNCHER [LAUNCHER_OPTIONS] SCRIPT ...", indent=0)
-        page.paragraph(f"{'or:' if launcher else 'Usage:'} {' '.join(usage)}", indent=3 if launcher else 0)
-        page.lines.append("")
+        page, params = _Page(ctx), self.get_params(ctx)
+        shown = [param for param in params if isinstance(param, TyperArgument) and not param.hidden]
+        arguments, options = [(_argument(param), _text(param.help)) for param in shown], _options(params)
+        usage, indent = "Usage:", 0
+        if self.takes_launcher:
+            form = f"Usage: {ctx.command_path} [OPTIONS] LAUNCHER [LAUNCHER_OPTIONS] SCRIPT ..."
+            page.paragraph(form, indent=0, apart=False)
+            usage, indent = "or:", 3
+        names = " ".join(name for name, _ in arguments)
+        page.paragraph(f"{usage} {ctx.command_path} [OPTIONS] {names}", indent=indent, apart=False)
         page.paragraph(_text(self.help))
-        if launcher:
-            page.lines.append("")
+        if self.takes_launcher:
             page.paragraph(f"Example: {ctx.command_path} {_EXAMPLE}")
         page.section("Arguments", arguments)
-        few = bool(self.first) and not ctx.meta.get(_WANTS_ALL)
-        if few:
-            shown = [option for option in options if option.name in self.first]
-            page.section("Options that matter most", [(_names(option), _meaning(option)) for option in shown])
-            page.lines.append("")
-            more = len(options) - len(shown)
-            page.paragraph(f"{more} more options: {ctx.command_path} {_ALL}", indent=0)
+        if self.first and not ctx.meta.get(_WANTS_ALL):
+            rows = [(_names(option), _meaning(option)) for option in options if option.name in self.first]
+            page.section("Options that matter most", rows)
+            page.paragraph(f"{len(options) - len(rows)} more options: {ctx.command_path} {_ALL}", indent=0)
         else:
-            for title, rows in _by_panel(options):
-                page.section(title, rows)
+            page.panels(options)
         formatter.write("\n".join(page.lines) + "\n")
-
-
-def _by_panel(options: Sequence[TyperOption]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield the rows of each panel, with panels in order of first appearance."""
-    panels: dict[str, list[tuple[str, str]]] = {}
-    for option in options:
-        panel = option.rich_help_panel if isinstance(option.rich_help_panel, str) else _OTHERS
-        panels.setdefault(panel, []).append((_names(option), _meaning(option)))
-    yield from panels.items()
 
 
 class HelpGroup(TyperGroup):
@@ -236,9 +211,8 @@ class HelpGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
-        page = _begin(ctx)
-        page.paragraph(f"Usage: {ctx.command_path} [OPTIONS] COMMAND [ARGS]...", indent=0)
-        page.lines.append("")
+        page = _Page(ctx)
+        page.paragraph(f"Usage: {ctx.command_path} [OPTIONS] COMMAND [ARGS]...", indent=0, apart=False)
         page.paragraph(_text(self.help))
         panels: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
@@ -249,8 +223,6 @@ class HelpGroup(TyperGroup):
                 panels.setdefault(panel if isinstance(panel, str) else _COMMANDS, []).append((name, text))
         for title, rows in panels.items():
             page.section(title, rows)
-        for title, rows in _by_panel(_options(self.get_params(ctx))):
-            page.section(title, rows)
-        page.lines.append("")
+        page.panels(_options(self.get_params(ctx)))
         page.paragraph(f"{ctx.command_path} COMMAND --help shows a command's options.", indent=0)
         formatter.write("\n".join(page.lines) + "\n")

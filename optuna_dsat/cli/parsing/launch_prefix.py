@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from optuna_dsat.cli.parsing.catalogue import SEARCHES
-from optuna_dsat.cli.parsing.experiment_form import is_experiment, kept_places, unfold_experiment, value_given
+from optuna_dsat.cli.parsing.experiment_form import Unfolded, is_experiment, kept_places, unfold_experiment, value_given
 from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
+from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
-from optuna_dsat.escape.shell import enter
-from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.command.launch_command import LaunchCommand
 from optuna_dsat.study.options.parse import NO_CONFIG
 
@@ -31,11 +31,11 @@ __all__ = ["unfold_command"]
 _DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
 
 
-def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[str]:
+def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfolded:
     """Convert a training command in the arguments to script, config, ranks and the script's arguments.
 
-    Arguments with an explicit script and config, and arguments of other commands, are returned unchanged. GPUs that the
-    launcher selects become ``CUDA_VISIBLE_DEVICES`` of this process. Parts without effect are reported on stderr.
+    Arguments with an explicit script and config, and arguments of other commands, are returned unchanged. Parts without
+    effect are reported on stderr.
 
     Args:
         argv: Arguments of ``optuna-dsat``.
@@ -47,7 +47,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
     """
     start, name = _first_positional(argv, root.params)
     if name not in SEARCHES:
-        return list(argv)
+        return Unfolded(arguments=argv)
     search = root.commands[name]
     assert isinstance(search, TyperCommand)
     rest = list(argv[start + 1 :])
@@ -56,60 +56,47 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
     if first == "--":
         words = words[1:]
     if first is None or not words:
-        return list(argv)
+        return Unfolded(arguments=argv)
     if is_experiment(words, cwd=cwd):
         known = frozenset(name for param in search.params if isinstance(param, TyperOption) for name in param.opts)
-        return [*argv[: start + 1], *unfold_experiment(words, own=own, known=known, cwd=cwd)]
+        experiment = unfold_experiment(words, own=own, known=known, cwd=cwd)
+        return replace(experiment, arguments=[*argv[: start + 1], *experiment.arguments])
 
     from optuna_dsat.script.command.launch_command import read_command
     from optuna_dsat.script.interpreter import named_python
 
-    if _names_module(own):
-        command = None
-    else:
-        python = value_given(own, "--python")
-        command = read_command(
-            words,
-            cwd=cwd,
-            python=None if python is None else named_python(python),
-            on_notice=lambda note: say_prose(note, file=sys.stderr),
-        )
-    if command is None and not _names_module(own):
+    names_module = "-m" in own or "--module" in own
+    named = value_given(own, "--python")
+    python = None if named is None else named_python(named)
+    command = None if names_module else read_command(words, cwd=cwd, python=python, on_notice=notify)
+    if command is None and not names_module:
         _refuse_missing(words, cwd=cwd)
         if first == "--":
             command = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if command is None:
-        return [*argv[: start + 1], *own, *_with_config(words, search.params)]
+        return Unfolded(arguments=[*argv[: start + 1], *own, *_with_config(words, search.params)])
     own_notes = [] if first == "--" else _options_behind(command, words, search, cwd=cwd)
     parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
     engine = value_given(parts, "--on") or "here"
-    places = []
-    if command.folder is not None:
-        say_prose(f"Launches run in {command.folder}, where the command goes.", file=sys.stderr)
-        places = kept_places(cwd, Path(command.folder), given=own)
-        enter(Path(command.folder))
-        cwd = Path(command.folder)
+    places, folder = [], None if command.folder is None else Path(command.folder)
+    if folder is not None:
+        notify(f"Launches run in {folder}, where the command goes.")
+        places = kept_places(cwd, folder, given=own)
     notes = (*command.notes, *_note_on_nodes(command, engine=engine), *own_notes)
     for note in notes:
-        say_prose(note, file=sys.stderr)
-    return [*argv[: start + 1], *own, *places, *_arguments(command, own=own, told=parts, engine=engine, cwd=cwd)]
+        notify(note)
+    ranks, gpus = _ranks(command, own=own, told=parts, engine=engine, cwd=folder or cwd)
+    target = _target(command, named=named is not None, cwd=folder or cwd)
+    return Unfolded(arguments=[*argv[: start + 1], *own, *places, *ranks, *target], folder=folder, gpus=gpus)
 
 
 def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
-    """Raise if the command's program does not exist: its options would be parsed as the search's.
-
-    Raises:
-        UsageError: If its first word is neither a file nor a program, and an option follows.
-    """
+    """Raise if the command's program does not exist: its options would be parsed as the search's."""
     name = words[0]
     if any(word.startswith("-") and word != "--" for word in words[1:2]) and not Path(cwd, name).exists():
         from optuna_dsat.script.command.interception import REMEDY
 
         raise UsageError(f"{name}: no file in {cwd}, and no program that can be found (PATH). {REMEDY}")
-
-
-def _names_module(own: Sequence[str]) -> bool:
-    return "-m" in own or "--module" in own
 
 
 def _in_file(command: str, options: str | None, *, cwd: Path) -> list[str]:
@@ -132,11 +119,7 @@ def _note_on_nodes(command: LaunchCommand, *, engine: str) -> Iterator[str]:
 
 
 def _options_behind(command: LaunchCommand, words: Sequence[str], search: TyperCommand, *, cwd: Path) -> list[str]:
-    """Return a note on options of the search after a script whose source declares options of the same name.
-
-    Raises:
-        UsageError: If other options of the search follow the script, or a program that launches it.
-    """
+    """Return a note on options of the search after a script whose source declares options of the same name."""
     options = {
         spelling
         for option in search.params
@@ -195,31 +178,56 @@ def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[in
     return len(argv), None
 
 
-def _arguments(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str, cwd: Path) -> list[str]:
-    """Return the arguments of a search that tunes a command.
+def _target(command: LaunchCommand, *, named: bool, cwd: Path) -> list[str]:
+    """Return the arguments for interpreter, environment, script, config and the script's arguments of a command.
 
     Args:
-        found: The command.
+        command: The command.
+        named: Whether the user names the interpreter.
+        cwd: The working directory.
+    """
+    from optuna_dsat.script.config_location import find_config
+
+    config = command.config or find_config(command.args, cwd=cwd)
+    environment = [word for name, value in command.environment.items() for word in ("--env", f"{name}={value}")]
+    target = [command.script, NO_CONFIG if config is None else os.path.relpath(cwd / config, cwd)]
+    python = [] if command.python is None or named else ["--python", command.python]
+    return [*python, *environment, *(["--module"] if command.is_module else []), *target, "--", *command.args]
+
+
+def _ranks(
+    command: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str, cwd: Path
+) -> tuple[list[str], str | None]:
+    """Return the options for the ranks of a command, and the GPUs that it selects on this machine, if any.
+
+    Args:
+        command: The command.
         own: The search's own options.
         told: Options of the options file, followed by ``own``.
         engine: Where trials run: ``here``, or the engine that allocates nodes.
         cwd: The working directory.
     """
-    from optuna_dsat.script.config_location import find_config
+    from optuna_dsat.launch.machine.devices import detect_devices
+    from optuna_dsat.script.command.own_ranks import starts_own_ranks
 
-    result = []
     if engine != "here":
-        result += _nodes(found, own=own, told=told, engine=engine)
-    elif not any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
-        result += _ranks(found) if not _is_alone(found, cwd=cwd) else _one_rank(found)
-    if found.python is not None and value_given(own, "--python") is None:
-        result += ["--python", found.python]
-    for name, value in found.environment.items():
-        result += ["--env", f"{name}={value}"]
-    config = found.config or find_config(found.args, cwd=cwd)
-    result += ["--module"] if found.is_module else []
-    result += [found.script, NO_CONFIG if config is None else os.path.relpath(cwd / config, cwd)]
-    return [*result, "--", *found.args]
+        return _nodes(command, own=own, told=told, engine=engine), None
+    if any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
+        return [], None
+    own_ranks = command.without_launcher and starts_own_ranks(
+        command.script, is_module=command.is_module, cwd=cwd, python=command.python
+    )
+    alone = command.without_launcher and not own_ranks
+    if not alone and command.ranks is None and command.gpus is None and command.without_gpus is None:
+        return [], None
+    devices = detect_devices()
+    if devices.kind != "cuda":
+        return (_one_rank(devices) if alone else _cpu_ranks(command.ranks)), None
+    gpus = _selected(command, devices)
+    if alone:
+        visible = devices if gpus is None else detect_devices(environ={**os.environ, "CUDA_VISIBLE_DEVICES": gpus})
+        return _one_rank(visible), gpus
+    return ([] if command.ranks is None else ["--gpus-per-trial", str(command.ranks)]), gpus
 
 
 def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str) -> list[str]:
@@ -242,70 +250,34 @@ def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], eng
     return result
 
 
-def _is_alone(command: LaunchCommand, *, cwd: Path) -> bool:
-    """Whether a command trains in the single process that it starts."""
-    from optuna_dsat.script.command.own_ranks import starts_own_ranks
-
-    own = command.without_launcher and starts_own_ranks(
-        command.script, is_module=command.is_module, cwd=cwd, python=command.python
-    )
-    return command.without_launcher and not own
-
-
-def _one_rank(command: LaunchCommand) -> list[str]:
-    """Return the option for one rank, as with a command without a launcher; selects its GPUs."""
-    from optuna_dsat.launch.machine.devices import detect_devices
-
-    devices = _selected(command, detect_devices())
+def _one_rank(devices: Devices) -> list[str]:
+    """Return the option for one rank, as with a command without a launcher."""
     on_gpus, number = devices.kind == "cuda", devices.per_launch
     option = "--gpus-per-trial" if on_gpus else "--cpu-ranks"
     if number > 1:
         share = f"1 of {number} GPUs" if on_gpus else "1 rank"
-        say_prose(
+        notify(
             f"The command has no launcher and trains in one process: each trial takes {share}. {option} {number} tunes "
-            f"for {number}{'' if on_gpus else ' ranks'}.",
-            file=sys.stderr,
+            f"for {number}{'' if on_gpus else ' ranks'}."
         )
     return [option, "1"]
 
 
-def _selected(command: LaunchCommand, devices: Devices) -> Devices:
-    """Select a command's GPUs for this process and return the command's devices."""
-    from optuna_dsat.launch.machine.devices import detect_devices
-
-    if devices.kind != "cuda" or (command.gpus is None and command.without_gpus is None):
-        return devices
-    if command.gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = command.gpus
-    else:
-        left_out = set((command.without_gpus or "").split(","))
-        kept = [str(index) for index in range(len(devices.devices)) if str(index) not in left_out]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(kept)
-    return detect_devices()
-
-
-def _ranks(found: LaunchCommand) -> list[str]:
-    """Return the option for the ranks that a launcher starts; selects its GPUs for this process."""
-    from optuna_dsat.launch.machine.devices import detect_devices
-
-    if found.ranks is None and found.gpus is None and found.without_gpus is None:
-        return []
-    devices = detect_devices()
-    if devices.kind != "cuda":
-        return _cpu_ranks(found.ranks)
-    _selected(found, devices)
-    return [] if found.ranks is None else ["--gpus-per-trial", str(found.ranks)]
+def _selected(command: LaunchCommand, devices: Devices) -> str | None:
+    """Return the GPUs that a command selects, as in ``CUDA_VISIBLE_DEVICES``; None if it selects none."""
+    if command.gpus is not None or command.without_gpus is None:
+        return command.gpus
+    left_out = command.without_gpus.split(",")
+    return ",".join(str(index) for index in range(len(devices.devices)) if str(index) not in left_out)
 
 
 def _cpu_ranks(ranks: int | None) -> list[str]:
     """Return the option for the ranks of a CPU launch: the launcher's number, if there are enough cores."""
     cores = len(os.sched_getaffinity(0))
+    words = "The command is for GPUs, and this machine offers none: it is tuned on the CPU"
     if ranks is None or ranks > cores:
         beside = "" if ranks is None else f", with fewer ranks than {ranks}, as it has {cores} cores"
-        sys.stderr.write(f"The command is for GPUs, and this machine offers none: it is tuned on the CPU{beside}.\n")
+        sys.stderr.write(f"{words}{beside}.\n")
         return []
-    counted = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    sys.stderr.write(
-        f"The command is for GPUs, and this machine offers none: it is tuned on the CPU, with {counted}.\n"
-    )
+    sys.stderr.write(f"{words}, with {'1 rank' if ranks == 1 else f'{ranks} ranks'}.\n")
     return ["--cpu-ranks", str(ranks)]

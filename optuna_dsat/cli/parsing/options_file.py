@@ -1,6 +1,6 @@
 """Option files: the ``[tool.optuna-dsat]`` table of ``pyproject.toml``, or a TOML file named by ``--options``.
 
-Keys are the long names of options. A top-level key applies to every command with that option, except the budget of
+Keys are the long names of options. A top-level key applies to every command with that option, except the limits of
 ``resume``; a table named after a command applies to that command only::
 
     [tool.optuna-dsat]
@@ -38,8 +38,8 @@ __all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "read_option
 OPTIONS_ENV = "OPTUNA_DSAT_OPTIONS"
 """Environment variable with the path of an options file."""
 _TABLE = "optuna-dsat"
-_NOT_SHARED = frozenset({("resume", "max_trials")})
-"""(command, option) that a top-level key does not set: ``resume`` keeps the study's own value."""
+_NOT_SHARED = {"resume": frozenset({"max_trials", "min_gain", "confirm_time", "wait_for_gpus"})}
+"""Command -> options that a top-level key does not set: ``resume`` keeps the study's own limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class OptionsFile:
                 for name, value in values.items()
                 if value is not None
                 and (option := _find(command, name)) is not None
-                and (name in own or (path[-1], option.name) not in _NOT_SHARED)
+                and (name in own or option.name not in _NOT_SHARED.get(path[-1], ()))
             }
         return defaults
 
@@ -116,18 +116,15 @@ class OptionsFile:
         return options
 
     def _unknown(self, name: str, commands: Any, *, where: str = "") -> UsageError:
-        known = sorted({_flag(option) for command in commands for option in _options(command)})
+        options = (option for command in commands for option in _options(command))
+        known = sorted({max((name.lstrip("-") for name in option.opts), key=len) for option in options})
         near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         what = f"no option of `optuna-dsat {where}`" if where else "no option of any command"
         return UsageError(f"{self.path}: {name!r} is {what}.{hint}")
 
     def _checked(self, name: str, value: Any, option: TyperOption, context: typer.Context) -> Any:
-        """Convert a value to the form that the option's parser takes.
-
-        Raises:
-            UsageError: If the value is invalid; names the file and the key.
-        """
+        """Convert a value to the form that the option's parser takes."""
         if isinstance(value, dict) and option.multiple:
             value = [f"{key}={item if isinstance(item, str) else _as_json(item)}" for key, item in value.items()]
         elif option.multiple:
@@ -144,7 +141,6 @@ class OptionsFile:
 
 
 def _as_json(value: Any) -> str:
-    """Serialize a value of a file to JSON; dates as strings."""
     return json.dumps(value, default=str)
 
 
@@ -244,17 +240,13 @@ def _parse_toml(path: Path, text: str) -> dict[str, Any]:
     try:
         return dict(checked(tomllib.loads(text), str(path)))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not TOML: {_first_line(error)}.") from None
+        first, _, _ = str(error).partition("\n")
+        raise UsageError(f"{path} is not TOML: {first[:200]}.") from None
 
 
 def _own_table(document: Mapping[str, Any]) -> Any:
-    """Return the value of ``[tool.optuna-dsat]``; None if absent."""
     tools = document.get("tool")
     return tools.get(_TABLE) if isinstance(tools, dict) else None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
 
 
 def _options_file(path: Path, table: Any) -> OptionsFile:
@@ -274,11 +266,6 @@ def _walk(group: TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 def _options(command: TyperCommand) -> list[TyperOption]:
     return [param for param in command.params if isinstance(param, TyperOption)]
-
-
-def _flag(option: TyperOption) -> str:
-    """Return the key of an option in a file: its longest spelling, without leading dashes."""
-    return max((name.lstrip("-") for name in option.opts), key=len)
 
 
 def _find(command: TyperCommand, name: str) -> TyperOption | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +15,21 @@ from optuna_dsat.errors import DsatError, UsageError
 from optuna_dsat.runtime.files import stream_of
 from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, STORAGE_ENV
 
-__all__ = ["DEFAULT_STORAGE", "Json", "LatestName", "Name", "Quiet", "Storage", "complete_studies", "confirm_replacing"]
+__all__ = [
+    "DEFAULT_STORAGE",
+    "Json",
+    "LatestName",
+    "Name",
+    "Quiet",
+    "Storage",
+    "complete_studies",
+    "confirm_replacing",
+    "option",
+]
 
 
+option = partial(typer.Option, show_default=False)
+"""Option without a default, or whose help names its default."""
 _MOST_CHARS = 2**20
 """Number of leading characters from which the program that wrote a file is recognised; a config is shorter."""
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import operator
 import os
 import re
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field
-from numbers import Integral, Real
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from optuna_dsat.errors import DsatError
@@ -25,7 +23,14 @@ __all__ = ["coerced", "plain_data", "with_keywords"]
 _NO = object()
 """Stands for a value that is not of a type."""
 _LONGEST = 60
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "None"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "True or False",
+    os.PathLike: "a path",
+    Mapping: "a dictionary",
+}
 _MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
@@ -43,11 +48,15 @@ def coerced(name: str, value: Any, kind: Any, *, alone: bool = True) -> Any:
     """
     if value is None:
         return None
-    for alternative in _alternatives(kind):
+    kinds = _alternatives(kind)
+    for alternative in kinds:
         result = _as(name, value, alternative, alone=alone)
         if result is not _NO:
             return result
-    raise TypeError(f"{name} must be {_expected(kind)}{_example(value, kind)}; got {_shown(value)}.")
+    words = dict.fromkeys(_word(alternative) for alternative in kinds)
+    if "a path" in words:
+        words.pop("text", None)
+    raise TypeError(f"{name} must be {' or '.join(words)}{_example(value, kinds)}; got {_shown(value)}.")
 
 
 def _alternatives(kind: Any) -> Sequence[Any]:
@@ -57,9 +66,19 @@ def _alternatives(kind: Any) -> Sequence[Any]:
     return [kind]
 
 
-def _example(value: Any, kind: Any) -> str:
+def _word(kind: Any) -> str:
+    """Describe the values that a type accepts."""
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    if origin is Literal:
+        return " or ".join(map(repr, args))
+    if origin is Sequence:
+        return f"a list of {_MANY[args[0]]}"
+    return _WORDS[origin]
+
+
+def _example(value: Any, kinds: Sequence[Any]) -> str:
     """Suggest the list that a string was probably meant to be; empty if there is none."""
-    many = [get_args(alternative)[0] for alternative in _alternatives(kind) if get_origin(alternative) is Sequence]
+    many = [get_args(kind)[0] for kind in kinds if get_origin(kind) is Sequence]
     if not isinstance(value, str) or not many:
         return ""
     try:
@@ -71,36 +90,32 @@ def _example(value: Any, kind: Any) -> str:
 
 def _as(name: str, value: Any, kind: Any, *, alone: bool) -> Any:
     """Convert a value to a type; ``_NO`` if it does not match."""
-    origin = get_origin(kind) or kind
+    origin, args = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
         return value if isinstance(value, str) else _NO  # allowed values are checked with all other rules
     if origin is Mapping:
-        return _mapping(name, value, *get_args(kind)) if isinstance(value, Mapping) else _NO
+        return _mapping(name, value, args[1]) if isinstance(value, Mapping) else _NO
     if origin is Sequence:
-        return _sequence(name, value, get_args(kind)[0], alone=alone)
+        return _sequence(name, value, args[0], alone=alone)
     if origin is os.PathLike:
         return value if isinstance(value, os.PathLike) and isinstance(os.fspath(value), str) else _NO
     return value if origin is Any else _scalar(value, origin)
 
 
+def _native(value: Any) -> Any:
+    """Return a scalar of NumPy as Python's type, other values unchanged."""
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_scalar else value
+
+
 def _scalar(value: Any, kind: Any) -> Any:
     """Return a number, a boolean or a string as Python's type; ``_NO`` if it does not match."""
-    if kind is str:
-        return value if isinstance(value, str) else _NO
-    if kind is bool:
-        return bool(value) if _is_truth(value) else _NO
-    if _is_truth(value):
+    value = _native(value)
+    if isinstance(value, bool) or kind in (bool, str):
+        return value if isinstance(value, kind) and isinstance(value, bool) is (kind is bool) else _NO
+    if kind is int and isinstance(value, float) and not value.is_integer():
         return _NO
-    if kind is int and (isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())):
-        return int(value)
-    if kind is float and isinstance(value, Real):
-        return float(value)
-    return _NO
-
-
-def _is_truth(value: Any) -> bool:
-    """Return whether a value is a boolean of Python or NumPy."""
-    return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
+    return kind(value) if isinstance(value, int | float) else _NO
 
 
 def _sequence(name: str, value: Any, kind: Any, *, alone: bool) -> Any:
@@ -112,38 +127,35 @@ def _sequence(name: str, value: Any, kind: Any, *, alone: bool) -> Any:
         return _NO
     result = []
     for index, item in enumerate(value):
-        element = _element(item, kind)
-        if element is _NO:
-            raise TypeError(f"{name}[{index}] must be {_WORDS.get(kind, 'text')}; got {_shown(item)}.")
-        result.append(element)
+        result.append(_element(item, kind))
+        if result[-1] is _NO:
+            raise TypeError(f"{name}[{index}] must be {_WORDS[kind]}; got {_shown(item)}.")
     return tuple(result)
 
 
 def _element(value: Any, kind: Any) -> Any:
     """Convert an element of a sequence; strings also accept paths and numbers, as on a command line."""
-    if kind is not str:
-        return _scalar(value, kind)
-    if isinstance(value, os.PathLike):
-        return str(os.fspath(value))
-    number = _scalar(value, int if isinstance(value, Integral) else float)
-    return _scalar(value, str) if number is _NO else str(number)
+    value = _native(value)
+    if kind is str and isinstance(value, os.PathLike | int | float) and not isinstance(value, bool):
+        return str(value)
+    return _scalar(value, kind)
 
 
-def _mapping(name: str, value: Mapping[Any, Any], key_kind: Any, kind: Any) -> dict[str, Any]:
-    """Return a mapping with string keys, and values of one type or plain data.
-
-    Raises:
-        TypeError: If a key or a value has another type; no value is shown, as it may be secret.
-    """
-    del key_kind  # all our mappings have string keys
+def _mapping(name: str, value: Mapping[Any, Any], kind: Any) -> dict[str, Any]:
+    """Return a mapping with string keys, and values of one type or plain data; no value is shown, it may be secret."""
     if kind is Any:
         return dict(plain_data(value, name))
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise TypeError(f"The keys of {name} must be text; got {_shown(key)}.")
+    for key, item in _with_text_keys(value, name).items():
         if not isinstance(item, kind):
             raise TypeError(f"{name}[{key!r}] must be {_WORDS[kind]}; got {type(item).__name__}.")
     return dict(value)
+
+
+def _with_text_keys(value: Mapping[Any, Any], name: str) -> Mapping[str, Any]:
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"The keys of {name} must be text; got {_shown(key)}.")
+    return value
 
 
 def plain_data(value: Any, name: str) -> Any:
@@ -152,52 +164,24 @@ def plain_data(value: Any, name: str) -> Any:
     Raises:
         TypeError: If a value has no JSON type; names its location.
     """
-    if value is None or isinstance(value, bool | str):
+    value = _native(value)
+    if value is None or isinstance(value, bool | str | int | float):
         return value
     if isinstance(value, Mapping):
-        if wrong := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"The keys of {name} must be text; got {_shown(wrong[0])}.")
-        return {key: plain_data(item, f"{name}[{key!r}]") for key, item in value.items()}
+        items = _with_text_keys(value, name).items()
+        return {key: plain_data(item, f"{name}[{key!r}]") for key, item in items}
     if isinstance(value, list | tuple):
         return [plain_data(item, f"{name}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if _is_truth(value):
-        return bool(value)
-    if isinstance(value, Integral):
-        return operator.index(value)
-    if isinstance(value, Real):
-        return float(value)
-    raise TypeError(f"{name} must be a number, text, True, False, None, a list or a dictionary; got {_type_of(value)}.")
-
-
-def _expected(kind: Any) -> str:
-    """Describe the values that a type accepts."""
-    result = _alternatives(kind)
-    words = []
-    for first in result:
-        origin = get_origin(first) or first
-        if origin is Literal:
-            words.append(" or ".join(repr(choice) for choice in get_args(first)))
-        elif origin is Sequence:
-            words.append(f"a list of {_MANY[get_args(first)[0]]}")
-        elif origin is Mapping:
-            words.append("a dictionary")
-        elif origin is os.PathLike:
-            words.append("a path")
-        elif origin is not str or not any(get_origin(other) is os.PathLike for other in result):
-            words.append(_WORDS[origin])
-    return " or ".join(words)
-
-
-def _type_of(value: Any) -> str:
-    return type(value).__name__
+    what = "a number, text, True, False, None, a list or a dictionary"
+    raise TypeError(f"{name} must be {what}; got {type(value).__name__}.")
 
 
 def _shown(value: Any) -> str:
     """Format a rejected value with its type; only the type unless it is a short scalar."""
-    text = repr(value) if isinstance(value, str | int | float) else ""
-    return f"{text} ({_type_of(value)})" if text and len(text) <= _LONGEST else _type_of(value)
+    kind, text = type(value).__name__, repr(value) if isinstance(value, str | int | float) else ""
+    return f"{text} ({kind})" if text and len(text) <= _LONGEST else kind
 
 
 _FILL = textwrap.TextWrapper(
@@ -295,11 +279,7 @@ def _in_keywords(text: str, options: Callable[..., TuneOptions]) -> str:
 
 
 def _coerced(given: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Convert the arguments to their declared types; a single value is accepted where a keyword takes several.
-
-    Raises:
-        TypeError: If an argument has another type.
-    """
+    """Convert the arguments to their declared types; a single value is accepted where a keyword takes several."""
     return {
         name: coerced(
             name,
