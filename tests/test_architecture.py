@@ -70,13 +70,16 @@ MOST_FLAT = 8
 
 @cache
 def modules() -> dict[str, Path]:
-    """Return the modules by their names below ``optuna_dsat``; the package itself, lazy as it is, is left out."""
+    """Return the modules by their names below ``optuna_dsat``.
+
+    The package, lazy as it is, and its stand-in on the path of scripts are left out.
+    """
     result = {}
     for folder, prefix in ((PACKAGE, ()), (ROOT / "samplers", ("samplers",)), (ROOT / "pruners", ("pruners",))):
         for path in folder.rglob("*.py"):
             inside = path.relative_to(folder).with_suffix("").parts
             name = ".".join((*prefix, *(inside[:-1] if inside[-1] == "__init__" else inside)))
-            if name and not any(parent.is_symlink() for parent in path.parents):
+            if name and inside[0] != "on_path" and not any(parent.is_symlink() for parent in path.parents):
                 result[name] = path
     return result
 

@@ -127,8 +127,6 @@ def test_what_the_script_is_asked_is_not_the_commands_help(run_here: Run) -> Non
 
 THIRD_PARTIES = {"torch", "deepspeed", "optuna", "sqlalchemy", "alembic", "numpy", "pandas", "plotly", "jinja2", "rich"}
 TO_LAUNCH = {"torch", "deepspeed", "pandas", "plotly", "jinja2", "pygments", "scipy", "matplotlib"}
-TO_UPGRADE = {"alembic", "mako"}
-"""What only a database of another schema needs."""
 TO_MEASURE = {
     "optuna_dsat.launch.follow",
     "optuna_dsat.launch.measurement",
@@ -143,7 +141,7 @@ OUR_OWN = {
     "optuna_dsat.guided.planner",
     "optuna_dsat.study.search.tuner",
 }
-NEEDLESS_TO_READ = {*TO_LAUNCH, *TO_UPGRADE, *TO_MEASURE, *OUR_OWN, "optuna_dsat.tuning.options.tune_options"}
+NEEDLESS_TO_READ = {*TO_LAUNCH, *TO_MEASURE, *OUR_OWN, "optuna_dsat.tuning.options.tune_options"}
 """What a command that reads a study does without."""
 
 
@@ -193,7 +191,7 @@ def test_who_reads_a_study_or_finds_nothing_left_imports_and_starts_nothing_to_l
     assert not NEEDLESS_TO_READ & imported(bench.folder, ["studies"], *reads, ["db", "current"])
     before = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
     others = imported(bench.folder, ["explain", name], ["worker", name, "--trust", "--quiet"])
-    assert not (TO_LAUNCH | TO_UPGRADE) & others
+    assert not TO_LAUNCH & others
     left = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
     assert [path for path in left if path not in before and "optuna-dsat.db" not in path.name] == []
 

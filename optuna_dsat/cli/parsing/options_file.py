@@ -38,7 +38,11 @@ __all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "read_option
 OPTIONS_ENV = "OPTUNA_DSAT_OPTIONS"
 """Environment variable with the path of an options file."""
 _TABLE = "optuna-dsat"
-_NOT_SHARED = {"resume": frozenset({"max_trials", "min_gain", "confirm_time", "wait_for_gpus"})}
+_NOT_SHARED = {
+    "resume": frozenset({"max_trials", "min_gain", "confirm_time", "wait_for_gpus", "python"}),
+    "worker": frozenset({"python"}),
+    "train": frozenset({"python"}),
+}
 """Command -> options that a top-level key does not set: ``resume`` keeps the study's own limits."""
 
 
