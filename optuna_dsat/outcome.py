@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum
 
 __all__ = ["Outcome"]
 
 
-class Outcome(StrEnum):
+class Outcome(str, Enum):
     """Outcome of a launch; its value is stored and shown."""
+
+    __str__ = str.__str__
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.value, format_spec)
 
     MEASURED = "measured"
     """All profile steps ran; the metric is the trial's value."""

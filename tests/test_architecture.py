@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -267,6 +268,58 @@ def test_the_way_of_one_trial_is_told_in_fifteen_modules() -> None:
     assert len(re.findall(r"^\d+\. ", words, flags=re.MULTILINE)) <= 15
     for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)`", words):
         assert name.replace("/", ".") in modules(), name
+
+
+ON_THE_PATH_OF_SCRIPTS = (
+    *("runtime.__main__", "runtime.agent.torchrun", "runtime.agent.fork_server", "runtime.agent.operators"),
+    *("integrations.huggingface", "integrations.deepspeed_trial.__main__", "doctor.probe", "doctor.config_probe"),
+)
+"""Modules that run with the interpreter of a script."""
+OF_SCRIPTS = {"accelerate", "deepspeed", "hjson", "numpy", "torch", "transformers", "yaml"}
+"""Packages that these import: DeepSpeed brings hjson, and a script that uses the others has them."""
+NEWER_THAN_3_9 = {
+    *("StrEnum", "pairwise", "batched", "UTC", "NoneType", "Self", "TypeAlias", "ParamSpec", "TypeGuard", "Never"),
+    *("assert_never", "NotRequired", "Required", "ExceptionGroup", "aclosing", "bit_count", "stdlib_module_names"),
+    *("kw_only", "slots", "strict"),
+}
+"""Names of the standard library, and arguments of ``dataclass`` and ``zip``, that Python 3.9 lacks."""
+
+
+def on_the_path_of_scripts() -> set[str]:
+    reached: set[str] = set()
+    waiting = list(ON_THE_PATH_OF_SCRIPTS)
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            parents = (name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1))
+            waiting += [*imports_of(name), *(parent for parent in parents if parent in modules())]
+    return reached
+
+
+def test_what_runs_with_a_scripts_interpreter_needs_python_3_9_torch_and_deepspeed_only() -> None:
+    for name in on_the_path_of_scripts():
+        path = modules()[name]
+        tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 9))
+        for node in ast.walk(tree):
+            used = {getattr(node, attribute, None) for attribute in ("attr", "arg", "id")} & NEWER_THAN_3_9
+            imported: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                used |= {alias.name for alias in node.names} & NEWER_THAN_3_9
+                imported = [node.module]
+            elif isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            tops = {module.split(".")[0] for module in imported} - {"optuna_dsat", *sys.stdlib_module_names}
+            assert tops <= OF_SCRIPTS, (name, tops)
+            assert not used, (name, used)
+
+
+def test_a_python_3_9_compiles_what_runs_with_it() -> None:
+    python = shutil.which("python3.9")
+    if python is None:
+        pytest.skip("no Python 3.9 here")
+    code = "import sys; [compile(open(path).read(), path, 'exec') for path in sys.argv[1:]]"
+    subprocess.run([python, "-c", code, *(str(modules()[name]) for name in on_the_path_of_scripts())], check=True)
 
 
 FOREIGN = {

@@ -13,7 +13,7 @@ from optuna_dsat.errors import ConfigError
 __all__ = ["IGNORED", "Autotuning", "parse_autotuning", "positive_int"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Autotuning:
     """Supported keys of an ``autotuning`` section; None for unset keys."""
 
@@ -121,7 +121,7 @@ def positive_int(value: Any, key: str, *, where: str = "") -> int:
     """
     if (
         isinstance(value, bool)
-        or not isinstance(value, int | float)
+        or not isinstance(value, (int, float))
         or not 1 <= value < math.inf
         or value != int(value)
     ):

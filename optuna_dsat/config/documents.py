@@ -113,7 +113,7 @@ def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageErr
 def _check(value: Any, where: str, error: Callable[[str], UsageError]) -> None:
     if isinstance(value, dict):
         _check([*value, *value.values()], where, error)
-    elif isinstance(value, list | tuple | set):
+    elif isinstance(value, (list, tuple, set)):
         for item in value:
             _check(item, where, error)
     elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:

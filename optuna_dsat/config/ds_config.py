@@ -96,7 +96,7 @@ _SIZES = frozenset(key for key, value in _ZERO_DEFAULTS.items() if type(value) i
 _ZERO_STAGE_KEYS = frozenset({*_ZERO_DEFAULTS, *_STAGE3_KEYS, "overlap_comm", "offload_optimizer"}) - {"stage"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BatchTriangle:
     """Consistent batch sizes: train = micro x accumulation x data-parallel ranks."""
 

@@ -107,7 +107,7 @@ class _Noted(dict[str, Any]):
         self._names = asked.setdefault(path, {})
 
     def get(self, name: str, default: Any = None) -> Any:
-        self._names[name] = default if isinstance(default, bool | int | float) else None
+        self._names[name] = default if isinstance(default, (bool, int, float)) else None
         return super().get(name, default)
 
     def __getitem__(self, name: str) -> Any:

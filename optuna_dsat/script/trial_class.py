@@ -51,7 +51,7 @@ _SEARCHED = frozenset({"int", "double", "log", "categorical"})
 """Hyperparameter types whose value Determined's search would choose."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Length:
     """A duration or a period of training."""
 
@@ -79,7 +79,7 @@ class Length:
         return max(1, self.count * per_epoch if self.unit == "epochs" else self.count)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Hparams:
     """The content of a hyperparameter file."""
 
@@ -206,7 +206,10 @@ def read_settings(path: str | Path, *, what: str) -> Any:
     Raises:
         UsageError: If it cannot be read.
     """
-    import yaml
+    try:
+        import yaml
+    except ModuleNotFoundError:  # the environment of a script need not have it
+        raise UsageError(f"{what} {path} cannot be read without PyYAML: install it, or pass no file.") from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """Reads ``1e-3`` as a number, as YAML 1.2 and JSON; it is a string in PyYAML's YAML 1.1."""

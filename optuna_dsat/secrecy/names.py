@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -126,7 +125,7 @@ def _strength(name: str) -> int:
         return min(1, _strength("_".join(words[1:])))
     if _STRONG & set(words) and not (words[-1] == "secrets" and words[0] in _NEVER_BEFORE):
         return 3
-    pairs = [(before, _PLURALS.get(word, word)) for before, word in itertools.pairwise(["", *words])]
+    pairs = [(before, _PLURALS.get(word, word)) for before, word in zip(["", *words], words)]
     weak = [(before, word) for before, word in pairs if word in _WEAK]
     if any(before in _KINDS for before, _ in weak):
         return 3 if any(before in ("api", "access", "private", "secret", "auth") for before, _ in weak) else 2

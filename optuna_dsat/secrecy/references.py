@@ -97,7 +97,7 @@ def _mapped(data: Any, function: Callable[[str], str]) -> Any:
         return function(data) if "${" in data else data
     if isinstance(data, Mapping):
         return {key: _mapped(value, function) for key, value in data.items()}
-    if isinstance(data, list | tuple):
+    if isinstance(data, (list, tuple)):
         return type(data)([_mapped(item, function) for item in data])
     return data
 
@@ -173,6 +173,6 @@ class References:
         """Return JSON data with its secrets replaced; names of nested keys are joined by dots."""
         if isinstance(data, Mapping):
             return {key: self.data(value, f"{name}.{key}".lstrip(".")) for key, value in data.items()}
-        if isinstance(data, list | tuple):
+        if isinstance(data, (list, tuple)):
             return [self.data(item, name) for item in data]
         return self.text(data, name) if isinstance(data, str) else data

@@ -151,7 +151,7 @@ def hidden_data(data: Any, name: str = "") -> Any:
     """Return JSON data with its secrets, detected by key and by shape, replaced by ``***``."""
     if isinstance(data, Mapping):
         return {key: hidden_data(value, str(key)) for key, value in data.items()}
-    if isinstance(data, list | tuple):
+    if isinstance(data, (list, tuple)):
         return [hidden_data(item, name) for item in data]
     if isinstance(data, str):
         return HIDDEN if name and is_secret(name, data) else hidden(data)

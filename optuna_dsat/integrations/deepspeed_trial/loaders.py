@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shard:
     """Part of the data that a rank reads."""
 
@@ -178,7 +178,7 @@ class BatchPlan:
                 count, own = least, own[:least]
             # Lengths that differ by at most 1
             ends = [len(own) * number // count for number in range(count + 1)] if count else []
-            batches = [own[start:end] for start, end in itertools.pairwise(ends)]
+            batches = [own[start:end] for start, end in zip(ends, ends[1:])]
         if not batches:
             raise ValueError(
                 f"The validation data has {self._samples_in_words()}: too few for a batch on each of {ranks} "

@@ -64,7 +64,7 @@ class FunctionReducer(MetricReducer):
         return self._function([value for values in per_slot_metrics for value in values])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RegisteredReducer:
     """A reducer with its settings."""
 

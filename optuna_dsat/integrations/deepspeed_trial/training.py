@@ -35,7 +35,7 @@ __all__ = ["Periods", "Training"]
 METRICS = "metrics.jsonl"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Periods:
     """Length of training, and periods of reports, validations and checkpoints."""
 
@@ -295,7 +295,7 @@ class Training:
         roles = self._ranks.allgather(
             (unit.should_build_data_loader, unit.should_report_metrics, unit.data_parallel_world_size)
         )
-        builds, reports, sizes = (list(column) for column in zip(*roles, strict=True))
+        builds, reports, sizes = (list(column) for column in zip(*roles))
         if not any(builds) or not any(reports):
             raise ValueError(
                 "At least one rank builds data loaders and at least one reports; the ModelParallelUnits that were set "

@@ -91,7 +91,7 @@ def _is_given_a_name(action: argparse.Action, args: Sequence[Any], kwargs: Mappi
     given = args[0] if args else kwargs.get("args")
     words = [str(word) for word in (sys.argv[1:] if given is None else given)]
     values = [word.partition("=")[2] for word in words if word.startswith(f"{_SWITCH}=")]
-    following = zip(words, words[1:])  # noqa: B905, RUF007 - Python 3.9
+    following = zip(words, words[1:])
     values += [value for word, value in following if word == _SWITCH and not value.startswith("-")]
     return bool(values) and not Path(values[-1]).exists()
 

@@ -182,7 +182,7 @@ class HuggingFaceHook(TrainerHook):
         """
         result = self._given_values(arguments)
         if self._own is not None:
-            sizes = dict(zip(TRAINER_FIELDS, self._own[:2]))  # noqa: B905 - Python 3.9
+            sizes = dict(zip(TRAINER_FIELDS, self._own[:2]))
             if result[:2] == tuple(self._plan.overlay.get(key, own) for key, own in sizes.items()):
                 return self._own
         self._own = result

@@ -40,7 +40,7 @@ _FRESH_SIGNALS: dict[int, signal.Handlers] = {signal.SIGPIPE: signal.SIG_IGN, si
 """Signal handlers that Python sets at its start, in addition to Ctrl-C; the others are the system's defaults."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ParentState:
     """State of the fork server after the imports, which forked processes keep or restore."""
 

@@ -87,11 +87,14 @@ _OWN = "optuna_dsat"
 _READ_BY_NATIVE_CODE = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC")
 """Prefixes of variables that libraries of torch and NumPy read when loaded, unseen by an import hook."""
 
+_STANDARD = frozenset(sys.builtin_module_names) | {path.stem for path in Path(os.__file__).parent.iterdir()}
+"""Packages of the standard library, which Python 3.9 does not list."""
+
 _THREAD_END_S = 0.25
 """Longest time for a joined thread to leave the kernel's list."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class PreloadResult:
     """Result of a preload."""
 
@@ -216,7 +219,7 @@ def _reader(frame: FrameType | None) -> str:
     """Return the first package outside the standard library on the call stack, or an empty string."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in sys.stdlib_module_names and package not in ("", "__main__", "importlib", _OWN):
+        if package not in _STANDARD and package not in ("", "__main__", "importlib", _OWN):
             return package
         frame = frame.f_back
     return ""
