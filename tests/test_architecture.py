@@ -280,9 +280,8 @@ OF_SCRIPTS = {"accelerate", "deepspeed", "hjson", "numpy", "torch", "transformer
 NEWER_THAN_3_9 = {
     *("StrEnum", "pairwise", "batched", "UTC", "NoneType", "Self", "TypeAlias", "ParamSpec", "TypeGuard", "Never"),
     *("assert_never", "NotRequired", "Required", "ExceptionGroup", "aclosing", "bit_count", "stdlib_module_names"),
-    *("kw_only", "slots", "strict"),
 }
-"""Names of the standard library, and arguments of ``dataclass`` and ``zip``, that Python 3.9 lacks."""
+"""Names of the standard library that Python 3.9 lacks."""
 
 
 def on_the_path_of_scripts() -> set[str]:
@@ -302,11 +301,13 @@ def test_what_runs_with_a_scripts_interpreter_needs_python_3_9_torch_and_deepspe
         path = modules()[name]
         tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 9))
         for node in ast.walk(tree):
-            used = {getattr(node, attribute, None) for attribute in ("attr", "arg", "id")} & NEWER_THAN_3_9
+            used = {getattr(node, "attr", None), getattr(node, "id", None)} & NEWER_THAN_3_9
             imported: list[str] = []
             if isinstance(node, ast.ImportFrom) and node.module:
                 used |= {alias.name for alias in node.names} & NEWER_THAN_3_9
                 imported = [node.module]
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("dataclass", "zip"):
+                used |= {word.arg for word in node.keywords} & {"kw_only", "slots", "strict"}
             elif isinstance(node, ast.Import):
                 imported = [alias.name for alias in node.names]
             tops = {module.split(".")[0] for module in imported} - {"optuna_dsat", *sys.stdlib_module_names}
@@ -315,7 +316,8 @@ def test_what_runs_with_a_scripts_interpreter_needs_python_3_9_torch_and_deepspe
 
 
 def test_a_python_3_9_compiles_what_runs_with_it() -> None:
-    python = shutil.which("python3.9")
+    by_pyenv = sorted(Path.home().glob(".pyenv/versions/3.9.*/bin/python"))
+    python = by_pyenv[0] if by_pyenv else shutil.which("python3.9")
     if python is None:
         pytest.skip("no Python 3.9 here")
     code = "import sys; [compile(open(path).read(), path, 'exec') for path in sys.argv[1:]]"
