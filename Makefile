@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test test-cuda crash-points chaos printed-commands lint types fuzz check docs figures prove-gpu pack-gpu clean
+.PHONY: setup operators demo test test-cuda crash-points chaos printed-commands test-versions lint types fuzz check docs figures prove-gpu pack-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -38,7 +38,7 @@ demo: operators
 
 # Whole searches, other launches and those on clusters are a row each, one after the other in one of the three processes; the
 # other tests are shared out. Three keep two cores busy, as launches mostly wait. TEST_ARGS="tests/launch" runs some.
-test: operators
+test: operators .cache/environments/deepspeed-0.16.9/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=10 $(TEST_ARGS)
 
 # Ends or fails the command at every statement, file and process of a study, and checks what comes of it: an hour or two. A
@@ -67,6 +67,20 @@ test-cuda: setup $(if $(filter .venv-cuda,$(CUDA_VENV)),.venv-cuda/.installed)
 # Tunes every example, and scripts of many kinds, and runs what is printed: it trains with the best config. A few are tests.
 printed-commands: operators
 	OPTUNA_DSAT_PRINTED_COMMANDS=all $(BIN)/python -m pytest tests/system/test_printed_commands.py
+
+# Environments as scripts have them: torch, a DeepSpeed and what the examples import, and nothing of optuna-dsat.
+DEEPSPEED_VERSIONS := 0.14.5 0.15.4 0.16.9 0.17.6 0.18.9 0.19.8
+.cache/environments/deepspeed-%/.installed: constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet $(TORCH_PIP_ARGS) $(shell sed -n 's/^torch==/torch==/p' constraints.txt) numpy setuptools ninja
+	$(@D)/bin/pip install --quiet --no-build-isolation deepspeed==$* $(EXAMPLES_NEED)
+	touch $@
+
+# Every job of tests/system/test_versions.py with every version, and the table of docs/how-to/environments.md.
+test-versions: EXAMPLES_NEED := 'transformers<5' accelerate pyyaml
+test-versions: operators $(DEEPSPEED_VERSIONS:%=.cache/environments/deepspeed-%/.installed)
+	OPTUNA_DSAT_VERSIONS=all $(BIN)/python -m pytest tests/system/test_versions.py $(TEST_ARGS)
+	$(BIN)/python -m docs.generate.versions
 
 lint: setup
 	$(BIN)/ruff check .

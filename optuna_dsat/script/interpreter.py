@@ -193,7 +193,7 @@ def default_python() -> str:
 
 
 def script_python(named: str | None) -> str | None:
-    """Return the interpreter of a script; None if it is the one of this process.
+    """Return the interpreter of a script; None if it belongs to the environment of this process.
 
     Args:
         named: The interpreter that the user or the launcher names; None for neither.
@@ -202,7 +202,7 @@ def script_python(named: str | None) -> str | None:
         UsageError: If it cannot run launches, or there is none.
     """
     python = default_python() if named is None else usable(named_python(named)).python
-    return None if python == sys.executable else python
+    return None if examined(python).prefix == sys.prefix else python
 
 
 def script_versions(python: str | None, *, on: str) -> dict[str, str]:
