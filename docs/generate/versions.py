@@ -15,7 +15,7 @@ def table() -> str:
     """Return the table: a row for each version of DeepSpeed, a column for each job."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
     jobs = list(dict.fromkeys(record["job"] for record in records))
-    rows = {}
+    rows: dict[str, dict[str, str]] = {}
     for record in records:
         row = rows.setdefault(record["deepspeed"], {"torch": record["torch"], "python": record["python"]})
         row[record["job"]] = record["result"]
