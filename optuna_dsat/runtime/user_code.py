@@ -78,3 +78,13 @@ def parsed_source(file: str | Path) -> ast.Module:
         raise SyntaxError("nested too deeply") from None
     except ValueError as error:
         raise SyntaxError(str(error)) from None
+
+
+def called_name(call: ast.Call) -> str:
+    """Return the name of a called function or method; empty for other expressions."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def declares_option(call: ast.Call) -> bool:
+    """Return whether a call declares an option of argparse, optparse, click or typer by its name."""
+    return called_name(call) in ("add_argument", "add_option", "option", "Option", "Argument")

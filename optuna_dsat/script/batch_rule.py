@@ -45,10 +45,6 @@ class BatchRule(Record):
     sizes: tuple[int, int] | None = None
     """``held``: smallest and largest batch in samples, if the size varies between steps; otherwise None."""
 
-    def __post_init__(self) -> None:
-        if self.counts not in (MICRO_BATCH, TRAIN_BATCH):
-            raise ValueError(f"an option counts {MICRO_BATCH} or {TRAIN_BATCH}, not {self.counts!r:.60}")
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
         """Build from a record; attributes of data sets, which earlier versions followed, are held."""

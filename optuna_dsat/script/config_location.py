@@ -38,23 +38,20 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
         path = cwd / value
         if looks_like_config(path):
             return path
-    for value in others:
-        path = cwd / value
-        if path.suffix in _SETTINGS:
-            for _, named in _named_in(read_settings(path), folders=(cwd, path.parent)):
-                return named
-    return None
+    return next((named for _, named in _named_by_settings(args, cwd=cwd)), None)
 
 
 def find_config_key(args: Sequence[str], *, cwd: Path, config: Path) -> str | None:
     """Return the dotted key under which a settings file among a script's arguments names a DeepSpeed config."""
+    keys = (key for key, named in _named_by_settings(args, cwd=cwd) if named.resolve() == config.resolve())
+    return next(keys, None)
+
+
+def _named_by_settings(args: Sequence[str], *, cwd: Path) -> Iterator[tuple[str, Path]]:
     for _, value in _pairs(args):
         path = cwd / value
         if path.suffix in _SETTINGS:
-            for key, named in _named_in(read_settings(path), folders=(cwd, path.parent)):
-                if named.resolve() == config.resolve():
-                    return key
-    return None
+            yield from _named_in(read_settings(path), folders=(cwd, path.parent))
 
 
 def looks_like_config(path: Path) -> bool:

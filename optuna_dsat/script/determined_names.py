@@ -69,7 +69,9 @@ def check_imports(tree: ast.Module, file: Path) -> None:
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
     installed = importlib.util.find_spec("determined") is not None
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "determined":
+        if isinstance(node, ast.ImportFrom) and node.module == _PACKAGE:
+            yield from ((node.lineno, _remedy(alias.name)) for alias in node.names if alias.name in REFUSED)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "determined":
             for alias in node.names:
                 remedy = _remedy(alias.name)
                 if remedy or not installed or (node.module or "").startswith("determined.pytorch"):

@@ -25,8 +25,6 @@ _FORMATS = (".json", ".yaml", ".yml")
 _BATCH_KEYS = frozenset({TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION})
 _DEPTH = 6
 """Maximum nesting depth at which a section is searched for."""
-_STANDARD = "tag:yaml.org,2002:"
-"""Prefix of the tags that every loader supports; other tags may read files next to the original."""
 _ONE_LINE = 2**30
 """Line width at which YAML writes any mapping on one line."""
 _WRITTEN = re.compile(r"(^|_)(out|output|outputs|log|logs|logging|save|run)(_|$)", re.IGNORECASE)
@@ -108,13 +106,14 @@ def settings_copy(
         if not source or file in sources:
             changes = document.config_change(source.get("key"), config, own=own, sections=sections)
         is_config = bool(changes)
+        values = dict(_values(document.settings))
         if not is_config and user_config:
-            changes = {key: best_config for key, value in document.texts() if _is_path(value, user_config, file, cwd)}
+            changes = {key: best_config for key, value in values.items() if _is_path(value, user_config, file, cwd)}
         names_config = bool(changes)
         number = tuple(str(source.get("key")).split("."))
         if changes_batch and not any(number[: len(key)] == key for key in changes):
             scale = int(source.get("scale", 1))
-            if document.value_at(number) != source["own"] * scale:
+            if values.get(number) != source["own"] * scale:
                 continue
             changes[number] = config[MICRO_BATCH] * scale
         text = document.changed(changes)
@@ -129,32 +128,29 @@ def settings_copy(
     return None
 
 
-def _is_path(value: str, path: str, file: Path, cwd: str) -> bool:
-    """Whether a text in a settings file is a path, relative to the working directory or to the file."""
-    return bool(value) and any(names_file(f"={value}", path, cwd=name) for name in (cwd, str(file.parent)))
+def _is_path(value: Any, path: str, file: Path, cwd: str) -> bool:
+    """Whether a value in a settings file is a path, relative to the working directory or to the file."""
+    is_text = isinstance(value, str) and bool(value)
+    return is_text and any(names_file(f"={value}", path, cwd=name) for name in (cwd, str(file.parent)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Document:
-    """A settings file as text, as data and as YAML nodes; JSON is parsed as YAML, too."""
+    """A settings file, as text and as data."""
 
     file: Path
     text: str
     settings: Any
-    root: Any
 
     @classmethod
     def read(cls, file: Path) -> _Document | None:
-        """Read a file; None if it cannot be read, or is not YAML or JSON."""
-        import yaml
-
+        """Read a file; None if it cannot be read, is empty, or is not YAML or JSON."""
         try:
             text = read_regular(file).decode("utf-8")
-            root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)  # JSON may be indented with tabs
-            settings = parsed_settings(text, file.suffix)
-        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        except (OSError, ValueError):
             return None
-        return None if settings is None else cls(file=file, text=text, settings=settings, root=root)
+        settings = parsed_settings(text, file.suffix)
+        return None if settings is None else cls(file=file, text=text, settings=settings)
 
     def config_change(
         self, batch_key: str | None, config: Mapping[str, Any], *, own: Mapping[str, Any], sections: bool
@@ -178,59 +174,53 @@ class _Document:
         kept = {name: value for name, value in beside.items() if name not in (*_BATCH_KEYS, "autotuning")}
         return {key: merge(kept, _without_added(config, own=own, record=record))}
 
-    def texts(self) -> Iterator[tuple[_Key, str]]:
-        """Yield key and text of the scalars."""
-        return ((key, node.value) for key, node in _nodes(self.root) if isinstance(node.value, str))
-
-    def value_at(self, key: _Key) -> Any:
-        """Return the value at a key; None if absent."""
-        value = self.settings
-        for name in key:
-            items = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, list) else {}
-            value = next((item for other, item in items.items() if str(other) == name), None)
-        return value
-
     def changed(self, changes: Mapping[_Key, Any]) -> str | None:
         """Return the text with other values at some keys; None if not possible, or without changes."""
-        nodes = dict(_nodes(self.root))
-        rest = {key: node for key, node in nodes.items() if not any(key[: len(at)] == at for at in changes)}
-        if not changes or not changes.keys() <= nodes.keys() or any(map(self._may_need, rest, rest.values())):
+        import yaml
+
+        values = dict(_values(self.settings))
+        rest = [key for key in values if not any(key[: len(at)] == at for at in changes)]
+        if not changes or not changes.keys() <= values.keys() or any(self._may_need(key, values[key]) for key in rest):
             return None
-        text, expected = self.text, self.settings
-        for key in sorted(changes, key=lambda key: nodes[key].start_mark.index, reverse=True):
-            node, value = nodes[key], changes[key]
-            text = f"{text[: node.start_mark.index]}{self._written(value, node)}{text[_end(node) :]}"
+        expected = self.settings
+        for key, value in changes.items():
             expected = _replaced(expected, key, value)
+        if self.file.suffix == ".json":
+            return json.dumps(expected, indent=2) + "\n"
+        text, nodes = self.text, dict(_nodes(yaml.compose(self.text, Loader=yaml.SafeLoader)))
+        if not changes.keys() <= nodes.keys():  # a merged mapping
+            return None
+        for key in sorted(changes, key=lambda key: nodes[key].start_mark.index, reverse=True):
+            node = nodes[key]
+            text = f"{text[: node.start_mark.index]}{self._written(changes[key], node)}{text[_end(node) :]}"
         return text if parsed_settings(text, self.file.suffix) == expected else None
 
     def _written(self, value: Any, node: Any) -> str:
-        """Format a value as replacement of a node; a mapping in block style if the node has block style."""
+        """Format a value as replacement of a YAML node; a mapping in block style if the node has block style."""
         import yaml
 
         if not isinstance(value, Mapping):
             return json.dumps(value)
+        text: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=node.flow_style, width=_ONE_LINE)
         first = self.text.rfind("\n", 0, node.start_mark.index) + 1
-        line = self.text[first : node.start_mark.index]
-        if not node.flow_style:
-            lines: str = yaml.safe_dump(value, sort_keys=False)
-            return lines.rstrip("\n").replace("\n", "\n" + " " * len(line))
-        if self.file.suffix != ".json":  # YAML reads some numbers that JSON does not have
-            flowing: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=True, width=_ONE_LINE)
-            return flowing.rstrip("\n")
-        if "\n" not in self.text[node.start_mark.index : _end(node)]:
-            return json.dumps(value)
-        return json.dumps(value, indent=2).replace("\n", "\n" + line[: len(line) - len(line.lstrip())])
+        return text.rstrip("\n").replace("\n", "\n" + " " * (node.start_mark.index - first))
 
-    def _may_need(self, key: _Key, node: Any) -> bool:
-        """Whether a node may be the path of a file next to the document, to be read by the script."""
-        if not node.tag.startswith(_STANDARD):
-            return True
-        if node.tag != f"{_STANDARD}str" or not node.value.strip("./") or (key and _WRITTEN.search(key[-1])):
+    def _may_need(self, key: _Key, value: Any) -> bool:
+        """Whether a value may be the path of a file next to the document, to be read by the script."""
+        if not isinstance(value, str) or not value.strip("./") or (key and _WRITTEN.search(key[-1])):
             return False
         try:
-            return not Path(node.value).is_absolute() and (self.file.parent / node.value).exists()
+            return not Path(value).is_absolute() and (self.file.parent / value).exists()
         except (OSError, ValueError):  # not a path: too long, or with an invalid character
             return False
+
+
+def _values(settings: Any, key: _Key = ()) -> Iterator[tuple[_Key, Any]]:
+    """Yield the keys of settings and of everything in them, with the values."""
+    yield key, settings
+    items: Any = enumerate(settings) if isinstance(settings, list) else getattr(settings, "items", tuple)()
+    for name, value in items:
+        yield from _values(value, (*key, str(name)))
 
 
 def _nodes(node: Any, key: _Key = ()) -> Iterator[tuple[_Key, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.record import Record
-from optuna_dsat.runtime.adapt.hugging_face import SCHEDULE_LENGTH_KEYS
+from optuna_dsat.runtime.adapt.hugging_face import SCHEDULE_LENGTH_KEYS, TRAINER_FIELDS
 from optuna_dsat.runtime.adapt.parsers import names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
 from optuna_dsat.script.batch_rule import guesses
@@ -22,10 +22,7 @@ from optuna_dsat.script.batch_rule import guesses
 __all__ = ["ScriptTrainer", "trainer_guesses"]
 
 _FIELDS = {
-    "transformers": {
-        ds_config.MICRO_BATCH: "per_device_train_batch_size",
-        ds_config.GRADIENT_ACCUMULATION: "gradient_accumulation_steps",
-    },
+    "transformers": TRAINER_FIELDS,
     "lightning": {ds_config.GRADIENT_ACCUMULATION: "accumulate_grad_batches"},
 }
 """Framework -> key of the DeepSpeed config -> name of the trainer's argument."""

@@ -9,7 +9,6 @@ import pytest
 import optuna_dsat.integrations.deepspeed_trial as package
 from optuna_dsat.errors import UsageError
 from optuna_dsat.integrations.deepspeed_trial import DeepSpeedTrialContext
-from optuna_dsat.runtime.rank import GroupRank
 from optuna_dsat.script.determined_names import ATTRIBUTES, PROVIDED, REFUSED
 from optuna_dsat.script.trial_class import find_trial_class
 
@@ -46,11 +45,6 @@ def test_attributes_of_the_context_are_refused_by_name(tmp_path: Path) -> None:
     words = refusal(tmp_path, "def seed(self):\n    return self.context.env.trial_seed\n")
     assert "line 2: context.env of Determined is not here" in words
     assert "get_trial_seed()" in words
-    context = DeepSpeedTrialContext({}, group=GroupRank(rank=0, local_rank=0, world_size=1, local_world_size=1))
-    with pytest.raises(AttributeError, match=r"has no env here: use get_hparams"):
-        _ = context.env
-    with pytest.raises(AttributeError, match="has no attribute 'anything'"):
-        _ = context.anything
 
 
 def test_an_import_for_either_library_is_left_alone(tmp_path: Path) -> None:
@@ -59,6 +53,6 @@ def test_an_import_for_either_library_is_left_alone(tmp_path: Path) -> None:
     assert find_trial_class("model_def:MyTrial", tmp_path) == tmp_path / "model_def.py"
 
 
-def test_a_name_of_determined_cannot_be_imported_silently() -> None:
-    with pytest.raises(ImportError, match="LRScheduler of Determined is not here: give the scheduler to"):
-        from optuna_dsat.integrations.deepspeed_trial import LRScheduler  # noqa: F401
+def test_a_name_of_determined_is_not_imported_from_here(tmp_path: Path) -> None:
+    words = refusal(tmp_path, "from optuna_dsat.integrations.deepspeed_trial import LRScheduler\n")
+    assert "line 1: LRScheduler of Determined is not here: give the scheduler to" in words

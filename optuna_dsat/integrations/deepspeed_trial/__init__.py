@@ -15,8 +15,6 @@ compares this package with Determined.
     __main__     entry point that torchrun starts on each rank
 """
 
-from typing import Any
-
 from optuna_dsat.integrations.deepspeed_trial.context import AttrDict, DeepSpeedTrialContext, overwrite_deepspeed_config
 from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader
 from optuna_dsat.integrations.deepspeed_trial.metrics import MetricReducer
@@ -28,7 +26,6 @@ from optuna_dsat.integrations.deepspeed_trial.ranks import (
 )
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial, PyTorchCallback, TorchData
 from optuna_dsat.runtime.reporting import dsat_reporting_context, get_ds_config_from_hparams
-from optuna_dsat.script.determined_names import REFUSED
 
 __all__ = [
     "AttrDict",
@@ -46,15 +43,3 @@ __all__ = [
     "make_deepspeed_mpu",
     "overwrite_deepspeed_config",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Reject names that only Determined has, and unknown names.
-
-    Raises:
-        ImportError: If Determined has the name; contains the replacement.
-        AttributeError: If the name is unknown.
-    """
-    if name in REFUSED:
-        raise ImportError(f"{name} of Determined is not here: {REFUSED[name]}.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,6 @@ from optuna_dsat.runtime.measure.engine import is_pipeline
 from optuna_dsat.runtime.overlay import merge, read_config
 from optuna_dsat.runtime.rank import GroupRank
 from optuna_dsat.runtime.reporting import trial_config
-from optuna_dsat.script.determined_names import ATTRIBUTES
 
 __all__ = ["AttrDict", "DeepSpeedTrialContext", "check_engine", "overwrite_deepspeed_config"]
 
@@ -291,16 +290,6 @@ class DeepSpeedTrialContext:
     def models(self) -> list[Any]:
         """The registered engines."""
         return self.engines
-
-    def __getattr__(self, name: str) -> Any:
-        """Reject unknown attributes, including attributes that only Determined's context has.
-
-        Raises:
-            AttributeError: Always; names the replacement, if Determined has the attribute.
-        """
-        if name in ATTRIBUTES:
-            raise AttributeError(f"DeepSpeedTrialContext has no {name} here: {ATTRIBUTES[name]}.")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def current_train_batch(self) -> int:
         """Return the number of completed global batches."""

@@ -116,7 +116,8 @@ class HuggingFaceHook(TrainerHook):
             plugin.fill_match = fill_match
             original(plugin, *args, **kwargs)
             del plugin.fill_match
-            self._accelerate.note_filled_in(plugin.hf_ds_config.config, {**filled_in, GRADIENT_ACCUMULATION: steps})
+            filled_in[GRADIENT_ACCUMULATION] = steps if isinstance(steps, int) else "auto"
+            self._accelerate.note_filled_in(plugin.hf_ds_config.config, filled_in)
             for field, key in _PLUGIN_FIELDS.items():
                 value = plugin.hf_ds_config.get_value(key)
                 if value not in (None, "auto"):

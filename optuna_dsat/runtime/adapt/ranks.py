@@ -25,15 +25,13 @@ from typing import Any, NoReturn
 
 from optuna_dsat.runtime.imports import ImportWatch, patch
 from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.user_code import parsed_source
+from optuna_dsat.runtime.user_code import declares_option, parsed_source
 
 __all__ = ["default_local_rank", "join_group", "spawn_in_place", "with_local_rank", "wrong_number"]
 
 _NAME = "local_rank"
 _OPTIONS = frozenset({"--local_rank", "--local-rank"})
 _BY_HAND = re.compile(r"--local_rank(?![\w-])")
-_DECLARING = frozenset({"add_argument", "Argument", "Option", "option"})
-"""Functions that declare options of parsers."""
 _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -87,12 +85,7 @@ def _reads_by_hand(script: Path) -> bool:
     except (OSError, SyntaxError):
         return False
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    declared = {
-        id(word)
-        for call in calls
-        if (call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")) in _DECLARING
-        for word in call.args
-    }
+    declared = {id(word) for call in calls if declares_option(call) for word in call.args}
     named = any(
         isinstance(node, ast.Constant)
         and isinstance(node.value, str)

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from optuna_dsat.runtime.user_code import parsed_source
+from optuna_dsat.runtime.user_code import called_name, declares_option, parsed_source
 from optuna_dsat.script.command.module_file import module_file
 
 __all__ = ["declared_options", "imported_packages", "says_where_to_meet", "starts_own_ranks"]
@@ -47,8 +47,6 @@ def says_where_to_meet(script: str, *, is_module: bool, cwd: Path, python: str |
     )
 
 
-_DECLARING = frozenset({"add_argument", "add_option", "option", "Option", "Argument"})
-"""Functions of argparse, optparse, click and typer that declare an option by its name."""
 _SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_parsing", "jsonargparse", "typer"})
 """Packages that derive options from fields or parameters, such as ``HfArgumentParser`` and ``fire.Fire``."""
 
@@ -81,8 +79,7 @@ def _spellings(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Compare):
         parts = [node.left, *node.comparators]
     elif isinstance(node, ast.Call):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        parts = node.args if name in _DECLARING else []
+        parts = node.args if declares_option(node) else []
     for part in parts:
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield part.value
@@ -97,8 +94,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def _spawns(nodes: Sequence[ast.AST], imported: Sequence[str]) -> bool:
-    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
-    called = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in functions}
+    called = {called_name(node) for node in nodes if isinstance(node, ast.Call)}
     return bool(called & _SPAWNERS) and any(name.startswith("torch.multiprocessing") for name in imported)
 
 
