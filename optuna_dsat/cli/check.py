@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,16 +18,6 @@ __all__ = ["check"]
 
 _FILLING = frozenset({"transformers", "trl", "accelerate", "lightning", "pytorch_lightning", "json", "yaml", "hjson"})
 """Packages that fill in "auto", or that a script uses to fill it in."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Use:
-    """Information about the config in a training command."""
-
-    ranks: int | None = None
-    """None if unknown."""
-    fills_auto: bool | None = None
-    trainer_arguments: Mapping[str, Any] | None = None
 
 
 def check(
@@ -53,7 +42,7 @@ def check(
     as_json = as_json or words != list(command or ())
     use = _use_of(words, config=config)
     notify("Loading torch and DeepSpeed, which takes some seconds.")
-    findings = findings_of(raw, ranks=use.ranks, fills_auto=use.fills_auto, trainer_arguments=use.trainer_arguments)
+    findings = findings_of(raw, **use)
     wrong = sum(finding.status in (Status.FATAL, Status.PROBLEM) for finding in findings)
     if as_json:
         print(json.dumps({"usable": not wrong, "findings": to_json(findings)["findings"]}, indent=2))
@@ -65,10 +54,10 @@ def check(
         say_prose(f"{config}: nothing is wrong.")
 
 
-def _use_of(words: Sequence[str], *, config: Path) -> _Use:
-    """Return the information about its config in a training command."""
+def _use_of(words: Sequence[str], *, config: Path) -> dict[str, Any]:
+    """Return the information about its config in a training command: keywords of ``config_check.check``."""
     if not words:
-        return _Use()
+        return {}
     from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
     from optuna_dsat.script.command.own_ranks import imported_packages, starts_own_ranks
     from optuna_dsat.script.config_location import find_config
@@ -85,11 +74,11 @@ def _use_of(words: Sequence[str], *, config: Path) -> _Use:
     alone = command.without_launcher and not starts_own_ranks(command.script, is_module=command.is_module, cwd=folder)
     arguments = _arguments(command.args)
     by_trainer = isinstance(arguments.get("deepspeed"), str)  # DeepSpeed's option of this name has no value
-    return _Use(
-        ranks=1 if alone else None if command.ranks is None else command.ranks * command.nodes,
-        fills_auto=True if by_trainer else None if packages & _FILLING or "deepspeed" not in packages else False,
-        trainer_arguments=arguments if by_trainer else None,
-    )
+    return {
+        "ranks": 1 if alone else None if command.ranks is None else command.ranks * command.nodes,
+        "fills_auto": True if by_trainer else None if packages & _FILLING or "deepspeed" not in packages else False,
+        "trainer_arguments": arguments if by_trainer else None,
+    }
 
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:

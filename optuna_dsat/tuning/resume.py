@@ -105,11 +105,13 @@ def spec_here(
     """
     spec = study.stored_spec if spec is None else spec
     here = spec if workdir is None else _relocated(spec, workdir)
-    script, lost = here.script, "say with --workdir where it lies."
+    script = here.script
     if script.is_module and module_file(script.script, Path(script.cwd)) is None:
-        raise UsageError(f"The module {script.script} is not found from {script.cwd}; {lost}")
+        raise UsageError(
+            f"The module {script.script} is not found from {script.cwd}; say with --workdir where it lies."
+        )
     if not script.is_module and not Path(script.script).is_file():
-        raise UsageError(f"The script {script.script} is not on this machine; {lost}")
+        raise UsageError(f"The script {script.script} is not on this machine; say with --workdir where it lies.")
     file = script_file(script)
     approve(what_runs(here, study.profiled), ran_here(study.stored_spec, file=file))
     remember(study.stored_spec, file=file)
