@@ -43,21 +43,14 @@ class Trained:
     quirks: Quirks
     user_zero: Mapping[str, Any]
     """The ZeRO section of the user's present config, which runs at micro-batch 1."""
+    kind: str = "cuda"
+    no_tune: tuple[str, ...] = ()
+    """Knobs that are no part of the search."""
 
     @property
     def slots(self) -> int:
         """GPUs of one launch."""
         return self.machine.gpus
-
-    @property
-    def kind(self) -> str:
-        """``cuda`` or ``cpu``."""
-        return "cuda"
-
-    @property
-    def no_tune(self) -> tuple[str, ...]:
-        """Knobs that are no part of the search."""
-        return ()
 
     @property
     def flops_per_sample(self) -> float:

@@ -35,8 +35,10 @@ __all__ = [
     "NAMESAKES",
     "Result",
     "Row",
+    "count",
     "known",
     "main",
+    "median",
     "missing",
     "noise_of",
     "run_one",
@@ -274,17 +276,17 @@ def summarise(results: Sequence[Result]) -> Row:
     return Row(
         landscape=results[0].landscape,
         method=results[0].method,
-        launches_to_near=_median(r.launches_to_near for r in results),
-        seconds_to_near=_median(r.seconds_to_near for r in results),
+        launches_to_near=median(r.launches_to_near for r in results),
+        seconds_to_near=median(r.seconds_to_near for r in results),
         near=statistics.fmean(r.launches_to_near is not None for r in results),
-        launches_to_close=_median(r.launches_to_close for r in results),
+        launches_to_close=median(r.launches_to_close for r in results),
         distance=statistics.median(r.distance for r in results),
         found=statistics.fmean(r.found for r in results),
         launches=statistics.median(r.launches for r in results),
     )
 
 
-def _median(values: Iterable[float | None]) -> float:
+def median(values: Iterable[float | None]) -> float:
     """Return the median, infinite where half of the values or more are None: never."""
     return statistics.median_high([math.inf if value is None else value for value in values])
 
@@ -323,20 +325,20 @@ def table(rows: Sequence[Row]) -> str:
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        minutes = "" if math.isinf(row.seconds_to_near) else f"{row.seconds_to_near / 60:.{_digits(row)}f}"
+        minutes = (
+            ""
+            if math.isinf(row.seconds_to_near)
+            else f"{row.seconds_to_near / 60:.{0 if row.seconds_to_near >= 60 else 1}f}"
+        )
         lines.append(
-            f"| {row.method} | {_count(row.launches_to_close)} | {_count(row.launches_to_near)} | {minutes} "
+            f"| {row.method} | {count(row.launches_to_close)} | {count(row.launches_to_near)} | {minutes} "
             f"| {row.near:.0%} | {row.distance:.1%} | {row.found:.0%} | {row.launches:.0f} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _digits(row: Row) -> int:
-    """Return how many digits the minutes of a row have after the point."""
-    return 0 if row.seconds_to_near >= 60 else 1
-
-
-def _count(launches: float) -> str:
+def count(launches: float) -> str:
+    """Return a number of launches in words."""
     return "never" if math.isinf(launches) else f"{launches:.0f}"
 
 
@@ -348,8 +350,8 @@ def _verdicts(rows: Sequence[Row]) -> str:
         for other in (result.get((landscape, peer)) for peer in NAMESAKES.get(method, ())):
             if other is not None and own.launches_to_near > other.launches_to_near:
                 lines.append(
-                    f"- {landscape}: {method} gets to 1 % in {_count(own.launches_to_near)} launches, "
-                    f"{other.method} in {_count(other.launches_to_near)}"
+                    f"- {landscape}: {method} gets to 1 % in {count(own.launches_to_near)} launches, "
+                    f"{other.method} in {count(other.launches_to_near)}"
                 )
             if other is not None and own.distance > other.distance:
                 lines.append(

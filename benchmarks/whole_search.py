@@ -39,7 +39,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.launch_overhead import EXAMPLES, Launch, request, run
+from benchmarks.launch_overhead import EXAMPLES, request, run
 from benchmarks.pdsh import write_pdsh
 from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.launch.launcher import local_launcher
@@ -148,7 +148,7 @@ def early(launches: Sequence[Path], *, began: float) -> Early | None:
         report = json.loads((folder / "report.json").read_text())
         if report["outcome"] == Outcome.MEASURED:
             ended[folder] = report["started_at"] + report["startup_s"] + report["measured_s"] + report["exit_s"]
-            rates[folder] = _rate(folder)
+            rates[folder] = _rate(_events(folder), start=StudySpec.model_fields["start_profile_step"].default)
     near = [folder for folder in rates if rates[folder] >= (1 - NEAR) * max(rates.values())]
     if not near:
         return None
@@ -156,11 +156,9 @@ def early(launches: Sequence[Path], *, began: float) -> Early | None:
     return Early(after_s=ended[first] - began, config=json.loads((first / "ds_config.json").read_text()))
 
 
-def _rate(launch: Path) -> float:
-    """Return the samples per second that a launch of a search measured."""
-    events = _events(launch)
-    ranks = len({event.rank for event in events})
-    record = LaunchRecord(world_size=ranks, start_profile_step=StudySpec.model_fields["start_profile_step"].default)
+def _rate(events: Sequence[Event], *, start: int) -> float:
+    """Return the samples per second over all ranks, end to end, from step ``start`` on."""
+    record = LaunchRecord(world_size=len({event.rank for event in events}), start_profile_step=start)
     for event in events:
         record.add(event)
     return record.metrics(flops_per_sample=0.0)["throughput"]
@@ -231,28 +229,16 @@ def _ends_within(process: subprocess.Popen[bytes], limit_s: float | None) -> boo
     return True
 
 
-def throughput(launch: Launch) -> float:
-    """Return the samples per second over all ranks, end to end."""
-    steps = [e for e in launch.events if isinstance(e, StepMeasured) and e.step >= START]
-    slowest: dict[int, float] = {}
-    for step in steps:
-        slowest[step.step] = max(slowest.get(step.step, 0.0), step.latency_s)
-    return sum(step.samples for step in steps) / sum(slowest.values())
-
-
 def compare(
     configs: Mapping[str, Mapping[str, Any]], *, rounds: int, devices: Devices, folder: Path
 ) -> dict[str, dict[int, float]]:
     """Return the throughput of each config in each round, by plain torchrun, in an order drawn anew for each round."""
-    launcher = local_launcher(folder, devices=devices)
     result: dict[str, dict[int, float]] = {name: {} for name in configs}
-    try:
+    with contextlib.closing(local_launcher(folder, devices=devices)) as launcher:
         for number in range(rounds):
             for index, name in enumerate(random.sample(list(configs), len(configs))):
                 asked = _request(configs[name], f"round-{number}-{index}", slots=len(devices.devices), cwd=folder)
-                result[name][number] = throughput(run(launcher, asked))
-    finally:
-        launcher.close()
+                result[name][number] = _rate(run(launcher, asked).events, start=START)
     return result
 
 

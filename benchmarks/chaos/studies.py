@@ -11,17 +11,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from benchmarks.chaos.checks import Ended, State, finished_of, given_up, violations
-from benchmarks.chaos.processes import ROLES, marked_of, roles_of
+from optuna_dsat.launch.machine.processes import find_marked
 from optuna_dsat.launch.machine.shared_memory import shared_memory_of
 
-__all__ = ["BUDGET", "Fire", "StudyUnderFire"]
+__all__ = ["BUDGET", "StudyUnderFire"]
 
 BUDGET = 4
 NAME = "chaos"
@@ -34,6 +34,9 @@ _PAUSES_S = (0.0, 2.0)
 """Shortest and longest time from the moment at which a role is there to the blow."""
 ROLE_S = 120.0
 """How long a role is waited for."""
+
+ROLES = ("tuner", "warm parent", "agent", "rank")
+_WARM_PARENT = "optuna_dsat.launch.warm.process"
 
 _SCRIPT = """
 import sys
@@ -58,17 +61,12 @@ _CONFIG = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fire:
-    """What befalls studies."""
-
-    pause_s: tuple[float, float] = _PAUSES_S
-    stop_s: float = 7.0
-    """How long a tuner is stopped: longer than its heartbeat's interval."""
-    stops: float = 0.15
-    """Share of the blows that stop a tuner instead of killing something."""
-    restarts: float = 0.15
-    """Share of the blows that restart the database's server instead, where there is one."""
+STOP_S = 7.0
+"""How long a tuner is stopped: longer than its heartbeat's interval."""
+STOPS = 0.15
+"""Share of the blows that stop a tuner instead of killing something."""
+RESTARTS = 0.15
+"""Share of the blows that restart the database's server instead, where there is one."""
 
 
 @dataclass
@@ -79,7 +77,6 @@ class StudyUnderFire:
         folder: Empty.
         rng: Draws moments and victims.
         two: Whether a second tuner works on it.
-        fire: What befalls it.
         database: URL of its database; None for an SQLite file in the folder.
         restart: Restarts the database's server at once; None where there is none.
     """
@@ -87,7 +84,6 @@ class StudyUnderFire:
     folder: Path
     rng: random.Random
     two: bool
-    fire: Fire = field(default_factory=Fire)
     database: str | None = None
     restart: Callable[[], None] | None = None
     blows: Counter[str] = field(default_factory=Counter)
@@ -176,20 +172,20 @@ class StudyUnderFire:
 
         Or restart the database's server at a random moment while tuners work.
         """
-        if self.restart is not None and self.rng.random() < self.fire.restarts:
-            self._wait(self.rng.uniform(*self.fire.pause_s) + self.rng.uniform(*self.fire.pause_s))
+        if self.restart is not None and self.rng.random() < RESTARTS:
+            self._wait(self.rng.uniform(*_PAUSES_S) + self.rng.uniform(*_PAUSES_S))
             if any(tuner.poll() is None for tuner in self._tuners):
                 self.restart()
                 self.blows["restarted server"] += 1
             return
-        stop = self.rng.random() < self.fire.stops
+        stop = self.rng.random() < STOPS
         role = "tuner" if stop else self.rng.choice(ROLES)
         deadline = time.monotonic() + ROLE_S
         while not self._of(role) and time.monotonic() < deadline:
             if all(tuner.poll() is not None for tuner in self._tuners):
                 return
             self._wait(0.5)
-        self._wait(self.rng.uniform(*self.fire.pause_s))
+        self._wait(self.rng.uniform(*_PAUSES_S))
         if not (result := self._of(role)):
             return
         victim = self.rng.choice(result)
@@ -197,7 +193,7 @@ class StudyUnderFire:
             os.kill(victim, signal.SIGSTOP if stop else signal.SIGKILL)
             self.blows["stopped tuner" if stop else role] += 1
             if stop:
-                time.sleep(self.fire.stop_s)
+                time.sleep(STOP_S)
                 os.kill(victim, signal.SIGCONT)
 
     def _of(self, role: str) -> list[int]:
@@ -248,3 +244,39 @@ class StudyUnderFire:
 def _is_left(path: Path) -> bool:
     """Whether a file of the temporary folder is more than a folder or an empty lock that is kept for the next start."""
     return path.is_file() and path.stat().st_size > 0
+
+
+def roles_of(tuners: Iterable[int]) -> dict[str, list[int]]:
+    """Return the living processes of tuners, by their roles."""
+    result: dict[str, list[int]] = {role: [] for role in ROLES}
+    for tuner in tuners:
+        try:
+            result["tuner"].append(psutil.Process(tuner).pid)
+            for role, pid in _below(psutil.Process(tuner)):
+                result[role].append(pid)
+        except psutil.Error:
+            continue
+    return {role: pids for role, pids in result.items() if pids}
+
+
+def _below(tuner: psutil.Process) -> Iterator[tuple[str, int]]:
+    """Yield the processes that a tuner started: a warm parent forks agents, an agent starts ranks."""
+    for child in tuner.children():
+        if _WARM_PARENT in child.cmdline():
+            yield "warm parent", child.pid
+            agents = child.children()
+        else:
+            agents = [child] if _is_agent(child) else []
+        for agent in agents:
+            yield "agent", agent.pid
+            yield from (("rank", rank.pid) for rank in agent.children())
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    return any("optuna_dsat.launch.machine.torchrun" in word for word in process.cmdline())
+
+
+def marked_of(tuners: Iterable[int]) -> list[int]:
+    """Return the living processes that carry the mark of one of these tuners."""
+    numbers = {str(tuner) for tuner in tuners}
+    return [item.key.pid for item in find_marked() if item.mark.split(":")[1] in numbers]

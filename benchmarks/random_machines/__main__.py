@@ -22,7 +22,7 @@ import optuna
 
 from benchmarks.optimum import optimum
 from benchmarks.random_machines.machine import machine_of
-from benchmarks.search_efficiency import METHODS, NAMESAKES, Result, missing, run_one
+from benchmarks.search_efficiency import METHODS, NAMESAKES, Result, count, median, missing, run_one
 
 __all__ = ["compared", "main", "row", "seeds_of"]
 
@@ -103,7 +103,7 @@ def row(method: str, results: Sequence[Result]) -> str:
         share(lambda result: result.distance <= 0.01),
         share(lambda result: result.distance <= 0.03),
         share(lambda result: result.launches_to_near is not None and result.launches_to_near <= 15),
-        _launches(_reached(results)),
+        count(median(result.launches_to_near for result in results)),
         f"{statistics.median(result.launches for result in results):.0f}",
         f"{statistics.median(distances):.1%}",
         f"{_ninth(results):.1%}",
@@ -120,7 +120,7 @@ def compared(pairs: Sequence[tuple[Result, Result]]) -> str:
     sides = [[pair[side] for pair in pairs] for side in (0, 1)]
     medians = " and ".join(f"{statistics.median(result.distance for result in results):.1%}" for results in sides)
     ninths = " and ".join(f"{_ninth(results):.1%}" for results in sides)
-    reached = " and ".join(_launches(_reached(results)) for results in sides)
+    reached = " and ".join(count(median(result.launches_to_near for result in results)) for results in sides)
     return (
         f"better or equal on {(better + equal) / len(pairs):.0%} (better on {better}, equal on {equal}, "
         f"worse on {worse} of {len(pairs)}); distance in the median {medians}, 90th percentile {ninths}; "
@@ -132,15 +132,6 @@ def _ninth(results: Sequence[Result]) -> float:
     """Return the 90th percentile of the final distances: the smallest that nine in ten do not exceed."""
     distances = sorted(result.distance for result in results)
     return distances[math.ceil(0.9 * len(distances)) - 1]
-
-
-def _reached(results: Sequence[Result]) -> float:
-    """Return the median of the launches to 1 %, infinite where half of the searches or more never got there."""
-    return statistics.median_high(math.inf if r.launches_to_near is None else r.launches_to_near for r in results)
-
-
-def _launches(number: float) -> str:
-    return "never" if math.isinf(number) else f"{number:.0f}"
 
 
 def seeds_of(text: str) -> list[int]:

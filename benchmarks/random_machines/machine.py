@@ -33,6 +33,8 @@ class RandomMachine:
 
     drawn: Drawn
     user_structure: tuple[int, bool, bool]
+    no_tune: tuple[str, ...] = ()
+    """Knobs that are no part of the search."""
 
     @property
     def name(self) -> str:
@@ -73,11 +75,6 @@ class RandomMachine:
     def nodes(self) -> int:
         """Hosts."""
         return self.drawn.hardware.nodes
-
-    @property
-    def no_tune(self) -> tuple[str, ...]:
-        """Knobs that are no part of the search."""
-        return ()
 
     @property
     def flops_per_sample(self) -> float:

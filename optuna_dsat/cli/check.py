@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,18 +19,6 @@ __all__ = ["check"]
 
 _FILLING = frozenset({"transformers", "trl", "accelerate", "lightning", "pytorch_lightning", "json", "yaml", "hjson"})
 """Packages that fill in "auto", or that a script uses to fill it in."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Use:
-    """Information about the config in a training command."""
-
-    python: str | None = None
-    """Interpreter that the command names."""
-    ranks: int | None = None
-    """None if unknown."""
-    fills_auto: bool | None = None
-    trainer_arguments: Mapping[str, Any] | None = None
 
 
 def check(
@@ -60,11 +47,9 @@ def check(
     words = [word for at, word in enumerate(command or ()) if at or word != "--json"]
     as_json = as_json or words != list(command or ())
     use = _use_of(words, config=config, python=None if python is None else named_python(python))
-    python = script_python(python or use.python) or sys.executable
+    python = script_python(python or use.pop("python", None)) or sys.executable
     notify("Loading torch and DeepSpeed, which takes some seconds.")
-    findings = findings_of(
-        raw, python=python, ranks=use.ranks, fills_auto=use.fills_auto, trainer_arguments=use.trainer_arguments
-    )
+    findings = findings_of(raw, **{**use, "python": python})
     wrong = sum(finding.status in (Status.FATAL, Status.PROBLEM) for finding in findings)
     if as_json:
         print(json.dumps({"usable": not wrong, "findings": to_json(findings)["findings"]}, indent=2))
@@ -76,10 +61,10 @@ def check(
         say_prose(f"{config}: nothing is wrong.")
 
 
-def _use_of(words: Sequence[str], *, config: Path, python: str | None) -> _Use:
-    """Return the information about its config in a training command."""
+def _use_of(words: Sequence[str], *, config: Path, python: str | None) -> dict[str, Any]:
+    """Return the information about its config in a training command: keywords of ``config_check.check``."""
     if not words:
-        return _Use()
+        return {}
     from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
     from optuna_dsat.script.command.own_ranks import imported_packages, starts_own_ranks
     from optuna_dsat.script.config_location import find_config
@@ -96,12 +81,12 @@ def _use_of(words: Sequence[str], *, config: Path, python: str | None) -> _Use:
     alone = command.without_launcher and not starts_own_ranks(command.script, is_module=command.is_module, cwd=folder)
     arguments = _arguments(command.args)
     by_trainer = isinstance(arguments.get("deepspeed"), str)  # DeepSpeed's option of this name has no value
-    return _Use(
-        python=command.python,
-        ranks=1 if alone else None if command.ranks is None else command.ranks * command.nodes,
-        fills_auto=True if by_trainer else None if packages & _FILLING or "deepspeed" not in packages else False,
-        trainer_arguments=arguments if by_trainer else None,
-    )
+    return {
+        "python": command.python,
+        "ranks": 1 if alone else None if command.ranks is None else command.ranks * command.nodes,
+        "fills_auto": True if by_trainer else None if packages & _FILLING or "deepspeed" not in packages else False,
+        "trainer_arguments": arguments if by_trainer else None,
+    }
 
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import typer
 
 from optuna_dsat.cli.parsing.help import HelpCommand, HelpGroup
@@ -22,12 +24,9 @@ def _upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
             f"There is nothing to upgrade in the database {display_url(storage)}: optuna-dsat has no tables in it. "
             "A search makes them; name the right database with --storage."
         )
-    opened = Database(storage, create=False)
-    try:
+    with closing(Database(storage, create=False)) as opened:
         migrate.upgrade(opened)
         print(migrate.current(opened))
-    finally:
-        opened.close()
 
 
 def _current(storage: Storage = DEFAULT_STORAGE) -> None:
@@ -38,11 +37,8 @@ def _current(storage: Storage = DEFAULT_STORAGE) -> None:
     if _is_new(storage):
         print(migrate.SchemaState.NEW.value)
         return
-    opened = Database(storage, create=False)
-    try:
+    with closing(Database(storage, create=False)) as opened:
         print(migrate.current(opened))
-    finally:
-        opened.close()
 
 
 def _check(storage: Storage = DEFAULT_STORAGE) -> None:
@@ -54,11 +50,8 @@ def _check(storage: Storage = DEFAULT_STORAGE) -> None:
     if _is_new(storage):
         print(migrate.SchemaState.NEW.value)
         return
-    opened = Database(storage, create=False)
-    try:
+    with closing(Database(storage, create=False)) as opened:
         print(migrate.require_usable(opened).value)
-    finally:
-        opened.close()
     with Store.open(storage, create=False) as store:
         unreadable = [item for item in readable_studies(store) if isinstance(item, UnreadableStudy)]
     for study in unreadable:

@@ -77,10 +77,16 @@ def doctor(
 
     findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme, python=python)
     if on is not None:
+        from optuna_dsat.doctor import cluster
+        from optuna_dsat.launch.agent.agent import digest_of
+        from optuna_dsat.launch.places.place import Layout
+        from optuna_dsat.tuning.cluster import engine_of
+
         files = [Path.cwd(), *([] if script is None else [Path.cwd() / script])]
-        findings += _of_nodes(
-            on.value, files, nodes_per_trial, gpus_per_node, slurm_arg or (), ray_address, ray_node or ()
-        )
+        kind, gpus = ("cuda", gpus_per_node) if gpus_per_node else ("cpu", 0)
+        layout = Layout(nodes=nodes_per_trial, slots=gpus or 1, kind=kind, gpus=gpus)
+        engine = engine_of(on.value, slurm_arg=slurm_arg or (), ray_address=ray_address, ray_node=ray_node or ())
+        findings += cluster.examine(engine, layout, files={str(path): digest_of(path) for path in files})
     if as_json:
         print(json.dumps(to_json(findings), indent=2))
     else:
@@ -89,26 +95,6 @@ def doctor(
     if code:
         notify("optuna-dsat: no launch can run before what is FATAL above is mended.")
         raise typer.Exit(code)
-
-
-def _of_nodes(
-    on: str,
-    files: Sequence[Path],
-    nodes: int,
-    gpus: int | None,
-    slurm_arg: Sequence[str],
-    ray_address: str | None,
-    ray_node: Sequence[str],
-) -> Sequence[Finding]:
-    """Return findings on nodes of a cluster."""
-    from optuna_dsat.doctor import cluster
-    from optuna_dsat.launch.agent.agent import digest_of
-    from optuna_dsat.launch.places.place import Layout
-    from optuna_dsat.tuning.cluster import engine_of
-
-    layout = Layout(nodes=nodes, slots=gpus or 1, kind="cuda" if gpus else "cpu", gpus=gpus or 0)
-    engine = engine_of(on, slurm_arg=slurm_arg, ray_address=ray_address, ray_node=ray_node)
-    return cluster.examine(engine, layout, files={str(path): digest_of(path) for path in files})
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

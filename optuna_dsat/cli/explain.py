@@ -41,14 +41,7 @@ def explain(
 
 
 def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = None, alone: bool = False) -> None:
-    """Print an explanation.
-
-    Args:
-        explanation: Why the winner is fastest.
-        words: Description of its configuration.
-        gap: Its measured and predicted step time; None without a prediction.
-        alone: Whether no other configuration was measured.
-    """
+    """Print an explanation."""
     from optuna_dsat.report.explain.why import told_of
     from optuna_dsat.study.confirm.speeds import speed_of
 

@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Storage, complete_studies, confirm_replacing, option
+from optuna_dsat.cli.parsing.parameters import (
+    DEFAULT_STORAGE,
+    Storage,
+    complete_studies,
+    confirm_replacing,
+    option,
+    say_written,
+)
 from optuna_dsat.errors import UsageError
-from optuna_dsat.escape.terminal import say
-from optuna_dsat.runtime.files import stream_of
 
 if TYPE_CHECKING:
     from optuna_dsat.report.view import StudyView
@@ -62,18 +67,13 @@ def report(
     training = Training(epochs=epochs, price_per_gpu_hour=price, dataset_size=dataset_size)
     if names and len(names) > 1:
         confirm_replacing(output or Path(COMPARISON), is_ours=is_report)
-        _say_file(write_comparison([_read(name, storage) for name in names], output, training=training))
+        say_written(write_comparison([_read(name, storage) for name in names], output, training=training))
         return
     name, url = _parts(names[0], storage) if names else (None, storage)
     with Store.open(url, create=False) as store:
         name = name or latest_study(store)
         confirm_replacing(output or default_path(read_view(store, name)), is_ours=is_report)
-        _say_file(write_report(store, name, output, training=training))
-
-
-def _say_file(path: Path) -> None:
-    if path.is_file() and stream_of(path) is None:
-        say(path)
+        say_written(write_report(store, name, output, training=training))
 
 
 def _read(name: str, storage: str) -> StudyView:

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -112,24 +112,18 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
     Raises:
         DsatError: With the exit code of the command.
     """
-    from optuna_dsat.cli.show import options_given, preview_to_json, show_options, show_preview
     from optuna_dsat.tuning.prepare import check_storage, prepare_each
 
-    studies = prepare_each(method, given)
+    studies, previews = prepare_each(method, given), []
     for prepared in studies:
         for note in prepared.notes:
             notify(note)
         if output.dry_run:
             check_storage(prepared.request)
-            if not output.json_output:
-                show_preview(prepared.request.spec)
-                show_options(prepared.given)
+            previews.append(_preview(prepared, shown=not output.json_output))
     if output.dry_run:
         if output.json_output:
-            searches = [
-                {**preview_to_json(study.request.spec), "options": options_given(study.given)} for study in studies
-            ]
-            print(json.dumps({"searches": searches}, indent=2))
+            print(json.dumps({"searches": previews}, indent=2))
         return
     for line in _files_of(given.origins):
         notify(line)
@@ -140,6 +134,18 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
     ended = run_request(studies[0].request, quiet=options.quiet, as_json=output.json_output)
     if options.run_full_experiment:
         _train(ended, as_json=output.json_output)
+
+
+def _preview(prepared: Prepared, *, shown: bool) -> dict[str, Any]:
+    """Return the preview of a search with its options as plain values, and print it if ``shown``."""
+    from optuna_dsat.cli.show import options_given, show_options, show_preview
+    from optuna_dsat.tuning.preview import preview
+
+    space, values = preview(prepared.request.spec)
+    if shown:
+        show_preview(prepared.request.spec, space, values)
+        show_options(prepared.given)
+    return {**values, "options": options_given(prepared.given)}
 
 
 def _files_of(origins: Mapping[str, str]) -> list[str]:

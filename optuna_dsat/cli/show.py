@@ -26,10 +26,11 @@ from optuna_dsat.words import (
 )
 
 if TYPE_CHECKING:
+    from optuna_dsat.config.search_space import SearchSpace
     from optuna_dsat.tuning.gpu_counts import AtGpus
     from optuna_dsat.tuning.options.given import Given
 
-__all__ = ["options_given", "preview_to_json", "show_by_gpus", "show_options", "show_preview", "show_result"]
+__all__ = ["options_given", "show_by_gpus", "show_options", "show_preview", "show_result"]
 
 _POSITIONAL = frozenset({"script", "ds_config", "script_args"})
 _BAR_CELLS = 40
@@ -124,47 +125,27 @@ def _print_bars(rows: Sequence[AtGpus], shares: Sequence[float | None], *, unit:
         say(f"{row.gpus:>6} {bar} {count_in_words(row.samples_per_s or 0.0)}, {share:.0%}")
 
 
-def preview_to_json(spec: StudySpec) -> dict[str, Any]:
-    """Return the content of ``show_preview`` as plain values."""
-    from optuna_dsat.tuning.preview import preview
-
-    result = preview(spec)
-    return {
-        "study": spec.name,
-        "space": [
-            {"knob": row.knob, "role": row.role, "applies": row.where, "choices": list(row.choices)}
-            for row in result.space.describe()
-        ],
-        "profile_launch": {"micro_batch": result.profile_micro_batch, "attempts": list(result.profile_attempts)},
-        "baseline": result.user_config,
-        "samples": list(result.samples),
-    }
-
-
-def show_preview(spec: StudySpec) -> None:
-    """Print the space, the profile launch and sample configurations of a study that is not started."""
-    from optuna_dsat.tuning.preview import preview
+def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]) -> None:
+    """Print the preview of a study that is not started: space, profile launch and sample configurations."""
     from optuna_dsat.words import choices_in_words, combinations_in_words
 
-    result = preview(spec)
-    console = console_of()
     say_prose("Search space (bucket sizes are capped by the model's size after the profile launch):")
     rows = [
         (row.knob, row.role, row.where, choices_in_words(row.choices, as_range=row.is_range))
-        for row in result.space.describe()
+        for row in space.describe()
     ]
     print_table(("knob", "", "where it applies", "choices"), rows)
-    say_prose(combinations_in_words(result.space.classes()))
-    first, *rest = result.profile_attempts
+    say_prose(combinations_in_words(space.classes()))
+    launch, ranks = preview["profile_launch"], things_in_words(spec.slots_per_trial, slot_name(spec.device))
+    first, *rest = launch["attempts"]
     say_prose(
-        f"Profile launch: {things_in_words(spec.slots_per_trial, slot_name(spec.device))}, "
-        f"micro-batch {result.profile_micro_batch}, "
-        f"{first}; while memory is short: {', then '.join(rest) or 'nothing else'}."
+        f"Profile launch: {ranks}, micro-batch {launch['micro_batch']}, {first}; while memory is short: "
+        f"{', then '.join(rest) or 'nothing else'}."
     )
-    say_prose(f"Your own config: {result.user_config}.")
+    say_prose(f"Your own config: {preview['baseline']}.")
     say_prose("Configurations such as these follow, their micro-batch bounded by memory:")
-    for sample in result.samples:
-        console.print_json(json.dumps(sample["zero_optimization"]))
+    for sample in preview["samples"]:
+        console_of().print_json(json.dumps(sample["zero_optimization"]))
 
 
 def options_given(given: Given) -> dict[str, dict[str, str]]:

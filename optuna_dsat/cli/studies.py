@@ -20,11 +20,12 @@ from optuna_dsat.cli.parsing.parameters import (
     Storage,
     confirm_replacing,
     option,
+    say_written,
 )
 from optuna_dsat.cli.tables import UNBOUNDED, notify, print_table
 from optuna_dsat.errors import UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
-from optuna_dsat.runtime.files import stream_of, write_output
+from optuna_dsat.runtime.files import write_output
 from optuna_dsat.secrecy.shapes import hidden_data
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             "launches": f"{study.launches_used}/{study.spec.max_trials}",
             "metric": study.metric,
             "device": study.spec.device,
-            **_result_row(study),
+            **_result(study)[0],
             "created": date_in_words(study.record.created_at),
         }
         for study in readable
@@ -86,7 +87,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
         rows += [{"study": study.record.name, "unreadable": study.reason} for study in unreadable]
         print(json.dumps(rows, indent=2))
     else:
-        shown = [{**row, **_result_in_words(study)} for row, study in zip(rows, readable, strict=True)]
+        shown = [{**row, **_result(study)[1]} for row, study in zip(rows, readable, strict=True)]
         if shown:
             print_table(_COLUMNS, [[row[name] for name in _COLUMNS] for row in shown], piped_width=UNBOUNDED)
         elif not unreadable:
@@ -95,32 +96,24 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             say_prose(f"{item.record.name} cannot be read: {item.reason}.")
 
 
-def _result_row(study: StoredStudy) -> dict[str, Any]:
-    """Return the current result of a study as plain values; None values if nothing was measured."""
-    verdict = study.verdict
-    if verdict is None:
-        return dict.fromkeys(("best", "best_trial", "result", "rounds", "speed_up"))
-    return {
-        "best": verdict.result.value,
-        "best_trial": verdict.result.number,
-        "result": verdict.kind.value,
-        "rounds": verdict.result.rounds,
-        "speed_up": None if verdict.speed_up is None else verdict.speed_up.value,
-    }
-
-
-def _result_in_words(study: StoredStudy) -> dict[str, Any]:
+def _result(study: StoredStudy) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the current result of a study as plain values, and in words; None values if nothing was measured."""
     from optuna_dsat.words import things_in_words, times_in_words
 
     verdict = study.verdict
     if verdict is None:
-        return {"best": None, "trial": None, "known by": "", "speed-up": None}
-    return {
-        "best": study.speed(verdict.result).brief,
-        "trial": verdict.result.number,
-        "known by": things_in_words(verdict.result.rounds, "round") if verdict.is_by_rounds else "the search",
-        "speed-up": None if verdict.speed_up is None else times_in_words(verdict.speed_up.value),
+        values = dict.fromkeys(("best", "best_trial", "result", "rounds", "speed_up"))
+        return values, {"best": None, "trial": None, "known by": "", "speed-up": None}
+    result = verdict.result
+    speed_up = None if verdict.speed_up is None else verdict.speed_up.value
+    values = {"best": result.value, "best_trial": result.number, "result": verdict.kind.value}
+    words = {
+        "best": study.speed(result).brief,
+        "trial": result.number,
+        "known by": things_in_words(result.rounds, "round") if verdict.is_by_rounds else "the search",
+        "speed-up": None if speed_up is None else times_in_words(speed_up),
     }
+    return {**values, "rounds": result.rounds, "speed_up": speed_up}, words
 
 
 def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
@@ -256,8 +249,7 @@ def best(
             write_output(output, text)
         except OSError as error:
             raise UsageError(f"{output} cannot be written: {error.strerror}.") from None
-        if output.is_file() and stream_of(output) is None:
-            say(output)
+        say_written(output)
 
 
 def _is_config_of(study: StoredStudy, text: str) -> bool:

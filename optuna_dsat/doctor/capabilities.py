@@ -71,10 +71,11 @@ def operators(libraries: Libraries, *, gpus: int, environ: Mapping[str, str]) ->
         text = f"{name} ({use}): {state.value}"
         if state is BuildState.CAN_BE:
             text += ", on first use, which takes 1 to 3 min"
+        text = f"{text}, because: {why}." if why else f"{text}."
         yield found(
             "operators",
             name,
-            f"{text}, because: {why}." if why else f"{text}.",
+            text,
             status=Status.NOTE if state is BuildState.CANNOT else Status.FINE,
             data={"builder": builder, "state": state.value, "why_not": why},
         )
@@ -129,13 +130,10 @@ def launcher(libraries: Libraries) -> Finding:
     warm = torchrun or (None if can_fork() else "it needs Linux 5.3 or newer")
     why_not = {name: why for name, why in (("warm", warm), ("torchrun", torchrun)) if why is not None}
     if torchrun is not None:
+        text = f"No launcher can work ({'; '.join(f'{name}: {why}' for name, why in why_not.items())})."
+        remedy = "Install torch with distributed training into the environment of optuna-dsat."
         return found(
-            "launches",
-            "launcher",
-            f"No launcher can work ({'; '.join(f'{name}: {why}' for name, why in why_not.items())}).",
-            "Install torch with distributed training into the environment of optuna-dsat.",
-            status=Status.FATAL,
-            data={"launcher": None, "why_not": why_not},
+            "launches", "launcher", text, remedy, status=Status.FATAL, data={"launcher": None, "why_not": why_not}
         )
     name, text = (
         ("warm", _WARM) if warm is None else ("torchrun", "every launch is a torchrun of its own on this machine")

@@ -59,11 +59,7 @@ def _findings(place: HeldPlace, layout: Layout) -> Iterator[Finding]:
         software = ", ".join(f"{package} {version}" for package, version in seen["versions"].items())
         kinds = dict.fromkeys(seen["devices"])
         what = f"{len(seen['devices'])} x {', '.join(kinds)}" if layout.kind == "cuda" else f"{layout.slots} CPU ranks"
-        yield found(
-            _AREA,
-            name,
-            f"{name}: {what}; {software}.",
-            data={"versions": dict(seen["versions"]), "devices": list(seen["devices"])},
-        )
+        text = f"{name}: {what}; {software}."
+        yield found(_AREA, name, text, data={"versions": dict(seen["versions"]), "devices": list(seen["devices"])})
     meeting = f"Nodes meet at {place.address}." if layout.nodes > 1 else "A launch stays on one node."
     yield found(_AREA, "network", meeting, data={"address": place.address})

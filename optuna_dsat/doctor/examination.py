@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from optuna_dsat.doctor import capabilities, libraries, nvme
@@ -99,20 +100,14 @@ def examine_storage(url: str) -> Finding:
     try:
         if not database_exists(url):
             return found("database", "storage", f"{shown} is not there yet; the first study makes it.", data=data)
-        database = Database(url, create=False, retry_limit_s=_RETRY_LIMIT_S)
-        try:
+        with closing(Database(url, create=False, retry_limit_s=_RETRY_LIMIT_S)) as database:
             state = migrate.require_usable(database)
-        finally:
-            database.close()
     except DsatError as error:
-        return found(
-            "database",
-            "storage",
-            str(error),
+        text = str(error)
+        remedy = (
             "Start the database, or correct the URL, its user or password (they may also come from the "
-            "environment: PGPASSWORD, PGPASSFILE).",
-            data=data,
-            status=Status.FATAL,
+            "environment: PGPASSWORD, PGPASSFILE)."
         )
+        return found("database", "storage", text, remedy, data=data, status=Status.FATAL)
     words = "it holds no study yet" if state is migrate.SchemaState.NEW else "its tables are those of this version"
     return found("database", "storage", f"{shown} answers; {words}.", data=data)

@@ -104,14 +104,9 @@ def findings(libraries: Libraries, *, gpus: int) -> Iterator[Finding]:
 
 def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
     if "error" in torch:
-        return found(
-            _AREA,
-            "torch",
-            f"torch cannot be imported: {torch['error']}",
-            "Install torch into the environment of your script: https://pytorch.org/get-started",
-            data=dict(torch),
-            status=Status.FATAL,
-        )
+        text = f"torch cannot be imported: {torch['error']}"
+        remedy = "Install torch into the environment of your script: https://pytorch.org/get-started"
+        return found(_AREA, "torch", text, remedy, data=dict(torch), status=Status.FATAL)
     build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a build without CUDA"
     status, remedy, text = Status.FINE, "", f"torch {torch['version']}, {build}"
     if gpus and torch["cuda"] is None:
@@ -146,20 +141,11 @@ def _unsupported(torch: Mapping[str, Any]) -> list[str]:
 
 def _deepspeed(deepspeed: Mapping[str, Any]) -> Finding:
     if "error" in deepspeed:
-        return found(
-            _AREA,
-            "deepspeed",
-            f"DeepSpeed cannot be imported: {deepspeed['error']}",
-            "pip install 'deepspeed>=0.14.5' into the environment of your script",
-            data=dict(deepspeed),
-            status=Status.FATAL,
-        )
-    return found(
-        _AREA,
-        "deepspeed",
-        f"DeepSpeed {deepspeed['version']}, running on {deepspeed['accelerator']}",
-        data=dict(deepspeed),
-    )
+        text = f"DeepSpeed cannot be imported: {deepspeed['error']}"
+        remedy = "pip install 'deepspeed>=0.14.5' into the environment of your script"
+        return found(_AREA, "deepspeed", text, remedy, data=dict(deepspeed), status=Status.FATAL)
+    text = f"DeepSpeed {deepspeed['version']}, running on {deepspeed['accelerator']}"
+    return found(_AREA, "deepspeed", text, data=dict(deepspeed))
 
 
 def _nvcc(torch: Mapping[str, Any]) -> Finding:
@@ -170,28 +156,21 @@ def _nvcc(torch: Mapping[str, Any]) -> Finding:
         text = f"nvcc {result} ({toolkit['home']}) compiles DeepSpeed's operators"
         return found(_AREA, "nvcc", text, data=toolkit)
     why = toolkit["why_not"] if result is None else f"nvcc ({toolkit['home']}) is of CUDA {result}, torch of {wanted}"
-    return found(
-        _AREA,
-        "nvcc",
-        f"DeepSpeed's operators for GPUs (FusedAdam, CPUAdam and others) cannot be compiled: {why.rstrip('.')}.",
+    text = f"DeepSpeed's operators for GPUs (FusedAdam, CPUAdam and others) cannot be compiled: {why.rstrip('.')}."
+    remedy = (
         f"Install the CUDA toolkit {wanted} and set CUDA_HOME to it; or use optimizers of torch "
-        '("torch_adam": true in their params).',
-        data=toolkit,
+        '("torch_adam": true in their params).'
     )
+    return found(_AREA, "nvcc", text, remedy, data=toolkit)
 
 
 def _communication(torch: Mapping[str, Any], gpus: int) -> Finding:
     backend = "nccl" if gpus else "gloo"
     data = {"backend": backend, "nccl_version": torch.get("nccl_version")}
     if not torch[backend]:
-        return found(
-            _AREA,
-            "communication",
-            f"This build of torch has no {backend.upper() if gpus else backend}: ranks cannot talk.",
-            f"Install a build of torch with {backend}.",
-            data=data,
-            status=Status.FATAL,
-        )
+        text = f"This build of torch has no {backend.upper() if gpus else backend}: ranks cannot talk."
+        remedy = f"Install a build of torch with {backend}."
+        return found(_AREA, "communication", text, remedy, data=data, status=Status.FATAL)
     version = f" {torch['nccl_version']}" if gpus and torch.get("nccl_version") else ""
     words = f"NCCL{version}" if gpus else "gloo"
     return found(_AREA, "communication", f"Ranks talk through {words}.", data=data)

@@ -91,13 +91,8 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
     if not gpus.count:
         yield _cpu(gpus.devices if gpus.devices.kind == "cpu" else cpu_devices(1), hidden=gpus.hidden > 0)
     if gpus.hidden:
-        yield found(
-            "devices",
-            "hidden GPUs",
-            f"CUDA_VISIBLE_DEVICES or DS_ACCELERATOR hides {things_in_words(gpus.hidden, 'GPU')} of this machine.",
-            data={"count": gpus.hidden},
-            status=Status.NOTE,
-        )
+        text = f"CUDA_VISIBLE_DEVICES or DS_ACCELERATOR hides {things_in_words(gpus.hidden, 'GPU')} of this machine."
+        yield found("devices", "hidden GPUs", text, data={"count": gpus.hidden}, status=Status.NOTE)
 
 
 def _uuid_names(devices: Devices) -> Iterator[Finding]:
@@ -106,14 +101,20 @@ def _uuid_names(devices: Devices) -> Iterator[Finding]:
     if named:
         numbers = ",".join(str(device.index) for device in devices.devices)
         whole = not any(is_part(device.visible_id) for device in named)
+        text = (
+            "GPUs are named by UUID. Launches cope with it; DeepSpeed 0.19.8 by itself ends with a ValueError at "
+            "ZeRO 1 and 2 while nvidia-ml-py is installed, which optuna-dsat needs."
+        )
+        remedy = (
+            f"Name them by number for training: CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
+            if whole
+            else "Train with --run-full-experiment, or in an environment without nvidia-ml-py."
+        )
         yield found(
             "devices",
             "names of GPUs",
-            "GPUs are named by UUID. Launches cope with it; DeepSpeed 0.19.8 by itself ends with a ValueError at "
-            "ZeRO 1 and 2 while nvidia-ml-py is installed, which optuna-dsat needs.",
-            f"Name them by number for training: CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
-            if whole
-            else "Train with --run-full-experiment, or in an environment without nvidia-ml-py.",
+            text,
+            remedy,
             data={"visible": [device.visible_id for device in named]},
             status=Status.NOTE,
         )
@@ -129,14 +130,13 @@ def _driver(nvml: Nvml) -> Finding:
 
 def _cpu(devices: Devices, *, hidden: bool) -> Finding:
     device = devices.devices[0]
-    return found(
-        "devices",
-        "cpu",
+    text = (
         f"No GPU: launches run on the CPU ({device.name}, {things_in_words(os.cpu_count() or 1, 'core')}), which "
-        "shows how configurations compare there, not on a GPU.",
-        "" if hidden else "With an NVIDIA GPU in this machine: install its driver, then try nvidia-smi.",
-        data={"name": device.name, "cores": os.cpu_count()},
-        status=Status.NOTE,
+        "shows how configurations compare there, not on a GPU."
+    )
+    remedy = "" if hidden else "With an NVIDIA GPU in this machine: install its driver, then try nvidia-smi."
+    return found(
+        "devices", "cpu", text, remedy, data={"name": device.name, "cores": os.cpu_count()}, status=Status.NOTE
     )
 
 
@@ -147,23 +147,15 @@ def _gpu(device: Device, nvml: Nvml) -> Finding:
     try:
         use = nvml.use(device.nvml_id)
     except NvmlError as error:
-        return found(
-            "devices",
-            name,
-            f"{text}; it does not answer ({error})",
-            "Launches leave it out; nvidia-smi and dmesg may say why.",
-            data=data,
-        )
+        text = f"{text}; it does not answer ({error})"
+        remedy = "Launches leave it out; nvidia-smi and dmesg may say why."
+        return found("devices", name, text, remedy, data=data)
     data |= {"used_bytes": use.used_bytes, "processes": None if use.processes is None else sorted(use.processes)}
     holders = foreign_holders(device, use, nvml)
     if holders:
-        return found(
-            "devices",
-            name,
-            f"{text}; in use by {users_in_words(holders)}",
-            "Launches leave it alone while it is in use: end what runs there, or go on without it.",
-            data=data,
-        )
+        text = f"{text}; in use by {users_in_words(holders)}"
+        remedy = "Launches leave it alone while it is in use: end what runs there, or go on without it."
+        return found("devices", name, text, remedy, data=data)
     how = _use_uncertainty(use)
     return found("devices", name, f"{text}, free{how}", data=data)
 
@@ -204,15 +196,12 @@ def _shared_memory(shm: Path) -> Finding:
     usage = shutil.disk_usage(shm)
     text = f"{bytes_in_words(usage.total)} of shared memory ({shm}), {bytes_in_words(usage.free)} free"
     scarce = usage.free < _LEAST_SHM_BYTES
-    return found(
-        "host",
-        "shared memory",
-        text,
+    remedy = (
         "Data loaders' workers and ranks may die with a bus error: give a container more with --shm-size 8g."
         if scarce
-        else "",
-        data={"total_bytes": usage.total, "free_bytes": usage.free},
+        else ""
     )
+    return found("host", "shared memory", text, remedy, data={"total_bytes": usage.total, "free_bytes": usage.free})
 
 
 def _disk(output_dir: Path) -> Finding:
@@ -221,39 +210,30 @@ def _disk(output_dir: Path) -> Finding:
         parent = parent.parent
     data: dict[str, object] = {"path": str(output_dir)}
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        return found(
-            "host",
-            "disk",
-            f"The output directory {output_dir} cannot be written to ({parent}).",
-            "Give another with --output-dir.",
-            data=data,
-            status=Status.FATAL,
-        )
+        text = f"The output directory {output_dir} cannot be written to ({parent})."
+        remedy = "Give another with --output-dir."
+        return found("host", "disk", text, remedy, data=data, status=Status.FATAL)
     free = shutil.disk_usage(parent).free
     scarce = free < _LEAST_DISK_BYTES
-    return found(
-        "host",
-        "disk",
-        f"{bytes_in_words(free)} free for {output_dir}",
-        "Launches write logs, and DeepSpeed compiles: make room, or give another --output-dir." if scarce else "",
-        data=data | {"free_bytes": free},
-    )
+    text = f"{bytes_in_words(free)} free for {output_dir}"
+    remedy = "Launches write logs, and DeepSpeed compiles: make room, or give another --output-dir." if scarce else ""
+    return found("host", "disk", text, remedy, data=data | {"free_bytes": free})
 
 
 def _isolation(output_dir: Path) -> Finding:
     folder = output_dir if output_dir.is_dir() else Path(tempfile.gettempdir())
     why = why_no_overlay(folder)
-    return found(
-        "host",
-        "isolation",
+    text = (
         f"Overlays cannot be mounted ({why}): of what trials write, only Python's writers are redirected."
         if why
-        else "Trials write to overlays: the user's files stay as they are.",
+        else "Trials write to overlays: the user's files stay as they are."
+    )
+    remedy = (
         "Allow unprivileged user namespaces (user.max_user_namespaces), or give a container CAP_SYS_ADMIN."
         if why
-        else "",
-        data={"overlays": not why, "reason": why},
+        else ""
     )
+    return found("host", "isolation", text, remedy, data={"overlays": not why, "reason": why})
 
 
 def compiler(environ: Mapping[str, str]) -> tuple[str | None, bool]:
@@ -272,22 +252,14 @@ def _compiler(environ: Mapping[str, str]) -> Finding:
     data = {"compiler": result, "ninja": ninja, "folder": str(folder)}
     missing = [name for name, there in (("a C++ compiler", result), ("ninja", ninja)) if not there]
     if missing:
-        return found(
-            "host",
-            "compiler",
-            f"Without {' and '.join(missing)} DeepSpeed's operators cannot be built on first use.",
-            'apt install g++ and pip install ninja; or use optimizers of torch ("torch_adam": true).',
-            data=data,
-        )
+        text = f"Without {' and '.join(missing)} DeepSpeed's operators cannot be built on first use."
+        remedy = 'apt install g++ and pip install ninja; or use optimizers of torch ("torch_adam": true).'
+        return found("host", "compiler", text, remedy, data=data)
     parent = folder
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
     if not os.access(parent, os.W_OK):
-        return found(
-            "host",
-            "compiler",
-            f"DeepSpeed's operators are compiled into {folder}, which cannot be written to.",
-            "Set TORCH_EXTENSIONS_DIR to a folder that can be.",
-            data=data,
-        )
+        text = f"DeepSpeed's operators are compiled into {folder}, which cannot be written to."
+        remedy = "Set TORCH_EXTENSIONS_DIR to a folder that can be."
+        return found("host", "compiler", text, remedy, data=data)
     return found("host", "compiler", f"DeepSpeed's operators can be built: {result}, ninja; into {folder}", data=data)

@@ -115,24 +115,16 @@ def examine(folder: Path, *, size_bytes: int = _SIZE_BYTES) -> Finding:
     """Return the finding on a folder for NVMe offload, including its measured speed."""
     data: dict[str, object] = {"path": str(folder)}
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return found(
-            "offload",
-            "nvme drive",
-            f"{folder} is not a folder that can be written to.",
-            "Give --nvme a folder on the drive that optimizer states and parameters shall be offloaded to.",
-            data=data,
-        )
+        text = f"{folder} is not a folder that can be written to."
+        remedy = "Give --nvme a folder on the drive that optimizer states and parameters shall be offloaded to."
+        return found("offload", "nvme drive", text, remedy, data=data)
     kind = _file_system(folder)
     try:
         speed = measure(folder, size_bytes=int(min(size_bytes, _SHARE * shutil.disk_usage(folder).free)))
     except OSError as error:
-        return found(
-            "offload",
-            "nvme drive",
-            f"The speed of {folder} cannot be measured: {error.strerror}.",
-            "Make room there, or give another folder.",
-            data=data,
-        )
+        text = f"The speed of {folder} cannot be measured: {error.strerror}."
+        remedy = "Make room there, or give another folder."
+        return found("offload", "nvme drive", text, remedy, data=data)
     data |= {"file_system": kind, **vars(speed)}
     text = (
         f"{folder} ({kind or 'file system not known'}) reads {speed.read_bytes_per_s / 1e9:.2f} GB/s and writes "

@@ -160,13 +160,7 @@ def _quantized_in_words(shape: TransformerShape, *, element: int) -> tuple[str, 
 
 
 def _profile(shape: TransformerShape, machine: Machine, *, element: int) -> ModelProfile:
-    """Return the expected result of a profile launch, with a ``peak_bytes`` of 0.
-
-    Args:
-        shape: The transformer.
-        machine: The machine.
-        element: Bytes of a parameter and of an activation.
-    """
+    """Return the expected result of a profile launch, with a ``peak_bytes`` of 0."""
     return ModelProfile(
         params=shape.stored_params(element=element),
         trainable_params=shape.trainable_params,

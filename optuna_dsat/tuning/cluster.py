@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
@@ -58,11 +59,8 @@ def check_cluster(spec: StudySpec) -> None:
     Raises:
         ClusterError: With the cluster's reason.
     """
-    engine = _engine(spec)
-    try:
+    with closing(_engine(spec)) as engine:
         engine.check(nodes=spec.nodes_per_trial, slots=spec.gpus_per_node or 0)
-    finally:
-        engine.close()
 
 
 def cluster_launcher(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import optuna
@@ -18,28 +16,17 @@ from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.tuning.run import quiet_optuna
 from optuna_dsat.words import config_in_words
 
-__all__ = ["Preview", "preview"]
+__all__ = ["preview"]
 
 _SAMPLES = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preview:
-    """Preview of a search that is not started."""
+def preview(spec: StudySpec) -> tuple[SearchSpace, dict[str, Any]]:
+    """Return the space of a search that is not started, and its preview as plain values.
 
-    space: SearchSpace
-    """Search space; bucket sizes are not capped by the model's size yet."""
-    profile_micro_batch: int
-    profile_attempts: Sequence[str]
-    """Descriptions of the profile launch's ZeRO structures: the first, then the fallbacks when out of memory."""
-    user_config: str
-    """Description of the known part of the user's DeepSpeed config before the script runs."""
-    samples: Sequence[Mapping[str, Any]]
-    """DeepSpeed configs drawn at random from the space, without a micro-batch."""
-
-
-def preview(spec: StudySpec) -> Preview:
-    """Return a preview of the search of a spec."""
+    Bucket sizes are not capped by the model's size yet. The samples are DeepSpeed configs drawn at random from the
+    space, without a micro-batch.
+    """
     space = space_of(spec, None)
     with quiet_optuna():
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=spec.random_seed))
@@ -48,13 +35,19 @@ def preview(spec: StudySpec) -> Preview:
     for sample in samples:
         sample.pop(ds_config.MICRO_BATCH, None)
     attempts = list(profile_attempts(spec))
-    return Preview(
-        space=space,
-        profile_micro_batch=attempts[0].micro_batch,
-        profile_attempts=[attempt.words for attempt in attempts],
-        user_config=_user_config_in_words(spec),
-        samples=samples,
-    )
+    return space, {
+        "study": spec.name,
+        "space": [
+            {"knob": row.knob, "role": row.role, "applies": row.where, "choices": list(row.choices)}
+            for row in space.describe()
+        ],
+        "profile_launch": {
+            "micro_batch": attempts[0].micro_batch,
+            "attempts": [attempt.words for attempt in attempts],
+        },
+        "baseline": _user_config_in_words(spec),
+        "samples": samples,
+    }
 
 
 def _user_config_in_words(spec: StudySpec) -> str:

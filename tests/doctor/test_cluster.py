@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from optuna_dsat.cli.doctor import _of_nodes
+from optuna_dsat.cli import doctor
 from optuna_dsat.doctor import cluster
 from optuna_dsat.doctor.finding import Finding, Status, exit_code
 from optuna_dsat.launch.agent.agent import digest_of
@@ -48,11 +50,17 @@ def test_what_is_wrong_is_said(
     assert exit_code([finding]) == (3 if status is Status.FATAL else 0)
 
 
-def test_nodes_are_asked_for_the_script_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_are_asked_for_the_script_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script, engine = tmp_path / "train.py", FakeEngine(seen={1: {"why": "train.py is not there"}})
     script.write_text("pass")
     monkeypatch.setattr("optuna_dsat.tuning.cluster.engine_of", lambda *_, **__: engine)
-    (result,) = _of_nodes("ray", [tmp_path, script], 2, None, (), None, ())
-    assert result.text.startswith("n2 cannot run the study: train.py is not there.")
+    monkeypatch.setattr("optuna_dsat.doctor.examination.examine", lambda **_: [])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(typer.Exit):
+        doctor.doctor(on=doctor._Cluster.RAY, script=Path("train.py"), nodes_per_trial=2, as_json=True)
+    (result,) = json.loads(capsys.readouterr().out)["findings"]
+    assert result["text"].startswith("n2 cannot run the study: train.py is not there.")
     looks = [order["files"] for _, _, order in engine.orders if order["do"] == "look"]
     assert looks == [{str(tmp_path): "folder", str(script): digest_of(script)}] * 2

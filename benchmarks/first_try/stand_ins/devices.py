@@ -1,13 +1,19 @@
-"""CUDA calls that place tensors or choose a device, led to the CPU where there is no GPU."""
+"""What scripts ask of GPUs, led to the CPU where there is none.
+
+Calls of CUDA that place tensors or choose a device; Lightning's accelerator, whose DeepSpeed strategy takes CUDA's
+alone; bf16, which transformers asks only GPUs for; operators of torchvision whose compiled part does not fit torch.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 __all__ = ["AFTER"]
@@ -99,4 +105,53 @@ def _communication(comm: Any) -> None:
     comm.init_distributed = _over_gloo(comm.init_distributed, "dist_backend")
 
 
-AFTER = {"torch": _torch, "deepspeed.comm.comm": _communication}
+def _lightning(module: Any) -> None:
+    """Let the CUDA accelerator of Lightning give CPU ranks."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    cls: Any = module.CUDAAccelerator
+    cls.setup_device = cls.teardown = _nothing(cls.setup_device)
+    cls.get_device_stats = lambda *_: {}
+    cls.parse_devices = staticmethod(lambda named: list(range(int(named))) if isinstance(named, int | str) else named)
+    cls.get_parallel_devices = staticmethod(lambda named: [torch.device("cpu", index) for index in named])
+    cls.is_available = staticmethod(lambda: True)
+    cls.auto_device_count = staticmethod(lambda: 1)
+
+
+def _bf16(module: Any) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        module.is_torch_bf16_gpu_available = lambda: True
+
+
+def _torchvision(torch: Any) -> None:
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None or torch.version.cuda is not None:
+        return
+    try:
+        torch.ops.load_library(str(Path(found.origin).parent / "_C.so"))
+    except (OSError, RuntimeError):  # built for CUDA, which this torch lacks
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def _torch_and_torchvision(torch: Any) -> None:
+    _torch(torch)
+    _torchvision(torch)
+
+
+AFTER = {
+    "torch": _torch_and_torchvision,
+    "deepspeed.comm.comm": _communication,
+    "transformers.training_args": _bf16,
+    **dict.fromkeys(
+        (
+            *("lightning.fabric.accelerators.cuda", "lightning_fabric.accelerators.cuda"),
+            *("lightning.pytorch.accelerators.cuda", "pytorch_lightning.accelerators.cuda"),
+        ),
+        _lightning,
+    ),
+}

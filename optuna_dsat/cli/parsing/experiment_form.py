@@ -133,14 +133,7 @@ def _notes(experiment: Experiment, *, known: frozenset[str]) -> list[str]:
 
 
 def _target(experiment: Experiment, named: str, *, folder: Path, rest: Sequence[str]) -> list[str]:
-    """Return script or model definition, config and arguments.
-
-    Args:
-        experiment: The experiment.
-        named: Path of its configuration, relative to the model directory.
-        folder: The model directory.
-        rest: Further arguments of the script or model definition.
-    """
+    """Return script or model definition, config and arguments."""
     if experiment.is_trial:
         if not experiment.config:
             raise UsageError(

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from optuna_dsat.errors import DsatError, UsageError
+from optuna_dsat.escape.terminal import say
 from optuna_dsat.runtime.files import stream_of
 from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, STORAGE_ENV
 
@@ -25,6 +26,7 @@ __all__ = [
     "complete_studies",
     "confirm_replacing",
     "option",
+    "say_written",
 ]
 
 
@@ -100,6 +102,12 @@ def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
     if not sys.stdin.isatty():
         raise UsageError(f"{path} exists and was not written by this command: remove it or choose another file.")
     typer.confirm(f"{path} exists and was not written by this command. Replace it?", abort=True, err=True)
+
+
+def say_written(path: Path) -> None:
+    """Print the path of an output file; not of a pipe or device."""
+    if path.is_file() and stream_of(path) is None:
+        say(path)
 
 
 def _beginning(path: Path) -> str:

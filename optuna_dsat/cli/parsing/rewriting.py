@@ -14,22 +14,18 @@ def spread_numbers(argv: list[str], *options: str) -> list[str]:
     Arguments after ``--`` stay unchanged.
     """
     result: list[str] = []
-    tokens = iter(enumerate(argv))
-    skip_to = 0
-    for index, token in tokens:
-        if index < skip_to:
-            continue
-        if token == "--":
-            return result + argv[index:]
-        result.append(token)
-        if token in options:
-            end = index + 1
+    index = 0
+    while index < len(argv) and argv[index] != "--":
+        result.append(argv[index])
+        index += 1
+        if result[-1] in options:
+            end = index
             while end < len(argv) and argv[end].replace(",", "").isdigit():
                 end += 1
-            if end > index + 2:
-                result.append(",".join(argv[index + 1 : end]))
-                skip_to = end
-    return result
+            if end > index + 1:
+                result.append(",".join(argv[index:end]))
+                index = end
+    return [*result, *argv[index:]]
 
 
 def lift_option(argv: list[str], option: str) -> list[str]:
