@@ -15,8 +15,7 @@ from optuna_dsat.tuning import prepare as tuning_prepare
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import AshaOptions, AutotuningOptions, TuneOptions
 from optuna_dsat.tuning.prepare import prepare
-from tests.cli.test_shell import leave
-from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
+from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench, leave
 
 __all__ = ["bench"]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.cli import main
 from optuna_dsat.doctor import launchers, libraries, nvme, offloads, storage
 from optuna_dsat.doctor.examination import examine
 from optuna_dsat.doctor.finding import Finding, Status, exit_code, to_json
@@ -19,6 +18,7 @@ from optuna_dsat.doctor.libraries import Libraries
 from optuna_dsat.doctor.machine import host_findings
 from optuna_dsat.launch.machine import devices as devices_module
 from optuna_dsat.store import Store
+from tests.harness.entry_points import leave
 from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries, uuid
 
 __all__ = ["machine", "nvml_libraries"]
@@ -243,9 +243,7 @@ def test_an_output_directory_that_cannot_be_written_to_is_fatal(
     assert exit_code(findings) == 3
     assert to_json(findings)["can_run"] is False
     monkeypatch.setattr("optuna_dsat.doctor.examination.examine", lambda **_: findings)
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor"])
-    assert caught.value.code == 3
+    assert leave("doctor") == 3
     shown = capsys.readouterr()
     assert "FATAL" in shown.out
     assert "Give another with --output-dir." in shown.out

@@ -381,10 +381,3 @@ def test_a_worker_that_is_a_zombie_is_dead() -> None:
         process.kill()
         wait_until(worker.is_dead, what="it is seen to be dead")
     assert worker.is_dead()
-
-
-def test_intervals_that_cannot_work_are_refused(store: Store) -> None:
-    with pytest.raises(ValueError, match="must be longer than the interval"):
-        Reclaimer(store._database, store.storage, "uuid", grace_s=5.0, interval_s=5.0)
-    with pytest.raises(ValueError, match="must be positive"):
-        Heartbeat(store._database, worker=this_worker(), interval_s=0.0)
