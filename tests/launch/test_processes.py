@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,10 +150,7 @@ def test_a_child_whose_parent_ended_at_the_fork_ends_too() -> None:
 
 def test_a_zombie_is_dead() -> None:
     process = subprocess.Popen(["true"])
-    deadline = time.monotonic() + 5
-    while ProcessKey.of(process.pid) is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert ProcessKey.of(process.pid) is None
+    wait_until(lambda: ProcessKey.of(process.pid) is None, what="it is dead")
     process.wait()
 
 
