@@ -16,6 +16,7 @@ from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
 from optuna_dsat.script.arg_mapping import STAGE, map_arguments
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.study.profile import batch_search
+from optuna_dsat.study.spec import StudySpec
 from tests.harness.studies import StudyBench
 
 MAPPED = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json", "arg_mappings": {MICRO_BATCH: "--bs"}}
@@ -38,16 +39,21 @@ class Record:
         return self.sizes
 
 
+NO_LAUNCHER: Any = None
+
+
+def rule_of(spec: StudySpec, record: Any, *, size: int, present: int) -> BatchRule | None:
+    """Return the rule that a profile launch at a micro-batch of ``size`` proves."""
+    return batch_search.find_batch_rule(
+        spec, NO_LAUNCHER, record, overlay=batch_overlay(size), present=present, on_report=lambda _report, _record: None
+    )
+
+
 @pytest.mark.parametrize(("fed", "kept"), [(16, None), (4, 4), (None, 16)])
 def test_a_fixed_micro_batch_is_compared_with_what_was_fed(
     bench: StudyBench, fed: int | None, kept: int | None
 ) -> None:
-    spec = bench.spec(fix={MICRO_BATCH: 16})
-    record: Any = Record(fed)
-    launcher: Any = None  # nothing is launched where nothing can be guessed
-    rule = batch_search.find_batch_rule(
-        spec, launcher, record, overlay={MICRO_BATCH: 16}, present=16, on_report=lambda _report, _record: None
-    )
+    rule = rule_of(bench.spec(fix={MICRO_BATCH: 16}), Record(fed), size=16, present=16)
     assert (None if rule is None else (rule.kind, rule.own)) == (None if kept is None else ("held", kept))
 
 
@@ -56,21 +62,14 @@ def test_a_pipeline_that_is_fed_by_the_scripts_own_iterator_is_compared_too(
     bench: StudyBench, fed: int | None, kept: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Record.engine, "pipeline", True)
-    record: Any = Record(fed)
-    launcher: Any = None
-    rule = batch_search.find_batch_rule(
-        bench.spec(), launcher, record, overlay={MICRO_BATCH: 16}, present=16, on_report=lambda _report, _record: None
-    )
+    rule = rule_of(bench.spec(), Record(fed), size=16, present=16)
     assert (None if rule is None else rule.own) == kept
 
 
 def test_batches_that_differ_in_size_are_the_scripts_own_at_the_users_micro_batch(bench: StudyBench) -> None:
-    record: Any = Record(9)
+    record = Record(9)
     record.sizes = (9, 8, 25)
-    launcher: Any = None  # no guess is launched: none can be proven
-    rule = batch_search.find_batch_rule(
-        bench.spec(), launcher, record, overlay={MICRO_BATCH: 1}, present=8, on_report=lambda _report, _record: None
-    )
+    rule = rule_of(bench.spec(), record, size=1, present=8)
     assert rule is not None
     assert (rule.kind, rule.own, rule.sizes) == ("held", 8, (8, 25))
     assert BatchRule.from_json(json.loads(json.dumps(rule.to_json()))) == rule
@@ -145,15 +144,14 @@ def test_options_of_any_name_that_set_a_trainers_batch_sizes_are_proven(
     monkeypatch.setattr(batch_search, "follow", follow)
     micro_batch, steps = sizes(options)
     profile: Any = Trains(micro_batch, steps, options)
-    launcher: Any = None
     asked: dict[str, Any] = {"overlay": batch_overlay(1), "on_report": lambda _report, _record: None}
-    trainer = batch_search.find_trainer(bench.spec(), launcher, profile, **asked)
+    trainer = batch_search.find_trainer(bench.spec(), NO_LAUNCHER, profile, **asked)
     assert trainer is not None
     assert trainer.options == expected
     assert len(set(launched)) == len(launched) > 0
     for spec in (bench.spec(follow_batch=False), bench.spec(script=MAPPED)):
         launched.clear()
-        trainer = batch_search.find_trainer(spec, launcher, profile, **asked)
+        trainer = batch_search.find_trainer(spec, NO_LAUNCHER, profile, **asked)
         assert (trainer and trainer.options, launched) == ({}, [])
 
 
@@ -178,9 +176,8 @@ def test_a_settings_file_that_sets_a_trainers_size_is_proven(
 
     monkeypatch.setattr(batch_search, "follow", follow)
     profile: Any = ReadsAFile(3, 1, {})
-    launcher: Any = None
     trainer = batch_search.find_trainer(
-        bench.spec(), launcher, profile, overlay=batch_overlay(1), on_report=lambda _report, _record: None
+        bench.spec(), NO_LAUNCHER, profile, overlay=batch_overlay(1), on_report=lambda _report, _record: None
     )
     assert trainer is not None
     assert trainer.options == {}
@@ -222,13 +219,9 @@ def test_rows_per_sample_are_proven_by_a_second_size(
 
     monkeypatch.setattr(batch_search, "follow", follow)
     spec = bench.spec(script=MAPPED) if mapped else bench.spec()
-    launcher: Any = None
 
     def found() -> BatchRule | None:
-        return batch_search.find_batch_rule(
-            spec, launcher, ran(None, 1, spec.script.arg_mappings), overlay=batch_overlay(1), present=4,
-            on_report=lambda _report, _record: None,
-        )  # fmt: skip
+        return rule_of(spec, ran(None, 1, spec.script.arg_mappings), size=1, present=4)
 
     if expected is None:
         with pytest.raises(UsageError, match=r"--bs does not set .* fed 8 rows at a micro-batch of 1 and of 2"):
@@ -292,7 +285,6 @@ def test_an_option_that_sets_the_stage_is_proven(
 
     monkeypatch.setattr(batch_search, "follow", follow)
     profile: Any = Passes(sets(options), options, accepted)
-    launcher: Any = None
     script = {"script": "/x/train.py", "cwd": "/x", "config_path": ""}
     asked: dict[str, Any] = {
         "overlay": {**batch_overlay(1), "zero_optimization": {"stage": 3}},
@@ -300,10 +292,10 @@ def test_an_option_that_sets_the_stage_is_proven(
         "on_report": lambda _report, _record: None,
     }
     spec = bench.spec(script=script, ds_config={})
-    assert batch_search.find_stage_option(spec, launcher, profile, **asked) == expected
+    assert batch_search.find_stage_option(spec, NO_LAUNCHER, profile, **asked) == expected
     assert given == launches
     given.clear()
     mapped = bench.spec(script={**script, "arg_mappings": {STAGE: "--level"}}, ds_config={})
     for other in (mapped, bench.spec(script=script, ds_config={}, follow_batch=False)):
-        assert batch_search.find_stage_option(other, launcher, profile, **asked) == ""
+        assert batch_search.find_stage_option(other, NO_LAUNCHER, profile, **asked) == ""
     assert given == []
