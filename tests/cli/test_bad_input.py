@@ -37,6 +37,7 @@ def folder(tmp_path: Path) -> Path:
     )
     (tmp_path / "plain-file").write_text("")
     (tmp_path / "definition.py").write_text("class MyTrial:\n    raise SystemExit('never run')\n")
+    (tmp_path / "runs" / "batches-00000004").mkdir(parents=True)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("raise SystemExit('never run')\n")
     return tmp_path
@@ -77,6 +78,29 @@ CASES = {
         ["train", "definition:MyTrial", "ds.json", "--max-length", "10steps"],
         "--max-length: '10steps' is no length: write 100batches",
     ),
+    "trial-module-missing": (["asha", "gone:MyTrial", "ds.json"], "there is no gone.py in"),
+    "trial-not-python": (["asha", "broken:MyTrial", "ds.json"], "The module broken is not Python (line 1)"),
+    "module-is-a-path": (
+        ["asha", "--module", "package/train.py", "ds.json"],
+        "such as package.module; got 'package/tr",
+    ),
+    "trial-hparams-missing": (
+        ["train", "definition:MyTrial", "ds.json", "--hparams", "gone.yaml"],
+        "The hyperparameters gone.yaml cannot be read",
+    ),
+    "hparams-of-a-script": (
+        ["random", "train.py", "ds.json", "--hparams", "ds.json"],
+        "--hparams is for a DeepSpeedTr",
+    ),
+    "train-resume-from-nowhere": (
+        ["train", "definition:MyTrial", "ds.json", "--resume"],
+        "--resume needs the --checkpoint-dir",
+    ),
+    "train-over-checkpoints": (
+        ["train", "definition:MyTrial", "ds.json", "--checkpoint-dir", "runs"],
+        "runs holds checkpoints: give --resume",
+    ),
+    "train-gpus": (["train", "definition:MyTrial", "ds.json", "--gpus", "9"], "--gpus is 9, but this machine"),
     "no-database": (["db", "check"], "There is no database"),
     "storage-kind": (["random", "train.py", "ds.json", "--storage", "mysql://u:geheim@h/db"], "unsupported kind"),
     "memory": (["random", "train.py", "ds.json", "--device-memory", "lots"], "--device-memory: 'lots' is not a size"),

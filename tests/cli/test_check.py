@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.cli import main
 from optuna_dsat.doctor import config_check
 from optuna_dsat.errors import ConfigError
+from tests.harness.entry_points import leave
 
 PLAIN = "import deepspeed\nimport argparse\ndeepspeed.initialize()\n"
 
@@ -37,9 +37,7 @@ def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Mapping[str,
 
 
 def exit_code(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["check", *arguments])
-    return int(ended.value.code or 0)
+    return leave("check", *arguments)
 
 
 def write(**config: Any) -> str:

@@ -9,10 +9,9 @@ import contextlib
 import io
 import json
 import os
-import signal
 import string
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optuna_dsat.cli import main
 from optuna_dsat.config.knobs import KNOBS
 from tests.cli.test_bad_input import GOOD
+from tests.harness.entry_points import leave
 
 DOCUMENTED = frozenset({0, 2, 3, 4, 5, 130})
 LIMIT_S = 5.0
@@ -41,19 +40,18 @@ Check = Callable[..., int]
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise SystemExit('never run')\n")
     (tmp_path / "definition.py").write_text("class MyTrial:\n    raise SystemExit('never run')\n")
     (tmp_path / "ds.json").write_text(json.dumps(GOOD))
-    before = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str) -> int:
         out, err = io.StringIO(), io.StringIO()
         begun = time.process_time()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        code, lines = int(ended.value.code or 0), err.getvalue().strip().split("\n")
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = leave(*arguments)
+        lines = err.getvalue().strip().split("\n")
         assert time.process_time() - begun < LIMIT_S
         assert code in DOCUMENTED, err.getvalue()
         assert code == 0 or len(lines) == 1, err.getvalue()
@@ -62,8 +60,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
         assert not (tmp_path / "optuna-dsat-output").exists()
         return code
 
-    yield run
-    signal.signal(signal.SIGTERM, before)
+    return run
 
 
 def _split(text: str) -> list[str]:

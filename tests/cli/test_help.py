@@ -12,9 +12,9 @@ import pytest
 import typer
 from typer.core import TyperGroup, TyperOption
 
-from optuna_dsat.cli import app, main
+from optuna_dsat.cli import app
 from optuna_dsat.cli.parsing.catalogue import COMMANDS, SEARCHES
-from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
+from tests.harness.entry_points import EntryPointBench, Run, bench, leave, run_here
 
 __all__ = ["bench", "run_here"]
 
@@ -88,8 +88,8 @@ def test_values_are_words(run_here: Run) -> None:
     assert titles == ["Arguments", "What to tune", "Budget", "Measuring", "Where", "Method", "Output"]
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_nothing_is_cut_in_mid_word_at_any_width(run_here: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_nothing_is_cut_in_mid_word(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = 60
     monkeypatch.setenv("COLUMNS", str(columns))
     text = shown(run_here, "asha", "--help-all")
     assert "…" not in text
@@ -197,8 +197,7 @@ def test_who_reads_a_study_or_finds_nothing_left_imports_and_starts_nothing_to_l
 
 
 def test_a_question_ends_in_its_own_mark(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["guide"])
+    leave("guide")
     assert "Did you mean 'guided'? See " in capsys.readouterr().err
 
 

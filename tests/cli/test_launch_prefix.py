@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from typing import Any
 import pytest
 import typer
 
-from optuna_dsat.cli import app, main
+from optuna_dsat.cli import app
 from optuna_dsat.cli.parsing.launch_prefix import unfold_command
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.script.command.interception import intercept
+from tests.harness.entry_points import leave
 from tests.harness.interceptor import intercept_here
 
 
@@ -115,12 +115,9 @@ def test_what_no_launcher_takes_ends_in_one_line(
     monkeypatch.setattr("optuna_dsat.script.command.launch_command.intercept", intercept)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
-        main(["guided", *command.split()])
-    signal.signal(signal.SIGTERM, before)
+    code = leave("guided", *command.split())
     text = capsys.readouterr().err
-    assert ended.value.code == 2, text
+    assert code == 2, text
     assert text.startswith(f"optuna-dsat: {command.split()[0]}")
     assert text.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

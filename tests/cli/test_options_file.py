@@ -20,8 +20,7 @@ from optuna_dsat.tuning import prepare as tuning_prepare
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import AshaOptions, AutotuningOptions, TuneOptions
 from optuna_dsat.tuning.prepare import prepare
-from tests.cli.test_shell import leave
-from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
+from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench, leave
 
 __all__ = ["bench"]
 
@@ -132,6 +131,7 @@ BAD = {
     "unknown": ("max-trails = 3", "'max-trails' is no option of any command. Did you mean 'max-trials'?"),
     "of-another-command": ("asha = {early-stopping = 1}", "'early-stopping' is no option of `optuna-dsat asha`."),
     "type": ("max-trials = 'many'", 'max-trials is "many": '),
+    "flag": ("quiet = 1", "quiet is 1; it must be true or false."),
     "number-for-flag": ("max-trials = true", "max-trials is true; it must be a value such as on the command line."),
     "table-for-value": ("metric = {a = 1}", 'metric is {"a": 1}; it must be'),
     "not-toml": ("a: [", "o.toml is not TOML: "),
@@ -250,7 +250,9 @@ OTHER = 12345
     ("attack", "reason"),
     [
         (lambda file: os.chown(file, OTHER, OTHER), f"it belongs to another user (uid {OTHER})"),
+        (lambda file: os.chown(file.parent, OTHER, OTHER), f"belongs to another user (uid {OTHER})"),
         (lambda file: file.chmod(0o666), "it can be written by every user"),
+        (lambda file: file.parent.chmod(0o777), "can be written by every user"),
     ],
 )
 def test_settings_that_another_user_can_write_are_ignored_with_a_line(

@@ -158,6 +158,9 @@ CASES = {
     "hf-and-shape": (["--hf-config", ".", "--vocab", "9", "--gpu", "t4"], "says the shape: leave out --vocab"),
     "hf-and-script": (["train.py", "--hf-config", ".", "--gpu", "t4"], "With --hf-config nothing is launched"),
     "share": (["--params", "7e9", "--gpu", "t4", "--trainable-share", "0"], "--trainable-share is 0; it must be above"),
+    "hf-no-gpu": (["--hf-config", "."], "--hf-config is ., a folder without config.json"),
+    "share-of-a-launch": (["train.py", "ds.json", "--trainable-share", "1%"], "is for plans without a launch"),
+    "a-script-too": (["train.py", "--params", "7e9", "--gpu", "t4"], "give no script"),
     "no-number": (["--params", "seven", "--gpu", "t4"], "--params is 'seven'"),
     "no-such-gpu": (["--params", "7e9", "--gpu", "a100"], "--gpu is 'a100'; known are"),
     "margin": (

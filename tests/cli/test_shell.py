@@ -16,7 +16,6 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from optuna_dsat import __version__
-from optuna_dsat.cli import main
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.study.conclusion import Conclusion
@@ -24,7 +23,7 @@ from optuna_dsat.study.folder import held_folder
 from optuna_dsat.study.progress import Phase
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
-from tests.harness.entry_points import EntryPointBench, Run, bench, run_here, searching_in
+from tests.harness.entry_points import EntryPointBench, Run, bench, leave, run_here, searching_in
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.simulated import SimulatedResult
 
@@ -36,13 +35,6 @@ MAIN = "from optuna_dsat.cli import main; main()"
 CONFIRMED = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "3")
 SEARCH = (*CONFIRMED, "--confirm", "0")
 STUDY = "train-random"
-
-
-def leave(*arguments: str) -> int:
-    """Run the command in this process; return its exit code."""
-    with pytest.raises(SystemExit) as left:
-        main(list(arguments))
-    return int(left.value.code or 0)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optuna_dsat.launch.places.engine import News, Order, PlaceState
-from optuna_dsat.runtime.events import EngineReady, RankFinished, RankStarted, StepMeasured, encode_event
+from optuna_dsat.runtime.events import RankFinished, RankStarted, encode_event
 from optuna_dsat.version import __version__
+from tests.harness.events import engine, step_of
 
 
 @dataclass(eq=False, kw_only=True)
@@ -100,17 +101,9 @@ class FakeEngine:
         ))  # fmt: skip
         if self.holds:
             return
-        self._write(place, node, name, EngineReady(
-            rank=node, time=time.time() + ahead, zero_stage=0, train_batch_size=8, train_micro_batch_size_per_gpu=4,
-            gradient_accumulation_steps=1, data_parallel_size=2, pipeline=False, params=289, trainable_params=289,
-            initialize_s=0.1, device="cpu", torch_version="0", deepspeed_version="0",
-        ))  # fmt: skip
+        self._write(place, node, name, engine(rank=node, time=time.time() + ahead, train_micro_batch_size_per_gpu=4))
         for step in range(1, request["end_profile_step"] + 1):
-            self._write(place, node, name, StepMeasured(
-                rank=node, time=time.time() + ahead, step=step, latency_s=0.1, forward_s=0.03, backward_s=0.03,
-                step_s=0.03, samples=4, observed_micro_batch=4, loss=0.5, peak_allocated_bytes=2**20,
-                peak_reserved_bytes=2**20, rss_bytes=2**20,
-            ))  # fmt: skip
+            self._write(place, node, name, step_of(node, step, 0.1, 4, time=time.time() + ahead))
         self._write(place, node, name, RankFinished(
             rank=node, time=time.time() + ahead, reason="profile_done", steps=request["end_profile_step"],
         ))  # fmt: skip

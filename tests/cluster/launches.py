@@ -13,10 +13,10 @@ from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.places.cluster import Cluster, Limits
 from optuna_dsat.launch.places.engine import Engine
 from optuna_dsat.launch.places.place import Layout
-from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, Observed
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, Observed
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.runtime.events import RankStarted
-from tests.harness.launches import STUB, request
+from tests.harness.launches import STUB, reports, request, updates_until_finished
 
 TWO_RANKS = Layout(nodes=2, slots=1, kind="cpu", gpus=2)
 
@@ -34,15 +34,9 @@ def stub(folder: Path, launch_id: str = "trial-0000", *args: str, **changes: Any
     return request(folder, launch_id=launch_id, script=STUB, args=args, **changes)
 
 
-def finish(launcher: TorchrunLauncher, *, seen: list[object] | None = None, limit_s: float = 120.0) -> LaunchReport:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        for update in launcher.poll(0.5):
-            if isinstance(update, Observed) and seen is not None:
-                seen.append((time.time(), update.event))
-            if isinstance(update, Finished):
-                return update.report
-    pytest.fail("The launch did not end.")
+def finish(launcher: TorchrunLauncher, *, limit_s: float = 120.0) -> LaunchReport:
+    [report] = reports(updates_until_finished(launcher, limit_s=limit_s)).values()
+    return report
 
 
 def poll_until(

@@ -241,20 +241,3 @@ def test_a_secret_goes_to_the_nodes_and_into_no_file(tmp_path: Path) -> None:
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert files
     assert not [path for path in files if "hidden" in path.read_text(errors="replace")]
-
-
-def test_the_heads_work_for_a_trial_does_not_grow_with_the_places(tmp_path: Path) -> None:
-    def work_s(places: int, trials: int) -> float:
-        engine = FakeEngine(room=places)
-        launcher, _ = launcher_on(engine, tmp_path / str(places), places=places)
-        begun = time.process_time()
-        done, number = 0, 0
-        while done < trials:
-            while launcher.free_slots >= 2 and number < trials:
-                start(launcher, tmp_path, number)
-                number += 1
-            done += sum(isinstance(update, Finished) for update in launcher.poll(0.0))
-        return (time.process_time() - begun) / trials
-
-    few, many = work_s(4, trials=100), work_s(200, trials=200)  # places of two nodes: 8 nodes and 400
-    assert many < 2 * few

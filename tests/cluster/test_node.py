@@ -247,24 +247,6 @@ def test_signals_that_come_while_it_ends_change_nothing(tmp_path: Path) -> None:
     assert talk.process.returncode == 0
 
 
-_BURST = """import signal, sys
-from optuna_dsat.launch.places.node_agent import _told_to_end
-from optuna_dsat.signals import ENDING
-told = _told_to_end()
-sys.setrecursionlimit(40)
-print(all(not hasattr(signal.getsignal(number), "__code__") for number in ENDING))
-for _ in range(1000):
-    signal.pthread_kill(__import__("threading").get_ident(), signal.SIGTERM)
-print([*map(int, told)] == [signal.SIGTERM])
-"""
-
-
-def test_a_burst_of_signals_is_noted_by_a_handler_that_none_can_interrupt() -> None:
-    """A handler in Python is interrupted by the next signal before its first instruction, without end."""
-    ran = subprocess.run([sys.executable, "-c", _BURST], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["True", "True"]
-
-
 def test_a_head_that_reads_nothing_keeps_no_agent(tmp_path: Path) -> None:
     talk = Talk(tmp_path)
     try:

@@ -21,11 +21,10 @@ from optuna_dsat.launch.places import slurm as slurm_module
 from optuna_dsat.launch.places.cluster import Limits
 from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
 from optuna_dsat.launch.places.slurm import SlurmEngine, srun_command
-from optuna_dsat.launch.protocol import Observed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted
 from tests.cluster.launches import finish, launcher_on, poll_until, stub
-from tests.harness.launches import request
+from tests.harness.launches import events, reports, request, updates_until_finished
 from tests.harness.slurm import SlurmCluster, stretched
 from tests.harness.workers import wait_until
 
@@ -136,11 +135,11 @@ def test_a_queued_place_is_taken_back(engine: SlurmEngine, slurm: SlurmCluster) 
 
 @pytest.mark.torchrun
 def test_a_launch_has_its_ranks_on_two_nodes(launcher: TorchrunLauncher, tmp_path: Path) -> None:
-    seen: list[tuple[float, object]] = []
     launcher.start(stub(tmp_path))
-    report = finish(launcher, seen=seen)  # type: ignore[arg-type]
+    updates = updates_until_finished(launcher)
+    [report] = reports(updates).values()
     assert (report.outcome, report.host) == (Outcome.MEASURED, "n1, n2"), report.message
-    started = [event for _, event in seen if isinstance(event, RankStarted)]
+    started = events(updates, RankStarted)
     assert {event.rank for event in started} == {0, 1}
     assert {event.local_rank for event in started} == {0}
     assert "--nnodes 2" in " ".join(report.command)
@@ -170,11 +169,7 @@ def test_a_stop_ends_all_ranks_and_an_agents_end_returns_the_launch(
     slurm: SlurmCluster, launcher: TorchrunLauncher, tmp_path: Path
 ) -> None:
     launcher.start(stub(tmp_path, "trial-0000", "--end", "sleep"))
-    started: list[object] = []
-    deadline = time.monotonic() + 90
-    while len(started) < 2 and time.monotonic() < deadline:
-        started += [u for u in launcher.poll(0.2) if isinstance(u, Observed) and isinstance(u.event, RankStarted)]
-    assert len(started) == 2
+    poll_until(launcher, lambda seen: len(seen) == 2, what="both ranks run")
     connections = [connection for process in slurm.ranks() for connection in process.net_connections("inet")]
     listening = {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
     assert listening, "torchrun's store"

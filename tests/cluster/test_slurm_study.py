@@ -80,16 +80,6 @@ def test_a_killed_search_leaves_nothing_on_the_nodes_and_goes_on(slurm: SlurmClu
     assert not slurm.jobs
 
 
-def test_what_can_never_be_granted_ends_the_command_with_one_line(slurm: SlurmCluster, tmp_path: Path) -> None:
-    write_config(tmp_path)
-    arguments = [*on_slurm(search("s", f"sqlite:///{tmp_path / 'study.db'}", budget=1))]
-    arguments[arguments.index("--nodes-per-trial") + 1] = "9"
-    _, errors = Command(tmp_path, *arguments, environ=slurm.environ).finish(code=2, timeout_s=60)
-    assert len(errors.strip().splitlines()) == 1
-    assert "SLURM cannot grant --nodes=9" in errors
-    assert not (tmp_path / "study.db").exists()
-
-
 def test_the_printed_command_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
     tmp_path.joinpath("train.py").write_text(WHERE)
     tmp_path.joinpath("ds.json").write_text("{}")

@@ -119,13 +119,11 @@ def warm_up(folder: Path, arguments: Sequence[str]) -> None:
         RuntimeError: If it fails.
     """
     home, environ, path = Path.cwd(), dict(os.environ), list(sys.path)
-    before = signal.getsignal(signal.SIGTERM)  # the command sets its own
     _prepare(folder)
     try:
         with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
             code = _call(arguments)
     finally:
-        signal.signal(signal.SIGTERM, before)
         os.chdir(home)
         os.environ.clear()
         os.environ.update(environ)

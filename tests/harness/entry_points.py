@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -62,23 +61,28 @@ def run_apart(folder: Path, *arguments: str) -> Ended:
     return Ended(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 
+def leave(*arguments: str) -> int:
+    """Run ``optuna-dsat`` in this process; return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    code = ended.value.code
+    return code if isinstance(code, int) else int(bool(code))
+
+
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Run ``optuna-dsat`` in this process, from the test's folder; saves the second that a separate process takes."""
     monkeypatch.chdir(tmp_path)
-    path, before = list(sys.path), signal.getsignal(signal.SIGTERM)  # the command sets its own
+    path = list(sys.path)
 
     def call(*arguments: str) -> Ended:
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([*arguments])
+        code = leave(*arguments)
         shown = capfd.readouterr()
-        code = ended.value.code
-        return Ended(returncode=code if isinstance(code, int) else int(bool(code)), stdout=shown.out, stderr=shown.err)
+        return Ended(returncode=code, stdout=shown.out, stderr=shown.err)
 
     yield call
     sys.path[:] = path
-    signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -86,13 +90,11 @@ def searching_in(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[EntryPoint
     """Have searches of this process run in a folder, with a script and its config, over a simulated landscape."""
     (folder / "train.py").write_text("raise SystemExit('never run')\n")
     (folder / "ds.json").write_text(json.dumps(DS_CONFIG))
-    before = signal.getsignal(signal.SIGTERM)  # the command sets its own
     patch.chdir(folder)
     made = EntryPointBench(folder)
     patch.setattr(run, "local_launcher", made.launcher)
     patch.setattr(LeftoverWatch, "begin", lambda _: None)  # removes those of tests that run beside this one
     yield made
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

@@ -23,6 +23,27 @@ USER_CONFIG = {
 }
 
 
+def spec_of(folder: Path, **changes: Any) -> StudySpec:
+    """Return the spec of a study ``s`` of a script in a folder, on two GPUs."""
+    values: dict[str, Any] = {
+        "name": "s",
+        "method": "random",
+        "script": {
+            "script": str(folder / "train.py"),
+            "args": ("--deepspeed_config", "ds.json"),
+            "cwd": str(folder),
+            "config_path": str(folder / "ds.json"),
+        },
+        "ds_config": USER_CONFIG,
+        "device": "cuda",
+        "slots_per_trial": 2,
+        "max_trials": 8,
+        "metric": "throughput",
+        "output_dir": str(folder / "out"),
+    }
+    return make_spec(**{**values, **changes})
+
+
 class StudyBench:
     """Runs studies over simulated landscapes in a single database."""
 
@@ -32,23 +53,7 @@ class StudyBench:
         self.news: list[ProgressEvent] = []
 
     def spec(self, **changes: Any) -> StudySpec:
-        values: dict[str, Any] = {
-            "name": "s",
-            "method": "random",
-            "script": {
-                "script": str(self.folder / "train.py"),
-                "args": ("--deepspeed_config", "ds.json"),
-                "cwd": str(self.folder),
-                "config_path": str(self.folder / "ds.json"),
-            },
-            "ds_config": USER_CONFIG,
-            "device": "cuda",
-            "slots_per_trial": 2,
-            "max_trials": 8,
-            "metric": "throughput",
-            "output_dir": str(self.folder / "out"),
-        }
-        return make_spec(**{**values, **changes})
+        return spec_of(self.folder, **changes)
 
     def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> StudyResult | None:
         launcher = SimulatedLauncher(landscape, total_slots=slots, noise=noise)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import optuna
 
@@ -24,9 +23,10 @@ from optuna_dsat.store import Store
 from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S
 from optuna_dsat.store.reclaim import GRACE_S
 from optuna_dsat.study.session import Session
-from optuna_dsat.study.spec import StudyRequest, StudySpec, make_spec
+from optuna_dsat.study.spec import StudyRequest
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SIMULATED_DEVICES, SimulatedLauncher
+from tests.harness.studies import spec_of
 
 STUDY = "shared"
 SLOTS = 2
@@ -90,31 +90,11 @@ class PacedLauncher(SimulatedLauncher):
         return super().poll(timeout_s)
 
 
-def spec_of(folder: Path, **changes: Any) -> StudySpec:
-    values: dict[str, Any] = {
-        "name": STUDY,
-        "method": "random",
-        "script": {"script": str(folder / "train.py"), "cwd": str(folder), "config_path": str(folder / "ds.json")},
-        "ds_config": {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": 2},
-        },
-        "device": "cuda",
-        "slots_per_trial": SLOTS,
-        "metric": "throughput",
-        "start_profile_step": 2,
-        "end_profile_step": 3,
-        "confirm": 0,
-        "output_dir": str(folder / "out"),
-    }
-    return make_spec(**{**values, **changes})
-
-
 def work(options: Options) -> None:
     """Run the session described by the options."""
     folder = Path(options.folder)
-    spec = spec_of(folder, max_trials=options.max_trials)
+    steps = {"start_profile_step": 2, "end_profile_step": 3}
+    spec = spec_of(folder, name=STUDY, slots_per_trial=SLOTS, confirm=0, max_trials=options.max_trials, **steps)
     launcher = PacedLauncher(options)
     with Store.open(options.url, heartbeat_interval_s=options.heartbeat_s, grace_s=options.grace_s) as store:
         request = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=options.url, conclude=options.conclude)

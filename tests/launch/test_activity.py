@@ -22,6 +22,7 @@ from optuna_dsat.runtime.events import Event, RankStarted, encode_event
 from optuna_dsat.runtime.stacks import stacks_path
 from tests.harness.events import step_of
 from tests.harness.launches import followed
+from tests.harness.workers import wait_until
 
 MIB = 2**20
 RANK, COMPILER = ProcessKey(7, 1), ProcessKey(8, 1)
@@ -148,7 +149,7 @@ class SilentRankBench:
         for now in range(7):
             if busy is not None:
                 target_s = cpu_s(busy) + 0.07
-                wait_until(lambda: cpu_s(busy) >= target_s)  # noqa: B023 - called at once
+                wait_until(lambda: cpu_s(busy) >= target_s, what="it computes")  # noqa: B023 - called at once
             self.launch.advance(float(now))
             if self.launch.stop_reason is not None:
                 assert self.launch.stop_reason.outcome is Outcome.STALLED
@@ -174,7 +175,7 @@ def test_a_rank_that_stands_still_before_its_first_step_is_measured_by_earlier_s
     try:
         rank.launch.longest_start_s = longest_start_s
         path = stacks_path(folder, 0)
-        wait_until(path.exists)
+        wait_until(path.exists, what="the rank can be asked for its stacks")
         for now in (1.0, 16.0, 31.0, 34.0):
             rank.launch.advance(now)
             time.sleep(0.3)
@@ -185,15 +186,8 @@ def test_a_rank_that_stands_still_before_its_first_step_is_measured_by_earlier_s
         rank.agent.wait()
 
 
-def wait_until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def child_of(pid: int) -> psutil.Process:
-    wait_until(lambda: psutil.Process(pid).children())
+    wait_until(lambda: bool(psutil.Process(pid).children()), what="it has a child")
     return psutil.Process(pid).children()[0]
 
 

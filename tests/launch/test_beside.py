@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from optuna_dsat.runtime.events import Event
 from tests.harness.events import engine, step_of
 from tests.harness.launches import STUB, request, updates_until_finished
 from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid
+from tests.harness.workers import wait_until
 
 __all__ = ["machine", "nvml_libraries"]
 
@@ -168,9 +168,7 @@ def test_cpu_time_is_the_kernels_and_outlives_the_process(burner: subprocess.Pop
     before, key = busy_seconds(cores), ProcessKey.of(burner.pid)
     assert before is not None
     assert key is not None
-    deadline = time.monotonic() + 60.0
-    while key.alive and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: not key.alive, what="it has ended")
     spent, after = cpu_seconds(key), busy_seconds(cores)
     assert spent is not None  # it was not waited for
     assert after is not None

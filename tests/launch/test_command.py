@@ -85,12 +85,6 @@ def test_what_belongs_to_another_job_or_to_the_tuner_is_not_inherited(name: str)
     assert name not in environment({name: "1"})
 
 
-def test_a_launch_sees_its_own_gpus_only() -> None:
-    made = environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, kind="cuda")
-    assert made["CUDA_VISIBLE_DEVICES"] == "2,3"
-    assert made["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-
-
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("base", "slots", "threads"), [({}, 4, "4"), ({}, 100, "1"), ({"OMP_NUM_THREADS": "7"}, 4, "7")]
@@ -111,10 +105,6 @@ def test_trackers_stay_offline_in_trials_and_are_the_user_s_in_a_full_run() -> N
 def test_the_interpreter_s_folder_is_on_the_path_once() -> None:
     assert environment({"PATH": "/usr/bin"})["PATH"] == "/usr/bin:/venv/bin"
     assert environment({"PATH": "/venv/bin:/usr/bin"})["PATH"] == "/venv/bin:/usr/bin"
-
-
-def test_the_request_s_own_variables_are_added() -> None:
-    assert environment({"MINE": "0"})["MINE"] == "1"
 
 
 def test_the_package_is_importable_and_nothing_else_is(tmp_path: Path) -> None:

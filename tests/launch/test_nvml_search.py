@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.full_run import run_full
 from optuna_dsat.launch.machine.nvml import DeviceError
@@ -20,6 +17,7 @@ from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import RandomOptions
 from optuna_dsat.tuning.prepare import Prepared, prepare
+from tests.harness.entry_points import leave
 from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries
 
 __all__ = ["machine", "nvml_libraries"]
@@ -28,16 +26,13 @@ PARTS = [f"MIG-{letter}0000000-1111-2222-3333-444444444444" for letter in "ab"]
 
 
 @pytest.fixture(autouse=True)
-def nothing_but_this_machine(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_but_this_machine(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 2}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # location of the lock files
     monkeypatch.setitem(sys.modules, "pynvml", machine.pynvml())
     machine.gpus(4)
-    before = signal.getsignal(signal.SIGTERM)  # the command sets its own
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def prepared(**options: Any) -> Prepared:
@@ -86,10 +81,9 @@ def test_the_limit_of_the_wait_is_stored_and_changes_no_study() -> None:
 
 def test_the_command_says_what_is_odd_about_the_devices(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.gets(f"refuse nvmlDeviceGetMemoryInfo {GPU_IS_LOST} 2")
-    with pytest.raises(SystemExit) as ended:
-        main(["random", "train.py", "ds.json", "--dry-run"])
+    code = leave("random", "train.py", "ds.json", "--dry-run")
     shown = capsys.readouterr()
-    assert ended.value.code == 0, shown.err
+    assert code == 0, shown.err
     assert shown.err.startswith("GPU 2 is left out, it does not answer")
 
 

@@ -20,18 +20,6 @@ def test_a_failure_in_words_ends_with_the_last_line_of_its_error() -> None:
     assert replace(failed, error_excerpt="sys.exit(1)").failure_in_words == failed.failure_in_words
 
 
-def test_every_path_lies_inside_and_is_distinct(tmp_path: Path) -> None:
-    directory = RunDirectory.create(tmp_path, "trial-0001")
-    paths = [
-        *(directory.config, directory.overlay, directory.launch, directory.command_json, directory.command_text),
-        *(directory.environment, directory.agent_record, directory.report, directory.agent_log),
-        *(directory.events(0), directory.events(1), directory.stdout(0), directory.stderr(0)),
-    ]
-    assert len(set(paths)) == len(paths)
-    assert all(path.is_relative_to(tmp_path / "trial-0001") for path in paths)
-    assert all(path.parent.is_dir() for path in paths)
-
-
 def test_the_directory_of_an_earlier_launch_is_moved_aside(tmp_path: Path) -> None:
     for content in ("first", "second"):
         RunDirectory.create(tmp_path, "profile").events(0).write_text(content)
@@ -39,12 +27,6 @@ def test_the_directory_of_an_earlier_launch_is_moved_aside(tmp_path: Path) -> No
     assert not fresh.events(0).exists()
     assert (tmp_path / "profile.old-1/events/rank0.jsonl").read_text() == "first"
     assert (tmp_path / "profile.old-2/events/rank0.jsonl").read_text() == "second"
-
-
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b"])
-def test_a_name_that_is_no_directory_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="launch_id names a directory"):
-        RunDirectory.create(tmp_path, name)
 
 
 def test_files_are_replaced_whole_and_leave_no_temporary_ones(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from optuna_dsat.cli import main
-from tests.harness.entry_points import bench
+from tests.harness.entry_points import bench, leave
 
 __all__ = ["bench"]
 
@@ -42,10 +41,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-def leave(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main([*SEARCH, "--storage", f"sqlite:///{FILE}", *arguments])
-    return int(left.value.code or 0)
+def search(*arguments: str) -> int:
+    return leave(*SEARCH, "--storage", f"sqlite:///{FILE}", *arguments)
 
 
 def content() -> dict[str, str]:
@@ -64,11 +61,11 @@ def dump() -> list[str]:
 def test_what_a_search_refuses(made: Callable[[], object], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     made()
     before, stored = content(), dump()
-    assert leave("--dry-run") == 2
+    assert search("--dry-run") == 2
     words = capsys.readouterr().err
     assert reason in words
     assert content() == before
-    assert leave() == 2
+    assert search() == 2
     assert capsys.readouterr().err == words
     assert dump() == stored, "a search refuses it before it makes tables"
 
@@ -77,6 +74,6 @@ def test_what_a_search_refuses(made: Callable[[], object], reason: str, capsys: 
 def test_a_search_takes_a_database_with_tables_of_other_names() -> None:
     tables("CREATE TABLE users (name TEXT)")
     before = content()
-    assert leave("--dry-run") == 0
+    assert search("--dry-run") == 0
     assert content() == before
-    assert leave() == 0
+    assert search() == 0

@@ -34,26 +34,6 @@ def load(store: Store) -> optuna.Study:
     return optuna.load_study(study_name=STUDY, storage=store.storage)
 
 
-def test_workers_claim_overlapping_configurations(url: str, actor: ActorFactory) -> None:
-    actors = [actor("claims", url, "8", "32") for _ in range(4)]
-    start_together(actors)
-    won = [key for item in actors for key in json.loads(item.answer())]
-    assert len(won) == len(set(won))
-    with Store.open(url) as store:
-        study = load(store)
-        complete = study.get_trials(states=(TrialState.COMPLETE,))
-        record = store.find_study(STUDY)
-        assert record is not None
-        assert sorted(trial.user_attrs["key"] for trial in complete) == sorted(won)
-        for trial in complete:
-            assert not store.claim(record.uuid, trial.user_attrs["key"], -1)
-            assert store.claim(record.uuid, trial.user_attrs["key"], trial.number)
-        assert sorted(trial.number for trial in study.trials) == list(range(len(study.trials)))
-        assert not study.get_trials(states=(TrialState.RUNNING,))
-    # A worker may claim fewer than its share at the end, but in total every key is claimed.
-    assert len(won) == 32
-
-
 def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(url: str, actor: ActorFactory) -> None:
     victim = actor("holds", url)
     victim.wait_ready()

@@ -4,7 +4,7 @@ import subprocess
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -68,15 +68,6 @@ def dead() -> dict[str, object]:
     return {"pid": 2**22 + 1, "worker": "gone:1"}
 
 
-def until(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_a_living_worker_keeps_its_trial_beyond_the_grace_period(store: Store) -> None:
     study_uuid, study = start(store)
     run_trial(store, study, study_uuid)
@@ -107,7 +98,7 @@ def test_another_machines_silence_is_believed_after_the_grace_period(store: Stor
     run_trial(store, study, study_uuid)
     pretend(store, machine="another", pid=1)
     assert store.reclaim_stale(study) == ()
-    assert until(lambda: store.reclaim_stale(study) == (0,))
+    wait_until(lambda: store.reclaim_stale(study) == (0,), what="it is believed")
 
 
 def test_an_old_heartbeat_is_watched_before_it_is_believed(store: Store) -> None:
@@ -265,7 +256,7 @@ def test_a_frozen_worker_learns_that_its_trial_was_given_back(url: str) -> None:
         with store._database.engine.begin() as connection:
             connection.execute(update(HeartbeatRow).values(**dead()))
         assert store.reclaim_stale(study) == (0,)
-        assert until(lambda: store.heartbeat.is_lost(trial))
+        wait_until(lambda: store.heartbeat.is_lost(trial), what="it learns that")
         study.tell(trial, 1.0, skip_if_finished=True)
         store.heartbeat.remove(trial)
         assert [t.state for t in study.trials] == [TrialState.FAIL, TrialState.WAITING]
@@ -381,10 +372,3 @@ def test_a_worker_that_is_a_zombie_is_dead() -> None:
         process.kill()
         wait_until(worker.is_dead, what="it is seen to be dead")
     assert worker.is_dead()
-
-
-def test_intervals_that_cannot_work_are_refused(store: Store) -> None:
-    with pytest.raises(ValueError, match="must be longer than the interval"):
-        Reclaimer(store._database, store.storage, "uuid", grace_s=5.0, interval_s=5.0)
-    with pytest.raises(ValueError, match="must be positive"):
-        Heartbeat(store._database, worker=this_worker(), interval_s=0.0)

@@ -14,12 +14,11 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_dsat.cli import main
 from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate
 from optuna_dsat.store import Store, has_our_tables
 from optuna_dsat.tuning import run
-from tests.harness.entry_points import EntryPointBench, bench
+from tests.harness.entry_points import EntryPointBench, bench, leave
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 
@@ -27,12 +26,6 @@ __all__ = ["bench"]
 
 DATABASE = Path("optuna-dsat.db")
 SEARCH = shlex.split("random train.py ds.json --cpu-ranks 2 --metric throughput --max-trials 4 --study s --confirm 0")
-
-
-def leave(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main([*arguments])
-    return int(left.value.code or 0)
 
 
 def remove() -> None:

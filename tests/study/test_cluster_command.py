@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from optuna_dsat.study.command import cluster_training_command
-from tests.harness.worker import spec_of
+from tests.harness.studies import spec_of
 
 
 def test_the_command_for_ray_names_the_interpreter_that_has_the_package(tmp_path: Path) -> None:

@@ -85,8 +85,6 @@ def test_a_launch_that_is_repeated_is_returned(bench: StudyBench) -> None:
         ([signal.SIGINT], True),
         ([signal.SIGINT, signal.SIGINT], False),
         ([signal.SIGTERM, signal.SIGTERM], True),
-        ([signal.SIGHUP, signal.SIGHUP], True),
-        ([signal.SIGXCPU, signal.SIGXCPU], True),
         ([signal.SIGQUIT, signal.SIGQUIT], False),
         ([signal.SIGTERM, signal.SIGINT], False),
     ],

@@ -92,12 +92,7 @@ def test_notes_of_the_dead_do_not_count(store: Store) -> None:
     assert read_states(store, "s", now=NOW + 3600) == [], "too old"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rows": 3}, {"rows": ["x"]}, {"rows": {"3": {"name": "3", "moon": "full"}}}, {"worker": {}}, {"search": 1},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [{"rows": {"3": {"name": "3", "moon": "full"}}}, {"worker": {}}, {"search": 1}])
 def test_notes_of_another_version_are_left_out(store: Store, changes: dict[str, Any]) -> None:
     good = note()
     put(store, {**asdict(good), **changes})

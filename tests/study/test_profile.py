@@ -29,9 +29,15 @@ from optuna_dsat.study.stored import read_stored, record_of
 from optuna_dsat.study.trust import what_runs
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
-from tests.harness.studies import StudyBench
+from tests.harness.studies import USER_CONFIG, StudyBench
 
 SCRIPT = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json"}
+
+
+def profiled_by(bench: StudyBench) -> Profiled:
+    result = read_stored(bench.store, "s").profiled
+    assert result is not None
+    return result
 
 
 def test_a_profile_that_an_older_version_stored_is_read(profiled: Profiled) -> None:
@@ -56,8 +62,7 @@ def test_a_script_that_accumulates_as_its_config_says_is_told_nothing(
     bench: StudyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LaunchRecord, "passes_per_micro_batch", 4)
-    spec = bench.spec(max_trials=1, confirm=0)
-    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, "gradient_accumulation_steps": 4}})
+    spec = bench.spec(max_trials=1, confirm=0, ds_config={**USER_CONFIG, "gradient_accumulation_steps": 4})
     bench.run(spec, Hill())
     assert not [event for event in bench.news if isinstance(event, Message) and "forward passes" in event.text]
 
@@ -199,8 +204,7 @@ def test_of_the_thousands_of_modules_that_are_imported_the_packages_are_shown(
 def test_the_profile_launch_uses_the_smallest_micro_batch_that_is_allowed(
     bench: StudyBench, config: dict[str, Any], changes: dict[str, Any], smallest: int
 ) -> None:
-    spec = bench.spec(**changes)
-    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, **config}})
+    spec = bench.spec(**changes, ds_config={**USER_CONFIG, **config})
     attempts = list(profile_attempts(spec))
     assert len(attempts) > 1
     assert {attempt.overlay()["train_micro_batch_size_per_gpu"] for attempt in attempts} == {smallest}
@@ -234,8 +238,7 @@ def test_a_model_built_within_zero_init_climbs_to_zero_3(bench: StudyBench, monk
     bench.run(spec, Hill())
     assert len(stages) == 2, "no stage between is tried"
     assert stages[-1] == 3
-    profiled = read_stored(bench.store, "s").profiled
-    assert profiled is not None
+    profiled = profiled_by(bench)
     assert Profiled.from_json(profiled.to_json()).only_zero_3
     assert {trial.params["zero_stage"] for trial in bench.study().trials} == {3}
 
@@ -311,22 +314,19 @@ def test_a_model_that_trains_on_no_single_sample_is_profiled_and_searched_from_t
     bench: StudyBench,
 ) -> None:
     landscape = failing_below(2)
-    spec = bench.spec(max_trials=6, confirm=0)
-    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, "train_micro_batch_size_per_gpu": 4}})
+    spec = bench.spec(max_trials=6, confirm=0, ds_config={**USER_CONFIG, "train_micro_batch_size_per_gpu": 4})
     bench.run(spec, landscape)
     sizes = [config["train_micro_batch_size_per_gpu"] for config in landscape.configs]
     assert sizes[:2] == [1, 4]
     assert min(sizes[1:]) >= 4
-    profiled = read_stored(bench.store, "s").profiled
-    assert profiled is not None
+    profiled = profiled_by(bench)
     assert Profiled.from_json(profiled.to_json()).least_micro_batch == 4
     assert all(trial.user_attrs["outcome"] != Outcome.SCRIPT_ERROR for trial in bench.study().trials)
 
 
 def test_a_script_that_fails_at_the_users_own_micro_batch_too_ends_after_that(bench: StudyBench) -> None:
     landscape = failing_below(64)
-    spec = bench.spec(max_trials=6, confirm=0)
-    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, "train_micro_batch_size_per_gpu": 4}})
+    spec = bench.spec(max_trials=6, confirm=0, ds_config={**USER_CONFIG, "train_micro_batch_size_per_gpu": 4})
     with pytest.raises(ScriptFailedError, match="Expected more than 1 value"):
         bench.run(spec, landscape)
     assert [config["train_micro_batch_size_per_gpu"] for config in landscape.configs] == [1, 4]
@@ -334,8 +334,7 @@ def test_a_script_that_fails_at_the_users_own_micro_batch_too_ends_after_that(be
 
 def test_the_error_of_a_script_that_no_batch_size_mends_is_told_at_once(bench: StudyBench) -> None:
     own = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    spec = bench.spec(max_trials=4, confirm=0)
-    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, **own}})
+    spec = bench.spec(max_trials=4, confirm=0, ds_config={**USER_CONFIG, **own})
     for error, launches in (("NameError: name 'x' is not defined", 1), ("ValueError: odd", 2)):
         landscape = Hill(
             lambda _, error=error: SimulatedResult(  # type: ignore[misc]
@@ -364,12 +363,11 @@ def test_a_model_that_trains_on_no_single_sample_and_accumulates_keeps_what_trai
     landscape = failing_below(2)
     spec = bench.spec(max_trials=3, confirm=0)
     own = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    bench.run(spec.model_copy(update={"ds_config": {**spec.ds_config, **own}}), landscape)
+    bench.run(spec.model_copy(update={"ds_config": {**USER_CONFIG, **own}}), landscape)
     sizes = [config["train_micro_batch_size_per_gpu"] for config in landscape.configs]
     assert sizes[:3] == [1, 4, 1]
     assert min(sizes[3:]) >= 4
-    profiled = read_stored(bench.store, "s").profiled
-    assert profiled is not None
+    profiled = profiled_by(bench)
     assert profiled.least_micro_batch == 4
 
 
@@ -384,15 +382,14 @@ def test_a_script_that_insists_on_its_accumulation_steps_is_profiled_with_them_a
     landscape = Hill(insist)
     spec = bench.spec(max_trials=4, confirm=0)
     own = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    bench.run(spec.model_copy(update={"ds_config": {**spec.ds_config, **own}}), landscape)
+    bench.run(spec.model_copy(update={"ds_config": {**USER_CONFIG, **own}}), landscape)
     sizes = [
         (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
         for config in landscape.configs
     ]
     assert sizes[:3] == [(1, 1), (4, 2), (1, 2)]
     assert {steps for _, steps in sizes[1:]} == {2}
-    profiled = read_stored(bench.store, "s").profiled
-    assert profiled is not None
+    profiled = profiled_by(bench)
     assert Profiled.from_json(profiled.to_json()).least_micro_batch == 1
 
 
@@ -425,10 +422,9 @@ def test_what_only_a_failed_launch_told_of_the_scripts_config_is_kept(
 
     monkeypatch.setattr(profile, "follow", followed)
     spec = bench.spec(max_trials=1, confirm=0)
-    bench.run(spec.model_copy(update={"ds_config": {**spec.ds_config, "train_micro_batch_size_per_gpu": 4}}), landscape)
+    bench.run(spec.model_copy(update={"ds_config": {**USER_CONFIG, "train_micro_batch_size_per_gpu": 4}}), landscape)
     assert len(launched) > 1
-    profiled = read_stored(bench.store, "s").profiled
-    assert profiled is not None
+    profiled = profiled_by(bench)
     assert profiled.config_differences == words
 
 
@@ -457,7 +453,7 @@ def test_what_auto_stands_for_is_looked_for_where_it_is_filled_in(
     spec = bench.spec(max_trials=1)
     scheduler = {"scheduler": {"params": {"warmup": "auto"}}}
     with pytest.raises(ScriptFailedError, match=hint):
-        bench.run(spec.model_copy(update={"ds_config": {**spec.ds_config, **scheduler}}), landscape)
+        bench.run(spec.model_copy(update={"ds_config": {**USER_CONFIG, **scheduler}}), landscape)
 
 
 @pytest.mark.parametrize(
@@ -490,6 +486,5 @@ def test_steps_computed_from_a_mapped_batch_size_are_read_at_the_scripts_own_siz
     config = {**spec.ds_config, "train_micro_batch_size_per_gpu": 4}
     bench.run(spec.model_copy(update={"ds_config": config}), Hill())
     assert launched == sizes
-    profiled = read_stored(bench.store, "s").profiled
-    assert profiled is not None
+    profiled = profiled_by(bench)
     assert profiled.config_differences.get("gradient_accumulation_steps", [1])[0] == own

@@ -116,7 +116,6 @@ def test_a_killed_tuner_goes_on_with_the_round_that_was_begun(bench: StudyBench)
     assert turns_of(bench) == expected
 
 
-@pytest.mark.usefixtures("in_sqlite")
 def test_a_false_winner_is_followed_by_the_next_best(bench: StudyBench) -> None:
     """'Your own config is the best found' was said, although nothing but one false finalist had been compared."""
     result = found(bench.session(bench.spec(confirm=1), Fooling(1)).run())

@@ -29,7 +29,6 @@ def keys_of(configs: list[dict[str, Any]]) -> list[str]:
     return [ds_config.canonical_key(config) for config in configs]
 
 
-@pytest.mark.usefixtures("in_sqlite")
 @pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
 def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: StudyBench, method: str) -> None:
     spec = bench.spec(method=method, max_trials=12, options={"min_gain": 0.0})

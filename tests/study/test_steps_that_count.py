@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from optuna.trial import TrialState
 
-from optuna_dsat.cli import main
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.escape.markdown import literal
 from optuna_dsat.launch.protocol import LaunchUpdate, Observed
@@ -22,6 +21,7 @@ from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.stored import trial_row
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words, steps_in_words
+from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
@@ -118,9 +118,7 @@ def test_show_report_and_notes_say_so(
     winner = bench.study().trials[result.trial]
     words = steps_in_words(**attributes.step_facts(winner))
     assert words.startswith("2 steps skipped by the loss scaler, not counted; inputs vary in size by 40%")
-    with pytest.raises(SystemExit) as end:
-        main(["show", "s", "--storage", bench.store.url])
-    assert end.value.code == 0
+    assert leave("show", "s", "--storage", bench.store.url) == 0
     assert f"{words})" in capsys.readouterr().out
     view = read_view(bench.store, "s")
     assert words in html.unescape(render(view))

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.cli import main
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
@@ -31,6 +30,7 @@ from optuna_dsat.study.spec import ScriptSpec
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
+from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
@@ -87,10 +87,7 @@ def _named(script: ScriptSpec, settings: Path) -> ScriptSpec:
 
 def test_what_best_prints_is_what_the_trainer_takes(bench: StudyBench, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_with_trainer(bench)
-    storage = f"sqlite:///{bench.folder / 'study.db'}"
-    with pytest.raises(SystemExit) as end:
-        main(["best", "s", "--storage", storage])
-    assert end.value.code == 0
+    assert leave("best", "s", "--storage", bench.store.url) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((bench.folder / "out" / "s" / "best_ds_config.json").read_text()) == result.config
     assert ds_config.GRADIENT_ACCUMULATION not in printed, "Lightning refuses a config that says it"
@@ -177,9 +174,7 @@ def test_a_study_is_shown_in_the_metric_that_it_optimised(
     assert result.metric == "throughput"
     shown = metric_in_words("throughput", result.value)
     for command in (["show", "s"], ["trials", "s"], ["studies"]):
-        with pytest.raises(SystemExit) as end:
-            main([*command, "--storage", f"sqlite:///{bench.folder / 'study.db'}"])
-        assert end.value.code == 0
+        assert leave(*command, "--storage", bench.store.url) == 0
         printed = capsys.readouterr().out
         assert shown in printed, command
         assert "FLOP" not in printed, command
@@ -192,6 +187,5 @@ def test_the_spec_that_is_exported_is_the_one_that_was_stored(
     study = read_stored(bench.store, "s")
     assert study.spec.ds_config[ds_config.GRADIENT_ACCUMULATION] == 4
     for command in ("export", "show"):
-        with pytest.raises(SystemExit):
-            main([command, "s", "--storage", bench.store.url, *(["--json"] * (command == "show"))])
+        assert leave(command, "s", "--storage", bench.store.url, *(["--json"] * (command == "show"))) == 0
         assert json.loads(capsys.readouterr().out)["spec"]["ds_config"] == USER_CONFIG

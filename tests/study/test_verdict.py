@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -20,8 +21,9 @@ from optuna_dsat.study.confirm.finalists import choose_finalists, refuted, with_
 from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
 from optuna_dsat.study.confirm.words import verdict_in_words
-from optuna_dsat.study.spec import StudySpec, make_spec
+from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
+from tests.harness.studies import spec_of
 
 OWN = 0
 """Number of the trial of the user's own config, at a micro-batch of 2 on 2 ranks."""
@@ -73,10 +75,7 @@ def judged(trials: Sequence[FrozenTrial], rounds: Rounds, *, tie: float = 0.01, 
 
 
 def spec(**changes: Any) -> StudySpec:
-    script = {"script": "/train.py", "cwd": "/", "config_path": ""}
-    values = {"name": "s", "method": "guided", "script": script, "ds_config": {}, "device": "cuda",
-              "slots_per_trial": 2, "metric": "throughput", "output_dir": "/out"}  # fmt: skip
-    return make_spec(**{**values, **changes})
+    return spec_of(Path("/"), **{"method": "guided", "ds_config": {}, **changes})
 
 
 TRIALS = (trial(OWN, 10.0), trial(1, 16.0, micro_batch=8), trial(2, 15.9, micro_batch=4))

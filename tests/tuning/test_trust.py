@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.cli import main
+from tests.harness import entry_points
 from tests.harness.entry_points import EntryPointBench, searching_in
 
 SEARCH = shlex.split(
@@ -24,19 +24,13 @@ RESUME = ("resume", "s", "--max-trials", "3", "--confirm-time", "0")
 Leave = Callable[..., tuple[int, str]]
 
 
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main([*arguments])
-    return int(left.value.code or 0)
-
-
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return the folder of a search, with this user's notes in ``state``, and a copy of what it holds."""
     folder, copy = tmp_path_factory.mktemp("searched"), tmp_path_factory.mktemp("copy") / "copy"
     with pytest.MonkeyPatch.context() as patch, searching_in(folder, patch):
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
-        assert call(*SEARCH, "--", "--epochs", "3") == 0
+        assert entry_points.leave(*SEARCH, "--", "--epochs", "3") == 0
     shutil.copytree(folder, copy)
     return folder, copy
 
@@ -62,7 +56,7 @@ def state(bench: EntryPointBench) -> Path:
 def leave(bench: EntryPointBench, capsys: pytest.CaptureFixture[str]) -> Leave:  # noqa: ARG001 - the folder it runs in
     def shown(*arguments: str) -> tuple[int, str]:
         capsys.readouterr()
-        code = call(*arguments)
+        code = entry_points.leave(*arguments)
         return code, capsys.readouterr().err
 
     return shown
