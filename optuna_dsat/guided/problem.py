@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from optuna.distributions import IntDistribution
 
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.gpus import priors_of_device
 from optuna_dsat.cost.memory import Hardware, ModelProfile
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.step_time import PHASES, StepTimeModel
 from optuna_dsat.guided.candidates import candidate_table
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
@@ -21,8 +21,6 @@ from optuna_dsat.metrics import LARGER_IS_BETTER, METRICS
 from optuna_dsat.trials.lineage import MicroBatchSet
 
 __all__ = ["REACH", "Problem"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 
 REACH = 8.0
