@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 import subprocess
 import sys
 import threading
@@ -15,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.config.documents import read_document
-from optuna_dsat.errors import UsageError
 from optuna_dsat.store import Store
 from tests.cli.test_bad_input import GOOD
 from tests.harness.entry_points import Run, bench, run_here
@@ -88,29 +85,14 @@ def test_options_are_checked(refused: Run, options: list[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["random", "train.py", "pipe", "--dry-run"],
         ["random", "train.py", "/dev/zero", "--dry-run"],
         ["random", "pipe", "ds.json", "--dry-run"],
         ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?port=abc"],
-        ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?service=s&servicefile=pipe"],
     ],
     ids=" ".join,
 )
-def test_nothing_is_waited_for(refused: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
-    monkeypatch.setattr("optuna_dsat.config.documents._PIPE_S", 0.1)
+def test_nothing_is_waited_for(refused: Run, arguments: list[str]) -> None:
     refused(*arguments)
-
-
-def test_a_file_that_has_nothing_yet_is_no_document(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As /proc/kmsg, which says that it is a file."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    monkeypatch.setattr(stat, "S_ISFIFO", lambda _: False)
-    monkeypatch.setattr(stat, "S_ISREG", lambda _: True)
-    writer = os.open(pipe, os.O_RDWR)
-    with pytest.raises(UsageError, match="is no file to be read"):
-        read_document(pipe)
-    os.close(writer)
 
 
 @pytest.mark.usefixtures("refused")
