@@ -89,15 +89,10 @@ class Candidate:
 class GuidedPlanner:
     """Decides which configuration to launch next.
 
-    ``min_gain`` is the minimum expected relative improvement of the metric per launch to continue the search.
-
-    Raises:
-        ValueError: If ``min_gain`` is negative.
+    The search ends below an expected relative improvement of the metric per launch of ``min_gain``.
     """
 
     def __init__(self, problem: Problem, *, min_gain: float = 0.0) -> None:
-        if min_gain < 0:
-            raise ValueError(f"min_gain must not be negative, as {min_gain} is: with 0 all that may win is tried")
         self.problem = problem
         self.min_gain = min_gain
         self._cached: tuple[Hashable, Candidate | None] | None = None
