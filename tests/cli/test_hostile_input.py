@@ -26,7 +26,7 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 TEXTS = {
     "huge.json": f'{{"train_batch_size": {DIGITS}}}',
-    "deep.json": '{"a":' * 300 + "1" + "}" * 300,
+    "deep.json": '{"a":' * 100_000 + "1" + "}" * 100_000,
     "nul.json": '{"wandb": {"api_key": "ab\\u0000cd12"}}',
     "bomb.yaml": BOMB,
     "cycle.yaml": "fix: &x {a: *x}\n",
