@@ -118,13 +118,7 @@ class MemoryEstimate:
     """Moment of the peak: ``forward``, ``backward``, ``convert`` or ``step``."""
 
 
-def estimate(
-    profile: ModelProfile,
-    ds_config: Config,
-    *,
-    micro_batch: int,
-    hardware: Hardware,
-) -> MemoryEstimate:
+def estimate(profile: ModelProfile, ds_config: Config, *, micro_batch: int, hardware: Hardware) -> MemoryEstimate:
     """Predict the peak memory of a step.
 
     ``ds_config`` is the DeepSpeed config; of its batch sizes only gradient accumulation is read.

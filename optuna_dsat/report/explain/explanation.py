@@ -182,11 +182,7 @@ def explained(study: StoredStudy) -> Explanation | None:
     if study.best is None or study.planner is None:
         return None
     explanation = explain(
-        study.trials,
-        planner=study.planner,
-        winner=study.best,
-        baseline=study.baseline,
-        rounds=study.rounds,
+        study.trials, planner=study.planner, winner=study.best, baseline=study.baseline, rounds=study.rounds
     )
     return explanation if study.verdict is None else replace(explanation, how_known=how_known(study.verdict))
 

@@ -10,15 +10,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, USER
 from optuna_dsat.report.figures._source import Source, history_of
-from optuna_dsat.report.figures._style import (
-    INK,
-    NEUTRAL,
-    OUTCOME_COLOURS,
-    Measure,
-    empty_figure,
-    lay_out,
-    new_figure,
-)
+from optuna_dsat.report.figures._style import INK, NEUTRAL, OUTCOME_COLOURS, Measure, empty_figure, lay_out, new_figure
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import Feasibility, feasibility, score
 from optuna_dsat.words import config_in_words
