@@ -18,6 +18,8 @@ _PAUSE_S = 60.0
 """Minimum length of a gap on all slots that counts as a pause, in seconds ..."""
 _PAUSE_LAUNCHES = 5.0
 """... and in median launch durations; both must be exceeded."""
+_MIN_GAP_S = 0.01
+"""Shorter gaps are within the clock's error."""
 
 _Time = tuple[float, float]
 """Start and end, as Unix times in seconds."""
@@ -67,9 +69,8 @@ def _periods(times: Sequence[_Time]) -> Iterator[_Time]:
 
 def _idle_s(held: Sequence[_Time], period: _Time) -> float:
     """Return the seconds of a period in which none of a slot's launches ran; ``held`` is sorted."""
-    at, idle_s = period[0], 0.0
-    for start, end in held:
-        if end > period[0] and start < period[1]:
-            idle_s += max(0.0, start - at)
-            at = max(at, end)
-    return idle_s + max(0.0, period[1] - at)
+    at, gaps = period[0], []
+    for start, end in [*((start, end) for start, end in held if end > period[0] and start < period[1]), period[::-1]]:
+        gaps.append(start - at)
+        at = max(at, end)
+    return sum(gap for gap in gaps if gap > _MIN_GAP_S)
