@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Any
 
 from optuna.pruners import BasePruner
@@ -53,7 +52,6 @@ class DeepSpeedPruner(BasePruner):
 
     Args:
         trials_per_random_config: Largest number of conclusive launches of a lineage.
-        warmup_reports: Reports of a trial before it may be stopped, at least 1.
         stop_margin: Minimum relative distance from the best at which a running trial is stopped.
         micro_batch: Name of the micro-batch's parameter.
 
@@ -65,19 +63,16 @@ class DeepSpeedPruner(BasePruner):
         self,
         *,
         trials_per_random_config: int = 5,
-        warmup_reports: int = 1,
         stop_margin: float = 0.2,
         micro_batch: str = MICRO_BATCH,
     ) -> None:
         for name, value, least in (
             ("trials_per_random_config", trials_per_random_config, 1),
-            ("warmup_reports", warmup_reports, 1),
             ("stop_margin", stop_margin, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         self._budget = trials_per_random_config
-        self._warmup = warmup_reports
         self._stop_margin = stop_margin
         self._micro_batch = micro_batch
 
@@ -85,8 +80,6 @@ class DeepSpeedPruner(BasePruner):
         """Return whether to veto a trial (nothing reported yet) or to stop a running trial."""
         if not trial.intermediate_values:
             return self.reason(study, trial) is not None
-        if len(trial.intermediate_values) < self._warmup:
-            return False
         finished = read_history(study, micro_batch=self._micro_batch, without=trial.number).finished
         return cannot_win(trial, finished, direction=study.direction, margin=self._stop_margin)
 
@@ -99,8 +92,7 @@ class DeepSpeedPruner(BasePruner):
         if lineage is None:
             return None
         hopeless = self.hopeless(study, lineages)
-        veto = veto_reason(lineage, lineages, direction=study.direction, budget=self._budget, hopeless=hopeless)
-        return None if veto is None else self._explain(veto, lineage, lineages, study.direction)
+        return veto_reason(lineage, lineages, direction=study.direction, budget=self._budget, hopeless=hopeless)
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may get another launch, the oldest first."""
@@ -116,41 +108,6 @@ class DeepSpeedPruner(BasePruner):
         """Return the structures (ZeRO stage and offload) that cannot win."""
         return hopeless_structures(lineages, direction=study.direction, budget=self._budget)
 
-    def _explain(
-        self, veto: VetoReason, lineage: Lineage, lineages: Mapping[str, Lineage], direction: StudyDirection
-    ) -> str:
-        """Return the text of a veto; it names the earliest configuration that overtook this trial's."""
-        _, high, bound = _remaining(lineage, direction)
-        overtakers = [
-            other
-            for other in same_structure(lineages, lineage.params)
-            if veto is VetoReason.OVERTAKEN
-            and other.key != lineage.key
-            and (other.largest_fit or 0) >= high
-            and (theirs := other.best_score(direction)) is not None
-            and _overtaken(lineage, bound, theirs, direction)
-        ]
-        earliest = min(overtakers, key=lambda other: other.first_number, default=lineage)
-        return veto.value.format(
-            launches=things_in_words(self._budget, "launch"),
-            structure=", ".join(f"{name} {value}" for name, value in lineage.structure.items()) or "the same structure",
-            larger=earliest.largest_fit,
-            high=high,
-            bound=bound,
-            best=best_score(lineages.values(), direction) or 0.0,
-        )
-
-
-class VetoReason(StrEnum):
-    """Reason why a lineage gets no further launch."""
-
-    BROKEN = "this configuration failed whatever its micro-batch"
-    DEAD = "this configuration does not fit at the smallest micro-batch"
-    SPENT = "this configuration had its {launches}"
-    OVERTAKEN = "another configuration of {structure} ran micro-batch {larger}, this one can reach {high} at most"
-    BEHIND = "at most {bound:.4g} can be expected of this configuration, the best so far is {best:.4g}"
-    HOPELESS = "{structure} cannot reach the best result so far, by what its trials measured"
-
 
 def veto_reason(
     lineage: Lineage,
@@ -159,29 +116,31 @@ def veto_reason(
     direction: StudyDirection,
     budget: int,
     hopeless: Sequence[Mapping[str, Any]] = (),
-) -> VetoReason | None:
+) -> str | None:
     """Return why a lineage should get no further launch after ``budget`` conclusive launches at most; None if it may.
 
     ``hopeless`` contains the structures whose new lineages cannot win.
     """
+    structure = ", ".join(f"{name} {value}" for name, value in lineage.structure.items()) or "the same structure"
     if not lineage.conclusive and lineage.structure in hopeless:
-        return VetoReason.HOPELESS
+        return f"{structure} cannot reach the best result so far, by what its trials measured"
     if lineage.broken:
-        return VetoReason.BROKEN
+        return "this configuration failed whatever its micro-batch"
     if lineage.dead:
-        return VetoReason.DEAD
+        return "this configuration does not fit at the smallest micro-batch"
     if len(lineage.conclusive) >= budget:
-        return VetoReason.SPENT
+        return f"this configuration had its {things_in_words(budget, 'launch')}"
     low, high, bound = _remaining(lineage, direction)
     if low > high:
         return None
     if lineage.smallest_too_large is not None:
         rival = _best_of_larger_fits(lineage, lineages, high, direction)
         if rival is not None and _overtaken(lineage, bound, rival, direction):
-            return VetoReason.OVERTAKEN
+            larger = f"another configuration of {structure} ran micro-batch {high} or more"
+            return f"{larger}, this one can reach {high} at most"
     best = best_score(lineages.values(), direction)
     if best is not None and lineage.points and _worse(bound, best, direction, _NOISE):
-        return VetoReason.BEHIND
+        return f"at most {bound:.4g} can be expected of this configuration, the best so far is {best:.4g}"
     return None
 
 

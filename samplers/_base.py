@@ -206,11 +206,7 @@ class LineageSampler(BaseSampler):
             )
 
     def _refuse(self, why: str) -> None:
-        """Raise for a study that cannot be searched.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise ``ValueError`` for a study that cannot be searched."""
         raise ValueError(f"{type(self).__name__} cannot search this study: {why}")
 
     def reseed_rng(self) -> None:

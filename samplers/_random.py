@@ -10,14 +10,7 @@ from optuna.study import Study
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.samplers._base import LineageSampler, Proposal
 from optuna_dsat.trials.history import StudyHistory, structure_edge
-from optuna_dsat.trials.lineage import (
-    MICRO_BATCH,
-    PLAN_ATTR,
-    Feasibility,
-    Lineage,
-    feasibility,
-    unused_micro_batches,
-)
+from optuna_dsat.trials.lineage import MICRO_BATCH, PLAN_ATTR, Feasibility, Lineage, feasibility, unused_micro_batches
 
 __all__ = ["LineageRandomSampler"]
 

@@ -129,14 +129,10 @@ class Knob:
     """Whether it is useful with several ranks only: sampled with a single rank only if the user lists values."""
 
 
-def _zero(name: str, key: str | None = None) -> tuple[str, ...]:
-    return (ZERO, key or name)
-
-
 KNOBS: tuple[Knob, ...] = (
     Knob(
         name=ZERO_STAGE,
-        path=_zero("stage"),
+        path=(ZERO, "stage"),
         kind="stage",
         choices=ZERO_STAGES,
         where="always; 0 and 1 with pipeline parallelism",
@@ -179,7 +175,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="contiguous_gradients",
-        path=_zero("contiguous_gradients"),
+        path=(ZERO, "contiguous_gradients"),
         kind="flag",
         choices=(False, True),
         where="ZeRO 1 and 2 without optimizer offload, ZeRO 3",
@@ -191,7 +187,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="overlap_comm",
-        path=_zero("overlap_comm"),
+        path=(ZERO, "overlap_comm"),
         kind="flag",
         choices=(False, True),
         where="ZeRO 1, 2, 3; not with pipeline parallelism, and on one rank ZeRO 1 and 2 with optimizer offload only",
@@ -206,7 +202,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="reduce_scatter",
-        path=_zero("reduce_scatter"),
+        path=(ZERO, "reduce_scatter"),
         kind="flag",
         choices=(False, True),
         where="ZeRO 1, 2, 3 with contiguous gradients, on several ranks",
@@ -220,7 +216,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="reduce_bucket_size",
-        path=_zero("reduce_bucket_size"),
+        path=(ZERO, "reduce_bucket_size"),
         kind="size",
         choices=_BUCKETS,
         where="ZeRO 1, 2, 3",
@@ -232,7 +228,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="allgather_bucket_size",
-        path=_zero("allgather_bucket_size"),
+        path=(ZERO, "allgather_bucket_size"),
         kind="size",
         choices=_BUCKETS,
         where="nowhere with torch 1.13 or newer; where you list values, ZeRO 1 and 2",
@@ -245,7 +241,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="allgather_partitions",
-        path=_zero("allgather_partitions"),
+        path=(ZERO, "allgather_partitions"),
         kind="flag",
         choices=(False, True),
         where="nowhere; where you list values, ZeRO 1 and 2",
@@ -255,7 +251,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="stage3_prefetch_bucket_size",
-        path=_zero("stage3_prefetch_bucket_size"),
+        path=(ZERO, "stage3_prefetch_bucket_size"),
         kind="size",
         choices=(5_000_000, 50_000_000, 500_000_000),
         where="ZeRO 3",
@@ -267,7 +263,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="stage3_max_live_parameters",
-        path=_zero("stage3_max_live_parameters"),
+        path=(ZERO, "stage3_max_live_parameters"),
         kind="size",
         choices=(100_000_000, 1_000_000_000),
         where="ZeRO 3",
@@ -276,7 +272,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="stage3_max_reuse_distance",
-        path=_zero("stage3_max_reuse_distance"),
+        path=(ZERO, "stage3_max_reuse_distance"),
         kind="size",
         choices=(100_000_000, 1_000_000_000),
         where="ZeRO 3",
@@ -285,7 +281,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="stage3_param_persistence_threshold",
-        path=_zero("stage3_param_persistence_threshold"),
+        path=(ZERO, "stage3_param_persistence_threshold"),
         kind="size",
         choices=(10_000, 100_000, 1_000_000),
         where="ZeRO 3",
@@ -294,7 +290,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="sub_group_size",
-        path=_zero("sub_group_size"),
+        path=(ZERO, "sub_group_size"),
         kind="size",
         choices=(100_000_000, 1_000_000_000),
         where="ZeRO 3",
@@ -303,7 +299,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name=PARTITION_COPY,
-        path=_zero(PARTITION_COPY),
+        path=(ZERO, PARTITION_COPY),
         kind="ranks",
         choices=(1,),
         where="ZeRO 3 on several nodes, but for parameters on NVMe",

@@ -132,7 +132,7 @@ class SearchSpace:
                 settings[tuned.name] = value
                 yield tuned, value
 
-    def overlay(self, params: Mapping[str, Any], *, gradient_accumulation_steps: int | None = None) -> dict[str, Any]:
+    def overlay(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the overlay over the user's config that runs ``params``; a value of None removes a key.
 
         Sub-keys of the user's offload sections (``pin_memory``, ``buffer_count``...) are kept. Knobs that do not
@@ -142,8 +142,6 @@ class SearchSpace:
         default there. ``zero_allow_untested_optimizer`` is set only after a comparison of losses: ZeRO flattens and
         splits parameters, and an optimizer that reads their shapes then trains differently
         (``Profiled.zero_is_untested``).
-
-        ``gradient_accumulation_steps`` are the accumulation steps; None for :meth:`accumulation` of the micro-batch.
 
         Raises:
             ConfigError: If a param that applies is missing.
@@ -167,9 +165,7 @@ class SearchSpace:
             zero["reduce_scatter"] = False
         result: dict[str, Any] = {
             ZERO: zero,
-            **configs.batch_overlay(
-                params[MICRO_BATCH], gradient_accumulation_steps or self.accumulation(params[MICRO_BATCH])
-            ),
+            **configs.batch_overlay(params[MICRO_BATCH], self.accumulation(params[MICRO_BATCH])),
         }
         if self.allow_untested_optimizer and values[ZERO_STAGE]:
             result["zero_allow_untested_optimizer"] = True

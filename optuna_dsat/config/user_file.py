@@ -98,7 +98,7 @@ def _parsed(text: str, path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is empty; a DeepSpeed config is a JSON object, such as "
                           '{"train_micro_batch_size_per_gpu": 1}.')  # fmt: skip
     try:
-        raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path), parse_constant=_no_constant)
+        raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
     except json.JSONDecodeError as error:
         if path.endswith(".py"):
             raise ConfigError(
@@ -117,20 +117,10 @@ def _parsed(text: str, path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: holds a whole number of more than 64 bits.") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply to be a DeepSpeed config.") from None
-    except _BadConstantError as error:
-        raise ConfigError(f"{path}: {error} is no JSON number.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a DeepSpeed config is a JSON object, this is {_kind(raw)}.")
     result: dict[str, Any] = checked(raw, path, ConfigError)
     return result
-
-
-class _BadConstantError(Exception):
-    """NaN or Infinity in a config."""
-
-
-def _no_constant(name: str) -> Any:
-    raise _BadConstantError(name)
 
 
 def _unique(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:

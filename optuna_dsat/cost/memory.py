@@ -16,7 +16,6 @@ few per cent) are not modelled either; ``torch.cuda.max_memory_allocated`` does 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -119,13 +118,7 @@ class MemoryEstimate:
     """Moment of the peak: ``forward``, ``backward``, ``convert`` or ``step``."""
 
 
-def estimate(
-    profile: ModelProfile,
-    ds_config: Config,
-    *,
-    micro_batch: int,
-    hardware: Hardware,
-) -> MemoryEstimate:
+def estimate(profile: ModelProfile, ds_config: Config, *, micro_batch: int, hardware: Hardware) -> MemoryEstimate:
     """Predict the peak memory of a step.
 
     ``ds_config`` is the DeepSpeed config; of its batch sizes only gradient accumulation is read.
@@ -149,39 +142,18 @@ def estimate(
     )
 
 
-def largest_micro_batch(
-    profile: ModelProfile,
-    ds_config: Config,
-    *,
-    hardware: Hardware,
-    margin: float = 0.0,
-    cap: int = configs.MICRO_BATCH_CAP,
-) -> int:
-    """Return the largest micro-batch predicted to fit, 0 if not even 1 fits.
+def largest_micro_batch(profile: ModelProfile, ds_config: Config, *, hardware: Hardware) -> int:
+    """Return the largest micro-batch predicted to fit, at most ``MICRO_BATCH_CAP``; 0 if not even 1 fits.
 
     Every moment is ``intercept + slope * micro_batch``, so the answer is the smallest of ``floor((limit -
-    intercept) / slope)`` over the moments, with ``limit`` the device's memory less the margin.
-
-    Args:
-        profile: The model.
-        ds_config: The DeepSpeed config; its own batch sizes are ignored.
-        hardware: Where it runs.
-        margin: Share of the device's memory to keep free, in [0, 1).
-        cap: Largest answer.
-
-    Raises:
-        ValueError: If margin or cap are out of range.
+    intercept) / slope)`` over the moments, with ``limit`` the device's memory. The config's batch sizes are ignored.
     """
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin is {margin}; it must lie in [0, 1).")
-    if cap < 1:
-        raise ValueError(f"cap is {cap}; it must be at least 1.")
-    limit = math.floor(hardware.device_memory_bytes * (1 - margin))
+    limit = hardware.device_memory_bytes
     if hardware.device == "cpu":
         limit = min(limit, hardware.host_memory_bytes // hardware.ranks_on_node)
     elif estimate(profile, ds_config, micro_batch=1, hardware=hardware).host_bytes > hardware.host_memory_bytes:
         return 0
-    answer = cap
+    answer = configs.MICRO_BATCH_CAP
     for moment in rank_moments(profile, ds_config, hardware):
         room = limit - moment.bytes_at(0)
         if room < 0:

@@ -21,14 +21,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from statistics import NormalDist
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from optuna_dsat.cost.numbers import Numbers
 
 __all__ = ["MemoryInputs", "MemoryPosterior", "knob_similarity", "normal_cdf", "sum_by_knob", "sum_by_structure"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 _SLOPE_SD = 0.1
 """Relative standard deviation of the profiled activations per sample, shared by all lineages."""

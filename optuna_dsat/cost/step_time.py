@@ -30,17 +30,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from optuna_dsat.cost.memory import Hardware, ModelProfile
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.zero_states import STAGE0_REDUCE_ELEMENTS, ZeroSettings
 
 __all__ = ["BOUNDS", "COEFFICIENTS", "ERROR", "PHASES", "Columns", "LogCoefficients", "StepTimeModel", "Timings"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 PHASES = ("forward", "backward", "step", "other")
 

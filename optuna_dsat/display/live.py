@@ -25,12 +25,7 @@ from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.study.live_state import LaunchInFlight, LiveState, time_left_in_words
-from optuna_dsat.words import (
-    count_in_words,
-    duration_in_words,
-    metric_in_words,
-    times_in_words,
-)
+from optuna_dsat.words import count_in_words, duration_in_words, metric_in_words, times_in_words
 
 __all__ = ["LiveView", "make_observer", "render"]
 
@@ -107,12 +102,7 @@ def _launches(
         _Column(heading="configuration", least_width=0, cell=lambda row: row.words),
         _Column(heading="now", least_width=0, cell=lambda row: row.doing, least_cells=12 * (width >= 60)),
         _Column(heading="samples/s", least_width=72, justify="right", cell=_speed),
-        _Column(
-            heading="to best",
-            least_width=84,
-            justify="right",
-            cell=lambda row: _percent(row.against(best)),
-        ),
+        _Column(heading="to best", least_width=84, justify="right", cell=lambda row: _percent(row.against(best))),
         _Column(heading="memory", least_width=100, cell=lambda row: _memory(row, state.memory_bytes, ascii_only)),
         _Column(heading="since", least_width=46, justify="right", cell=lambda row: duration_in_words(now - row.since)),
     ]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from optuna_dsat.cost.memory_posterior import normal_cdf
+from optuna_dsat.cost.numbers import Numbers
 
 __all__ = ["Acquisition", "expected_improvement", "heavy_tailed_improvement", "learnt_spread"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)

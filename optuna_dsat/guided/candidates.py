@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
@@ -16,6 +15,7 @@ from optuna_dsat.config.knobs import NVME
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import Hardware, ModelProfile, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryInputs
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.step_time import PHASES, Columns
 from optuna_dsat.cost.zero_states import ZeroSettings, moments, rank_host_parts
 from optuna_dsat.guided.diagnosis import Components
@@ -35,8 +35,6 @@ from optuna_dsat.trials.lineage import (
 )
 
 __all__ = ["CandidateTable", "Observations", "candidate_table", "rank_within"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 _SIZES = {
     "reduce_bucket_size": "bucket",

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+
+from optuna_dsat.cost.numbers import Numbers
 
 __all__ = ["Components", "Diagnosis"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 _STRUCTURE_FAULTY, _STAGES_FAULTY, _KNOB_FAULTY, _PAIR_FAULTY, _SIZE_FAULTY = 0.04, 0.01, 0.005, 0.002, 0.03
 """Prior probabilities of a fault of: a ZeRO stage, an offload or their combination; a stage and all above; a knob's

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import numpy as np
-import numpy.typing as npt
 
 from optuna_dsat.cost.memory_posterior import MemoryPosterior
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.problem import Problem
 
 __all__ = ["memory_posterior", "most_informative"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 _MAX_OBSERVATIONS = 120
 """Largest number of measurements to condition on: the best, and as many of the latest."""

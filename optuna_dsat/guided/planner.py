@@ -45,13 +45,13 @@ import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.memory import estimate
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.step_time import ERROR, LogCoefficients
 from optuna_dsat.guided.acquisition import Acquisition
 from optuna_dsat.guided.candidates import Observations
@@ -64,8 +64,6 @@ from optuna_dsat.trials.failures import structure_failures
 from optuna_dsat.trials.lineage import MICRO_BATCH, agrees, lineage_key
 
 __all__ = ["Candidate", "GuidedPlanner"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 _TOGETHER = 20
 """Number of launches that are evaluated together if no single launch is worth its cost."""
@@ -91,15 +89,10 @@ class Candidate:
 class GuidedPlanner:
     """Decides which configuration to launch next.
 
-    ``min_gain`` is the minimum expected relative improvement of the metric per launch to continue the search.
-
-    Raises:
-        ValueError: If ``min_gain`` is negative.
+    The search ends below an expected relative improvement of the metric per launch of ``min_gain``.
     """
 
     def __init__(self, problem: Problem, *, min_gain: float = 0.0) -> None:
-        if min_gain < 0:
-            raise ValueError(f"min_gain must not be negative, as {min_gain} is: with 0 all that may win is tried")
         self.problem = problem
         self.min_gain = min_gain
         self._cached: tuple[Hashable, Candidate | None] | None = None

@@ -9,12 +9,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from optuna_dsat.cost.memory_posterior import normal_cdf
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.step_time import Timings
 from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, heavy_tailed_improvement, learnt_spread
 from optuna_dsat.guided.candidates import Observations, rank_within
@@ -27,8 +26,6 @@ from optuna_dsat.guided.sizes import LEAST_GAIN, largest_size, paying_sizes, spr
 from optuna_dsat.metrics import LARGER_IS_BETTER
 
 __all__ = ["DOUBTED_FORMULA", "Posterior", "Prediction"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 _DEAR = 10.0
 """Largest duration of a launch, relative to the baseline's micro-batch, that requires no matching gain."""

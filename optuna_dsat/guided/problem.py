@@ -5,24 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from optuna.distributions import IntDistribution
 
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.gpus import priors_of_device
 from optuna_dsat.cost.memory import Hardware, ModelProfile
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.step_time import PHASES, StepTimeModel
 from optuna_dsat.guided.candidates import candidate_table
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
-from optuna_dsat.metrics import LARGER_IS_BETTER, METRICS
+from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.trials.lineage import MicroBatchSet
 
 __all__ = ["REACH", "Problem"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 
 REACH = 8.0
@@ -42,9 +40,6 @@ class Problem:
         profile_steps: Steps of a launch, warm-up included.
         reach: Largest ratio of the next micro-batch to the largest that ran, or to the baseline's; None if unbounded.
         prior_knowledge: Knowledge from earlier studies, None without a warm start.
-
-    Raises:
-        ValueError: If the margin is not in [0, 1) or the metric is unknown.
     """
 
     def __init__(
@@ -60,10 +55,6 @@ class Problem:
         reach: float | None = REACH,
         prior_knowledge: PriorKnowledge | None = None,
     ) -> None:
-        if not 0 <= memory_margin < 1:
-            raise ValueError(f"memory_margin must lie in [0, 1), not {memory_margin}: it is a share of the memory")
-        if metric not in METRICS:
-            raise ValueError(f"metric is {metric!r}; it must be one of {', '.join(METRICS)}")
         self.metric = metric
         self.profile = profile
         self.hardware = hardware

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+
+from optuna_dsat.cost.numbers import Numbers
 
 __all__ = ["Prospects"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 _DRAWS, _SURE = 256, 0.9
 """Draws of the joint posterior, and the quantile of the remaining gain."""

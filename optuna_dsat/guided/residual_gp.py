@@ -27,16 +27,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from optuna_dsat.cost.memory_posterior import sum_by_structure
+from optuna_dsat.cost.numbers import Numbers
 
 __all__ = ["NOISE_SD", "Points", "ResidualGP", "knob_kernel"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 _STRUCTURE_SD, _LINEAGE_SD, _FILL_SD = 0.15, 0.005, 0.03
 """Prior standard deviations of the parts of a configuration, relative to the metric, at a factor of 1."""

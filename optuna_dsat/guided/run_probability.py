@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from optuna_dsat.cost.memory_posterior import MemoryPosterior, normal_cdf
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.diagnosis import Diagnosis
 from optuna_dsat.guided.problem import Problem
 
 __all__ = ["RunProbability"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 _BLAMED = 0.5
 """Probability above which the micro-batch is considered the cause of failures."""

@@ -6,17 +6,14 @@ The limits are the size of the dataset, a factor on the sizes that ran (``Proble
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.problem import Problem
 
 __all__ = ["LEAST_GAIN", "largest_size", "paying_sizes", "spread_sizes"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 LEAST_GAIN = 0.02
 """Relative gain of a doubling below which a larger micro-batch is not worth a launch."""

@@ -170,9 +170,9 @@ def _search(view: StudyView) -> Iterator[Card]:
     yield Card(heading="Launches", value=used, remark=f"and {', '.join(beside)}" if beside else "")
     spent = account(view.launches)
     if spent.wall_s > 0:
-        total, idle = sum(spent.seconds.values()), spent.seconds["idle"]
-        used = slot_time_in_words(total - idle, view.spec.device)
-        remark = f"{used} of launches; devices were idle for {share_in_words(idle / total)} of it"
+        share = spent.idle_s / (spent.busy_s + spent.idle_s)
+        used = slot_time_in_words(spent.busy_s, view.spec.device)
+        remark = f"{used} of launches; devices were idle for {share_in_words(share)} of it"
         yield Card(heading="Time of the search", value=duration_in_words(spent.wall_s), remark=remark)
 
 

@@ -75,13 +75,10 @@ class Links:
         if folder is None:
             return None
         directory = RunDirectory(Path(launch_id))
-        logs = {row.report.launch_id: row.report.log_path for row in self.view.launches}
-        named = Path(logs.get(launch_id, "")).name
+        paths = (row.report.log_path for row in self.view.launches if row.report.launch_id == launch_id)
+        named = Path(next(paths, "")).name
         usual = (named, directory.stderr(0).name, directory.stdout(0).name, directory.agent_log.name)
         return next((name for name in usual if name and file_of(folder, launch_id, name) is not None), None)
-
-    def _log_paths(self) -> dict[str, str]:
-        return {row.report.launch_id: row.report.log_path for row in self.view.launches}
 
     def _link(self, label: str, launch_id: str, name: str) -> Iterator[FileLink]:
         folder = self.view.folder

@@ -100,11 +100,6 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
         "dashed line the prediction was right; above it the launch needed more.",
         figures.plot_memory,
     ),
-    (
-        "timeline", "Time line",
-        "What each slot (a GPU, or a CPU rank) did. Thin grey lines are idle time; pauses of the study are cut out.",
-        figures.plot_timeline,
-    ),
 )  # fmt: skip
 """Id, heading, lead and figure of each section, in the order of the page."""
 

@@ -174,11 +174,7 @@ def _lenient_text(data: bytes) -> str:
 
 
 def _connect_timeout_s(url: URL) -> int:
-    """Return libpq's timeout for a connection.
-
-    Raises:
-        StorageUrlError: If the URL's timeout is not an integer.
-    """
+    """Return libpq's timeout for a connection; raise ``StorageUrlError`` if the URL's is not an integer."""
     given = str(url.query.get("connect_timeout", CONNECT_TIMEOUT_S))
     if not given.isascii() or not given.isdigit() or len(given) > len(str(_LONGEST_CONNECT_S)):
         raise StorageUrlError(
@@ -284,12 +280,9 @@ class Database:
                 connection.execute(text("SELECT 1"))
 
     def _require_connections(self, connection: Connection) -> None:
-        """Raise if a PostgreSQL role or database allows fewer connections than a process needs.
+        """Raise ``StorageUrlError`` if a PostgreSQL role or database allows fewer connections than a process needs.
 
         The process would exhaust the limit with its first connections and wait for the others in vain.
-
-        Raises:
-            StorageUrlError: If the limit is too low.
         """
         for what, allowed, exempt in connection.execute(text(_LIMITS)):
             if not exempt and 0 <= allowed < CONNECTIONS:

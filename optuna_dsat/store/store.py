@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -24,7 +24,7 @@ from optuna_dsat.store.optuna_tables import has_our_tables, open_optuna_tables
 from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
 from optuna_dsat.store.registry import STUDY_UUID, Registry
 from optuna_dsat.store.retry import RETRY_LIMIT_S, RetryingStorage
-from optuna_dsat.store.tables import KEY_LENGTH, ClaimRow, insert_or_skip
+from optuna_dsat.store.tables import ClaimRow, insert_or_skip
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 
 __all__ = ["Store", "load_study"]
@@ -72,15 +72,12 @@ class Store(Registry, Measurements):
             require_present=database.require_present,
         )
         self.heartbeat = Heartbeat(database, worker=self._worker, interval_s=heartbeat_interval_s)
-        self._new_reclaimer: Callable[[str], Reclaimer] = lambda study_uuid: Reclaimer(
-            database,
-            self.storage,
-            study_uuid,
-            grace_s=grace_s,
-            interval_s=heartbeat_interval_s,
-            max_losses=max_losses,
-        )
-        self._reclaimers: dict[str, Reclaimer] = {}
+        self._reclaimer_of = cache(
+            lambda study_uuid: Reclaimer(
+                database, self.storage, study_uuid,
+                grace_s=grace_s, interval_s=heartbeat_interval_s, max_losses=max_losses,
+            )
+        )  # fmt: skip
 
     @classmethod
     def open(
@@ -164,7 +161,7 @@ class Store(Registry, Measurements):
 
     def claim(self, study_uuid: str, config_key: str, trial_number: int) -> bool:
         """Claim a configuration for a trial; False if another trial holds the claim. Idempotent."""
-        row = {"study_uuid": study_uuid, "config_key": _stored(config_key), "trial_number": trial_number}
+        row = {"study_uuid": study_uuid, "config_key": config_key, "trial_number": trial_number}
         row |= {"worker": self._worker.name, "claimed_at": time.time()}
         owner = select(ClaimRow.trial_number).where(*_claim_on(study_uuid, config_key))
 
@@ -255,21 +252,9 @@ class Store(Registry, Measurements):
     def _reclaimer(self, study: optuna.Study) -> Reclaimer:
         return self._reclaimer_of(str(study.user_attrs[STUDY_UUID]))
 
-    def _reclaimer_of(self, study_uuid: str) -> Reclaimer:
-        if study_uuid not in self._reclaimers:
-            self._reclaimers[study_uuid] = self._new_reclaimer(study_uuid)
-        return self._reclaimers[study_uuid]
-
-
-def _stored(config_key: str) -> str:
-    """Return the key as stored; long keys are replaced by their digest because index entries are limited in length."""
-    if len(config_key) <= KEY_LENGTH:
-        return config_key
-    return "sha256:" + hashlib.sha256(config_key.encode()).hexdigest()
-
 
 def _claim_on(study_uuid: str, config_key: str) -> tuple[ColumnElement[bool], ...]:
-    return ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key)
+    return ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == config_key
 
 
 def _usable_tables(database: Database) -> RDBStorage:

@@ -10,7 +10,7 @@ Unix times in seconds, durations are in seconds, sizes in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import JSON, BigInteger, Boolean, Float, Index, Integer, MetaData, String, Table, Text, false
@@ -175,18 +175,14 @@ _ROWS_PER_STATEMENT = 500
 """SQLite accepts 32,766 parameters per statement (since 3.32); 500 rows of 17 columns stay below."""
 
 
-def _insert(session: Session, table: Table) -> sqlite.Insert | postgresql.Insert:
-    if session.get_bind().dialect.name == "sqlite":
-        from sqlalchemy.dialects import sqlite
+def _inserts(
+    session: Session, table: Table, rows: Sequence[Mapping[str, Any]]
+) -> Iterator[sqlite.Insert | postgresql.Insert]:
+    from sqlalchemy.dialects import postgresql, sqlite
 
-        return sqlite.insert(table)
-    from sqlalchemy.dialects import postgresql
-
-    return postgresql.insert(table)
-
-
-def _table(model: type[Base]) -> Table:
-    return model.metadata.tables[model.__tablename__]
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    for start in range(0, len(rows), _ROWS_PER_STATEMENT):
+        yield insert(table).values([dict(row) for row in rows[start : start + _ROWS_PER_STATEMENT]])
 
 
 def insert_or_skip(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -194,10 +190,8 @@ def insert_or_skip(session: Session, model: type[Base], rows: Sequence[Mapping[s
 
     ``rows`` are the column values, the same columns in every row.
     """
-    table = _table(model)
-    for start in range(0, len(rows), _ROWS_PER_STATEMENT):
-        chunk = [dict(row) for row in rows[start : start + _ROWS_PER_STATEMENT]]
-        session.execute(_insert(session, table).values(chunk).on_conflict_do_nothing())
+    for statement in _inserts(session, model.metadata.tables[model.__tablename__], rows):
+        session.execute(statement.on_conflict_do_nothing())
 
 
 def insert_or_update(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -205,10 +199,8 @@ def insert_or_update(session: Session, model: type[Base], rows: Sequence[Mapping
 
     ``rows`` are the column values, the same columns in every row; primary keys are unique.
     """
-    table = _table(model)
+    table = model.metadata.tables[model.__tablename__]
     keys = {column.name for column in table.primary_key}
-    for start in range(0, len(rows), _ROWS_PER_STATEMENT):
-        chunk = [dict(row) for row in rows[start : start + _ROWS_PER_STATEMENT]]
-        statement = _insert(session, table).values(chunk)
-        changed = {name: statement.excluded[name] for name in chunk[0] if name not in keys}
+    for statement in _inserts(session, table, rows):
+        changed = {name: statement.excluded[name] for name in rows[0] if name not in keys}
         session.execute(statement.on_conflict_do_update(index_elements=sorted(keys), set_=changed))

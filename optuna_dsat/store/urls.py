@@ -83,22 +83,14 @@ def database_exists(url: str) -> bool:
 
 
 def _check_texts(url: URL, shown: str) -> None:
-    """Reject NUL characters written as ``%00``: C libraries would truncate the text there.
-
-    Raises:
-        StorageUrlError: If the URL contains a NUL.
-    """
+    """Raise ``StorageUrlError`` for NUL characters written as ``%00``: C libraries would truncate the text there."""
     texts = [url.username, url.password, url.host, url.database, *(part for pair in url.query.items() for part in pair)]
     if "\0" in "".join(part for text in texts for part in ([text] if isinstance(text, str) else text or [])):
         raise StorageUrlError(f"The storage URL '{shown}' has a NUL character (%00), which no name has.")
 
 
 def _check_options(url: URL, shown: str) -> None:
-    """Reject options that SQLAlchemy cannot use, ignores, or treats as part of an SQLite file's name.
-
-    Raises:
-        StorageUrlError: If the URL contains such an option.
-    """
+    """Raise ``StorageUrlError`` for options that SQLAlchemy cannot use, ignores, or takes for part of a file's name."""
     try:
         with warnings.catch_warnings(action="error", category=SAWarning):
             [names, _options] = url.get_dialect()().create_connect_args(url)
@@ -139,11 +131,7 @@ def _checked_sqlite(url: URL, shown: str) -> URL:
 
 
 def _magic_of(path: Path, shown: str) -> bytes | None:
-    """Return the first bytes of a file; None if no data is available yet, as for a kernel log in /proc.
-
-    Raises:
-        StorageUrlError: If it cannot be read.
-    """
+    """Return the first bytes of a file; None if no data is available yet, as for a kernel log in /proc."""
     try:
         with open_regular(path) as file:
             return file.read(len(_SQLITE_MAGIC))

@@ -236,21 +236,9 @@ class StoredStudy:
 
 
 _COLUMNS = (
-    "number",
-    "state",
-    "outcome",
-    "value",
-    "confirmed_value",
-    "confirmed_low",
-    "confirmed_high",
-    "rounds",
-    "speed_up",
-    "handed_over",
-    "configuration",
-    "attempts",
-    "peak_memory_bytes",
-    "message",
-)
+    "number", "state", "outcome", "value", "confirmed_value", "confirmed_low", "confirmed_high", "rounds", "speed_up",
+    "handed_over", "configuration", "attempts", "peak_memory_bytes", "message",
+)  # fmt: skip
 
 
 def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:

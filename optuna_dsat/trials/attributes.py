@@ -207,13 +207,13 @@ def data_limit(trials: Sequence[FrozenTrial]) -> int | None:
     return min((trial.user_attrs[DATA_LIMIT] for trial in trials if DATA_LIMIT in trial.user_attrs), default=None)
 
 
-def repeated_script_error(trials: Sequence[FrozenTrial], *, times: int = 3) -> str | None:
-    """Return the script error shared by the last ``times`` launches, None if they differ or any trial was measured."""
+def repeated_script_error(trials: Sequence[FrozenTrial]) -> str | None:
+    """Return the script error shared by the last three launches, None if they differ or any trial was measured."""
     if any(t.state is TrialState.COMPLETE for t in trials):
         return None
-    ended = [t for t in trials if OUTCOME in t.user_attrs and t.user_attrs[OUTCOME] != Outcome.LOST][-times:]
+    ended = [t for t in trials if OUTCOME in t.user_attrs and t.user_attrs[OUTCOME] != Outcome.LOST][-3:]
     errors = {t.user_attrs.get(ERROR) for t in ended if t.user_attrs[OUTCOME] == Outcome.SCRIPT_ERROR}
-    if len(ended) < times or len(errors) != 1:
+    if len(ended) < 3 or len(errors) != 1:
         return None
     if any(t.user_attrs[OUTCOME] != Outcome.SCRIPT_ERROR for t in ended):
         return None

@@ -109,7 +109,7 @@ class TuneResult(StudyResult):
 
         Args:
             kind: A figure of ``optuna_dsat.report.figures``, without ``plot_``: ``metric`` (over the micro-batch),
-                ``progress``, ``memory``, ``finalists``, ``timeline``.
+                ``progress``, ``memory``, ``finalists``.
             storage: As in ``optuna_study``.
 
         Raises:

@@ -218,14 +218,6 @@ def test_fixed_knobs_are_laid_over_but_are_no_parameters() -> None:
     assert {tuned.name for tuned in space.knobs if tuned.role is Role.FIXED} == {"reduce_bucket_size", "offload_param"}
 
 
-def test_a_kept_knob_stays_as_the_user_has_it() -> None:
-    space = make({"stage": 2, "reduce_bucket_size": 7}, no_tune=("reduce_bucket_size",))
-    base = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}
-    for params in draw(space, 30):
-        assert "reduce_bucket_size" not in params
-        assert ds_config.merge(base, space.overlay(params))["zero_optimization"]["reduce_bucket_size"] == 7
-
-
 def test_defaults_that_only_the_search_wrote_are_left_out_of_what_is_handed_over() -> None:
     space = make({"stage": 2, "reduce_scatter": True}, fix={"contiguous_gradients": True})
     config = {
@@ -241,12 +233,6 @@ def test_defaults_that_only_the_search_wrote_are_left_out_of_what_is_handed_over
     }
     other = {"zero_optimization": {"stage": 3, "overlap_comm": False, "reduce_bucket_size": 499}}
     assert space.without_idle(other) == other, "at ZeRO 3 DeepSpeed overlaps"
-
-
-def test_a_setting_without_effect_that_the_user_wrote_stays() -> None:
-    written = {"stage": 2, "allgather_bucket_size": 300_000, "allgather_partitions": True}
-    config = {"zero_optimization": {**written, "stage": 1}}
-    assert make(written).without_idle(config) == config
 
 
 def test_an_nvme_only_optimizer_is_not_offloaded_below_stage_3() -> None:
@@ -273,13 +259,6 @@ def test_memory_is_pinned_on_cuda() -> None:
         space = make(device=device, fix={"offload_optimizer": "cpu"}, zero_stages=(2,))
         overlay = space.overlay(draw(space, 1)[0])
         assert ds_config.merge({}, overlay)["zero_optimization"]["offload_optimizer"] == section
-
-
-def test_usual_values_are_the_users_and_else_deepspeeds_defaults_at_the_stage() -> None:
-    space = make({"stage": 2, "reduce_bucket_size": 123_456, "offload_optimizer": {"device": "cpu"}})
-    for stage in (1, 3):
-        usual = {name: space.usual(name, {"zero_stage": stage}) for name in ("overlap_comm", "reduce_bucket_size")}
-        assert usual == {"overlap_comm": stage == 3, "reduce_bucket_size": 123_456}
 
 
 def test_the_present_configuration_is_always_inside() -> None:
@@ -362,22 +341,9 @@ def test_a_stage_that_an_untested_optimizer_excludes_is_explained() -> None:
         make({"stage": [1, 2]}, zero_stages=(0,), untested_optimizer="RowNorm")
 
 
-def test_gradient_accumulation_can_be_given() -> None:
-    space = make(gradient_accumulation_steps=5)
-    params = draw(space, 1)[0]
-    assert space.overlay(params)["gradient_accumulation_steps"] == 5
-    assert space.overlay(params, gradient_accumulation_steps=3)["gradient_accumulation_steps"] == 3
-
-
 def test_a_missing_param_is_named() -> None:
     with pytest.raises(ConfigError, match="overlap_comm is missing"):
         make().overlay({"zero_stage": 1, "offload_optimizer": "cpu", MICRO_BATCH: 1})
-
-
-def test_every_knob_names_its_place_in_deepspeed() -> None:
-    for row in make({}, zero_stages=(0, 1, 2, 3), nvme_path="/nvme").describe():
-        assert row.where
-        assert row.used_by
 
 
 @pytest.mark.parametrize(
@@ -392,11 +358,6 @@ def test_every_knob_names_its_place_in_deepspeed() -> None:
 def test_values_that_no_knob_has_are_refused_by_name(zero: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_space(SpaceRequest(ds_config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
-
-
-def test_auto_as_a_device_of_offload_narrows_nothing() -> None:
-    auto = {key: {"device": "auto"} for key in ("offload_optimizer", "offload_param")}
-    assert make({"stage": "auto", **auto}).describe() == make({}).describe()
 
 
 def communication(params: dict[str, Any]) -> set[str]:
@@ -445,15 +406,3 @@ def test_a_second_copy_is_drawn_at_stage_3_alone_and_not_beside_parameters_on_nv
     for params in drawn:
         assert (COPY in params) == (params["zero_stage"] == 3 and params["offload_param"] != "nvme")
     assert {params[COPY] for params in drawn if COPY in params} == {1, 4}
-
-
-def test_the_users_own_copy_on_one_node_stays_as_it_is() -> None:
-    zero = {"stage": 3, COPY: 2}
-    overlay = make(zero, zero_stages=(3,), ranks_per_node=2).overlay(draw(make(zero, zero_stages=(3,)), 1)[0])
-    assert ds_config.merge({"zero_optimization": zero}, overlay)["zero_optimization"][COPY] == 2
-    keys = {
-        ds_config.canonical_key({"zero_optimization": {"stage": stage, COPY: size}})
-        for stage in (2, 3)
-        for size in (1, 2)
-    }
-    assert len(keys) == 3

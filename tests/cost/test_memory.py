@@ -9,6 +9,7 @@ import pytest
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
+from optuna_dsat.config.ds_config import MICRO_BATCH_CAP
 from optuna_dsat.cost.memory import (
     Hardware,
     ModelProfile,
@@ -295,14 +296,15 @@ def configs_at_random(count: int) -> list[tuple[dict[str, Any], ModelProfile, Ha
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     fitting = 0
     for ds_config, model, where in configs_at_random(300):
-        margin = 0.05
-        limit = where.device_memory_bytes * (1 - margin)
+        limit = where.device_memory_bytes
         if where.device == "cpu":
             limit = min(limit, where.host_memory_bytes // min(where.ranks_per_node, where.world_size))
-        result = largest_micro_batch(model, ds_config, hardware=where, margin=margin, cap=10**9)
+        result = largest_micro_batch(model, ds_config, hardware=where)
         if result:
             fitting += 1
             assert estimate(model, ds_config, micro_batch=result, hardware=where).device_bytes <= limit
+        if result == MICRO_BATCH_CAP:
+            continue
         over = estimate(model, ds_config, micro_batch=result + 1, hardware=where)
         assert over.device_bytes > limit or over.host_bytes > where.host_memory_bytes
     assert 100 < fitting < 300
@@ -322,7 +324,8 @@ def test_memory_never_falls_with_micro_batch_parameters_or_activations() -> None
 
 
 def test_the_cap_and_the_host_bound_the_answer() -> None:
-    assert largest_micro_batch(profile(activation_bytes_per_sample=0), config(2), hardware=hardware(), cap=33) == 33
+    unbounded = profile(activation_bytes_per_sample=0)
+    assert largest_micro_batch(unbounded, config(2), hardware=hardware()) == MICRO_BATCH_CAP
     tight = hardware(host_memory_bytes=GIB)
     assert largest_micro_batch(profile(), config(2, **offload("optimizer")), hardware=tight) == 0
     assert largest_micro_batch(profile(), config(2), hardware=tight) > 0

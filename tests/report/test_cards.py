@@ -146,11 +146,10 @@ def test_sections_without_content_are_left_out_and_the_end_says_why(view: StudyV
     page = Page(rendered)
     assert {item.id for item in sections_of(view)} <= page.ids
     assert "Left out" not in page.text
-    some = replace(view, attributes={}, launches=())
-    page = Page(render(some))
-    assert "timeline" not in page.ids
-    assert "#timeline" not in page.targets
-    assert "Time line: No launch has ended yet" in page.text
+    page = Page(render(replace(view, trials=())))
+    assert "progress" not in page.ids
+    assert "#progress" not in page.targets
+    assert "Progress of the search: No launch has ended yet" in page.text
 
 
 def test_a_launchs_config_and_log_are_linked_where_they_are(finished: ReportedStudyBench, tmp_path: Path) -> None:

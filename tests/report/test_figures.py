@@ -26,9 +26,8 @@ from optuna_dsat.report.figures import (
     missing,
     note_of,
 )
-from optuna_dsat.report.slot_time import PHASES, account
+from optuna_dsat.report.slot_time import account
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes, lineage
 from optuna_dsat.words import bytes_in_words
@@ -156,41 +155,22 @@ def test_plots_of_trials_take_a_study_that_optuna_dsat_did_not_make() -> None:
     for name in ("plot_metric", "plot_progress"):
         assert getattr(figures, name)(study).data
     with pytest.raises(UsageError, match="not made by optuna-dsat"):
-        figures.plot_timeline(study)
+        figures.plot_memory(study)
 
 
-def test_the_time_of_all_slots_is_accounted_for(view: StudyView) -> None:
-    spent = account(view.launches)
-    assert len(spent.slots) == 4
-    assert sum(spent.seconds.values()) == pytest.approx(4 * spent.wall_s)
-    assert all(spent.seconds[phase] > 0 for phase in PHASES)
-    by_purpose = {
-        purpose: sum(row.report.held_s * 2 for row in view.launches if row.purpose == purpose)
-        for purpose in ("profile", "trial", "confirm")
-    }
-    assert spent.seconds["profile"] == pytest.approx(by_purpose["profile"])
-    assert spent.seconds["finalists"] == pytest.approx(by_purpose["confirm"])
-    trials = sum(spent.seconds[phase] for phase in ("start-up", "steps", "exit"))
-    assert trials == pytest.approx(by_purpose["trial"])
-
-
-def later(row: StoredLaunch, seconds: float) -> StoredLaunch:
-    return replace(row, report=replace(row.report, started_at=row.report.started_at + seconds))
-
-
-def test_a_night_between_two_sessions_is_a_pause_and_not_idle(view: StudyView) -> None:
-    half = len(view.launches) // 2
-    end = max(row.report.started_at + row.report.held_s for row in view.launches)
-    night = [*view.launches[:half], *(later(row, 8 * 3600 + end) for row in view.launches[half:])]
-    spent, unbroken = account(night), account(view.launches)
-    assert len(spent.periods) == 2
-    assert sum(spent.seconds.values()) == pytest.approx(len(spent.slots) * spent.wall_s)
-    assert spent.seconds["idle"] < unbroken.seconds["idle"] + 600
-    assert spent.wall_s < unbroken.wall_s + 600
-    figure = figures.plot_timeline(replace(view, launches=tuple(night)))
-    assert [shape.type for shape in figure.layout.shapes] == ["line"]
-    assert [note.text for note in figure.layout.annotations] == ["pause"]
-    assert max(x for trace in figure.data for x in trace.x if x is not None) * 60 == pytest.approx(spent.wall_s)
+def test_the_time_of_all_slots_is_accounted_for_but_the_night_between_two_sessions(view: StudyView) -> None:
+    launches, half = view.launches, len(view.launches) // 2
+    spent = account(launches)
+    assert spent.busy_s == pytest.approx(sum(row.report.held_s * len(row.report.devices) for row in launches))
+    assert spent.busy_s + spent.idle_s == pytest.approx(4 * spent.wall_s)
+    end = 8 * 3600 + max(row.report.started_at + row.report.held_s for row in launches)
+    late = [replace(row.report, started_at=row.report.started_at + end) for row in launches[half:]]
+    night = account(
+        [*launches[:half], *(replace(row, report=report) for row, report in zip(launches[half:], late, strict=True))]
+    )
+    assert night.busy_s + night.idle_s == pytest.approx(4 * night.wall_s)
+    assert night.wall_s < spent.wall_s + 600
+    assert account([]).wall_s == 0
 
 
 def test_progress_never_falls_and_ends_at_the_best(view: StudyView) -> None:

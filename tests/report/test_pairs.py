@@ -91,11 +91,3 @@ def test_settings_that_no_two_configurations_differ_in_alone_have_no_effect() ->
     trials = [trial_of(0, OTHER, 1.0, purpose=attributes.USER_CONFIG), trial_of(1, WINNER, 2.0)]
     pairs = Pairs(trials, Rounds(), maximize=True, assumed_noise=0.02)
     assert all(pairs.effect(WINNER, {**WINNER, name: OTHER[name]}) is None for name in WINNER)
-
-
-def test_a_launch_is_known_no_better_than_its_steps_allow() -> None:
-    trials = [trial_of(0, {**WINNER, "zero_stage": 2}, 1.0), trial_of(1, WINNER, 1.2)]
-    steady = Pairs(trials, Rounds(), maximize=True, assumed_noise=0.02)
-    trials[1].intermediate_values = {3: 2.0, 4: 1.4, 5: 1.2}
-    unsteady = Pairs(trials, Rounds(), maximize=True, assumed_noise=0.02)
-    assert effect_of(unsteady, "zero_stage").half_width > effect_of(steady, "zero_stage").half_width

@@ -103,7 +103,7 @@ def test_a_study_that_is_still_running_shows_what_there_is(view: StudyView) -> N
     assert "The search has not ended: 5 of 16 launches made. 1 in flight is not drawn." in page.text
     assert "Best so far" in page.text
     assert "it has not" in missing(running)["finalists"]
-    assert {"micro-batch", "progress", "timeline", "time"}.isdisjoint(missing(running))
+    assert {"micro-batch", "progress"}.isdisjoint(missing(running))
 
 
 def test_an_interrupted_search_is_not_called_ended(view: StudyView, rendered: str) -> None:
@@ -134,7 +134,6 @@ def test_a_study_with_only_failures_shows_them(bench: ReportedStudyBench) -> Non
     assert "no best configuration to show" in page.text
     assert "ValueError: <b>no</b>" in page.text
     assert "script error" in page.text
-    assert "timeline" not in missing(view)
     assert {"progress", "micro-batch"} <= set(missing(view)), "axes of a speed that nothing has"
 
 

@@ -154,25 +154,6 @@ def test_the_plan_is_stored_before_parameters_are_suggested(kit: SimpleNamespace
     assert (plan["low"], plan["micro_batch"], plan["high"]) == (1, 16, 31)
 
 
-def test_exhaustion_counts_classes_where_the_caller_knows_them(kit: SimpleNamespace) -> None:
-    study = kit.create(BinarySearchSampler(seed=0))
-
-    def mixed(trial: Any) -> Any:  # a float knob: the space cannot be read off the trials
-        trial.suggest_float("zero_hpz", 0.5, 0.5)
-        return kit.suggest(trial, wide=False)
-
-    driver = kit.Driver(study, suggest=mixed)
-    for _ in range(40):
-        if study.sampler.exhausted(study, 3):
-            break
-        driver.run(1)
-    assert study.sampler.exhausted(study, 3)
-    assert not study.sampler.exhausted(study, 4)
-    edges = sorted(o.largest_fit or 0 for o in group(study.trials).values())
-    assert edges == pytest.approx([9, 21, 33], rel=EDGE_WIDTH)
-    assert kit.launched(study) == len(study.trials) == len(set(kit.sequence(study)))
-
-
 def test_nothing_is_exhausted_while_a_trial_is_in_flight(kit: SimpleNamespace) -> None:
     study = kit.create(BinarySearchSampler(seed=0))
     only = partial(kit.suggest, stages=(1,), wide=False, high=1)

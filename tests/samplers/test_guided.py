@@ -413,14 +413,6 @@ def test_a_script_that_fails_above_a_micro_batch_is_launched_below_it(kit: Simpl
     assert max(failed) < 9
 
 
-def test_what_cannot_be_planned_with_is_refused() -> None:
-    with pytest.raises(ValueError, match="memory_margin must lie in"):
-        GuidedPlanner(
-            Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), memory_margin=1.0)
-        )
-    with pytest.raises(ValueError, match="min_gain must not be negative"):
-        GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space()), min_gain=-0.1)
-    with pytest.raises(ValueError, match="metric is 'speed'"):
-        GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), metric="speed"))
+def test_another_name_of_the_micro_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="with a planner it must be"):
         GuidedSampler(planner=small_planner(), micro_batch="m")

@@ -172,15 +172,13 @@ def test_a_profile_is_replaced_by_a_later_one(store: Store) -> None:
 
 
 def test_a_claim_is_one_trials_until_it_is_released(store: Store) -> None:
-    long_key = '{"zero_optimization": ' + "x" * 5000
-    for key in ("short", long_key):
-        assert store.claim("study", key, 1)
-        assert store.claim("study", key, 1), "the same trial may repeat its claim"
-        assert not store.claim("study", key, 2)
-        assert store.claim("another study", key, 2)
-        assert store.claim("study", key, 1), "a claim in another study changes nothing"
-        store.release_claim("study", key)
-        assert store.claim("study", key, 2)
+    assert store.claim("study", "key", 1)
+    assert store.claim("study", "key", 1), "the same trial may repeat its claim"
+    assert not store.claim("study", "key", 2)
+    assert store.claim("another study", "key", 2)
+    assert store.claim("study", "key", 1), "a claim in another study changes nothing"
+    store.release_claim("study", "key")
+    assert store.claim("study", "key", 2)
 
 
 def test_a_study_that_is_deleted_by_two_at_once_is_deleted_by_one(store: Store) -> None:

@@ -116,7 +116,7 @@ def test_without_pandas_one_line_says_how_to_get_it(
 
 
 def test_figures_are_those_of_the_report(result: optuna_dsat.TuneResult) -> None:
-    for kind in ("metric", "progress", "timeline", "finalists"):
+    for kind in ("metric", "progress", "finalists"):
         figure = result.plot(kind)
         assert isinstance(figure, go.Figure)
         assert figure.data, kind

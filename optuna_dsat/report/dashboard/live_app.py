@@ -154,10 +154,6 @@ def _file(study: LiveStudy, launch_id: str, name: str) -> _Answer:
     return HTTPStatus.OK, _TEXT, content
 
 
-def _plotly() -> bytes:
-    return plotly_script().encode()
-
-
 _ASSETS: Mapping[str, Callable[[], bytes]] = {
     "plotly.js": lambda: plotly_script().encode(),
     "report.js": lambda: asset("report.js").encode(),

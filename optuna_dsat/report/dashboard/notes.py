@@ -180,13 +180,7 @@ def _memory(view: StudyView) -> str:
     if view.profiled is None:
         return ""
     rows = [
-        (
-            row.words,
-            bytes_in_words(row.device_bytes),
-            bytes_in_words(row.host_bytes),
-            row.ran,
-            row.too_large,
-        )
+        (row.words, bytes_in_words(row.device_bytes), bytes_in_words(row.host_bytes), row.ran, row.too_large)
         for row in memory_table(view)
     ]
     headings = ("", "per rank at micro-batch 1", "host at micro-batch 1", "largest that ran", "smallest out of memory")

@@ -31,7 +31,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.metrics import LARGER_IS_BETTER, Interval
 from optuna_dsat.report.explain.pairs import Pairs
-from optuna_dsat.report.explain.proposals import Situation, proposals
+from optuna_dsat.report.explain.proposals import Situation, proposals_by_name
 from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.words import how_known
@@ -54,16 +54,16 @@ _Z95 = 1.96
 class Contribution:
     """The effect of a single knob, of all knobs together, or the remainder."""
 
-    knob: str
-    user: Any
+    knob: str = ""
+    user: Any = None
     """The user's value."""
-    winner: Any
-    factor: float | None
+    winner: Any = None
+    factor: float | None = None
     """The winner's metric divided by the metric with the user's value, above 1 if the winner's value is better; None if
     the user's value would not run, or the launches do not show its effect.
     """
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
     """Ends of the 95% interval; None without ``factor``."""
     source: str
     """``measured`` or ``model``; ``together`` or ``remainder`` for factors of no single knob."""
@@ -130,18 +130,13 @@ class Explanation:
     def factors(self) -> tuple[Contribution, ...]:
         """All contributions with a factor; the factors multiply to ``speed_up``."""
         every = (*self.contributions, self.together, self.remainder)
-        return tuple(
-            contribution for contribution in every if contribution is not None and contribution.factor is not None
-        )
+        return tuple(part for part in every if part is not None and part.factor is not None)
 
     @property
     def explained(self) -> Contribution | None:
         """Product of all factors except the remainder; None without a remainder."""
-        return (
-            None
-            if self.remainder is None
-            else _product([factor for factor in self.factors if factor is not self.remainder])
-        )
+        left = self.remainder
+        return None if left is None else _product([factor for factor in self.factors if factor is not left])
 
     @property
     def contradicted(self) -> bool:
@@ -152,10 +147,7 @@ class Explanation:
         left = self.remainder
         if left is None or left.low is None or left.high is None:
             return False
-        return (
-            all(contribution.factor is not None for contribution in self.contributions)
-            and not left.low <= 1 <= left.high
-        )
+        return all(part.factor is not None for part in self.contributions) and not left.low <= 1 <= left.high
 
     @property
     def bound(self) -> str | None:
@@ -190,11 +182,7 @@ def explained(study: StoredStudy) -> Explanation | None:
     if study.best is None or study.planner is None:
         return None
     explanation = explain(
-        study.trials,
-        planner=study.planner,
-        winner=study.best,
-        baseline=study.baseline,
-        rounds=study.rounds,
+        study.trials, planner=study.planner, winner=study.best, baseline=study.baseline, rounds=study.rounds
     )
     return explanation if study.verdict is None else replace(explanation, how_known=how_known(study.verdict))
 
@@ -245,7 +233,7 @@ def explain(
         utilisation=reached,
         noise=pairs.noise,
         is_noise_measured=pairs.is_noise_measured,
-        proposals=tuple(proposals(now)) if searched else (),
+        proposals=tuple(proposals_by_name(now).values()) if searched else (),
     )
 
 
@@ -272,69 +260,28 @@ def _contributions(
         if own == value or own is None:
             continue
         other = _reverted(planner, winner, knob, own)
-        contribution = _measured(pairs, winner, other) or _modelled(trials, planner, knob, winner, other)
-        brought = (name for name in sorted(_differing(winner, other)) if name != knob)
-        yield replace(contribution, brings=tuple(brought))
-
-
-def _measured(pairs: Pairs, winner: dict[str, Any], other: dict[str, Any]) -> Contribution | None:
-    """Return the measured effect of the settings in which winner and other differ; None if it was not measured."""
-    effect = pairs.effect(winner, other)
-    if effect is None:
-        return None
-    knob = _named(winner, other, _differing(winner, other))
-    return Contribution(
-        knob=knob,
-        user=other.get(knob),
-        winner=winner.get(knob),
-        factor=math.exp(effect.mean),
-        low=math.exp(effect.mean - effect.half_width),
-        high=math.exp(effect.mean + effect.half_width),
-        source="measured",
-        pairs=effect.pairs,
-    )
-
-
-def _differing(winner: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-    return {name for name in winner.keys() | other.keys() if winner.get(name) != other.get(name)}
-
-
-def _named(winner: Mapping[str, Any], other: Mapping[str, Any], differing: set[str]) -> str:
-    """Return the changed knob; other differing knobs are consequences that apply to one side only."""
-    return next(name for name in winner if name in differing and name in other)
+        effect = pairs.effect(winner, other)
+        if effect is None:
+            contribution = _modelled(trials, planner, winner, other)
+        else:
+            contribution = _factor("measured", effect.mean, effect.half_width, pairs=effect.pairs)
+        names = (winner.keys() | other.keys()) - {knob}
+        brings = tuple(sorted(name for name in names if winner.get(name) != other.get(name)))
+        yield replace(contribution, knob=knob, user=other.get(knob), winner=value, brings=brings)
 
 
 def _modelled(
-    trials: Sequence[FrozenTrial], planner: GuidedPlanner, knob: str, winner: dict[str, Any], other: dict[str, Any]
+    trials: Sequence[FrozenTrial], planner: GuidedPlanner, winner: dict[str, Any], other: dict[str, Any]
 ) -> Contribution:
     here, there = planner.predict(trials, [_split(winner), _split(other)])
-    unknown = Contribution(
-        knob=knob,
-        user=other.get(knob),
-        winner=winner.get(knob),
-        factor=None,
-        low=None,
-        high=None,
-        source="model",
-        note="outside the search space",
-    )
+    unknown = Contribution(source="model", note="outside the search space")
     if here is None or there is None:
         return unknown
     if there.fits < 0.5 or there.peak_bytes > planner.problem.device_bytes:
         needs = f"{bytes_in_words(there.peak_bytes)} of {bytes_in_words(planner.problem.device_bytes)}"
         return replace(unknown, note=f"model: with it this micro-batch is not expected to fit ({needs})")
     mean, spread = planner.log_ratio(trials, _split(winner), _split(other))
-    if abs(mean) < _Z95 * spread:
-        return replace(unknown, note=NOT_SEPARATE)
-    return Contribution(
-        knob=knob,
-        user=other.get(knob),
-        winner=winner.get(knob),
-        factor=math.exp(mean),
-        low=math.exp(mean - _Z95 * spread),
-        high=math.exp(mean + _Z95 * spread),
-        source="model",
-    )
+    return replace(unknown, note=NOT_SEPARATE) if abs(mean) < _Z95 * spread else _factor("model", mean, _Z95 * spread)
 
 
 def _together(
@@ -362,7 +309,7 @@ def _together(
     count = len(others)
     mean = sum(others) - (count - 1) * best - own
     spread = ERROR * math.sqrt(count + (count - 1) ** 2 + 1)
-    return _factor(TOGETHER, mean, spread, note="what they do together beyond each alone (model)")
+    return _factor(TOGETHER, mean, _Z95 * spread, note="what they do together beyond each alone (model)")
 
 
 def _ratio(speed_up: Interval, pairs: Pairs) -> tuple[float, float]:
@@ -377,25 +324,17 @@ def _remainder(ratio: float, spread: float, others: Sequence[Contribution]) -> C
     mean = math.log(ratio) - math.log(explained.factor or 1.0)
     unclaimed = any(contribution.note == NOT_SEPARATE for contribution in others)
     note = "the settings that were not measured separately" if unclaimed else "none of the above explains it"
-    return _factor(REMAINDER, mean, math.hypot(explained.spread, spread), note=note)
+    return _factor(REMAINDER, mean, _Z95 * math.hypot(explained.spread, spread), note=note)
 
 
 def _product(parts: Sequence[Contribution]) -> Contribution:
     """Return the product of factors. Spreads are added, because errors of shared launches are correlated."""
     known = [part for part in parts if part.factor is not None]
     mean = sum(math.log(contribution.factor) for contribution in known if contribution.factor is not None)
-    return _factor("product", mean, sum(contribution.spread for contribution in known))
+    return _factor("product", mean, _Z95 * sum(contribution.spread for contribution in known))
 
 
-def _factor(source: str, mean: float, spread: float, *, note: str = "") -> Contribution:
-    """Return a factor of no single knob from mean and standard deviation of its logarithm."""
-    return Contribution(
-        knob=source,
-        user=None,
-        winner=None,
-        factor=math.exp(mean),
-        low=math.exp(mean - _Z95 * spread),
-        high=math.exp(mean + _Z95 * spread),
-        source=source,
-        note=note,
-    )
+def _factor(source: str, mean: float, half_width: float, *, pairs: int = 0, note: str = "") -> Contribution:
+    """Return a factor from the mean of its logarithm and half the width of its 95% interval, named by its source."""
+    low, high = math.exp(mean - half_width), math.exp(mean + half_width)
+    return Contribution(knob=source, factor=math.exp(mean), low=low, high=high, source=source, pairs=pairs, note=note)

@@ -15,20 +15,18 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.metrics import student_t_975
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import STRUCTURE, Feasibility, feasibility, score, visible_params
 
 __all__ = ["Effect", "Pairs"]
-
-Numbers: TypeAlias = npt.NDArray[Any]
 
 _ELSEWHERE = 0.3
 """Standard deviation of a setting's effect at other values of the other settings, relative to its effect."""

@@ -18,7 +18,7 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params
 from optuna_dsat.words import faster_in_words
 
-__all__ = ["Situation", "proposals", "proposals_by_name"]
+__all__ = ["Situation", "proposals_by_name"]
 
 _WORTH_SAYING = 0.02
 """Minimum relative gain of a proposed change."""
@@ -89,11 +89,6 @@ class Situation:
             return 0.0
         changed = {"larger_batch": larger_batch, "more_steps": more_steps}
         return self.planner.rate_ratio(self.trials, row, self.size, **changed) - 1  # type: ignore[arg-type]
-
-
-def proposals(now: Situation) -> list[str]:
-    """Return what to change or buy next, largest gain first."""
-    return list(proposals_by_name(now).values())
 
 
 def proposals_by_name(now: Situation) -> dict[str, str]:

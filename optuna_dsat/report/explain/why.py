@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from optuna_dsat.cost.step_time import PHASES
 from optuna_dsat.report.explain.explanation import REMAINDER, TOGETHER, Contribution, Explanation, explained
@@ -18,17 +18,18 @@ _WORTH_A_ROW = 0.005
 """Minimum effect of a setting, relative to 1, for a separate row."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FactorRow:
-    """Contribution of a setting to the speed-up."""
+    """Contribution of a setting to the speed-up, or of several."""
 
     setting: str
-    own: str
-    """The user's value; empty if it does not apply there."""
-    best: str
+    _: KW_ONLY
+    own: str = ""
+    """The user's value in the syntax of ``--fix``; empty if it does not apply there."""
+    best: str = ""
     factor: str
     """Empty without a factor."""
-    between: str
+    between: str = ""
     """Its 95% interval; empty without a factor."""
     by: str
     """Source of the factor, or the reason for a missing factor."""
@@ -100,17 +101,12 @@ def factor_rows(explanation: Explanation) -> list[FactorRow]:
     ]
     if len(small) == 1:
         small = []
-    rows = [_row(contribution) for contribution in explanation.contributions if contribution not in small]
+    rows = [_row(part) for part in explanation.contributions if part not in small]
     if small:
-        names, product = (
-            ", ".join(contribution.knob for contribution in small),
-            math.prod(contribution.factor or 1.0 for contribution in small),
-        )
-        rows.append(_plain(f"{len(small)} more", factor=times_in_words(product), by=f"hardly any effect: {names}"))
-    rows += [
-        _row(contribution) for contribution in (explanation.together, explanation.remainder) if contribution is not None
-    ]
-    return [*rows, _plain("all together", factor=times_in_words(explanation.speed_up), by="measured")]
+        names, product = ", ".join(part.knob for part in small), math.prod(part.factor or 1.0 for part in small)
+        rows.append(FactorRow(f"{len(small)} more", factor=times_in_words(product), by=f"hardly any effect: {names}"))
+    rows += [_row(part) for part in (explanation.together, explanation.remainder) if part is not None]
+    return [*rows, FactorRow("all together", factor=times_in_words(explanation.speed_up), by="measured")]
 
 
 def _row(contribution: Contribution) -> FactorRow:
@@ -118,26 +114,16 @@ def _row(contribution: Contribution) -> FactorRow:
     if contribution.brings and contribution.factor is not None:
         apply = "apply" if len(contribution.brings) > 1 else "applies"
         by += f"; with {', '.join(contribution.brings)}, which {apply} to one of them only"
+    low, high = contribution.low, contribution.high
     return FactorRow(
-        setting=contribution.knob,
-        own=_shown(contribution.user),
-        best=_shown(contribution.winner),
+        contribution.knob,
+        own="" if contribution.user is None else setting_in_words(contribution.user),
+        best="" if contribution.winner is None else setting_in_words(contribution.winner),
         factor="" if contribution.factor is None else times_in_words(contribution.factor),
-        between=""
-        if contribution.low is None or contribution.high is None
-        else f"{times_in_words(contribution.low)} to {times_in_words(contribution.high)}",
+        between="" if low is None or high is None else f"{times_in_words(low)} to {times_in_words(high)}",
         by=contribution.note or by,
         is_setting=contribution.source not in (TOGETHER, REMAINDER),
     )
-
-
-def _shown(value: object) -> str:
-    """Return a setting's value in the syntax of ``--fix``; empty for None."""
-    return "" if value is None else setting_in_words(value)
-
-
-def _plain(setting: str, *, factor: str, by: str) -> FactorRow:
-    return FactorRow(setting=setting, own="", best="", factor=factor, between="", by=by)
 
 
 def told_of(found: Explanation) -> list[str]:

@@ -7,10 +7,10 @@ Every ``plot_`` function takes a study that optuna-dsat made, as Optuna loads it
 
     study = optuna.load_study(study_name="train-asha", storage="sqlite:///optuna-dsat.db")
     figures.plot_metric(study).show()
-    figures.plot_timeline(study).write_image("timeline.svg")  # needs plotly's kaleido
+    figures.plot_memory(study).write_image("memory.svg")  # needs plotly's kaleido
 
 ``plot_metric`` and ``plot_progress`` need the trials only, and take any Optuna study that uses
-``optuna_dsat.samplers``. ``optuna.visualization.plot_param_importances`` plots the importance of the knobs. A figure
+``optuna_dsat.samplers``. ``optuna.visualization`` plots the importance of the knobs and a time line. A figure
 without data contains a sentence with the reason, which ``missing`` returns. Values are plain lists, so figures become
 readable JSON for any version of plotly.js. No page colour is set, so figures suit light and dark pages.
 """
@@ -22,7 +22,6 @@ from optuna_dsat.report.figures._metric import BEST, CONFIRMED, EDGE, USER, metr
 from optuna_dsat.report.figures._search import plot_progress
 from optuna_dsat.report.figures._source import History, require_plotly
 from optuna_dsat.report.figures._style import INK, missing, note_of
-from optuna_dsat.report.figures._time import plot_timeline
 
 __all__ = [
     "BEST",
@@ -42,6 +41,5 @@ __all__ = [
     "plot_memory",
     "plot_metric",
     "plot_progress",
-    "plot_timeline",
     "require_plotly",
 ]

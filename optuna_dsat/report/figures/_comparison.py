@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optuna_dsat.escape.html import figure_text
-from optuna_dsat.report.figures._style import NEUTRAL, Measure, Palette, empty_figure, lay_out, wrapped
+from optuna_dsat.report.figures._style import NEUTRAL, Measure, Palette, empty_figure, lay_out, new_figure, wrapped
 from optuna_dsat.words import duration_in_words, metric_in_words
 
 if TYPE_CHECKING:
@@ -38,33 +38,29 @@ class ComparedStudy:
 
 def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
     """Return the samples/s of each study's result and of the user's own config."""
-    import plotly.graph_objects as go
-
     title, x = "Results side by side", Measure(_RATE).title
     if not any(study.best for study in studies):
         return empty_figure("Nothing was measured in any of these studies.", title=title, x=x)
     rows = list(range(len(studies)))
-    figure = go.Figure()
+    figure = new_figure()
     for name, colour, values in (
         ("your own config", NEUTRAL, [study.own for study in studies]),
         ("the result", "#0072B2", [study.best for study in studies]),
     ):
-        figure.add_trace(
-            go.Bar(
-                x=[value or 0.0 for value in values],
-                y=rows,
-                orientation="h",
-                name=name,
-                marker={"color": colour},
-                text=[metric_in_words(_RATE, value) if value else "not measured" for value in values],
-                textposition="auto",
-                textangle=0,
-                hovertext=[
-                    f"{figure_text(study.name)}, {name}: {metric_in_words(_RATE, value) if value else 'not measured'}"
-                    for study, value in zip(studies, values, strict=True)
-                ],
-                hoverinfo="text",
-            )
+        figure.add_bar(
+            x=[value or 0.0 for value in values],
+            y=rows,
+            orientation="h",
+            name=name,
+            marker={"color": colour},
+            text=[metric_in_words(_RATE, value) if value else "not measured" for value in values],
+            textposition="auto",
+            textangle=0,
+            hovertext=[
+                f"{figure_text(study.name)}, {name}: {metric_in_words(_RATE, value) if value else 'not measured'}"
+                for study, value in zip(studies, values, strict=True)
+            ],
+            hoverinfo="text",
         )
     lay_out(figure, title=title, x=x, y="", barmode="group", height=150 + 70 * len(studies))
     figure.update_xaxes(rangemode="tozero")
@@ -78,29 +74,25 @@ def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
 
 def course_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
     """Return the best samples/s so far of each study over the time of its search."""
-    import plotly.graph_objects as go
-
     title, x, y = "Best so far over the time of the search", "minutes since the first launch", Measure(_RATE).title
     if not any(item.course for item in studies):
         return empty_figure("Nothing was measured in any of these studies.", title=title, x=x, y=y)
     names = [f"{place}: {item.name}" for place, item in enumerate(studies, start=1)]
-    palette, figure = Palette(names), go.Figure()
+    palette, figure = Palette(names), new_figure()
     for name, study in zip(names, studies, strict=True):
         if study.course:
-            figure.add_trace(
-                go.Scatter(
-                    x=[seconds / 60 for seconds, _ in study.course],
-                    y=[value for _, value in study.course],
-                    mode="lines+markers",
-                    name=figure_text(name),
-                    line={"color": palette[name], "shape": "hv", "width": 1.5},
-                    marker={"symbol": palette.symbol(name), "size": 7},
-                    hovertext=[
-                        f"{figure_text(name)}<br>{metric_in_words(_RATE, value)} after {duration_in_words(seconds)}"
-                        for seconds, value in study.course
-                    ],
-                    hoverinfo="text",
-                )
+            figure.add_scatter(
+                x=[seconds / 60 for seconds, _ in study.course],
+                y=[value for _, value in study.course],
+                mode="lines+markers",
+                name=figure_text(name),
+                line={"color": palette[name], "shape": "hv", "width": 1.5},
+                marker={"symbol": palette.symbol(name), "size": 7},
+                hovertext=[
+                    f"{figure_text(name)}<br>{metric_in_words(_RATE, value)} after {duration_in_words(seconds)}"
+                    for seconds, value in study.course
+                ],
+                hoverinfo="text",
             )
     lay_out(figure, title=title, x=x, y=y, showlegend=True)
     ends = [item.course[-1][1] for item in studies if item.course]

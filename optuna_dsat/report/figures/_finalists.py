@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from optuna_dsat.report.figures._source import Source, view_of
-from optuna_dsat.report.figures._style import INK, NEUTRAL, Measure, empty_figure, lay_out, wrapped
+from optuna_dsat.report.figures._style import INK, NEUTRAL, Measure, empty_figure, lay_out, new_figure, wrapped
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.trials import attributes
@@ -36,27 +36,22 @@ def plot_finalists(study: Source) -> go.Figure:
     )
     points = [finalist for finalist in finalists if view.rounds.failure(finalist.number) is None]
     points.sort(key=lambda item: -item.value if view.maximize else item.value)
-    import plotly.graph_objects as go
-
     measure = Measure(view.metric, view.spec.device)
     title, x = "Finalists, measured again with more steps", measure.title
     if not points:
         return empty_figure(_why_no_finalist(view), title=title, x=x)
     scale, rows = measure.scale, list(range(len(points)))
-    figure = go.Figure(
-        [
-            go.Scatter(
-                x=[p.searched_value * scale for p in points],
-                y=rows,
-                mode="markers",
-                name="in the search",
-                marker={"symbol": "circle-open", "color": NEUTRAL, "size": 10},
-                hovertext=[f"in the search: {measure.shown(p.searched_value)}" for p in points],
-                hoverinfo="text",
-            ),
-            _confirmed(points, view.best, measure),
-        ]
+    figure = new_figure()
+    figure.add_scatter(
+        x=[p.searched_value * scale for p in points],
+        y=rows,
+        mode="markers",
+        name="in the search",
+        marker={"symbol": "circle-open", "color": NEUTRAL, "size": 10},
+        hovertext=[f"in the search: {measure.shown(p.searched_value)}" for p in points],
+        hoverinfo="text",
     )
+    _add_confirmed(figure, points, view.best, measure)
     lay_out(figure, title=title, x=x, y="", height=170 + 50 * len(points))
     figure.update_xaxes(tickformat=measure.ticks)
     figure.update_yaxes(
@@ -67,14 +62,12 @@ def plot_finalists(study: Source) -> go.Figure:
     return figure
 
 
-def _confirmed(points: Sequence[Measured], best: Measured | None, measure: Measure) -> go.Scatter:
-    """Return the trace of the confirmed metrics with their intervals."""
-    import plotly.graph_objects as go
-
+def _add_confirmed(figure: go.Figure, points: Sequence[Measured], best: Measured | None, measure: Measure) -> None:
+    """Add the confirmed metrics with their intervals."""
     scale, rows = measure.scale, list(range(len(points)))
     symbols = ["star" if best is not None and p.number == best.number else "circle" for p in points]
     ends = [(p.interval.low or p.value, p.interval.high or p.value) for p in points]
-    return go.Scatter(
+    figure.add_scatter(
         x=[p.value * scale for p in points],
         y=rows,
         mode="markers",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.report.figures._source import Source, view_of
-from optuna_dsat.report.figures._style import NEUTRAL, WARNING, Palette, empty_figure, lay_out
+from optuna_dsat.report.figures._style import NEUTRAL, WARNING, Palette, empty_figure, lay_out, new_figure
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
@@ -44,27 +44,23 @@ def plot_memory(study: Source) -> go.Figure:
         if view.profiled is None:
             why = "The profile launch has not ended yet: without a profile nothing is predicted."
         return empty_figure(why, title=_TITLE, x=x, y=y)
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure = new_figure()
     palette = Palette(point.words for point in points)
     for words in dict.fromkeys(point.words for point in points):
         own = [point for point in points if point.words == words]
-        figure.add_trace(
-            go.Scatter(
-                x=[point.predicted / _GIB for point in own],
-                y=[point.measured / _GIB for point in own],
-                mode="markers",
-                name=words,
-                marker={"color": palette[words], "symbol": palette.symbol(words), "size": 9},
-                hovertext=[point.hover for point in own],
-                hoverinfo="text",
-            )
+        figure.add_scatter(
+            x=[point.predicted / _GIB for point in own],
+            y=[point.measured / _GIB for point in own],
+            mode="markers",
+            name=words,
+            marker={"color": palette[words], "symbol": palette.symbol(words), "size": 9},
+            hovertext=[point.hover for point in own],
+            hoverinfo="text",
         )
     high = max(max(p.predicted, p.measured) for p in points) / _GIB * 1.05
     line = {"color": NEUTRAL, "dash": "dash", "width": 1}
     ends = [0, high]
-    figure.add_trace(go.Scatter(x=ends, y=ends, mode="lines", name=PREDICTED_AS_MEASURED, line=line, hoverinfo="skip"))
+    figure.add_scatter(x=ends, y=ends, mode="lines", name=PREDICTED_AS_MEASURED, line=line, hoverinfo="skip")
     limit = 0.0 if view.profiled is None else view.profiled.profile.device_memory_bytes / _GIB
     if 0 < limit <= 2 * high:
         figure.add_hline(

@@ -68,18 +68,18 @@ def metric_figure(history: History) -> go.Figure:
     for lineage in lineages:
         words = lineage_words(lineage.trials)
         if _points(lineage):
-            figure.add_trace(_line(lineage, words, palette, measure=measure, named=words not in named))
+            _add_line(figure, lineage, words, palette, measure=measure, named=words not in named)
             named.add(words)
     edges = [lineage for lineage in lineages if lineage.smallest_too_large is not None]
     if edges:
-        figure.add_trace(_edges(edges, measure.scale))
+        _add_edges(figure, edges, measure.scale)
     measured = attributes.best_trials(trials, maximize=history.maximize)
     best = next((t for t in measured if t.number == history.winner), measured[0] if measured else None)
     user = attributes.user_config_trial(trials)
     for trial, name, symbol in ((user, USER, "x-open"), (best, BEST, "star")):
         if trial is not None and attributes.CONFIG in trial.user_attrs:
             again = history.confirmed.get(trial.number)
-            figure.add_trace(_mark(trial, name, symbol, measure=measure, again=again))
+            _add_mark(figure, trial, name, symbol, measure=measure, again=again)
     if not measured and not any(_points(lineage) for lineage in lineages):
         return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=measure.title)
     lay_out(figure, title=title, x=x_title, y=measure.title)
@@ -95,11 +95,11 @@ def _points(lineage: Lineage) -> list[tuple[int, float, FrozenTrial]]:
     return sorted(result, key=lambda point: (point[0], point[2].number))
 
 
-def _line(lineage: Lineage, words: str, palette: Palette, *, measure: Measure, named: bool) -> go.Scatter:
-    import plotly.graph_objects as go
-
+def _add_line(
+    figure: go.Figure, lineage: Lineage, words: str, palette: Palette, *, measure: Measure, named: bool
+) -> None:
     points = _points(lineage)
-    return go.Scatter(
+    figure.add_scatter(
         x=[size for size, _, _ in points],
         y=[value * measure.scale for _, value, _ in points],
         mode="lines+markers",
@@ -133,10 +133,8 @@ def _knobs(params: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _edges(lineages: Sequence[Lineage], scale: float) -> go.Scatter:
-    """Return a trace of all memory limits, each joined by a dotted line to the largest micro-batch that fitted."""
-    import plotly.graph_objects as go
-
+def _add_edges(figure: go.Figure, lineages: Sequence[Lineage], scale: float) -> None:
+    """Add all memory limits, each joined by a dotted line to the largest micro-batch that fitted."""
     x: list[int | None] = []
     y: list[float | None] = []
     texts: list[str] = []
@@ -156,7 +154,7 @@ def _edges(lineages: Sequence[Lineage], scale: float) -> go.Scatter:
         head = f"<b>{lineage_words(lineage.trials)}</b><br>out of memory at micro-batch {edge}, {fits}"
         texts += ["<br>".join([head, *_knobs(lineage.params)]), ""]
         sizes += [11, 0]
-    return go.Scatter(
+    figure.add_scatter(
         x=x,
         y=y,
         mode="lines+markers",
@@ -169,15 +167,15 @@ def _edges(lineages: Sequence[Lineage], scale: float) -> go.Scatter:
     )
 
 
-def _mark(trial: FrozenTrial, name: str, symbol: str, *, measure: Measure, again: float | None) -> go.Scatter:
-    """Return the mark of a trial at its metric in rounds or, without rounds, in the search."""
-    import plotly.graph_objects as go
-
+def _add_mark(
+    figure: go.Figure, trial: FrozenTrial, name: str, symbol: str, *, measure: Measure, again: float | None
+) -> None:
+    """Add the mark of a trial at its metric in rounds or, without rounds, in the search."""
     config, value = trial.user_attrs[attributes.CONFIG], trial.values[0] if again is None else again
     text = f"{name}<br>" + _hover(trial, Structure.of(config).words, measure, trial.values[0])
     if again is not None:
         name, text = f"{name}{CONFIRMED}", f"{text}<br>in rounds: {measure.shown(again)}"
-    return go.Scatter(
+    figure.add_scatter(
         x=[int(config[MICRO_BATCH])],
         y=[value * measure.scale],
         mode="markers",

@@ -10,14 +10,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, USER
 from optuna_dsat.report.figures._source import Source, history_of
-from optuna_dsat.report.figures._style import (
-    INK,
-    NEUTRAL,
-    OUTCOME_COLOURS,
-    Measure,
-    empty_figure,
-    lay_out,
-)
+from optuna_dsat.report.figures._style import INK, NEUTRAL, OUTCOME_COLOURS, Measure, empty_figure, lay_out, new_figure
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import Feasibility, feasibility, score
 from optuna_dsat.words import config_in_words
@@ -72,8 +65,6 @@ def plot_progress(study: Source) -> go.Figure:
         study: Any single-objective Optuna study, or a ``StudyView``.
     """
     history = history_of(study)
-    import plotly.graph_objects as go
-
     title, x_title, measure = "Progress of the search", "launches that ended", Measure(history.metric, history.device)
     trials, confirmed = history.trials, history.result
     ended, scale = _ended(trials), measure.scale
@@ -82,28 +73,37 @@ def plot_progress(study: Source) -> go.Figure:
     if not any(_outcome(trial) is Outcome.MEASURED for trial in ended):
         return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=measure.title)
     places = {trial.number: place for place, trial in enumerate(ended, start=1)}
-    result = {outcome: [t for t in ended if _outcome(t) is outcome] for outcome in Outcome}
-    figure = go.Figure([_outcome_trace(outcome, own, places, measure) for outcome, own in result.items() if own])
+    figure = new_figure()
+    for outcome in Outcome:
+        if own := [trial for trial in ended if _outcome(trial) is outcome]:
+            _add_outcome(figure, outcome, own, places, measure)
     best = _best_so_far(ended, maximize=history.maximize)
     if best:
-        figure.add_trace(
-            go.Scatter(
-                x=[place for place, _ in best],
-                y=[value * scale for _, value in best],
-                mode="lines",
-                name=BEST_SO_FAR,
-                line={"color": INK, "width": 1.5, "shape": "hv"},
-                hoverinfo="skip",
-            )
+        figure.add_scatter(
+            x=[place for place, _ in best],
+            y=[value * scale for _, value in best],
+            mode="lines",
+            name=BEST_SO_FAR,
+            line={"color": INK, "width": 1.5, "shape": "hv"},
+            hoverinfo="skip",
         )
     user = attributes.user_config_trial(trials)
     if user is not None:
         line = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
         values = [user.values[0] * scale] * 2
         name = f"{USER} in the search"
-        figure.add_trace(go.Scatter(x=[1, len(ended)], y=values, mode="lines", name=name, line=line, hoverinfo="name"))
+        figure.add_scatter(x=[1, len(ended)], y=values, mode="lines", name=name, line=line, hoverinfo="name")
     if confirmed is not None:
-        figure.add_trace(_confirmed_trace(*confirmed, place=len(ended) + 1, measure=measure))
+        number, value = confirmed
+        figure.add_scatter(
+            x=[len(ended) + 1],
+            y=[value * scale],
+            mode="markers",
+            name=f"{BEST}{CONFIRMED}",
+            marker={"symbol": "star", "size": 13, "color": INK},
+            hovertext=[f"trial {number}, in rounds: {measure.shown(value)}"],
+            hoverinfo="text",
+        )
     lay_out(figure, title=title, x=x_title, y=measure.title)
     figure.update_yaxes(rangemode="tozero", tickformat=measure.ticks)
     if len(ended) <= _FEW_LAUNCHES:
@@ -111,14 +111,12 @@ def plot_progress(study: Source) -> go.Figure:
     return figure
 
 
-def _outcome_trace(
-    outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping[int, int], measure: Measure
-) -> go.Scatter:
-    """Return the trace of the launches with a given outcome; launches without a metric are drawn on the axis."""
-    import plotly.graph_objects as go
-
+def _add_outcome(
+    figure: go.Figure, outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping[int, int], measure: Measure
+) -> None:
+    """Add the launches with a given outcome; launches without a metric are drawn on the axis."""
     values = [score(t) for t in own]
-    return go.Scatter(
+    figure.add_scatter(
         x=[places[t.number] for t in own],
         y=[0.0 if value is None else value * measure.scale for value in values],
         mode="markers",
@@ -134,21 +132,6 @@ def _outcome_trace(
             _words(t) + ("" if value is None else f"<br>{measure.shown(value)}")
             for t, value in zip(own, values, strict=True)
         ],
-        hoverinfo="text",
-    )
-
-
-def _confirmed_trace(number: int, value: float, *, place: int, measure: Measure) -> go.Scatter:
-    """Return the mark of the confirmed trial, after the last launch of the search."""
-    import plotly.graph_objects as go
-
-    return go.Scatter(
-        x=[place],
-        y=[value * measure.scale],
-        mode="markers",
-        name=f"{BEST}{CONFIRMED}",
-        marker={"symbol": "star", "size": 13, "color": INK},
-        hovertext=[f"trial {number}, in rounds: {measure.shown(value)}"],
         hoverinfo="text",
     )
 

@@ -38,11 +38,6 @@ class History:
     """Device of a rank, ``cuda`` or ``cpu``; empty if optuna-dsat did not create the study."""
 
     @property
-    def direction(self) -> StudyDirection:
-        """Direction in which the metric improves."""
-        return StudyDirection.MAXIMIZE if self.maximize else StudyDirection.MINIMIZE
-
-    @property
     def winner(self) -> int | None:
         """Number of the resulting trial; None without a verdict."""
         return None if self.verdict is None else self.verdict.result.number

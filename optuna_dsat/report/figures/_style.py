@@ -28,7 +28,6 @@ __all__ = [
     "INK",
     "NEUTRAL",
     "OUTCOME_COLOURS",
-    "PHASE_COLOURS",
     "WARNING",
     "Measure",
     "Palette",
@@ -68,16 +67,6 @@ OUTCOME_COLOURS: Mapping[Outcome, str] = {
     Outcome.KILLED: "#7A7A52",
     Outcome.LOST: NEUTRAL,
 }
-
-PHASE_COLOURS: Mapping[str, str] = {
-    "profile": "#CC79A7",
-    "start-up": "#E69F00",
-    "steps": "#009E73",
-    "exit": "#A9745B",
-    "finalists": "#0072B2",
-    "idle": "#B8B8B8",
-}
-"""Phase of a slot's time -> colour, in display order."""
 
 _AXIS_TITLES = {
     "throughput": "throughput (samples/s)",

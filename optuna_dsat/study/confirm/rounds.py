@@ -177,21 +177,15 @@ class Noise:
     """Degrees of freedom of the estimate."""
 
 
-def paired_ratio(
-    values: Mapping[int, float], others: Mapping[int, float], *, maximize: bool, t: float | None = None
-) -> Interval | None:
+def paired_ratio(values: Mapping[int, float], others: Mapping[int, float], *, maximize: bool) -> Interval | None:
     """Return the performance ratio of two configurations over the rounds that measured both.
 
-    The geometric mean of the ratios within rounds, with Student's t interval of their logarithms.
-
-    ``t`` is the quantile of Student's t; None for a 95% interval.
-
-    Returns:
-        The ratio; None if no round measured both.
+    The geometric mean of the ratios within rounds, with the 95% interval of their logarithms (Student's t); None if
+    no round measured both.
     """
     sign = 1.0 if maximize else -1.0
     logs = [sign * math.log(values[key] / others[key]) for key in sorted(values.keys() & others.keys())]
-    return _mean_of(logs, t) if logs else None
+    return _mean_of(logs) if logs else None
 
 
 def mean_in_rounds(values: Sequence[float]) -> Interval:
@@ -199,11 +193,11 @@ def mean_in_rounds(values: Sequence[float]) -> Interval:
     return _mean_of([math.log(value) for value in values])
 
 
-def _mean_of(logs: Sequence[float], t: float | None = None) -> Interval:
+def _mean_of(logs: Sequence[float]) -> Interval:
     mean, count = statistics.fmean(logs), len(logs)
     if count < 2:
         return Interval(value=math.exp(mean), rounds=count)
-    half = (student_t_975(count - 1) if t is None else t) * statistics.stdev(logs) / math.sqrt(count)
+    half = student_t_975(count - 1) * statistics.stdev(logs) / math.sqrt(count)
     return Interval(value=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half), rounds=count)
 
 

@@ -239,11 +239,7 @@ def own_batch(spec: StudySpec, record: LaunchRecord) -> ds_config.BatchTriangle:
 
 
 def _check_data(record: LaunchRecord, *, smallest: int) -> None:
-    """Raise if the dataset is smaller than the smallest allowed micro-batch.
-
-    Raises:
-        NothingRunnableError: If a rank has fewer samples than the smallest micro-batch, and no launch consumed it.
-    """
+    """Raise ``NothingRunnableError`` if a rank has fewer samples than the smallest micro-batch, and used no more."""
     samples = (
         None
         if record.batch_sources is None
