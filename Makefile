@@ -42,7 +42,7 @@ test: operators .cache/environments/deepspeed-0.16.9/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=10 $(TEST_ARGS)
 
 # Ends or fails the command at every statement, file and process of a study, and checks what comes of it: an hour or two. A
-# sample is part of the tests. CRASH_ARGS="--all" tries each pass of a loop, too; "--results FILE --minutes 30" goes on later.
+# sample is part of the tests. CRASH_ARGS="--all" tries each pass of a loop, too.
 crash-points: setup
 	$(BIN)/python -m tests.crash_points $(CRASH_ARGS)
 
