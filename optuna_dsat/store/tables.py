@@ -10,10 +10,10 @@ Unix times in seconds, durations are in seconds, sizes in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import JSON, BigInteger, Boolean, Float, Index, Integer, MetaData, String, Table, Text, false
+from sqlalchemy import JSON, BigInteger, Boolean, Float, Index, Integer, MetaData, String, Text, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 if TYPE_CHECKING:
@@ -171,27 +171,13 @@ class HeartbeatRow(Base):
     """Clock ticks from the machine's boot to the process's start."""
 
 
-_ROWS_PER_STATEMENT = 500
-"""SQLite accepts 32,766 parameters per statement (since 3.32); 500 rows of 17 columns stay below."""
-
-
-def _inserts(
-    session: Session, table: Table, rows: Sequence[Mapping[str, Any]]
-) -> Iterator[sqlite.Insert | postgresql.Insert]:
-    from sqlalchemy.dialects import postgresql, sqlite
-
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    for start in range(0, len(rows), _ROWS_PER_STATEMENT):
-        yield insert(table).values([dict(row) for row in rows[start : start + _ROWS_PER_STATEMENT]])
-
-
 def insert_or_skip(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows; rows whose primary key exists are skipped.
 
     ``rows`` are the column values, the same columns in every row.
     """
-    for statement in _inserts(session, model.metadata.tables[model.__tablename__], rows):
-        session.execute(statement.on_conflict_do_nothing())
+    if rows:
+        session.connection().execute(_insert(session, model).on_conflict_do_nothing(), [dict(row) for row in rows])
 
 
 def insert_or_update(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -199,8 +185,16 @@ def insert_or_update(session: Session, model: type[Base], rows: Sequence[Mapping
 
     ``rows`` are the column values, the same columns in every row; primary keys are unique.
     """
-    table = model.metadata.tables[model.__tablename__]
-    keys = {column.name for column in table.primary_key}
-    for statement in _inserts(session, table, rows):
+    if rows:
+        statement = _insert(session, model)
+        keys = {column.name for column in statement.table.primary_key}
         changed = {name: statement.excluded[name] for name in rows[0] if name not in keys}
-        session.execute(statement.on_conflict_do_update(index_elements=sorted(keys), set_=changed))
+        statement = statement.on_conflict_do_update(index_elements=sorted(keys), set_=changed)
+        session.connection().execute(statement, [dict(row) for row in rows])
+
+
+def _insert(session: Session, model: type[Base]) -> sqlite.Insert | postgresql.Insert:
+    from sqlalchemy.dialects import postgresql, sqlite
+
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    return insert(model.metadata.tables[model.__tablename__])
