@@ -160,6 +160,8 @@ class SilentRankBench:
 WAITING = """import sys, time
 from pathlib import Path
 from optuna_dsat.runtime.stacks import register_stacks
+while not Path(sys.argv[1]).is_dir():  # the run directory may be made after the start
+    time.sleep(0.01)
 register_stacks(Path(sys.argv[1]), 0)
 time.sleep(600)
 """
