@@ -12,9 +12,6 @@ class Outcome(str, Enum):
 
     __str__ = str.__str__
 
-    def __format__(self, format_spec: str) -> str:
-        return format(self.value, format_spec)
-
     MEASURED = "measured"
     """All profile steps ran; the metric is the trial's value."""
     OUT_OF_MEMORY = "out_of_memory"

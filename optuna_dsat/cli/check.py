@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from optuna_dsat.cli.doctor import print_findings
+from optuna_dsat.cli.parsing.parameters import option
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.escape.terminal import say_prose
@@ -31,10 +32,7 @@ def check(
             show_default=False,
         ),
     ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option("--python", help="Python of the script, which has DeepSpeed.", show_default=False),
-    ] = None,
+    python: Annotated[str | None, option("--python", help="Python of the script, which has DeepSpeed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what is wrong with a DeepSpeed config, all at once and without a launch; exit with 2 if anything is."""
@@ -47,9 +45,9 @@ def check(
     words = [word for at, word in enumerate(command or ()) if at or word != "--json"]
     as_json = as_json or words != list(command or ())
     use = _use_of(words, config=config, python=None if python is None else named_python(python))
-    python = script_python(python or use.pop("python", None)) or sys.executable
+    use["python"] = script_python(python or use.get("python")) or sys.executable
     notify("Loading torch and DeepSpeed, which takes some seconds.")
-    findings = findings_of(raw, **{**use, "python": python})
+    findings = findings_of(raw, **use)
     wrong = sum(finding.status in (Status.FATAL, Status.PROBLEM) for finding in findings)
     if as_json:
         print(json.dumps({"usable": not wrong, "findings": to_json(findings)["findings"]}, indent=2))
@@ -77,8 +75,10 @@ def _use_of(words: Sequence[str], *, config: Path, python: str | None) -> dict[s
     named = command.config or find_config(command.args, cwd=folder)
     if named is not None and (folder / named).resolve() != config.resolve():
         notify(f"The command trains with {named}, and {config} is checked.")
-    packages = imported_packages(command.script, is_module=command.is_module, cwd=folder)
-    alone = command.without_launcher and not starts_own_ranks(command.script, is_module=command.is_module, cwd=folder)
+    packages = imported_packages(command.script, is_module=command.is_module, cwd=folder, python=command.python)
+    alone = command.without_launcher and not starts_own_ranks(
+        command.script, is_module=command.is_module, cwd=folder, python=command.python
+    )
     arguments = _arguments(command.args)
     by_trainer = isinstance(arguments.get("deepspeed"), str)  # DeepSpeed's option of this name has no value
     return {

@@ -52,9 +52,7 @@ def doctor(
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(
-            "--python", help="Python of your script; without it the one that a search would choose.", show_default=False
-        ),
+        option("--python", help="Python of your script; without it the one that a search would choose."),
     ] = None,
     on: Annotated[
         _Cluster | None, option("--on", help="Look at nodes of this cluster, too, holding them for a moment.")
@@ -84,7 +82,7 @@ def doctor(
 
         files = [Path.cwd(), *([] if script is None else [Path.cwd() / script])]
         kind, gpus = ("cuda", gpus_per_node) if gpus_per_node else ("cpu", 0)
-        layout = Layout(nodes=nodes_per_trial, slots=gpus or 1, kind=kind, gpus=gpus)
+        layout = Layout(nodes=nodes_per_trial, slots=gpus or 1, kind=kind, gpus=gpus, python=python)
         engine = engine_of(on.value, slurm_arg=slurm_arg or (), ray_address=ray_address, ray_node=ray_node or ())
         findings += cluster.examine(engine, layout, files={str(path): digest_of(path) for path in files})
     if as_json:

@@ -39,10 +39,7 @@ Workdir = Annotated[
 
 
 Python = Annotated[
-    str | None,
-    typer.Option(
-        "--python", help="Python of the script on this machine: an interpreter, or its folder.", show_default=False
-    ),
+    str | None, option("--python", help="Python of the script on this machine: an interpreter, or its folder.")
 ]
 Trust = Annotated[
     bool,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from optuna_dsat.doctor.finding import Finding, Status, found
+from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.libraries import Libraries
 from optuna_dsat.doctor.machine import compiler
 from optuna_dsat.launch.warm.server import can_fork
@@ -72,7 +72,7 @@ def operators(libraries: Libraries, *, gpus: int, environ: Mapping[str, str]) ->
         if state is BuildState.CAN_BE:
             text += ", on first use, which takes 1 to 3 min"
         text = f"{text}, because: {why}." if why else f"{text}."
-        yield found(
+        yield finding_of(
             "operators",
             name,
             text,
@@ -104,9 +104,9 @@ def offloads(libraries: Libraries, *, nvme: Path | None, environ: Mapping[str, s
             'optimizer be torch\'s: "torch_adam": true in its params.'
         )
         data = {"works": False, "why_not": why}
-    yield found("offload", "optimizer to the CPU", text, remedy, data=data)
+    yield finding_of("offload", "optimizer to the CPU", text, remedy, data=data)
     text = "Parameter offload to the CPU can work (ZeRO 3)."
-    yield found("offload", "parameters to the CPU", text, data={"works": True})
+    yield finding_of("offload", "parameters to the CPU", text, data={"works": True})
 
     state, why = state_of(libraries, "AsyncIOBuilder", environ=environ)
     status, remedy = Status.NOTE if nvme is None else Status.FINE, ""
@@ -119,7 +119,7 @@ def offloads(libraries: Libraries, *, nvme: Path | None, environ: Mapping[str, s
     else:
         text = f"Offload to NVMe can work (ZeRO 3): search it with --nvme-path {nvme}."
     works = state is not BuildState.CANNOT and nvme is not None
-    yield found("offload", "to NVMe", text, remedy, status=status, data={"works": works, "why_not": why})
+    yield finding_of("offload", "to NVMe", text, remedy, status=status, data={"works": works, "why_not": why})
 
 
 def launcher(libraries: Libraries) -> Finding:
@@ -132,11 +132,11 @@ def launcher(libraries: Libraries) -> Finding:
     if torchrun is not None:
         text = f"No launcher can work ({'; '.join(f'{name}: {why}' for name, why in why_not.items())})."
         remedy = "Install torch with distributed training into the environment of optuna-dsat."
-        return found(
+        return finding_of(
             "launches", "launcher", text, remedy, status=Status.FATAL, data={"launcher": None, "why_not": why_not}
         )
     name, text = (
         ("warm", _WARM) if warm is None else ("torchrun", "every launch is a torchrun of its own on this machine")
     )
     data = {"launcher": name, "why_not": why_not}
-    return found("launches", "launcher", f"Launches go through {name}: {text}.", data=data)
+    return finding_of("launches", "launcher", f"Launches go through {name}: {text}.", data=data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from optuna_dsat.doctor.finding import Finding, Status, found
+from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.places.engine import Engine
 from optuna_dsat.launch.places.place import HeldPlace, Layout, Stage
@@ -39,7 +39,7 @@ def examine(
             place.advance()
         return list(_findings(place, layout))
     except DsatError as error:
-        return [found(_AREA, "nodes", str(error), status=Status.FATAL)]
+        return [finding_of(_AREA, "nodes", str(error), status=Status.FATAL)]
     finally:
         engine.close()
 
@@ -48,18 +48,18 @@ def _findings(place: HeldPlace, layout: Layout) -> Iterator[Finding]:
     held = place.place
     if place.stage is Stage.LOST:
         text = f"{held.name} was lost: {held.why}."
-        yield found(_AREA, "nodes", text, status=Status.FATAL)
+        yield finding_of(_AREA, "nodes", text, status=Status.FATAL)
         return
     if place.stage is not Stage.USABLE:
         why = f" ({held.why})" if held.why else ""
         text = f"{held.name} was not granted in {_WAIT_S:g} s{why}: its nodes were not looked at."
-        yield found(_AREA, "nodes", text, status=Status.PROBLEM)
+        yield finding_of(_AREA, "nodes", text, status=Status.PROBLEM)
         return
     for name, seen in place.nodes:
         software = ", ".join(f"{package} {version}" for package, version in seen["versions"].items())
         kinds = dict.fromkeys(seen["devices"])
         what = f"{len(seen['devices'])} x {', '.join(kinds)}" if layout.kind == "cuda" else f"{layout.slots} CPU ranks"
         text = f"{name}: {what}; {software}."
-        yield found(_AREA, name, text, data={"versions": dict(seen["versions"]), "devices": list(seen["devices"])})
+        yield finding_of(_AREA, name, text, data={"versions": dict(seen["versions"]), "devices": list(seen["devices"])})
     meeting = f"Nodes meet at {place.address}." if layout.nodes > 1 else "A launch stays on one node."
-    yield found(_AREA, "network", meeting, data={"address": place.address})
+    yield finding_of(_AREA, "network", meeting, data={"address": place.address})

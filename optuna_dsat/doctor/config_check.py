@@ -17,7 +17,7 @@ from optuna_dsat.config.misspelt import correction, near_key
 from optuna_dsat.config.space_builder import site_of
 from optuna_dsat.config.user_file import knob_lists, shape_errors
 from optuna_dsat.doctor.config_probe import UNKNOWN
-from optuna_dsat.doctor.finding import Finding, Status, found
+from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.libraries import run_probe
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.secrecy.names import is_secret
@@ -95,7 +95,7 @@ def _finding(keys: Sequence[str], status: Status, text: str, remedy: str = "") -
     text = text if not keys or text.startswith(tuple(keys)) else f"{named}: {text}"
     text, remedy = (name.strip().rstrip(".") for name in (hidden_text(text), remedy))
     remedy = f"{remedy}." if remedy else ""
-    return found("config", ", ".join(keys) or text, f"{text}.", remedy, status=status, data={"keys": list(keys)})
+    return finding_of("config", ", ".join(keys) or text, f"{text}.", remedy, status=status, data={"keys": list(keys)})
 
 
 def _is_plain(key: str) -> bool:

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from optuna_dsat.doctor import capabilities, libraries, nvme
-from optuna_dsat.doctor.finding import Finding, Status, found
+from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.machine import device_findings, find_gpus, host_findings
 from optuna_dsat.errors import DsatError, UsageError
 from optuna_dsat.launch.machine.devices import Nvml, refuse_build
@@ -72,7 +72,7 @@ def _other_builds(torch_version: str) -> list[Finding]:
         refuse_build(torch_version)
     except UsageError as error:
         text, _, remedy = str(error).partition(". ")
-        return [found("devices", "accelerator", f"{text}.", remedy, status=Status.PROBLEM)]
+        return [finding_of("devices", "accelerator", f"{text}.", remedy, status=Status.PROBLEM)]
     return []
 
 
@@ -87,7 +87,7 @@ def _interpreter(named: str | None) -> tuple[str, Finding]:
     if python != sys.executable:
         text = f"{text.removesuffix('.')}. optuna-dsat runs with {own}"
     data = {"python": python, "versions": versions, "tuner": sys.executable}
-    return python, found("software", "interpreter", text, status=status, data=data)
+    return python, finding_of("software", "interpreter", text, status=status, data=data)
 
 
 def examine_storage(url: str) -> Finding:
@@ -99,7 +99,7 @@ def examine_storage(url: str) -> Finding:
     data = {"url": shown}
     try:
         if not database_exists(url):
-            return found("database", "storage", f"{shown} is not there yet; the first study makes it.", data=data)
+            return finding_of("database", "storage", f"{shown} is not there yet; the first study makes it.", data=data)
         with closing(Database(url, create=False, retry_limit_s=_RETRY_LIMIT_S)) as database:
             state = migrate.require_usable(database)
     except DsatError as error:
@@ -108,6 +108,6 @@ def examine_storage(url: str) -> Finding:
             "Start the database, or correct the URL, its user or password (they may also come from the "
             "environment: PGPASSWORD, PGPASSFILE)."
         )
-        return found("database", "storage", text, remedy, data=data, status=Status.FATAL)
+        return finding_of("database", "storage", text, remedy, data=data, status=Status.FATAL)
     words = "it holds no study yet" if state is migrate.SchemaState.NEW else "its tables are those of this version"
-    return found("database", "storage", f"{shown} answers; {words}.", data=data)
+    return finding_of("database", "storage", f"{shown} answers; {words}.", data=data)

@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna_dsat.errors import NothingRunnableError
 
-__all__ = ["Finding", "Status", "exit_code", "found", "to_json"]
+__all__ = ["Finding", "Status", "exit_code", "finding_of", "to_json"]
 
 
 class Status(StrEnum):
@@ -42,7 +42,7 @@ class Finding:
     """The result as JSON values, with units in the names."""
 
 
-def found(
+def finding_of(
     area: str,
     name: str,
     text: str,

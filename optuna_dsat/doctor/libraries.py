@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from optuna_dsat.doctor.finding import Finding, Status, found
+from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.script.interpreter import module_command, with_package
 from optuna_dsat.words import things_in_words
 
@@ -106,7 +106,7 @@ def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
     if "error" in torch:
         text = f"torch cannot be imported: {torch['error']}"
         remedy = "Install torch into the environment of your script: https://pytorch.org/get-started"
-        return found(_AREA, "torch", text, remedy, data=dict(torch), status=Status.FATAL)
+        return finding_of(_AREA, "torch", text, remedy, data=dict(torch), status=Status.FATAL)
     build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a build without CUDA"
     status, remedy, text = Status.FINE, "", f"torch {torch['version']}, {build}"
     if gpus and torch["cuda"] is None:
@@ -122,7 +122,7 @@ def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
     elif not torch["torchrun"] or not torch["distributed"]:
         status, text = Status.FATAL, f"{text}, without torch.distributed"
         remedy = "Install a build of torch with distributed training."
-    return found(_AREA, "torch", text, remedy, data=dict(torch), status=status)
+    return finding_of(_AREA, "torch", text, remedy, data=dict(torch), status=status)
 
 
 def _unsupported(torch: Mapping[str, Any]) -> list[str]:
@@ -143,9 +143,9 @@ def _deepspeed(deepspeed: Mapping[str, Any]) -> Finding:
     if "error" in deepspeed:
         text = f"DeepSpeed cannot be imported: {deepspeed['error']}"
         remedy = "pip install 'deepspeed>=0.14.5' into the environment of your script"
-        return found(_AREA, "deepspeed", text, remedy, data=dict(deepspeed), status=Status.FATAL)
+        return finding_of(_AREA, "deepspeed", text, remedy, data=dict(deepspeed), status=Status.FATAL)
     text = f"DeepSpeed {deepspeed['version']}, running on {deepspeed['accelerator']}"
-    return found(_AREA, "deepspeed", text, data=dict(deepspeed))
+    return finding_of(_AREA, "deepspeed", text, data=dict(deepspeed))
 
 
 def _nvcc(torch: Mapping[str, Any]) -> Finding:
@@ -154,14 +154,14 @@ def _nvcc(torch: Mapping[str, Any]) -> Finding:
     result = toolkit["version"]
     if result is not None and result.split(".")[0] == wanted.split(".")[0]:
         text = f"nvcc {result} ({toolkit['home']}) compiles DeepSpeed's operators"
-        return found(_AREA, "nvcc", text, data=toolkit)
+        return finding_of(_AREA, "nvcc", text, data=toolkit)
     why = toolkit["why_not"] if result is None else f"nvcc ({toolkit['home']}) is of CUDA {result}, torch of {wanted}"
     text = f"DeepSpeed's operators for GPUs (FusedAdam, CPUAdam and others) cannot be compiled: {why.rstrip('.')}."
     remedy = (
         f"Install the CUDA toolkit {wanted} and set CUDA_HOME to it; or use optimizers of torch "
         '("torch_adam": true in their params).'
     )
-    return found(_AREA, "nvcc", text, remedy, data=toolkit)
+    return finding_of(_AREA, "nvcc", text, remedy, data=toolkit)
 
 
 def _communication(torch: Mapping[str, Any], gpus: int) -> Finding:
@@ -170,7 +170,7 @@ def _communication(torch: Mapping[str, Any], gpus: int) -> Finding:
     if not torch[backend]:
         text = f"This build of torch has no {backend.upper() if gpus else backend}: ranks cannot talk."
         remedy = f"Install a build of torch with {backend}."
-        return found(_AREA, "communication", text, remedy, data=data, status=Status.FATAL)
+        return finding_of(_AREA, "communication", text, remedy, data=data, status=Status.FATAL)
     version = f" {torch['nccl_version']}" if gpus and torch.get("nccl_version") else ""
     words = f"NCCL{version}" if gpus else "gloo"
-    return found(_AREA, "communication", f"Ranks talk through {words}.", data=data)
+    return finding_of(_AREA, "communication", f"Ranks talk through {words}.", data=data)

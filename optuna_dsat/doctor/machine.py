@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from optuna_dsat.doctor.finding import Finding, Status, found
+from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.launch.machine.devices import Device, Devices, cpu_devices, detect_devices, is_part
@@ -76,7 +76,7 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
     if gpus.devices is None:
         text, _, remedy = gpus.error.partition(" Repair ")
         remedy = f"Repair {remedy}" if remedy else ""
-        yield found("devices", "driver", text, remedy, status=Status.FATAL)
+        yield finding_of("devices", "driver", text, remedy, status=Status.FATAL)
         return
     if gpus.nvml is not None and gpus.count:
         yield _driver(gpus.nvml)
@@ -84,15 +84,15 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
             yield _gpu(device, gpus.nvml)
         yield from _uuid_names(gpus.devices)
     for number, notice in enumerate(gpus.devices.notices, start=1):
-        yield found("devices", f"notice {number}", notice, status=Status.PROBLEM)
+        yield finding_of("devices", f"notice {number}", notice, status=Status.PROBLEM)
     if gpus.refused:
         text, _, remedy = gpus.refused.partition(". ")
-        yield found("devices", "accelerator", f"{text}.", remedy, status=Status.PROBLEM)
+        yield finding_of("devices", "accelerator", f"{text}.", remedy, status=Status.PROBLEM)
     if not gpus.count:
         yield _cpu(gpus.devices if gpus.devices.kind == "cpu" else cpu_devices(1), hidden=gpus.hidden > 0)
     if gpus.hidden:
         text = f"CUDA_VISIBLE_DEVICES or DS_ACCELERATOR hides {things_in_words(gpus.hidden, 'GPU')} of this machine."
-        yield found("devices", "hidden GPUs", text, data={"count": gpus.hidden}, status=Status.NOTE)
+        yield finding_of("devices", "hidden GPUs", text, data={"count": gpus.hidden}, status=Status.NOTE)
 
 
 def _uuid_names(devices: Devices) -> Iterator[Finding]:
@@ -110,7 +110,7 @@ def _uuid_names(devices: Devices) -> Iterator[Finding]:
             if whole
             else "Train with --run-full-experiment, or in an environment without nvidia-ml-py."
         )
-        yield found(
+        yield finding_of(
             "devices",
             "names of GPUs",
             text,
@@ -124,8 +124,8 @@ def _driver(nvml: Nvml) -> Finding:
     try:
         version = nvml.driver_version()
     except NvmlError as error:
-        return found("devices", "driver", f"The driver's version: {error}", status=Status.NOTE)
-    return found("devices", "driver", f"Driver {version}", data={"version": version})
+        return finding_of("devices", "driver", f"The driver's version: {error}", status=Status.NOTE)
+    return finding_of("devices", "driver", f"Driver {version}", data={"version": version})
 
 
 def _cpu(devices: Devices, *, hidden: bool) -> Finding:
@@ -135,7 +135,7 @@ def _cpu(devices: Devices, *, hidden: bool) -> Finding:
         "shows how configurations compare there, not on a GPU."
     )
     remedy = "" if hidden else "With an NVIDIA GPU in this machine: install its driver, then try nvidia-smi."
-    return found(
+    return finding_of(
         "devices", "cpu", text, remedy, data={"name": device.name, "cores": os.cpu_count()}, status=Status.NOTE
     )
 
@@ -149,15 +149,15 @@ def _gpu(device: Device, nvml: Nvml) -> Finding:
     except NvmlError as error:
         text = f"{text}; it does not answer ({error})"
         remedy = "Launches leave it out; nvidia-smi and dmesg may say why."
-        return found("devices", name, text, remedy, data=data)
+        return finding_of("devices", name, text, remedy, data=data)
     data |= {"used_bytes": use.used_bytes, "processes": None if use.processes is None else sorted(use.processes)}
     holders = foreign_holders(device, use, nvml)
     if holders:
         text = f"{text}; in use by {users_in_words(holders)}"
         remedy = "Launches leave it alone while it is in use: end what runs there, or go on without it."
-        return found("devices", name, text, remedy, data=data)
+        return finding_of("devices", name, text, remedy, data=data)
     how = _use_uncertainty(use)
-    return found("devices", name, f"{text}, free{how}", data=data)
+    return finding_of("devices", name, f"{text}, free{how}", data=data)
 
 
 def _use_uncertainty(use: GpuUse) -> str:
@@ -189,7 +189,7 @@ def _memory() -> Finding:
     total, available = host_memory_bytes(), available_memory_bytes()
     data = {"total_bytes": total, "available_bytes": min(total, available)}
     text = f"{bytes_in_words(total)} of host memory, {bytes_in_words(min(total, available))} available"
-    return found("host", "memory", text, data=data)
+    return finding_of("host", "memory", text, data=data)
 
 
 def _shared_memory(shm: Path) -> Finding:
@@ -201,7 +201,9 @@ def _shared_memory(shm: Path) -> Finding:
         if scarce
         else ""
     )
-    return found("host", "shared memory", text, remedy, data={"total_bytes": usage.total, "free_bytes": usage.free})
+    return finding_of(
+        "host", "shared memory", text, remedy, data={"total_bytes": usage.total, "free_bytes": usage.free}
+    )
 
 
 def _disk(output_dir: Path) -> Finding:
@@ -212,12 +214,12 @@ def _disk(output_dir: Path) -> Finding:
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         text = f"The output directory {output_dir} cannot be written to ({parent})."
         remedy = "Give another with --output-dir."
-        return found("host", "disk", text, remedy, data=data, status=Status.FATAL)
+        return finding_of("host", "disk", text, remedy, data=data, status=Status.FATAL)
     free = shutil.disk_usage(parent).free
     scarce = free < _LEAST_DISK_BYTES
     text = f"{bytes_in_words(free)} free for {output_dir}"
     remedy = "Launches write logs, and DeepSpeed compiles: make room, or give another --output-dir." if scarce else ""
-    return found("host", "disk", text, remedy, data=data | {"free_bytes": free})
+    return finding_of("host", "disk", text, remedy, data=data | {"free_bytes": free})
 
 
 def _isolation(output_dir: Path) -> Finding:
@@ -233,7 +235,7 @@ def _isolation(output_dir: Path) -> Finding:
         if why
         else ""
     )
-    return found("host", "isolation", text, remedy, data={"overlays": not why, "reason": why})
+    return finding_of("host", "isolation", text, remedy, data={"overlays": not why, "reason": why})
 
 
 def compiler(environ: Mapping[str, str]) -> tuple[str | None, bool]:
@@ -254,12 +256,14 @@ def _compiler(environ: Mapping[str, str]) -> Finding:
     if missing:
         text = f"Without {' and '.join(missing)} DeepSpeed's operators cannot be built on first use."
         remedy = 'apt install g++ and pip install ninja; or use optimizers of torch ("torch_adam": true).'
-        return found("host", "compiler", text, remedy, data=data)
+        return finding_of("host", "compiler", text, remedy, data=data)
     parent = folder
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
     if not os.access(parent, os.W_OK):
         text = f"DeepSpeed's operators are compiled into {folder}, which cannot be written to."
         remedy = "Set TORCH_EXTENSIONS_DIR to a folder that can be."
-        return found("host", "compiler", text, remedy, data=data)
-    return found("host", "compiler", f"DeepSpeed's operators can be built: {result}, ninja; into {folder}", data=data)
+        return finding_of("host", "compiler", text, remedy, data=data)
+    return finding_of(
+        "host", "compiler", f"DeepSpeed's operators can be built: {result}, ninja; into {folder}", data=data
+    )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from optuna_dsat.doctor.finding import Finding, Status, found
+from optuna_dsat.doctor.finding import Finding, Status, finding_of
 
 __all__ = ["Speed", "examine", "measure"]
 
@@ -117,14 +117,14 @@ def examine(folder: Path, *, size_bytes: int = _SIZE_BYTES) -> Finding:
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         text = f"{folder} is not a folder that can be written to."
         remedy = "Give --nvme a folder on the drive that optimizer states and parameters shall be offloaded to."
-        return found("offload", "nvme drive", text, remedy, data=data)
+        return finding_of("offload", "nvme drive", text, remedy, data=data)
     kind = _file_system(folder)
     try:
         speed = measure(folder, size_bytes=int(min(size_bytes, _SHARE * shutil.disk_usage(folder).free)))
     except OSError as error:
         text = f"The speed of {folder} cannot be measured: {error.strerror}."
         remedy = "Make room there, or give another folder."
-        return found("offload", "nvme drive", text, remedy, data=data)
+        return finding_of("offload", "nvme drive", text, remedy, data=data)
     data |= {"file_system": kind, **vars(speed)}
     text = (
         f"{folder} ({kind or 'file system not known'}) reads {speed.read_bytes_per_s / 1e9:.2f} GB/s and writes "
@@ -140,4 +140,4 @@ def examine(folder: Path, *, size_bytes: int = _SIZE_BYTES) -> Finding:
     elif speed.read_bytes_per_s < _SLOW_BYTES_PER_S:
         remedy = "Slower than an NVMe drive (2 to 7 GB/s): every step waits for it. Give a folder on a faster one."
     status = Status.PROBLEM if remedy else Status.FINE
-    return found("offload", "nvme drive", f"{text}.", remedy, data=data, status=status)
+    return finding_of("offload", "nvme drive", f"{text}.", remedy, data=data, status=status)

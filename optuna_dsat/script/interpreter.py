@@ -162,10 +162,10 @@ def named_python(name: str) -> str:
         UsageError: If there is none.
     """
     path = Path(name, "bin", "python") if Path(name).is_dir() else Path(name)
-    found = str(path) if os.sep in str(path) else shutil.which(name)
-    if found is None or not Path(found).is_file():
+    program = str(path) if os.sep in str(path) else shutil.which(name)
+    if program is None or not Path(program).is_file():
         raise UsageError(f"--python is {name}: there is no such interpreter.")
-    return os.path.abspath(found)  # noqa: PTH100 - keeps links: they determine the virtual environment
+    return os.path.abspath(program)  # noqa: PTH100 - keeps links: they determine the virtual environment
 
 
 def default_python() -> str:
@@ -232,8 +232,7 @@ def interpreter_of(program: Path) -> str | None:
         return None
     word = os.fsdecode(match[1])
     if Path(word).name == "env" and match[2]:
-        found = shutil.which(os.fsdecode(match[2]))
-        return found if found and "python" in Path(found).name else None
+        word = shutil.which(os.fsdecode(match[2])) or ""
     if Path(word).name == "sh" and (behind := _EXEC.search(first)) is not None:
         word = os.fsdecode(behind[1]).strip('"')
     return word if "python" in Path(word).name and Path(word).is_file() else None

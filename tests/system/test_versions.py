@@ -120,8 +120,3 @@ def test_a_script_of_another_environment_is_tuned(tmp_path: Path, job: Job, envi
     assert metrics["metrics"]["throughput"] > 0
     assert contents(environment) == before
     assert result == "warm", errors
-
-
-@pytest.mark.skipif(bool(ENVIRONMENTS), reason="there are environments")
-def test_there_is_an_environment_of_another_version() -> None:
-    pytest.skip("make .cache/environments/deepspeed-0.16.9/.installed makes one")
