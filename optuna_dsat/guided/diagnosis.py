@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optuna_dsat.cost.numbers import Numbers
+from optuna_dsat.cost.numbers import Numbers, descending
 
 __all__ = ["Components", "Diagnosis"]
 
@@ -132,7 +132,7 @@ def _heaviest(failed: Numbers, log_odds: Numbers) -> tuple[Numbers, Numbers]:
     for _ in range(min(count, _MOST_FAULTY)):
         left = unexplained @ unlike
         weight = np.where(sets, -np.inf, (sets @ log_odds)[:, None] + log_odds + left * log_chance).ravel()
-        order = np.argsort(-weight, kind="stable")[: len(weight) - np.count_nonzero(sets)]
+        order = descending(weight)[: len(weight) - np.count_nonzero(sets)]
         grown, added = np.unravel_index(order, sets.shape)
         larger = key[grown] ^ keys[added]
         kept = np.sort(np.unique(larger, return_index=True)[1])[:_HYPOTHESES]

@@ -51,7 +51,7 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.memory import estimate
-from optuna_dsat.cost.numbers import Numbers
+from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.cost.step_time import ERROR, LogCoefficients
 from optuna_dsat.guided.acquisition import Acquisition
 from optuna_dsat.guided.candidates import Observations
@@ -136,7 +136,7 @@ class GuidedPlanner:
             if len(worth):
                 rows, sizes, acquisition = rows[worth], sizes[worth], acquisition.take(worth)
             prospects = posterior.prospects(rows, sizes)
-            best = int(np.argmax(acquisition.value)) if prospects is None else prospects.draw(rng)
+            best = int(descending(acquisition.value)[0]) if prospects is None else prospects.draw(rng)
             return self.problem.table.lineages[int(rows[best])], int(sizes[best])
         return None
 
@@ -299,7 +299,7 @@ class GuidedPlanner:
         rows, sizes, acquisition = self._worth_launching(posterior, rows, sizes, acquisition)
         if not len(rows) or not acquisition.value.max() > 0:
             return None
-        best = int(np.argmax(acquisition.value))
+        best = int(descending(acquisition.value)[0])
         row = int(rows[best])
         return Candidate(
             params=self.problem.table.lineages[row],

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from optuna_dsat.cost.memory_posterior import normal_cdf
-from optuna_dsat.cost.numbers import Numbers
+from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.cost.step_time import Timings
 from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, heavy_tailed_improvement, learnt_spread
 from optuna_dsat.guided.candidates import Observations, rank_within
@@ -263,7 +263,7 @@ class Posterior:
             sizes = np.outer(shares, edge[some])
             scores = self._coarse_scores(np.broadcast_to(rows[some], sizes.shape).ravel(), sizes.ravel())
             best = scores.reshape(sizes.shape).max(axis=1)
-            result[:, own] = shares[np.argsort(-best, kind="stable")[:2], None]
+            result[:, own] = shares[descending(best)[:2], None]
         return result
 
     def _coarse_scores(self, rows: Numbers, sizes: Numbers) -> Numbers:
@@ -313,7 +313,7 @@ class Posterior:
 
     def _select(self, rows: Numbers, edge: Numbers, scores: Numbers) -> tuple[Numbers, Numbers]:
         """Return the micro-batches to evaluate for the lineages of the best scores, overall and per structure."""
-        order = np.argsort(_NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows] - scores, kind="stable")
+        order = descending(scores - _NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows])
         structures = self._table.structure[rows[order]]
         ties = np.unique(np.stack([structures, np.round(scores[order] * 1e6)]), axis=1, return_inverse=True)[1].ravel()
         neighbours = self._neighbours()
@@ -331,7 +331,7 @@ class Posterior:
         They reveal a knob's effect even if the formula predicts no effect.
         """
         count = len(self.measured.row)
-        order = np.argsort(-self.residuals.posterior_means[:count], kind="stable")
+        order = descending(self.residuals.posterior_means[:count])
         best = list(dict.fromkeys(self.measured.row[order].tolist()))[:_NEIGHBOURED]
         table = self._table
         near = [
@@ -354,7 +354,7 @@ class Posterior:
 
     def refined(self, rows: Numbers, sizes: Numbers, value: Numbers) -> tuple[Numbers, Numbers]:
         """Return more micro-batches around the largest acquisition values, each of a different lineage."""
-        order = np.argsort(-value, kind="stable")
+        order = descending(value)
         chosen = order[rank_within(rows[order]) == 0][:_REFINED]
         fine = np.outer(sizes[chosen], _FINE)
         return self._unused(rows[chosen], np.concatenate([fine, fine // 8 * 8, fine // 64 * 64], axis=1))
@@ -465,7 +465,7 @@ class Posterior:
         fits = fits * self._runs.is_sound(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.predict(new)
-        hopeful = np.argsort(-(mean + _HOPE_SIGMAS * np.sqrt(variance) + np.log(fits + 1e-9)), kind="stable")[:_HOPEFUL]
+        hopeful = descending(mean + _HOPE_SIGMAS * np.sqrt(variance) + np.log(fits + 1e-9))[:_HOPEFUL]
         count = len(self.residuals.posterior_means)
         means, covariance = self.residuals.joint(new.take(hopeful).joined(self.residuals.points.take(np.arange(count))))
         return Prospects(

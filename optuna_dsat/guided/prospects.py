@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from optuna_dsat.cost.numbers import Numbers
+from optuna_dsat.cost.numbers import Numbers, descending, without_rounding_error
 
 __all__ = ["Prospects"]
 
@@ -44,7 +44,8 @@ class Prospects:
         self._index = np.arange(len(runs)) if index is None else index
         values, vectors = np.linalg.eigh(covariance)
         normal = np.random.default_rng(0).standard_normal((_DRAWS, len(means)))
-        self._draws = means + normal * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
+        root = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T  # symmetric: no matter which eigenvectors
+        self._draws = without_rounding_error(means + normal @ root)
         chances = np.concatenate([runs, np.ones(len(means) - len(runs))])
         self._runs = chances > np.random.default_rng(1).random((_DRAWS, 1))
 
@@ -67,7 +68,7 @@ class Prospects:
         Frazier 2016).
         """
         hopes = np.where(self._runs, self._draws, -np.inf)[:, : self._unmeasured]
-        best = np.argsort(-hopes, axis=1, kind="stable")[:, :launches].T.ravel()
+        best = descending(hopes)[:, :launches].T.ravel()
         chosen = np.array(list(dict.fromkeys(best.tolist()))[:launches], dtype=np.int64)
         shared = self._covariance[chosen]
         learnt = np.linalg.solve(shared[:, chosen] + self.noise_variance * np.eye(len(chosen)), shared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -130,6 +131,16 @@ def test_the_figures_show_what_the_searches_do(method: str, tmp_path: Path) -> N
         assert figures.search(method) == launches, again
     figures.draw(method, launches, tmp_path / "drawn.svg")
     assert (tmp_path / "drawn.svg").read_text() == read(f"figures/{method}.svg"), again
+
+
+def test_a_search_is_the_same_on_another_cpu() -> None:
+    """OpenBLAS rounds otherwise with the instructions of another CPU; a seeded search must not follow it."""
+    code = "import json; from docs.generate import figures; print(json.dumps(figures.search('binary')))"
+    environment = {**os.environ, "OPENBLAS_CORETYPE": "Prescott"}
+    printed = subprocess.run(
+        [sys.executable, "-c", code], cwd=DOCS.parent, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert json.loads(printed) == json.loads(figures.SEARCHES.read_text())["binary"]
 
 
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
