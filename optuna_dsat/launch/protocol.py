@@ -136,6 +136,8 @@ class LaunchRequest:
     """How the user's files are protected: ``auto``, ``python`` or ``off`` (``runtime/isolation/world.py``)."""
     writable: tuple[str, ...] = ()
     """Files and folders that the launch may change nevertheless."""
+    continues: bool = False
+    """Whether its ranks may measure a further trial after the last step, and whether they may be those of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +173,10 @@ class LaunchReport(Record):
     """From the last event of a rank until all processes are gone and the devices are free."""
     conditions: Conditions = field(default_factory=Conditions)
     """Other activity while its steps were measured; empty if not observed."""
+    root: str = ""
+    """The launch that started its processes, if it continued another; empty if it started its own."""
+    afresh: bool = False
+    """Whether it failed as a continued launch, which says nothing of its configuration: to be launched by itself."""
 
     @property
     def cause(self) -> str:

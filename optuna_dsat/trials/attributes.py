@@ -39,6 +39,7 @@ __all__ = [
     "PREDICTED_PEAK_BYTES",
     "PURPOSE",
     "RESULT",
+    "ROOT_LAUNCH",
     "SIMPLIFIES",
     "SKIPPED_STEPS",
     "STEPS_COMPLETED",
@@ -63,6 +64,8 @@ OUTCOME = "outcome"
 """Value of ``Outcome``; set when the launch ends."""
 LAUNCH_ID = "launch_id"
 """Identifier of the launch; set when it starts. From then on the trial counts against the budget."""
+ROOT_LAUNCH = "root_launch"
+"""Identifier of the launch that started the processes which measured the trial; absent if they were its own."""
 VETOED = "vetoed"
 """Reason why the trial was finished without a launch."""
 MESSAGE = "message"
