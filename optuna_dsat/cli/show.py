@@ -43,7 +43,9 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         print(json.dumps(result.to_json(), indent=2))
         return
     minutes = slot_time_in_words(result.slot_minutes * 60, result.device)
-    say_prose(f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}; {minutes}.")
+    running = f", {count_in_words(result.continued)} of them in a running engine" if result.continued else ""
+    ended = f"Launches: {outcomes_in_words(result.launches)}{running}; {minutes}"
+    say_prose(f"The search ended: {result.reason}. {ended}.")
     if result.headroom is not None and result.reason in BUDGETS:
         say_prose(headroom_in_words(result.headroom, spent=True))
     for line in verdict_in_words(result.verdict, metric=result.metric, device=result.device):

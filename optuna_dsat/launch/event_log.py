@@ -193,6 +193,11 @@ class EventLog:
         return max((event.latency_s for event in self._all() if isinstance(event, StepMeasured)), default=None)
 
     @property
+    def last_step(self) -> int:
+        """Number of the last counted step of any rank; 0 before the first."""
+        return max((event.number for event in self._all() if isinstance(event, StepMeasured)), default=0)
+
+    @property
     def is_out_of_memory(self) -> bool:
         """Whether a rank has reported that it is out of device memory."""
         return self.has_failed_with(Outcome.OUT_OF_MEMORY)

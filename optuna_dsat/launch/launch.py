@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.event_log import EventLog, LogLimit
@@ -16,7 +17,7 @@ from optuna_dsat.launch.stacks import StackWatch, describe_stacks
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import ProcessKey
-from optuna_dsat.runtime.events import Event
+from optuna_dsat.runtime.events import Event, RankFinished
 from optuna_dsat.runtime.process import EXIT_LIMIT_S
 
 __all__ = ["FailedFork", "Launch", "Processes", "WaitingLaunch"]
@@ -106,6 +107,9 @@ class Processes(Protocol):
     def ask_for_stacks(self) -> Collection[int]:
         """Have the ranks write their stacks to their logs; return all ranks."""
 
+    def leave(self) -> None:
+        """Order ranks that wait for another trial to leave."""
+
     def kill_ranks(self) -> None:
         """Kill everything but torchrun."""
 
@@ -141,6 +145,10 @@ class Launch:
     """The failed forked launch that this one repeats plainly, to find out whether the fork was the cause."""
     longest_start_s: float | None = None
     """Longest time from the start of an earlier launch to its first step; None if unknown."""
+    root: str = ""
+    """The launch that started its processes, if it continues another; empty if they are its own."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Changes of the running engine, if it continues another."""
 
     gone_at: float | None = field(default=None, init=False)
     """When the last process was seen to be gone; None while any lives."""
@@ -161,6 +169,8 @@ class Launch:
         self._last_end: tuple[int, float] = 0, 0.0
         """Ranks that have left a record of their end, and the time at which the last of these records was read."""
         self._sweeping = False
+        self._left_at: float | None = None
+        """When its ranks were told to leave; None if they were not."""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -187,6 +197,38 @@ class Launch:
             return True
         return len(self.log.done) == self.request.slots
 
+    @property
+    def waits(self) -> bool:
+        """Whether its ranks wait for an order: another trial, or to leave."""
+        ends = self.log.ends.values()
+        measured = len(ends) == self.request.slots and all(
+            isinstance(end, RankFinished) and end.reason == "profile_done" for end in ends
+        )
+        return self.request.continues and measured and self._left_at is None and not self._sweeping
+
+    def leave(self) -> None:
+        """End its ranks: without a signal if they wait for an order, else at once."""
+        if not self.waits:
+            self._start_sweep()
+            return
+        self._left_at = time.monotonic()
+        self._last_end = len(self.log.ends), self._left_at  # their time to exit begins now
+        self.processes.leave()
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether its ranks measure another trial after their last step, unless they are told to leave."""
+        return self.request.continues and self._left_at is None and not self._sweeping
+
+    @property
+    def _is_nearly_done(self) -> bool:
+        """Whether its ranks may continue, and come to their last step sooner than a launch starts."""
+        steps, first = self.log.last_step, self.log.first_step
+        if not self.may_continue or not steps or first is None or self.log.longest_step_s is None:
+            return False
+        start_s = self.longest_start_s or first - self.started
+        return (self.request.end_profile_step - steps) * self.log.longest_step_s < start_s
+
     def advance(self, now: float) -> list[Event]:
         """Read new events and return them; check the limits and end what must end."""
         events = self.processes.advance(now, self.log.read)
@@ -203,10 +245,35 @@ class Launch:
         return events
 
     def end(self, reason: StopReason) -> None:
-        """Kill the launch without waiting; one that is already ending keeps its first reason."""
+        """Kill the launch without waiting; one that is already ending keeps its first reason.
+
+        A trial that is pruned, or known well enough, leaves its ranks to their last step if they may take on another.
+        """
         if self.stop_reason is None and not self._sweeping:
             self.stop_reason = reason
+            if not (reason.outcome in (Outcome.PRUNED, Outcome.MEASURED) and self._is_nearly_done):
+                self._start_sweep()
+        elif reason.outcome in (Outcome.TIMEOUT, Outcome.STALLED):
             self._start_sweep()
+
+    def continued(self, request: LaunchRequest, directory: RunDirectory, changes: Mapping[str, Any]) -> Launch:
+        """Return the launch of another trial by the same processes, which begins now."""
+        return Launch(
+            request=request,
+            directory=directory,
+            processes=self.processes,
+            devices=self.devices,
+            command=self.command,
+            started=time.monotonic(),
+            started_unix=time.time(),
+            preloaded=self.preloaded,
+            root=self.root or self.request.launch_id,
+            changes=changes,
+        )
+
+    def left_s(self, now: float) -> float:
+        """Return the seconds since its ranks were told to leave; 0 if they were not."""
+        return 0.0 if self._left_at is None else now - self._left_at
 
     def shorten_logs(self) -> None:
         """Shorten logs that are too long; call it once all processes are gone."""
@@ -239,6 +306,8 @@ class Launch:
             return
         if len(ends) > self._last_end[0]:
             self._last_end = len(ends), now
+        if self.waits and not dead:
+            return
         if len(done) == self.request.slots:
             self._kill_by(now)
         elif ends - done or dead - ends:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
+from optuna_dsat.config.live import live_changes
 from optuna_dsat.launch.classify import classify
 from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
@@ -21,6 +24,7 @@ from optuna_dsat.launch.protocol import (
     LaunchRequest,
     LaunchUpdate,
     Observed,
+    ScriptCommand,
     Settled,
     SlotsBusyError,
     SlotsTakenError,
@@ -32,6 +36,17 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 
 __all__ = ["Places", "TorchrunLauncher", "local_launcher"]
+
+_NOT_OF_THE_CONFIGURATION = frozenset(
+    {
+        Outcome.COMMUNICATION_ERROR,
+        Outcome.INVALID_CONFIG,
+        Outcome.OUT_OF_DATA,
+        Outcome.SCRIPT_ERROR,
+        Outcome.STALLED,
+    }
+)
+"""Outcomes of a continued launch that say nothing of its configuration."""
 
 _POLL_PAUSE_S = 0.02
 """Longest pause between two looks at the launches."""
@@ -73,6 +88,18 @@ class Places(Protocol):
 
         Raises:
             SlotsBusyError: If too few slots are free.
+            OutputError: If the run directory cannot be written.
+        """
+
+    def continue_with(self, request: LaunchRequest, launch: Launch, changes: Mapping[str, Any]) -> Launch:
+        """Have the ranks of a launch that wait for an order measure another trial.
+
+        Args:
+            request: The trial.
+            launch: The launch.
+            changes: Changes of the running engine: dotted key of the config -> value.
+
+        Raises:
             OutputError: If the run directory cannot be written.
         """
 
@@ -125,6 +152,16 @@ class TorchrunLauncher:
         self._running: dict[str, Launch] = {}
         self._waiting: dict[str, WaitingLaunch] = {}
         """Launches without slots in the order of their arrival, with their run directories."""
+        self._parked: dict[str, Launch] = {}
+        """Launches that are reported and whose ranks wait for another trial, or will after their last step."""
+        self._ordered: dict[str, tuple[LaunchRequest, Mapping[str, Any]]] = {}
+        """Parked launch -> the trial that its ranks measure next, and its changes."""
+        self._unreported_s = 0.0
+        """Seconds in which parked launches ended: part of the next report."""
+        self._continues = True
+        """Whether launches continue others; not once the script has shown that it follows nothing."""
+        self._not_followed: set[str] = set()
+        """Keys of the config that the script has shown not to follow in a running engine."""
         self._unstarted: list[LaunchReport] = []
         """Reports of launches that were stopped while they waited."""
         self._longest_start_s: float | None = None
@@ -134,6 +171,7 @@ class TorchrunLauncher:
     def free_slots(self) -> int:
         """Slots that a launch could take now, or as soon as launches that are settled have ended."""
         settled = sum(launch.request.slots for launch in self._running.values() if launch.settled_as is not None)
+        settled += sum(launch.request.slots for name, launch in self._parked.items() if name not in self._ordered)
         waiting = sum(waiting.request.slots for waiting in self._waiting.values())
         return max(0, self._places.free_slots + settled - waiting)
 
@@ -145,7 +183,7 @@ class TorchrunLauncher:
     @property
     def waiting(self) -> Collection[str]:
         """Names of the launches that ``start`` took and that have no slots yet."""
-        return tuple(self._waiting)
+        return (*self._waiting, *(request.launch_id for request, _ in self._ordered.values()))
 
     def holders(self) -> Sequence[Holder]:
         """Return what holds the slots that are not free, measured now, in the order of the slots."""
@@ -177,7 +215,10 @@ class TorchrunLauncher:
             raise ValueError("A full run is in the foreground and is not followed: call run_full().")
         if request.launch_id in self._running or request.launch_id in self._waiting:
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
+        request = replace(request, continues=request.continues and self._continues)
         self._places.admit(request)
+        if self._continue(request):
+            return
         try:
             self._begin(WaitingLaunch(request=request))
         except SlotsTakenError:
@@ -186,6 +227,21 @@ class TorchrunLauncher:
             if request.slots > self.free_slots:
                 raise
             self._waiting[request.launch_id] = WaitingLaunch(request=request, directory=self._places.write(request))
+
+    def _continue(self, request: LaunchRequest) -> bool:
+        """Have ranks that wait for a trial measure this one; return whether any do, else have them all leave."""
+        for name, launch in self._parked.items():
+            changes = _changes_for(launch, request)
+            if (
+                changes is not None
+                and not self._not_followed & changes.keys()
+                and name not in self._ordered
+                and launch.may_continue
+            ):
+                self._ordered[name] = request, changes
+                return True
+        self._dismiss()
+        return False
 
     def _begin(self, waiting: WaitingLaunch) -> None:
         launch = self._places.begin(waiting)
@@ -202,6 +258,7 @@ class TorchrunLauncher:
         """
         deadline = time.monotonic() + timeout_s
         pause_s = 0.0
+        self._dismiss()
         while True:
             self._places.advance(pause_s)
             updates = self._advance()
@@ -216,15 +273,53 @@ class TorchrunLauncher:
             updates += [Observed(launch_id=name, event=event) for event in launch.advance(now)]
             if launch.settled and launch.settled_as is None and not self._forking.may_repeat(launch):
                 launch.settled_as = self._settled_report(launch)
+                if launch.may_continue and not launch.log.is_out_of_memory:
+                    updates.append(Finished(launch_id=name, report=self._park(launch)))
+                    continue
                 updates.append(Settled(launch_id=name, report=launch.settled_as))
             if launch.gone_at is not None and (note := launch.processes.release(now)) is not None:
                 report = self._conclude(launch, note)
                 if report is not None:
                     updates.append(Finished(launch_id=name, report=report))
+        for name, launch in list(self._parked.items()):
+            self._follow_parked(name, launch)
         self._start_waiting()
         self._places.tend(len(self._waiting))
         unstarted, self._unstarted = self._unstarted, []
         return [*updates, *(Finished(launch_id=report.launch_id, report=report) for report in unstarted)]
+
+    def _park(self, launch: Launch) -> LaunchReport:
+        """Report a launch whose ranks may measure another trial, and keep it until they do or have left."""
+        name = launch.request.launch_id
+        self._parked[name] = self._running.pop(name)
+        self._note_start(launch)
+        settled = launch.settled_as or self._settled_report(launch)
+        exit_s, self._unreported_s = self._unreported_s, 0.0
+        return complete_report(settled, launch.directory, note="", exit_s=exit_s)
+
+    def _dismiss(self) -> None:
+        """Have parked launches leave for which no trial was started since they were reported."""
+        for name, launch in self._parked.items():
+            if name not in self._ordered and launch.may_continue:
+                launch.leave()
+
+    def _follow_parked(self, name: str, launch: Launch) -> None:
+        now = time.monotonic()
+        launch.advance(now)
+        ordered = self._ordered.get(name)
+        if ordered is not None and launch.waits:
+            request, changes = ordered
+            del self._parked[name], self._ordered[name]
+            continued = self._places.continue_with(request, launch, changes)
+            continued.longest_start_s = self._longest_start_s
+            self._running[request.launch_id] = continued
+        elif launch.gone_at is not None and (note := launch.processes.release(now)) is not None:
+            del self._parked[name]
+            self._places.ended(launch, note=note)
+            self._unreported_s += launch.left_s(now)
+            if ordered is not None:  # its ranks died before they had the order
+                del self._ordered[name]
+                self._waiting[ordered[0].launch_id] = WaitingLaunch(request=ordered[0])
 
     def _start_waiting(self) -> None:
         while self._waiting:
@@ -247,8 +342,8 @@ class TorchrunLauncher:
         name = launch.request.launch_id
         del self._running[name]
         exit_s = time.monotonic() - launch.log.last_event
-        if launch.log.first_step is not None:
-            self._longest_start_s = max(self._longest_start_s or 0.0, launch.log.first_step - launch.started)
+        exit_s, self._unreported_s = exit_s + self._unreported_s, 0.0
+        self._note_start(launch)
         self._places.ended(launch, note=note)
         if launch.settled_as is not None:
             return complete_report(launch.settled_as, launch.directory, note=note, exit_s=exit_s)
@@ -261,13 +356,33 @@ class TorchrunLauncher:
             return None
         self._notify(isolation_notice(launch))
         report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
+        if launch.root and report.outcome in _NOT_OF_THE_CONFIGURATION:
+            self._learn_limit(launch.changes, report.failure_in_words)
+            report = replace(report, afresh=True)
         write_report(report, launch.directory, facts=facts, output_dir=self._output_dir)
         return report
+
+    def _learn_limit(self, changes: Mapping[str, Any], why: str) -> None:
+        """Stop changing the setting in running engines that most likely made a continued launch fail."""
+        key = next((key for key in (GRADIENT_ACCUMULATION, MICRO_BATCH) if key in changes), None)
+        self._continues &= key is not None
+        self._not_followed |= {key} if key is not None else set()
+        what = f"with another {key}" if key is not None else "at all"
+        self._notify(f"A running engine did not go on {what}, and such trials are launched one by one: {why}.")
+
+    def _note_start(self, launch: Launch) -> None:
+        if launch.log.first_step is not None and not launch.root:
+            self._longest_start_s = max(self._longest_start_s or 0.0, launch.log.first_step - launch.started)
 
     def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
         """End a launch at once; its ``Finished`` comes with a later ``poll``. Unknown or ended launches are ignored."""
         if (waiting := self._waiting.pop(launch_id, None)) is not None and waiting.directory is not None:
             self._unstarted.append(report_of_unstarted(waiting.request, waiting.directory, outcome, message))
+        elif name := next((name for name, (request, _) in self._ordered.items() if request.launch_id == launch_id), ""):
+            request, _ = self._ordered.pop(name)
+            self._unstarted.append(
+                report_of_unstarted(request, self.run_directory(request.launch_id), outcome, message)
+            )
         elif (launch := self._running.get(launch_id)) is not None:
             launch.end(StopReason(outcome=outcome, message=message))
 
@@ -280,8 +395,8 @@ class TorchrunLauncher:
         self._places.close()
         for launch in self._running.values():
             launch.shorten_logs()
-        self._running.clear()
-        self._waiting.clear()
+        for held in (self._running, self._waiting, self._parked, self._ordered):
+            held.clear()
 
 
 def local_launcher(
@@ -325,6 +440,24 @@ def local_launcher(
         on_phase=on_phase,
     )
     return TorchrunLauncher(output_dir, here, forking=forking, on_notice=notify)
+
+
+def _changes_for(launch: Launch, request: LaunchRequest) -> Mapping[str, Any] | None:
+    """Return the changes of a running engine that a trial needs; None if it needs another engine."""
+    running = launch.request
+    if request.purpose != "trial" or not request.continues:
+        return None
+    same = ("slots", "device_memory_bytes", "env", "isolation", "writable")
+    if any(getattr(running, name) != getattr(request, name) for name in same):
+        return None
+    if _without_batch(running.command) != _without_batch(request.command):
+        return None
+    return live_changes(running.ds_config, request.ds_config)
+
+
+def _without_batch(command: ScriptCommand) -> ScriptCommand:
+    """Return a command without the source of the batch size: a running engine's data loader is changed instead."""
+    return replace(command, arg_mappings={}, batch_source={"rows": command.batch_source.get("rows")})
 
 
 def _each_once(notify: Callable[[str], None]) -> Callable[[str], None]:

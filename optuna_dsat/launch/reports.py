@@ -68,6 +68,7 @@ def report_of(launch: Launch, facts: LaunchFacts, verdict: Verdict, *, note: str
         measured_s=measured_s,
         exit_s=exit_s,
         conditions=launch.conditions,
+        root=launch.root,
     )
 
 

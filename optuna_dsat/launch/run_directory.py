@@ -38,7 +38,14 @@ from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.references import hidden_text, shell_join
 
-__all__ = ["RANK_VARIABLES", "TRACKER_FOLDERS", "OutputError", "RunDirectory", "recorded_environment"]
+__all__ = [
+    "RANK_VARIABLES",
+    "TRACKER_FOLDERS",
+    "OutputError",
+    "RunDirectory",
+    "readable_errors",
+    "recorded_environment",
+]
 
 _RECORDED_NAMES = frozenset(
     {
@@ -90,7 +97,8 @@ def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _readable_errors(path: Path) -> Iterator[None]:
+def readable_errors(path: Path) -> Iterator[None]:
+    """Return a context in which an OSError at a path becomes an ``OutputError`` with the remedy."""
     try:
         yield
     except OSError as error:
@@ -120,7 +128,7 @@ class RunDirectory:
         if not is_launch_id(launch_id):
             raise ValueError(f"launch_id names a directory: letters, digits, '.', '_' and '-' only; got {launch_id!r}.")
         root = output_dir.resolve() / launch_id
-        with _readable_errors(root):
+        with readable_errors(root):
             if root.exists():
                 set_aside(root)
             directory = cls(root)
@@ -227,7 +235,7 @@ class RunDirectory:
         Raises:
             OutputError: If it cannot be written.
         """
-        with _readable_errors(path):
+        with readable_errors(path):
             if path.parent.is_symlink():
                 path.parent.unlink()
             path.parent.mkdir(exist_ok=True)
@@ -247,6 +255,15 @@ class RunDirectory:
         self.write_json(self.environment, environment)
         settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
         self.write_text(self.command_text, f"cd {shlex.quote(cwd)}\nenv {settings} {shell_join(shown)}\n")
+
+    def copy_command(self, other: RunDirectory) -> None:
+        """Copy command and environment from the launch that this one continues.
+
+        Raises:
+            OutputError: If they cannot be written.
+        """
+        for name in (self.command_json.name, self.command_text.name, self.environment.name):
+            self.write_text(self.root / name, (other.root / name).read_text(encoding="utf-8"))
 
     def write_report(self, report: LaunchReport) -> None:
         """Write the launch's report.

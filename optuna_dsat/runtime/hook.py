@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from fractions import Fraction
 from operator import index
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,7 @@ from optuna_dsat.runtime.measure.engine import (
     is_pipeline,
 )
 from optuna_dsat.runtime.measure.inputs import sample_counter
+from optuna_dsat.runtime.measure.live import NotLiveError, change_settings, release_cached_memory
 from optuna_dsat.runtime.measure.memory import (
     CpuMemory,
     CudaMemory,
@@ -54,7 +56,7 @@ from optuna_dsat.runtime.measure.memory import (
 )
 from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler, count_parameters
-from optuna_dsat.runtime.overlay import read_config, without_impossible_zero
+from optuna_dsat.runtime.overlay import MICRO_BATCH, read_config, without_impossible_zero
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
 from optuna_dsat.runtime.writer import EventWriter
@@ -390,6 +392,28 @@ class DeepSpeedHook:
         )
         self._unwatch_optimizers()
         self._meter.attach()
+
+    def take_on(self, plan: LaunchPlan) -> None:
+        """Measure another trial in the running engine, whose steps count from 1 again.
+
+        Raises:
+            NotLiveError: If the engine or the script's data cannot follow.
+        """
+        if self._meter is None or self._memory is None:
+            raise NotLiveError("no engine is measured")
+        accumulation = self._config.accumulation
+        self._plan, self._config = plan, TrialConfig(plan, world_size=self._rank.world_size)
+        change_settings(self._engine, plan.changes)
+        self._state.steps = self._state.skipped = 0
+        release_cached_memory(self._accelerator)
+        self._memory.restart()
+        self._writer.write(self._engine_ready(self._engine, 0.0, self._differences))
+        self._meter.take_on(
+            last_step=plan.end_profile_step,
+            micro_batch=plan.changes.get(MICRO_BATCH),
+            accumulated=Fraction(self._config.accumulation, accumulation),
+            rescale=self._batch_sources.rescale,
+        )
 
     def _watch_engine(self, engine: Any, span: list[float], differences: Mapping[str, list[Any]]) -> None:
         """Measure a further engine instead of the current engine if ``OtherEngine`` finds that it trains."""

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
@@ -47,6 +47,7 @@ from optuna_dsat.runtime.isolation.redirection import redirect_writes
 from optuna_dsat.runtime.isolation.world import World, rename_across_layers
 from optuna_dsat.runtime.measure.memory import out_of_memory_errors, process_limit_lifted, unlink_shared_buffers
 from optuna_dsat.runtime.measure.meter import RankState
+from optuna_dsat.runtime.measure.orders import await_order
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.reporting import set_current_trial
 from optuna_dsat.runtime.stacks import register_stacks
@@ -118,24 +119,13 @@ class _RankProcess:
         self._world = World() if plan.world.isolation == "off" else World.load(plan.world.record)
         self._reports_imports = plan.purpose == "profile" and rank.rank == 0
         """Whether this rank records the script's imports on behalf of all ranks."""
+        self._take_on_in_engine: Callable[[LaunchPlan], None] = lambda _: None
         self._is_done = False
         """Whether the last record is written. Exceptions of the script after it are not recorded."""
 
     def run(self, command: ScriptCommand, *, safe_path: bool) -> int:
         rank, plan = self._rank, self._plan
-        self._writer.write(
-            RankStarted(
-                rank=rank.rank,
-                time=time.time(),
-                local_rank=rank.local_rank,
-                world_size=rank.world_size,
-                pid=os.getpid(),
-                host=rank.host,
-                forked=self._forked,
-                isolation=self._world.mode,
-                isolation_note=self._world.reason,
-            )
-        )
+        self._write_start()
         if plan.leavings and not self._world.covers_shared_memory:
             note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
         if plan.leavings and plan.measures and self._world.mode != "mount":  # a training may want its folders
@@ -153,6 +143,7 @@ class _RankProcess:
             plan=plan, rank=rank, writer=self._writer, state=self._state, exit_process=self._exit_after_last_step
         )
         hook.install()
+        self._take_on_in_engine = hook.take_on
         set_current_trial(hook)
         facts = self._state.script_facts
         takes_local_rank = functools.partial(facts.update, takes_local_rank=True)
@@ -181,6 +172,22 @@ class _RankProcess:
             self._finish("script_end")
             self._limit_exit(0)
         return 0
+
+    def _write_start(self) -> None:
+        rank = self._rank
+        self._writer.write(
+            RankStarted(
+                rank=rank.rank,
+                time=time.time(),
+                local_rank=rank.local_rank,
+                world_size=rank.world_size,
+                pid=os.getpid(),
+                host=rank.host,
+                forked=self._forked,
+                isolation=self._world.mode,
+                isolation_note=self._world.reason,
+            )
+        )
 
     def _end(self, error: BaseException) -> int:
         """Record the exception that ended the script, unless the end is already recorded; return the exit code."""
@@ -215,8 +222,11 @@ class _RankProcess:
         )
         self._is_done = True
 
-    def _exit_after_last_step(self) -> NoReturn:
-        """End the script like ``sys.exit``; again at every later step if the script catches the exception."""
+    def _exit_after_last_step(self) -> None:
+        """End the script like ``sys.exit``; again at every later step if the script catches the exception.
+
+        Returns if the launcher orders another trial in the running engine.
+        """
         if not self._is_done:
             if self._reports_imports:
                 self._writer.write(
@@ -228,12 +238,26 @@ class _RankProcess:
                         environment=self._environment.changed(),
                     )
                 )
-            self._finish("profile_done" if self._state.steps >= self._plan.end_profile_step else STEPS_SKIPPED)
+            measured = self._state.steps >= self._plan.end_profile_step
+            self._finish("profile_done" if measured else STEPS_SKIPPED)
+            if measured and self._plan.continues and (order := await_order(self._plan.root)) is not None:
+                self._take_on(LaunchPlan.load(order))
+                return
             self._wait_for_local_ranks()
             self._limit_exit(0)
             if (main := threading.main_thread()) is not threading.current_thread() and main.ident is not None:
                 signal.pthread_kill(main.ident, _EXIT_SIGNAL)
         raise SystemExit(0)
+
+    def _take_on(self, plan: LaunchPlan) -> None:
+        """Measure another trial in the running engine; its events and output go to its own run directory."""
+        self._plan = plan
+        self._writer.begin(events_path(plan.events_dir, self._rank.rank))
+        redirect_output(Path(plan.log_dir), self._rank.rank)
+        register_stacks(Path(plan.log_dir), self._rank.rank)
+        self._is_done = self._reports_imports = False
+        self._write_start()
+        self._take_on_in_engine(plan)
 
     def _limit_exit(self, code: int) -> None:
         """Kill this process, with this exit code, if the script's exit handlers take too long."""

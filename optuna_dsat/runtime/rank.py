@@ -24,6 +24,9 @@ __all__ = [
     "initializes_distributed_manually",
 ]
 
+_MOST_CONTINUED_STEPS = 100_000
+"""Bound on the steps of a launch that may measure further trials."""
+
 LAUNCH_ENV = "OPTUNA_DSAT_LAUNCH"
 """Environment variable with the path of ``launch.json``."""
 
@@ -59,6 +62,15 @@ class LaunchPlan:
     """Last measured global step; every rank exits after it. Steps that the loss scaler skips do not count."""
     device_memory_bytes: int | None = None
     """Memory limit per rank; None for no limit."""
+    continues: bool = False
+    """Whether ranks wait for an order after the last profile step (``runtime/measure/orders.py``)."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Changes of the running engine by a continued launch: dotted key of the config -> value."""
+
+    @property
+    def root(self) -> Path:
+        """The run directory."""
+        return Path(self.events_dir).parent
 
     @property
     def measures(self) -> bool:
@@ -68,6 +80,8 @@ class LaunchPlan:
     @property
     def most_steps(self) -> int:
         """Maximum number of global steps that the script may run, including steps that the loss scaler skips."""
+        if self.continues:
+            return _MOST_CONTINUED_STEPS
         return self.end_profile_step + MOST_SKIPPED_STEPS
 
     @classmethod

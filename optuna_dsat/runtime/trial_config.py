@@ -167,6 +167,12 @@ class TrialConfig:
         return size if isinstance(size, int) else None
 
     @property
+    def accumulation(self) -> int:
+        """Gradient accumulation steps in the launch's config."""
+        steps = (self._launch or {}).get(GRADIENT_ACCUMULATION, 1)
+        return steps if isinstance(steps, int) else 1
+
+    @property
     def micro_batches(self) -> frozenset[int]:
         """Samples per rank and forward pass in the launch's config, the user's file and the script's config."""
         sizes = (self.micro_batch, (self._user or {}).get(MICRO_BATCH), *self._given)

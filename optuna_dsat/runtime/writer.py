@@ -30,6 +30,14 @@ class EventWriter:
     """
 
     def __init__(self, path: Path) -> None:
+        self.begin(path)
+
+    def begin(self, path: Path) -> None:
+        """Write to another file from here on.
+
+        Raises:
+            EventWriteError: If the file cannot be opened.
+        """
         self._path = path
         self._torn = False
         try:

@@ -107,6 +107,8 @@ class LaunchRow(Base):
     log_path: Mapped[str] = mapped_column(Text)
     conditions: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
     """Conditions on the machine during the launch (``launch.conditions``); None from an older version."""
+    root: Mapped[str] = mapped_column(String(KEY_LENGTH), server_default="")
+    afresh: Mapped[bool] = mapped_column(Boolean, server_default=false())
 
 
 class StepRow(Base):

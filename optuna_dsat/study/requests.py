@@ -67,6 +67,7 @@ def launch_request(
         stall_s=spec.stall_timeout,
         isolation=spec.isolation,
         writable=tuple(map(str, spec.writable or ())),
+        continues=spec.continues and purpose in ("profile", "trial"),
     )
 
 

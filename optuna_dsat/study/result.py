@@ -114,6 +114,8 @@ class StudyResult:
     """Structures without a successful launch, with their errors; empty without any."""
     launches: Mapping[str, int]
     """Outcome -> number of trial launches; the launch that simplifies the best trial is one beyond ``--max-trials``."""
+    continued: int = 0
+    """Number of launches that continued another: they measured in a running engine, without a start."""
     slot_minutes: float
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
     device: str = "cuda"
@@ -262,6 +264,7 @@ def result_of(
         if profiled is None
         else profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),
         failures=describe_structure_failures(study.trials),
+        continued=sum(bool(row.report.root) for row in launches),
         launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
         slot_minutes=sum(row.report.held_s * len(row.report.devices) for row in launches) / 60,
         device=spec.device,

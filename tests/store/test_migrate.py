@@ -25,8 +25,8 @@ NEXT = '''"""A later version."""
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0003"
-down_revision = "0002"
+revision = "0004"
+down_revision = "0003"
 
 
 def upgrade() -> None:
@@ -44,7 +44,7 @@ def database(url: str) -> Iterator[Database]:
 def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "migrations"
     shutil.copytree(migrate.migrations_path(), folder)
-    (folder / "versions" / "0003_later.py").write_text(NEXT)
+    (folder / "versions" / "0004_later.py").write_text(NEXT)
     monkeypatch.setattr(migrate, "migrations_path", lambda: folder)
 
 
@@ -104,7 +104,7 @@ def test_an_older_database_is_refused_with_the_command(url: str, request: pytest
     with pytest.raises(StorageUrlError, match="optuna-dsat db upgrade --storage"):
         Store.open(url)
     with closing(Database(url)) as database:
-        assert migrate.upgrade(database) == "0003"
+        assert migrate.upgrade(database) == "0004"
     with Store.open(url) as store:
         assert [record.name for record in store.list_studies()] == ["kept"]
 
@@ -118,7 +118,7 @@ def test_a_newer_database_is_refused_plainly(url: str, monkeypatch: pytest.Monke
     with closing(Database(url)) as database:
         with pytest.raises(StorageUrlError, match="made by a newer optuna-dsat"):
             migrate.upgrade(database)
-        assert migrate.current(database) == "0003"
+        assert migrate.current(database) == "0004"
 
 
 def test_our_tables_come_before_or_after_optunas(url: str) -> None:

@@ -10,6 +10,8 @@ Commands and messages are JSON objects with their kind in ``do`` and ``news``:
                  phase     a slow activity here; empty at its end
     prepare   -> prepared  imports before a fork, compiled operators
     launch    -> started, then events, log, state and usage, then gone, tracker and free; or failed
+    continue               has the ranks of a launch measure another trial, whose name the messages then have
+    dismiss                has ranks that wait for another trial leave
     end       -> gone      kills a launch (``ranks_only``: all but torchrun)
     leave                  ends everything
 
@@ -120,6 +122,8 @@ class NodeAgent:
             "port": self._port,
             "prepare": self._prepare,
             "launch": self._launch,
+            "continue": self._continue,
+            "dismiss": self._dismiss,
             "stacks": self._stacks,
             "end": self._end,
             "leave": self._leave,
@@ -270,6 +274,21 @@ class NodeAgent:
             self._launches[name] = NodeLaunch(order, machine=self._machine)
         except (DsatError, SlotsBusyError, OSError) as error:
             self._say("failed", launch_id=name, why=str(error))
+
+    def _continue(self, order: Mapping[str, Any]) -> None:
+        launch = self._launches.pop(order["launch_id"], None)
+        if launch is None:
+            return
+        try:
+            launch.take_on(order)
+        except DsatError as error:
+            self._say("failed", launch_id=order["request"]["launch_id"], why=str(error))
+            launch.end()
+        self._launches[launch.name] = launch
+
+    def _dismiss(self, order: Mapping[str, Any]) -> None:
+        if (launch := self._launches.get(order["launch_id"])) is not None:
+            launch.leave()
 
     def _stacks(self, order: Mapping[str, Any]) -> None:
         if (launch := self._launches.get(order["launch_id"])) is not None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.launch.machine.devices import Device
@@ -218,13 +219,20 @@ class PreparedLaunch:
     environ: dict[str, str]
 
 
-def write_run_directory(request: LaunchRequest, output_dir: Path, *, leavings: Path | None = None) -> RunDirectory:
+def write_run_directory(
+    request: LaunchRequest,
+    output_dir: Path,
+    *,
+    leavings: Path | None = None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> RunDirectory:
     """Create the run directory of a launch with the files that do not depend on its slots.
 
     Args:
         request: The launch.
         output_dir: Folder of the run directories.
         leavings: Journal for leftovers of its processes elsewhere; None for none.
+        changes: Changes of the running engine by a continued launch.
 
     Raises:
         OutputError: If it cannot be written.
@@ -232,7 +240,7 @@ def write_run_directory(request: LaunchRequest, output_dir: Path, *, leavings: P
     directory = replace(RunDirectory.create(output_dir, request.launch_id), leavings=leavings)
     directory.write_json(directory.config, request.ds_config)
     directory.write_json(directory.overlay, request.overlay)
-    plan = _plan(request, directory)
+    plan = replace(_plan(request, directory), changes=dict(changes))
     if plan.world.folder and leavings is not None:
         note(leavings, plan.world.folder)
     directory.write_json(directory.launch, asdict(plan))
@@ -300,13 +308,16 @@ def _plan(request: LaunchRequest, directory: RunDirectory) -> LaunchPlan:
         start_profile_step=request.start_profile_step,
         end_profile_step=request.end_profile_step,
         device_memory_bytes=request.device_memory_bytes,
+        continues=request.continues,
     )
 
 
 def _world(request: LaunchRequest, directory: RunDirectory) -> WorldPlan:
     if request.purpose == "full" or request.isolation == "off":
         return WorldPlan()
-    own = [str(directory.root), *([] if directory.leavings is None else [str(directory.leavings.parent)])]
+    # The run directories of further trials are siblings of the first.
+    own = [str(directory.root.parent if request.continues else directory.root)]
+    own += [] if directory.leavings is None else [str(directory.leavings.parent)]
     swapped = _nvme_paths(request.ds_config)
     return WorldPlan(
         isolation=request.isolation,

@@ -28,13 +28,14 @@ from optuna_dsat.launch.machine.shared_memory import free_shared_bytes
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.machine.tree import AgentHandle, ProcessTree, end_launch
 from optuna_dsat.launch.protocol import Conditions, LaunchRequest, Rendezvous
-from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.run_directory import RunDirectory, readable_errors
 from optuna_dsat.launch.stacks import request_stacks
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.launch.warm.server import WarmOrder
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event, RankStarted, decode_event
+from optuna_dsat.runtime.measure.orders import order_next
 
 __all__ = ["Machine", "MachineLaunch", "NodeLaunch", "Started"]
 
@@ -103,17 +104,37 @@ class MachineLaunch:
         self.is_ending = False
         """Whether torchrun has ended, or everything was killed."""
         self._directory = directory
+        self._present = directory
+        """Run directory of the trial that the ranks measure."""
         self._lease = lease
         self._pool = pool
         self.started = started
         self._gone_at = 0.0
         self._tree = ProcessTree(started.agent, mark=mark, leavings=directory.leavings)
-        self._beside = BesideWatch(
+        self._beside = self._beside_watch(request)
+
+    def _beside_watch(self, request: LaunchRequest) -> BesideWatch:
+        return BesideWatch(
             start_profile_step=request.start_profile_step,
             ranks=lambda: self._tree.ranks,
             find=self._tree.living,
-            look=lambda own: pool.sight(lease, own),
+            look=lambda own: self._pool.sight(self._lease, own),
         )
+
+    def take_on(self, request: LaunchRequest, directory: RunDirectory) -> None:
+        """Order the ranks, which wait for it, to measure another trial.
+
+        Raises:
+            OutputError: If that cannot be written.
+        """
+        with readable_errors(self._present.root):
+            order_next(self._present.root, directory.launch)
+        self.name, self._present, self._beside = request.launch_id, directory, self._beside_watch(request)
+
+    def leave(self) -> None:
+        """Order ranks that wait for another trial to leave."""
+        with suppress(OSError):  # they are killed instead
+            order_next(self._present.root, None)
 
     @classmethod
     def start(
@@ -192,7 +213,7 @@ class MachineLaunch:
 
     def ask_for_stacks(self) -> Collection[int]:
         """Have the ranks write their stacks to their logs; return the ranks seen so far."""
-        request_stacks(self._directory.log_dir, self._tree.rank_keys)
+        request_stacks(self._present.log_dir, self._tree.rank_keys)
         return self._tree.rank_keys
 
     def kill_ranks(self) -> None:
@@ -331,7 +352,8 @@ class NodeLaunch:
             self._leave()
             raise
         first = machine.node * own
-        self._files = LaunchFiles(self._directory, ranks=range(first, first + own), node=machine.node)
+        self._ranks = range(first, first + own)
+        self._files = LaunchFiles(self._directory, ranks=self._ranks, node=machine.node)
         self._trackers = self._hand_over_trackers(**order["trackers"])
         if self._warm:
             machine.forking.begin(self._prepared.environ, python=self._request.command.interpreter)
@@ -420,6 +442,27 @@ class NodeLaunch:
             yield from files.hand_over(Path(folder), token)
         except OSError as error:
             self._machine.on_notice(f"What trackers wrote in {self.name} could not be kept: {error}.")
+
+    def take_on(self, order: Mapping[str, Any]) -> None:
+        """Have the ranks, which wait for it, measure another trial.
+
+        Raises:
+            OutputError: If its files cannot be written.
+        """
+        if self._processes is None:
+            return
+        request = self._machine.limited(request_from_json(order["request"]))
+        directory = write_run_directory(
+            replace(request, isolation="off"), self._folder, leavings=self._leavings, changes=order["changes"]
+        )
+        self._processes.take_on(request, directory)
+        self.name, self._told = request.launch_id, ([], None)
+        self._files = LaunchFiles(directory, ranks=self._ranks, node=self._machine.node)
+
+    def leave(self) -> None:
+        """Have ranks that wait for another trial leave."""
+        if self._processes is not None:
+            self._processes.leave()
 
     def ask_for_stacks(self) -> None:
         """Have the ranks write their stacks to their logs, which are sent to the head."""

@@ -160,6 +160,17 @@ class Cluster:
             place.order({"do": "port", "launch_id": request.launch_id, "address": place.address}, node=0)
         return launch
 
+    def continue_with(self, request: LaunchRequest, launch: Launch, changes: Mapping[str, Any]) -> Launch:
+        """Have the ranks of a launch that wait for an order measure another trial."""
+        directory = write_run_directory(replace(request, isolation="off"), self._output_dir, changes=changes)
+        directory.copy_command(launch.directory)
+        _, remote = self._launches.pop(launch.request.launch_id)
+        wire = request_to_json(replace(request, env=resolved(dict(request.env), self._environ)))
+        remote.take_on(request.launch_id, {"request": wire, "changes": dict(changes)})
+        continued = launch.continued(request, directory, changes)
+        self._launches[request.launch_id] = continued, remote
+        return continued
+
     def _idle_place(self) -> HeldPlace | None:
         for place in self._held.values():
             place.prepare(self._forking.preload, self._operators)
@@ -177,7 +188,7 @@ class Cluster:
         secrets = values_for([request.command.args, request.ds_config, request.overlay, request.env], self._environ)
         wire = request_to_json(replace(request, env=resolved(dict(request.env), self._environ)))
         token = uuid.uuid4().hex
-        folder = launch.directory.trackers_dir
+        folder = remote.trackers_dir = launch.directory.trackers_dir
         launch.directory.write_text(folder / TOKEN, token)
         order: dict[str, Any] = {
             "do": "launch",
@@ -333,7 +344,8 @@ class Cluster:
     def ended(self, launch: Launch, *, note: str) -> None:  # noqa: ARG002 - nodes deal with devices that are not free
         """Forget a launch; its place is idle."""
         _, remote = self._launches.pop(launch.request.launch_id)
-        (launch.directory.trackers_dir / TOKEN).unlink(missing_ok=True)
+        if remote.trackers_dir is not None:
+            (remote.trackers_dir / TOKEN).unlink(missing_ok=True)
         remote.place.launch_id = None
         if remote.place.stage is not Stage.LOST:
             self._losses = 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from optuna_dsat.launch.agent.command import device_environment, prepare_launch, write_run_directory
 from optuna_dsat.launch.agent.run import MachineLaunch
@@ -139,6 +141,18 @@ class Here:
             preloaded=begun.preloaded,
             repeats=waiting.repeats,
         )
+
+    def continue_with(self, request: LaunchRequest, launch: Launch, changes: Mapping[str, Any]) -> Launch:
+        """Have the ranks of a launch that wait for an order measure another trial."""
+        directory = write_run_directory(
+            replace(request, isolation="off"), self._output_dir, leavings=launch.directory.leavings, changes=changes
+        )
+        directory.copy_command(launch.directory)
+        continued = launch.continued(request, directory, changes)
+        processes = self._launches[launch.request.launch_id]
+        processes.take_on(request, directory)
+        self._launches[request.launch_id] = self._launches.pop(launch.request.launch_id)
+        return continued
 
     def advance(self, pause_s: float) -> None:
         """Wait; remove leftovers of killed tuners now and then.

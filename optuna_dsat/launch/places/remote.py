@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.facts import EndFacts
@@ -43,6 +44,8 @@ class RemoteLaunch:
         """The command of node 0."""
         self.failure = ""
         """Why a node could not start its ranks; empty if all could."""
+        self.trackers_dir: Path | None = None
+        """Folder of the head for what trackers write; None before the nodes were told to start it."""
         self.is_lost = False
         """Whether the allocation is gone, which ends its processes."""
         self._launch_id = launch_id
@@ -165,6 +168,15 @@ class RemoteLaunch:
         """Have the ranks of all nodes write their stacks to their logs; return all ranks."""
         self.place.order({"do": "stacks", "launch_id": self._launch_id})
         return range(self._slots)
+
+    def take_on(self, launch_id: str, order: Mapping[str, Any]) -> None:
+        """Have the ranks, which wait for it, measure another trial."""
+        self.place.order({"do": "continue", "launch_id": self._launch_id, **order})
+        self._launch_id = self.place.launch_id = launch_id
+
+    def leave(self) -> None:
+        """Have ranks that wait for another trial leave."""
+        self.place.order({"do": "dismiss", "launch_id": self._launch_id})
 
     def kill_ranks(self) -> None:
         """Have everything but torchrun killed."""

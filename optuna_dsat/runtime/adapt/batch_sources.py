@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,6 +72,8 @@ class BatchSources:
         self._texts: dict[str, str] = {}
         """Content of each settings file in the arguments -> its path."""
         self._folder = f"{Path.cwd().resolve()}{os.sep}"  # the script may change the working directory
+        self._scale = Fraction(1)
+        """Ratio of the present batch size to the one that loaders were made with."""
 
     def install(self) -> None:
         """Start recording values parsed by argparse; other libraries are patched on import (``callbacks``)."""
@@ -110,6 +113,17 @@ class BatchSources:
         settings = [(key, value) for (_, key), value in self._settings.items()]
         named = {value for name, value in [*self._parsers.options.items(), *settings] if names_training_batch(name)}
         return BatchNumbers(configured=configured, named=named, loaded=self._loaded)
+
+    def rescale(self, ratio: Fraction) -> bool:
+        """Multiply the batch size of the data loaders that feed the engine, also of those in an iteration.
+
+        Batches that workers of a loader have already prefetched keep their size.
+
+        Returns:
+            Whether a data loader of torch feeds the engine.
+        """
+        self._scale *= ratio
+        return any(loader.trains for loader in self._loaders)
 
     def _note_settings(self, source: Any, result: Any) -> None:
         """Record the numbers of a settings file, and replace the batch size selected by ``follow``."""
@@ -165,16 +179,64 @@ class BatchSources:
             loader.__dict__["_optuna_dsat"] = noted
             self._loaders.append(noted)
 
+        if self._repeat and "_index_sampler" in vars(loader_class):
+            self._regroup_indices(loader_class)
+
         @patch(loader_class, "__iter__")
         def iterate(original: Any, loader: Any) -> Any:
             noted = loader.__dict__.get("_optuna_dsat")
 
             def yielded(batch: Any) -> None:
-                self._loaded = None if noted is None or leading_dimension(batch) is None else noted.batch_size
+                size = None if noted is None or leading_dimension(batch) is None else noted.batch_size
+                self._loaded = None if size is None else int(size * self._scale_of(noted))
 
             return _Iteration(
                 lambda: original(loader), loader=noted, fed=self._fed, repeat=self._repeat, yielded=yielded
             )
+
+    def _scale_of(self, loader: _Loader | None) -> Fraction:
+        return self._scale if loader is not None and loader.trains else Fraction(1)
+
+    def _regroup_indices(self, loader_class: Any) -> None:
+        """Have data loaders take indices from their own batches, in lists of the present batch size."""
+        index_sampler = loader_class._index_sampler
+
+        def regrouped(loader: Any) -> Any:
+            batches, noted = index_sampler.fget(loader), loader.__dict__.get("_optuna_dsat")
+            if noted is None or not loader._auto_collation:
+                return batches
+            return _Regrouped(batches, scale=lambda: self._scale_of(noted))
+
+        loader_class._index_sampler = property(regrouped)
+
+
+class _Regrouped:
+    """The batches of indices of a data loader, regrouped to a multiple of their size that may change.
+
+    Their order is kept. A rest of an epoch that is smaller than a batch is left out, unless the size is the loader's.
+    """
+
+    def __init__(self, batches: Any, *, scale: Callable[[], Fraction]) -> None:
+        self._batches = batches
+        self._scale = scale
+
+    def __iter__(self) -> Iterator[Any]:
+        size, rest = 0, list[Any]()
+        for indices in self._batches:
+            size = max(size, len(indices))  # the last batch of an epoch may be smaller
+            if self._scale() == 1 and not rest:
+                yield indices
+                continue
+            rest += indices
+            while len(rest) >= (wanted := max(1, int(size * self._scale()))):
+                yield rest[:wanted]
+                rest = rest[wanted:]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
 
 class _Loader:

@@ -104,6 +104,12 @@ class CpuMemory:
         """Update the peak with the current size."""
         self._peak_data = max(self._peak_data, self._read().data)
 
+    def restart(self) -> None:
+        """Begin anew with the peaks; they remain relative to the baseline."""
+        with contextlib.suppress(OSError):
+            _CLEAR_REFS.write_text("5", encoding="ascii")
+        self._peak_data = self._read().data
+
     def peaks(self) -> MemoryPeaks:
         """Return the peaks so far."""
         now = self._read()
@@ -124,6 +130,10 @@ class CudaMemory:
 
     def sample(self) -> None:
         """Do nothing: the allocator tracks the peaks."""
+
+    def restart(self) -> None:
+        """Begin anew with the peaks."""
+        self._accelerator.reset_peak_memory_stats()
 
     def peaks(self) -> MemoryPeaks:
         """Return the peaks so far."""

@@ -146,6 +146,14 @@ class PlaceSettings:
             "imports ready; plain torchrun where that is unsafe) or always torchrun."
         ),
     ] = "warm"
+    continues: Annotated[
+        bool,
+        running(
+            help="Measure several trials in a launch if they differ only in the micro-batch and in communication "
+            "settings, which a running engine can change.",
+            flags=("--continue/--no-continue",),
+        ),
+    ] = True
     python: Annotated[
         str | None,
         running(

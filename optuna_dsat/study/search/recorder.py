@@ -147,6 +147,8 @@ class TrialRecorder:
         trial.set_user_attr(attributes.MESSAGE, report.message)
         trial.set_user_attr(attributes.ATTEMPTS, flight.attempt + 1)
         trial.set_user_attr(attributes.PEAK_BYTES, flight.record.peak_bytes)
+        if report.root:
+            trial.set_user_attr(attributes.ROOT_LAUNCH, report.root)
         if flight.record.engine is not None:
             trial.set_user_attr(attributes.DATA_PARALLEL_SIZE, flight.record.engine.data_parallel_size)
             trial.set_user_attr(attributes.HOST_THREADS, flight.record.engine.host_threads)

@@ -187,7 +187,7 @@ class Tuner:
             self._recorder.record(flight, report)
             self._recorder.record_steps(flight)
             most = max(self._spec.max_retries, MOST_KILLED if report.outcome is Outcome.KILLED else 0)
-            if not (report.outcome.retryable and flight.attempt < most):
+            if not (report.afresh or (report.outcome.retryable and flight.attempt < most)):
                 self._recorder.tell(flight, report)
                 return
             if self._store.heartbeat.is_lost(flight.trial):

@@ -1,0 +1,193 @@
+"""Changes settings of a running DeepSpeed engine between two optimizer steps.
+
+DeepSpeed reads them at each step from the attributes below; ``optuna_dsat.config.live`` has the ZeRO stages at which it
+does. Updated parameters and collectives after a change are those of an engine built with the setting
+(``tests/runtime/test_live.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from optuna_dsat.runtime.measure.engine import is_pipeline
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH
+
+__all__ = ["SETTERS", "NotLiveError", "change_settings", "release_cached_memory"]
+
+_ZERO = "zero_optimization."
+_COORDINATOR = "_PartitionedParameterCoordinator__"
+"""Prefix of its private attributes (``zero/partitioned_param_coordinator.py``)."""
+_OLD_BUFFER = "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer"
+"""The bucket of ZeRO 3 before DeepSpeed 0.18 (``zero/stage3.py``)."""
+
+
+class NotLiveError(RuntimeError):
+    """A running engine, or the script around it, cannot take on a setting."""
+
+
+def change_settings(engine: Any, changes: Mapping[str, Any]) -> None:
+    """Change settings of an engine. Call it on all ranks between the same two optimizer steps.
+
+    Args:
+        engine: The engine.
+        changes: As returned by ``optuna_dsat.config.live.live_changes``.
+
+    Raises:
+        NotLiveError: If this version of DeepSpeed has no such attribute, or the model is compiled for its batch size.
+    """
+    if {MICRO_BATCH, GRADIENT_ACCUMULATION} & changes.keys():
+        _change_batch(engine, changes.get(MICRO_BATCH), changes.get(GRADIENT_ACCUMULATION))
+    for key, value in changes.items():
+        if key.startswith(_ZERO):
+            knob = key[len(_ZERO) :]
+            SETTERS[knob](engine.optimizer, value)
+            if knob.startswith("stage3_"):
+                _forget_released_parameters(engine.optimizer)
+
+
+def release_cached_memory(accelerator: Any) -> None:
+    """Give free memory back to the device or the system: blocks of smaller sizes cannot serve larger ones."""
+    accelerator.empty_cache()
+    if sys.platform == "linux" and accelerator.device_name() == "cpu":
+        with contextlib.suppress(OSError, AttributeError):  # a C library without it
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _change_batch(engine: Any, micro_batch: int | None, accumulation: int | None) -> None:
+    """Change the batch sizes that the engine's config has; the data follow by ``BatchSources.rescale``.
+
+    ``engine.py``: ``set_train_micro_batch_size`` keeps the accumulation, which ``is_gradient_accumulation_boundary``
+    compares with ``micro_steps``.
+    """
+    config = engine._config
+    if micro_batch is not None and _is_compiled(engine):
+        raise NotLiveError("the model is compiled for its batch size")
+    micro_batch = config.train_micro_batch_size_per_gpu if micro_batch is None else micro_batch
+    if accumulation is not None:
+        config.gradient_accumulation_steps = accumulation
+        engine.micro_steps = 0
+        if isinstance(getattr(engine.optimizer, "gradient_accumulation_steps", None), int):
+            engine.optimizer.gradient_accumulation_steps = accumulation
+    config.train_micro_batch_size_per_gpu = micro_batch
+    config.train_batch_size = micro_batch * config.gradient_accumulation_steps * int(engine.dp_world_size)
+    if is_pipeline(engine):
+        engine.micro_batch_size, engine.micro_batches = micro_batch, config.gradient_accumulation_steps
+        engine.reset_activation_shape()  # stages send the shape of activations once
+
+
+def _is_compiled(engine: Any) -> bool:
+    """Return whether torch.compile has compiled for shapes: it recompiles a few times, then runs eagerly in silence."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters: Any = {} if dynamo is None else getattr(dynamo, "counters", {})
+    return bool(getattr(engine, "is_compiled", False) or counters.get("stats", {}).get("unique_graphs"))
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if not hasattr(owner, name):
+        raise NotLiveError(f"this DeepSpeed has no {type(owner).__name__}.{name.rpartition('__')[2] or name}")
+    setattr(owner, name, value)
+
+
+def _attribute(name: str) -> Callable[[Any, Any], None]:
+    return lambda optimizer, value: _set(optimizer, name, value)
+
+
+def _of_coordinator(name: str) -> Callable[[Any, Any], None]:
+    return lambda optimizer, value: _set(_coordinator(optimizer), f"{_COORDINATOR}{name}", value)
+
+
+def _coordinator(optimizer: Any) -> Any:
+    get = optimizer.parameter_offload.get_param_coordinator
+    try:
+        return get()
+    except TypeError:  # before DeepSpeed 0.16
+        return get(training=True)
+
+
+def _set_bucket_size(optimizer: Any, value: int) -> None:
+    _set(optimizer, "reduce_bucket_size", value)
+    _make_buckets(optimizer)
+
+
+def _set_contiguous(optimizer: Any, value: bool) -> None:
+    if getattr(optimizer, "cpu_offload", False) and not _is_stage_3(optimizer):
+        return  # ZeRO 2 with offload is always contiguous
+    _set(optimizer, "contiguous_gradients", value)
+    _make_buckets(optimizer)
+
+
+def _is_stage_3(optimizer: Any) -> bool:
+    return hasattr(optimizer, "parameter_offload")
+
+
+def _make_buckets(optimizer: Any) -> None:
+    """Make the buckets of ZeRO 3 anew, which are otherwise made once; ZeRO 1 and 2 make theirs in every backward."""
+    torch: Any = sys.modules["torch"]
+    if not _is_stage_3(optimizer):
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+            bucket.buffer.clear()
+        optimizer.grads_in_partition = None
+        return
+    device = sys.modules["deepspeed"].accelerator.get_accelerator().current_device_name()
+    size = optimizer.reduce_bucket_size if optimizer.contiguous_gradients else None
+    if hasattr(optimizer, "ipg_buckets"):
+        for dtype, bucket in optimizer.ipg_buckets.items():
+            bucket.buffer = None  # freed before its successor is made
+            bucket.buffer = None if size is None else torch.empty(size, dtype=dtype, device=device)
+        return
+    dtype = optimizer.dtype
+    _set(optimizer, _OLD_BUFFER, None)
+    if size is not None:
+        setattr(optimizer, _OLD_BUFFER, torch.empty(size, dtype=dtype, device=device))
+
+
+def _set_persistence(optimizer: Any, value: int) -> None:
+    """Choose the parameters that stay gathered anew: ``DeepSpeedZeRoOffload.mark_persistent_parameters``."""
+    offload = optimizer.parameter_offload
+    _coordinator(optimizer).release_and_reset_all(offload.module)
+    for parameter in offload.module.parameters():
+        if parameter.ds_persist and parameter.ds_status.name == "AVAILABLE":
+            parameter.partition()
+        parameter.ds_persist = False
+    _set(offload, "param_numel_persistence_threshold", value)
+    chosen = offload.mark_persistent_parameters(value, offload.model_persistence_threshold)
+    offload.persistent_parameters = optimizer.persistent_parameters = chosen
+    if chosen:
+        chosen[0].all_gather(chosen)
+
+
+def _forget_released_parameters(optimizer: Any) -> None:
+    """Empty the cache of ``__params_to_release``, which otherwise keeps what an earlier setting released."""
+    function: Any = getattr(type(_coordinator(optimizer)), f"{_COORDINATOR}params_to_release", None)
+    contents = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    caches = [each for each in (function, *contents) if hasattr(each, "cache_clear")]
+    if not caches:
+        raise NotLiveError("this DeepSpeed caches released parameters elsewhere")
+    for cache in caches:
+        cache.cache_clear()
+
+
+SETTERS: Mapping[str, Callable[[Any, Any], None]] = {
+    # zero/stage_1_and_2.py: setup_buckets, copy_grads_in_partition; zero/stage3.py: _setup_for_real_optimizer,
+    # __add_grad_to_ipg_bucket
+    "contiguous_gradients": _set_contiguous,
+    # zero/stage_1_and_2.py: reduce_independent_p_g_buckets_and_remove_grads, average_tensor
+    "overlap_comm": _attribute("overlap_comm"),
+    # zero/stage_1_and_2.py and zero/stage3.py: reduce_independent_p_g_buckets_and_remove_grads
+    "reduce_bucket_size": _set_bucket_size,
+    # zero/stage_1_and_2.py: average_tensor; zero/stage3.py: __avg_scatter_contiguous_grads
+    "reduce_scatter": _attribute("reduce_scatter"),
+    # zero/partitioned_param_coordinator.py: fetch_sub_module
+    "stage3_max_live_parameters": _of_coordinator("max_n_available_params"),
+    # zero/partitioned_param_coordinator.py: __params_to_release
+    "stage3_max_reuse_distance": _of_coordinator("max_reuse_dist_in_numel"),
+    # zero/parameter_offload.py: mark_persistent_parameters
+    "stage3_param_persistence_threshold": _set_persistence,
+    # zero/partitioned_param_coordinator.py: fetch_sub_module
+    "stage3_prefetch_bucket_size": _of_coordinator("prefetch_bucket_sz"),
+}
+"""Knob -> function that sets it in an optimizer of DeepSpeed 0.14.5 to 0.19.8, and the functions there that read it."""

@@ -1,0 +1,92 @@
+"""A running engine whose settings were changed trains and communicates as one that was built with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.config.live import LIVE_KNOBS
+from optuna_dsat.runtime.measure.live import SETTERS, NotLiveError, change_settings
+
+SCRIPT = Path(__file__).with_name("live_engines.py")
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+OTHER_VALUES: dict[str, tuple[Any, Any]] = {
+    "contiguous_gradients": (True, False),
+    "overlap_comm": (False, True),
+    "reduce_bucket_size": (100_000, 5_000),
+    "reduce_scatter": (True, False),
+    "stage3_max_live_parameters": (10**9, 1_000),
+    "stage3_max_reuse_distance": (10**9, 0),
+    "stage3_param_persistence_threshold": (0, 10_000),
+    "stage3_prefetch_bucket_size": (10_000, 0),
+}
+"""Knob -> two values, of which the second makes other collectives or none."""
+
+
+_BOTH_WAYS = ("contiguous_gradients", "reduce_bucket_size", "stage3_param_persistence_threshold")
+"""Knobs whose change makes or drops buffers."""
+
+
+def config(stage: int, *, micro_batch: int = 8, accumulation: int = 1, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, **_small_sizes(stage), **zero},
+        "steps_per_print": 10**6,
+    }
+
+
+def _small_sizes(stage: int) -> dict[str, Any]:
+    return {knob: values[0] for knob, values in OTHER_VALUES.items() if stage in LIVE_KNOBS[knob]}
+
+
+def changes_at(stage: int, **zero: Any) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    before = config(stage, **zero)
+    changes = [("batch", before, config(stage, micro_batch=16, accumulation=2, **zero))]
+    for knob, stages in LIVE_KNOBS.items():
+        if stage in stages and not (zero and stage == 2 and knob == "contiguous_gradients"):
+            ways = (OTHER_VALUES[knob], OTHER_VALUES[knob][::-1])
+            for value, other in ways if knob in _BOTH_WAYS else ways[:1]:
+                names = {**zero, knob: value}, {**zero, knob: other}
+                changes.append((f"{knob}: {value} -> {other}", config(stage, **names[0]), config(stage, **names[1])))
+    return changes
+
+
+def compared(changes: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[list[Any]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+    done = subprocess.run([*command, json.dumps(changes)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: list[list[Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize(("stage", "zero"), [(1, {}), (2, {}), (2, OFFLOAD), (3, {})])
+def test_a_changed_engine_is_as_a_fresh_one(stage: int, zero: dict[str, Any]) -> None:
+    changes = changes_at(stage, **zero)
+    assert len(changes) > 3
+    for name, equal, collectives, of_fresh in compared(changes):
+        assert equal, name
+        assert collectives == of_fresh, name
+
+
+def test_every_live_knob_has_a_setter() -> None:
+    assert SETTERS.keys() == LIVE_KNOBS.keys()
+
+
+def test_a_setting_that_deepspeed_does_not_have_is_refused() -> None:
+    class Engine:
+        optimizer = object()
+
+    with pytest.raises(NotLiveError, match="no object.reduce_scatter"):
+        change_settings(Engine(), {"zero_optimization.reduce_scatter": True})
