@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
 from optuna_dsat.config.live import live_changes
-from optuna_dsat.launch.classify import classify
-from optuna_dsat.launch.facts import StopReason
+from optuna_dsat.launch.classify import Verdict, classify
+from optuna_dsat.launch.facts import LaunchFacts, StopReason
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.devices import Devices, Nvml
 from optuna_dsat.launch.machine.slots import SlotPool
@@ -334,8 +334,17 @@ class TorchrunLauncher:
     def _settled_report(self, launch: Launch) -> LaunchReport:
         facts = launch.facts()
         self._forking.learn_from(launch)
+        return self._report(launch, facts, classify(facts), note="", exit_s=0.0)
+
+    def _report(
+        self, launch: Launch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float
+    ) -> LaunchReport:
         self._notify(isolation_notice(launch))
-        return report_of(launch, facts, classify(facts), note="", exit_s=0.0)
+        report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
+        if not launch.root or report.outcome not in _NOT_OF_THE_CONFIGURATION:
+            return report
+        self._learn_limit(launch.changes, report.failure_in_words)
+        return replace(report, afresh=True)
 
     def _conclude(self, launch: Launch, note: str) -> LaunchReport | None:
         """Return the report of a launch that is over; None if it is repeated by plain torchrun."""
@@ -354,11 +363,7 @@ class TorchrunLauncher:
             again = WaitingLaunch(request=launch.request, directory=directory, repeats=failed)
             self._waiting = {name: again, **self._waiting}
             return None
-        self._notify(isolation_notice(launch))
-        report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
-        if launch.root and report.outcome in _NOT_OF_THE_CONFIGURATION:
-            self._learn_limit(launch.changes, report.failure_in_words)
-            report = replace(report, afresh=True)
+        report = self._report(launch, facts, verdict, note=note, exit_s=exit_s)
         write_report(report, launch.directory, facts=facts, output_dir=self._output_dir)
         return report
 

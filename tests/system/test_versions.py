@@ -103,9 +103,10 @@ def test_a_script_of_another_environment_is_tuned(tmp_path: Path, job: Job, envi
         path.write_text(json.dumps({**json.loads(path.read_text()), **job.config}))
     words = shlex.split(job.words.format(bin=environment / "bin"))
     storage = f"sqlite:///{tmp_path}/study.db"
-    command = Command(
-        folder, words[0], "--study", "s", "--storage", storage, "--output-dir", str(tmp_path / "out"), *words[1:]
-    )
+    options = ["--study", "s", "--storage", storage, "--output-dir", str(tmp_path / "out")]
+    # Versions of DeepSpeed have different operators of the same name.
+    extensions = {"TORCH_EXTENSIONS_DIR": str(environment.parent / f"extensions-{environment.name}")}
+    command = Command(folder, words[0], *options, *words[1:], environ=extensions)
     result = "failed"
     try:
         _, errors = command.finish(timeout_s=600)

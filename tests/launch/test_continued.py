@@ -1,0 +1,230 @@
+"""Launches that measure several trials in a running engine, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
+from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import EngineReady, StepMeasured
+from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
+
+from .test_torchrun import BASE_ENV, assert_gone
+
+pytestmark = pytest.mark.torchrun
+
+Run = Callable[..., tuple[LaunchReport, list[StepMeasured]]]
+
+
+@pytest.fixture(scope="module")
+def notices() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory, notices: list[str]) -> Iterator[TorchrunLauncher]:
+    """Return a launcher that has torch and DeepSpeed imported."""
+    folder = tmp_path_factory.mktemp("warm")
+    made = local_launcher(folder, devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append)
+    (folder / "user_config.json").write_text(json.dumps(DS_CONFIG))
+    made.start(trial(folder, "warms"))
+    updates_until_finished(made)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def launcher(forks: TorchrunLauncher, notices: list[str]) -> TorchrunLauncher:
+    notices.clear()
+    forks._continues, forks._not_followed = True, set()
+    return forks
+
+
+@pytest.fixture
+def run(launcher: TorchrunLauncher, tmp_path: Path) -> Run:
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
+
+    def measure(name: str, *args: str, size: int = 4, **changes: Any) -> tuple[LaunchReport, list[StepMeasured]]:
+        asked = trial(tmp_path, name, *args, size=size, **changes)
+        launcher.start(asked)
+        updates = updates_until_finished(launcher)
+        return reports(updates)[asked.launch_id], events(updates, StepMeasured)
+
+    return measure
+
+
+def trial(folder: Path, name: str, *args: str, size: int = 4, **changes: Any) -> LaunchRequest:
+    overlay = {"train_micro_batch_size_per_gpu": size, **changes.pop("config", {})}
+    name = f"{folder.name.strip('_')}-{name}"
+    fields: dict[str, Any] = {
+        "overlay": overlay,
+        "ds_config": {**DS_CONFIG, **overlay},
+        "continues": True,
+        "stall_s": 20,
+    }
+    return request(folder, launch_id=name, script="continued.py", args=args, **fields | changes)
+
+
+def sizes(steps: list[StepMeasured]) -> set[int | None]:
+    return {step.observed_micro_batch for step in steps}
+
+
+@pytest.mark.parametrize("data", ["loader", "stream"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sizes_are_measured_in_one_launch(
+    run: Run, launcher: TorchrunLauncher, data: str, workers: int, tmp_path: Path
+) -> None:
+    options = ("--data", data, "--workers", str(workers))
+    first, _ = run("first", *options)
+    for size in (9, 2, 4):
+        report, steps = run(f"size-{size}", *options, size=size)
+        assert report.outcome is Outcome.MEASURED, (report.message, report.error_excerpt, report.command)
+        assert report.root == first.launch_id
+        assert report.pids == first.pids
+        assert sizes(steps) == {size}
+        assert [step.step for step in steps if step.rank == 0] == [1, 2, 3]
+        record = launcher.run_directory(report.launch_id)
+        assert record.stdout(0).exists()
+        assert json.loads(record.report.read_text())["root"] == first.launch_id
+    run("other", *options, config={"zero_optimization": {"stage": 1}})
+    assert_gone(first.pids)
+
+
+def test_a_request_that_does_not_continue_is_launched(run: Run) -> None:
+    first, _ = run("first")
+    other, _ = run("other", size=8, continues=False)
+    third, _ = run("third", size=2)
+    assert other.root == third.root == ""
+    assert_gone([*first.pids, *other.pids])
+
+
+def test_ranks_leave_when_nothing_continues_them(run: Run, launcher: TorchrunLauncher) -> None:
+    first, _ = run("first")
+    deadline = time.monotonic() + 10
+    while launcher._parked and time.monotonic() < deadline:
+        launcher.poll(0.1)
+    assert_gone(first.pids)
+    assert launcher.free_slots == 2
+
+
+def test_accumulation_follows_where_the_engine_counts(run: Run) -> None:
+    first, _ = run("first")
+    report, steps = run("second", config={"gradient_accumulation_steps": 3})
+    assert report.root == first.launch_id
+    assert {step.samples for step in steps} == {12}
+
+
+def test_a_script_that_does_not_follow_is_launched_afresh(run: Run, notices: list[str]) -> None:
+    run("first", "--data", "fixed")
+    refused, _ = run("second", "--data", "fixed", size=8)
+    assert refused.afresh
+    assert refused.outcome is Outcome.SCRIPT_ERROR
+    again, steps = run("again", "--data", "fixed", size=8)
+    assert (again.root, again.afresh, sizes(steps)) == ("", False, {8})
+    assert any("did not go on with another train_micro_batch_size_per_gpu" in notice for notice in notices)
+    other, _ = run("knob", "--data", "fixed", size=2)
+    assert other.root == "", "what the script did not follow is not tried again"
+
+
+def test_a_script_that_accumulates_by_itself_is_launched_afresh(run: Run) -> None:
+    run("first", "--accumulates")
+    refused, _ = run("second", "--accumulates", config={"gradient_accumulation_steps": 3})
+    assert refused.afresh
+    size, _ = run("third", "--accumulates", size=8)
+    assert size.root == "", "the launch before has failed"
+    more, _ = run("fourth", "--accumulates", size=2)
+    assert more.root == size.launch_id, "a size is followed"
+
+
+def test_an_error_at_a_size_is_not_blamed_on_it(run: Run) -> None:
+    run("first", "--end", "raise", "--end-size", "8")
+    failed, _ = run("second", "--end", "raise", "--end-size", "8", size=8)
+    assert failed.afresh
+    assert "this size is not for me" in failed.error_excerpt
+    alone, _ = run("alone", "--end", "raise", "--end-size", "8", size=8)
+    assert (alone.outcome, alone.afresh) == (Outcome.SCRIPT_ERROR, False)
+
+
+def test_out_of_memory_ends_the_launch_and_counts(run: Run) -> None:
+    first, _ = run("first", "--end", "memory", "--end-size", "8")
+    full, _ = run("second", "--end", "memory", "--end-size", "8", size=8)
+    assert (full.outcome, full.root, full.afresh) == (Outcome.OUT_OF_MEMORY, first.launch_id, False)
+    assert_gone(first.pids)
+    third, _ = run("third", size=2)
+    assert third.root == ""
+
+
+def test_data_that_do_not_last_are_measured_in_an_own_launch(run: Run) -> None:
+    run("first", "--samples", "16")
+    refused, _ = run("second", "--samples", "16", size=32)
+    assert refused.afresh
+    again, _ = run("again", "--samples", "16", size=32)
+    assert not again.afresh
+
+
+def test_a_rank_that_dies_while_it_waits_costs_nothing(run: Run, launcher: TorchrunLauncher) -> None:
+    first, _ = run("first")
+    os.kill(first.pids[-1], signal.SIGKILL)
+    time.sleep(0.5)
+    second, steps = run("second", size=8)
+    assert (second.outcome, second.afresh) == (Outcome.MEASURED, False)
+    assert second.root == "" and sizes(steps) == {8}
+    assert_gone(first.pids)
+    assert launcher.free_slots == 2
+
+
+def test_a_rank_that_stands_still_is_found(run: Run) -> None:
+    first, _ = run("first", "--end", "sleep", "--end-size", "8", stall_s=3)
+    stalled, _ = run("second", "--end", "sleep", "--end-size", "8", size=8, stall_s=3)
+    assert (stalled.outcome, stalled.afresh) == (Outcome.STALLED, True)
+    assert_gone(first.pids)
+
+
+def test_a_pruned_trial_leaves_its_ranks_to_the_next(launcher: TorchrunLauncher, tmp_path: Path) -> None:
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
+    asked = trial(tmp_path, "first", end_profile_step=6)
+    launcher.start(asked)
+    updates: list[LaunchUpdate] = []
+    while not events(updates, StepMeasured):
+        updates += launcher.poll(0.1)
+    launcher.stop(asked.launch_id)
+    report = reports(updates_until_finished(launcher))[asked.launch_id]
+    assert report.outcome is Outcome.PRUNED
+    launcher.start(trial(tmp_path, "second", size=8))
+    second = reports(updates_until_finished(launcher))
+    assert [each.root for each in second.values()] == [asked.launch_id]
+
+
+def test_the_profile_goes_on_with_the_baseline(run: Run, launcher: TorchrunLauncher, tmp_path: Path) -> None:
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
+    asked = replace(trial(tmp_path, "profile", size=1), purpose="profile")
+    launcher.start(asked)
+    assert reports(updates_until_finished(launcher))[asked.launch_id].outcome is Outcome.MEASURED
+    report, steps = run("baseline", size=4)
+    assert report.root == asked.launch_id
+    assert sizes(steps) == {4}
+
+
+def test_what_is_ordered_can_be_stopped(launcher: TorchrunLauncher, tmp_path: Path) -> None:
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
+    first, second = (trial(tmp_path, name, size=size) for name, size in (("first", 4), ("second", 8)))
+    launcher.start(first)
+    updates_until_finished(launcher)
+    launcher.start(second)
+    launcher.stop(second.launch_id)
+    assert reports(updates_until_finished(launcher))[second.launch_id].outcome is Outcome.PRUNED
+    launcher.start(trial(tmp_path, "third", size=2))
+    updates = updates_until_finished(launcher)
+    assert {step.observed_micro_batch for step in events(updates, StepMeasured)} == {2}
+    assert {event.train_micro_batch_size_per_gpu for event in events(updates, EngineReady)} == {2}

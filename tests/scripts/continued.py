@@ -1,0 +1,58 @@
+"""A tiny DeepSpeed training with data that follow a batch size, or not, and mistakes at a size of one's choice."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+
+import deepspeed
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Samples without an end."""
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        while True:
+            yield torch.ones(16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("--data", default="loader", choices=("loader", "stream", "fixed"))
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--accumulates", action="store_true", help="accumulate 1 micro-batch whatever the engine says")
+    parser.add_argument("--end", default="", choices=("", "raise", "memory", "kill", "sleep"))
+    parser.add_argument("--end-size", type=int, default=0)
+    parser.add_argument("--end-rank", type=int, default=1)
+    args = parser.parse_args()
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=args.config)
+    size = engine.train_micro_batch_size_per_gpu()
+    data = Stream() if args.data == "stream" else TensorDataset(torch.randn(args.samples, 16))
+    loader = DataLoader(data, batch_size=size, num_workers=args.workers)
+    for _ in range(100):
+        for batch in loader if args.data != "fixed" else [torch.randn(size, 16)]:
+            inputs = batch if isinstance(batch, torch.Tensor) else batch[0]
+            if len(inputs) == args.end_size and int(os.environ["RANK"]) == args.end_rank:
+                if args.end == "raise":
+                    raise ValueError("this size is not for me")
+                if args.end == "memory":
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                if args.end == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if args.end == "sleep":
+                    time.sleep(600)
+            engine.backward(engine(inputs).square().mean())
+            if args.accumulates:
+                engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+
+
+if __name__ == "__main__":
+    main()
