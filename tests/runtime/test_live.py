@@ -88,5 +88,5 @@ def test_a_setting_that_deepspeed_does_not_have_is_refused() -> None:
     class Engine:
         optimizer = object()
 
-    with pytest.raises(NotLiveError, match="no object.reduce_scatter"):
+    with pytest.raises(NotLiveError, match=r"no object\.reduce_scatter"):
         change_settings(Engine(), {"zero_optimization.reduce_scatter": True})
