@@ -53,7 +53,7 @@ _POLL_PAUSE_S = 0.02
 
 
 class Places(Protocol):
-    """The slots for launches: those of this machine (``places/here.py``), or of nodes (``places/cluster.py``)."""
+    """The slots for launches: of this machine (``places/here.py``), or of nodes (``places/cluster.py``)."""
 
     @property
     def total_slots(self) -> int:

@@ -137,7 +137,7 @@ class LaunchRequest:
     writable: tuple[str, ...] = ()
     """Files and folders that the launch may change nevertheless."""
     continues: bool = False
-    """Whether its ranks may measure a further trial after the last step, and whether they may be those of another."""
+    """Whether its ranks may measure a further trial after the last step, and ranks of another launch this one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -408,12 +408,12 @@ class DeepSpeedHook:
         release_cached_memory(self._accelerator)
         self._memory.restart()
         self._writer.write(self._engine_ready(self._engine, 0.0, self._differences))
-        self._meter.take_on(
-            last_step=plan.end_profile_step,
+        self._meter.transition.begin(
             micro_batch=plan.changes.get(MICRO_BATCH),
             accumulated=Fraction(self._config.accumulation, accumulation),
             rescale=self._batch_sources.rescale,
         )
+        self._meter.take_on(last_step=plan.end_profile_step)
 
     def _watch_engine(self, engine: Any, span: list[float], differences: Mapping[str, list[Any]]) -> None:
         """Measure a further engine instead of the current engine if ``OtherEngine`` finds that it trains."""

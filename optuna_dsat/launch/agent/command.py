@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ __all__ = [
     "prepare_launch",
     "rank_variables",
     "rank_words",
+    "start_torchrun",
     "torchrun_command",
     "write_run_directory",
 ]
@@ -290,6 +292,20 @@ def prepare_launch(
         shown=without_secrets(command),
         environ=environ,
     )
+
+
+def start_torchrun(request: LaunchRequest, prepared: PreparedLaunch) -> subprocess.Popen[bytes]:
+    """Start a launch without a fork."""
+    with prepared.directory.agent_log.open("wb") as log:
+        return subprocess.Popen(
+            prepared.argv,
+            cwd=request.command.cwd,
+            env=prepared.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _plan(request: LaunchRequest, directory: RunDirectory) -> LaunchPlan:

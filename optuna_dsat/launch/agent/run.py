@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.launch.agent.command import PreparedLaunch, prepare_launch, write_run_directory
+from optuna_dsat.launch.agent.command import PreparedLaunch, prepare_launch, start_torchrun, write_run_directory
 from optuna_dsat.launch.agent.files import LaunchFiles, TrackerFiles
 from optuna_dsat.launch.agent.wire import request_from_json
 from optuna_dsat.launch.facts import EndFacts
@@ -54,19 +53,6 @@ class Started:
     started_unix: float
     oom_kills_before: int | None
     """The kernel's count of processes killed for want of memory; None if unknown."""
-
-
-def _start_torchrun(request: LaunchRequest, prepared: PreparedLaunch) -> AgentHandle:
-    with prepared.directory.agent_log.open("wb") as log:
-        return subprocess.Popen(
-            prepared.argv,
-            cwd=request.command.cwd,
-            env=prepared.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
 
 _FREE_DEADLINE_S = 60.0
@@ -164,7 +150,7 @@ class MachineLaunch:
         # A fork may have waited for the imports; the launch begins here.
         started, started_unix = time.monotonic(), time.time()
         begun = Started(
-            agent=_start_torchrun(request, prepared) if agent is None else agent,
+            agent=start_torchrun(request, prepared) if agent is None else agent,
             preloaded=None if agent is None else agent.preload,
             command=prepared.shown,
             started=started,

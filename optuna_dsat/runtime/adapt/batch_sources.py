@@ -115,7 +115,7 @@ class BatchSources:
         return BatchNumbers(configured=configured, named=named, loaded=self._loaded)
 
     def rescale(self, ratio: Fraction) -> bool:
-        """Multiply the batch size of the data loaders that feed the engine, also of those in an iteration.
+        """Multiply the batch size of the data loaders that feed the engine, also within an iteration.
 
         Batches that workers of a loader have already prefetched keep their size.
 

@@ -1,7 +1,7 @@
 """Changes settings of a running DeepSpeed engine between two optimizer steps.
 
 DeepSpeed reads them at each step from the attributes below; ``optuna_dsat.config.live`` has the ZeRO stages at which it
-does. Updated parameters and collectives after a change are those of an engine built with the setting
+does. Updated parameters and collectives after a change equal a fresh engine's
 (``tests/runtime/test_live.py``).
 """
 

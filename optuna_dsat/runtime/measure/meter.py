@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, StepMeasured
@@ -27,15 +26,12 @@ from optuna_dsat.runtime.measure.engine import (
     loss_of,
 )
 from optuna_dsat.runtime.measure.inputs import InputSize, size_of
-from optuna_dsat.runtime.measure.live import NotLiveError
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory
 from optuna_dsat.runtime.measure.profiler import Profiler
+from optuna_dsat.runtime.measure.transition import Transition
 from optuna_dsat.runtime.user_code import Place, places_of
 
 __all__ = ["Meter", "RankState"]
-
-_MOST_IN_FLIGHT = 40
-"""Steps after a change of the batch size at most: workers of a data loader times the batches that each prefetches."""
 
 
 @dataclass
@@ -140,16 +136,8 @@ class Meter:
         self._size_of = size_of
         self._skips = SkipDetector(engine)
         self._step = _Step()
-        self._observed: int | None = None
-        """Micro-batch of the last step; None if not observed."""
-        self._passes_before = Fraction(0)
-        """Forward passes of the last step."""
-        self._passes: Fraction | None = None
-        """Forward passes of each step of a trial that continues another; None for the first trial."""
-        self._awaited: int | None = None
-        """Micro-batch of the next step that counts; None for any."""
-        self._most_in_flight = 0
-        """Steps that may still come with the earlier batch size."""
+        self.transition = Transition()
+        """Steps between two trials, which are not recorded."""
         self._boundary_s = clock.now()
         self._in_forward = False
         self._module_hooked = False
@@ -179,30 +167,10 @@ class Meter:
         self._clock.synchronize()
         self._boundary_s = self._clock.now()
 
-    def take_on(
-        self, *, last_step: int, micro_batch: int | None, accumulated: Fraction, rescale: Callable[[Fraction], bool]
-    ) -> None:
-        """Measure from the next step on for another trial, up to its last step.
-
-        Steps of the earlier batch size that are still in flight are not recorded.
-
-        Args:
-            last_step: The step after which ``exit_process`` is called.
-            micro_batch: Samples per rank and forward pass of the trial; None if they stay as they are.
-            accumulated: Ratio of its gradient accumulation steps to those of the trial before.
-            rescale: Multiplies the batch size of the script's data; returns whether some may still be in flight.
-
-        Raises:
-            NotLiveError: If the batch size is to change and was not observed.
-        """
+    def take_on(self, *, last_step: int) -> None:
+        """Measure from the next step on for another trial, up to its last step."""
         self._profiler = None
         self._last_step = last_step
-        self._passes = self._passes_before * accumulated
-        self._awaited = micro_batch
-        if micro_batch is not None:
-            if self._observed is None:
-                raise NotLiveError("the engine's inputs have no tensors")
-            self._most_in_flight = _MOST_IN_FLIGHT if rescale(Fraction(micro_batch, self._observed)) else 1
         self._clock.synchronize()
         self._boundary_s = self._clock.now()
 
@@ -445,8 +413,8 @@ class Meter:
         now = self._clock.now()
         step, self._step = self._step, _Step()
         latency_s, self._boundary_s = now - self._boundary_s, now
-        if self._is_in_flight(step):
-            return
+        if self.transition.includes(step.micro_batch, sum(name in ("forward", "batch") for name, *_ in step.spans)):
+            return  # it is part of no trial
         state = self._state
         skipped = self._skips.skipped(by_script=step.by_script)
         skipped_before = state.skipped
@@ -487,24 +455,6 @@ class Meter:
             else:
                 self._profiler.boundary(state.steps, step.fed.samples)
         self._exit_if_measured()
-
-    def _is_in_flight(self, step: _Step) -> bool:
-        """Return whether a step still has the batch size of the trial before.
-
-        Raises:
-            NotLiveError: If the script does not follow the launch's batch size or accumulation.
-        """
-        passes = sum(name in ("forward", "batch") for name, *_ in step.spans)
-        self._observed, self._passes_before = step.micro_batch, Fraction(passes)
-        if self._awaited is not None and step.micro_batch != self._awaited:
-            self._most_in_flight -= 1
-            if self._most_in_flight < 0:
-                raise NotLiveError(f"batches have {step.micro_batch} samples, not {self._awaited}, in a running engine")
-            return True
-        self._awaited = None
-        if self._passes is not None and passes != self._passes:
-            raise NotLiveError(f"a step makes {passes} forward passes, not {self._passes}, in a running engine")
-        return False
 
     def _exit_if_measured(self) -> None:
         if self._state.has_measured(self._last_step):
