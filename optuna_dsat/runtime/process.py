@@ -48,7 +48,7 @@ from optuna_dsat.runtime.isolation.world import World, rename_across_layers
 from optuna_dsat.runtime.measure.memory import out_of_memory_errors, process_limit_lifted, unlink_shared_buffers
 from optuna_dsat.runtime.measure.meter import RankState
 from optuna_dsat.runtime.measure.orders import await_order
-from optuna_dsat.runtime.rank import LaunchPlan, Rank
+from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan, Rank
 from optuna_dsat.runtime.reporting import set_current_trial
 from optuna_dsat.runtime.stacks import register_stacks
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
@@ -241,6 +241,7 @@ class _RankProcess:
             measured = self._state.steps >= self._plan.end_profile_step
             self._finish("profile_done" if measured else STEPS_SKIPPED)
             if measured and self._plan.continues and (order := await_order(self._plan.root)) is not None:
+                os.environ[LAUNCH_ENV] = str(order)
                 self._take_on(LaunchPlan.load(order))
                 return
             self._wait_for_local_ranks()

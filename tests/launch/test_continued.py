@@ -45,10 +45,15 @@ def forks(tmp_path_factory: pytest.TempPathFactory, notices: list[str]) -> Itera
 
 
 @pytest.fixture
-def launcher(forks: TorchrunLauncher, notices: list[str]) -> TorchrunLauncher:
+def launcher(forks: TorchrunLauncher, notices: list[str]) -> Iterator[TorchrunLauncher]:
     notices.clear()
     forks._continues, forks._not_followed = True, set()
-    return forks
+    yield forks
+    for name in [*forks._running]:  # of a test that has failed
+        forks.stop(name, outcome=Outcome.LOST)
+    deadline = time.monotonic() + 20
+    while forks.free_slots < 2 and time.monotonic() < deadline:
+        forks.poll(0.1)
 
 
 @pytest.fixture
@@ -71,7 +76,7 @@ def trial(folder: Path, name: str, *args: str, size: int = 4, **changes: Any) ->
         "overlay": overlay,
         "ds_config": {**DS_CONFIG, **overlay},
         "continues": True,
-        "stall_s": 20,
+        "stall_s": 90,
     }
     return request(folder, launch_id=name, script="continued.py", args=args, **fields | changes)
 

@@ -51,12 +51,8 @@ def _engine(module: ModuleType) -> None:
     def began(engine: Any, *args: Any, **kwargs: Any) -> None:
         begin(engine, *args, **kwargs)
         engine.first_try_number = next(numbers)
-        _write(
-            event="engine",
-            micro_batch=engine.train_micro_batch_size_per_gpu(),
-            stage=engine.zero_optimization_stage(),
-            accumulation=engine.gradient_accumulation_steps(),
-        )
+        _engines.append(engine)
+        _write_engine(engine)
         _watch(engine)
 
     @functools.wraps(take_step)
@@ -72,6 +68,20 @@ def _engine(module: ModuleType) -> None:
     engine_class.__init__, engine_class._take_model_step = began, stepped
 
 
+_engines: list[Any] = []
+
+
+def _write_engine(engine: Any) -> None:
+    engine.first_try_launch = _launch()
+    engine.first_try_steps = 0
+    _write(
+        event="engine",
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        stage=engine.zero_optimization_stage(),
+        accumulation=engine.gradient_accumulation_steps(),
+    )
+
+
 def _watch(engine: Any) -> None:
     import torch
 
@@ -79,6 +89,10 @@ def _watch(engine: Any) -> None:
 
     def fed(_: Any, args: Any, kwargs: Any) -> None:
         nonlocal seen
+        if engine.first_try_launch != _launch():  # the ranks went on with another trial
+            seen = 0
+            for each in _engines:
+                _write_engine(each)
         if seen < _MOST_BATCHES and torch.is_grad_enabled():
             seen += 1
             _write(event="fed", engine=number, size=_size([*args, *kwargs.values()]))
