@@ -39,25 +39,41 @@ class Launch:
     ended_s: float
     """Virtual seconds since the search began."""
     launch_id: str = ""
+    root: str = ""
+    """The launch that it continued; empty if it started its own processes."""
 
 
 class Rig:
     """A simulated machine with a budget. Implements the tuner's ``Launcher`` protocol.
+
+    Each trial counts as a launch here, also if it continues another.
 
     Args:
         landscape: What would become of each configuration.
         budget: Launches after the profile launches; another one raises.
         noise: Relative standard deviation of measured times.
         seed: Of the noise.
+        continues: Whether a launch measures several trials that differ in live settings only.
     """
 
-    def __init__(self, landscape: Computed | Recorded, *, budget: int, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        landscape: Computed | Recorded,
+        *,
+        budget: int,
+        noise: float = 0.0,
+        seed: int = 0,
+        continues: bool = False,
+    ) -> None:
         self.landscape = landscape
+        self.continues = continues
         self.launches: list[Launch] = []
         self.posterior_means: Sequence[Mapping[str, Any] | None] | None = None
         """After each launch the config of the best posterior mean; None for methods without a posterior."""
         self._budget = budget
-        self._launcher = SimulatedLauncher(landscape, total_slots=landscape.slots, noise=noise, seed=seed)
+        self._launcher = SimulatedLauncher(
+            landscape, total_slots=landscape.slots, noise=noise, seed=seed, continues=continues
+        )
         self._requests: dict[str, LaunchRequest] = {}
         self._records: dict[str, LaunchRecord] = {}
 
@@ -160,5 +176,6 @@ class Rig:
                 },
                 ended_s=self._launcher.now_s,
                 launch_id=update.launch_id,
+                root=update.report.root,
             )
         )

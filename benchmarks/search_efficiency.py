@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Result:
     method: str
     seed: int
     launches: int
-    """In all, profile launches and finalists included."""
+    """In all, profile launches and finalists included; a launch may measure several trials."""
     seconds: float
     """Simulated, in all."""
     launches_to_near: int | None
@@ -99,6 +100,8 @@ class Result:
     """Of the configuration held at the end from the true best, relative; 1 without any. Negative for one outside the
     tuner's space that beats it."""
     outcomes: Mapping[str, int]
+    trials: int = 0
+    """Measurements in all; as many as launches if none continues another. 0 in older files."""
 
     @property
     def found(self) -> bool:
@@ -213,6 +216,7 @@ def run_one(
     noise: float,
     seed: int,
     measured: bool = False,
+    continues: bool = False,
 ) -> Result:
     """Run one search and judge it.
 
@@ -224,25 +228,28 @@ def run_one(
         noise: Relative standard deviation of measured times.
         seed: Of the method and of the noise.
         measured: Whether what measured best counts as held, also where the method believes otherwise.
+        continues: Whether a launch measures several trials.
     """
-    rig = Rig(landscape, budget=budget, noise=noise, seed=seed)
+    rig = Rig(landscape, budget=budget, noise=noise, seed=seed, continues=continues)
     METHODS[method](method, rig, budget=budget, seed=seed)
     launches = rig.launches
     distances = [1 - worth / best for worth in _held(landscape, launches, None if measured else rig.posterior_means)]
     near = next((index for index, distance in enumerate(distances) if distance <= NEAR), None)
     close = next((index for index, distance in enumerate(distances) if distance <= CLOSE), None)
     outcomes = [launch.outcome.value for launch in launches]
+    started = list(accumulate(not launch.root for launch in launches))
     return Result(
         landscape=landscape.name,
         method=method,
         seed=seed,
-        launches=len(launches),
+        launches=started[-1],
         seconds=launches[-1].ended_s,
-        launches_to_near=None if near is None else near + 1,
+        launches_to_near=None if near is None else started[near],
         seconds_to_near=None if near is None else launches[near].ended_s,
-        launches_to_close=None if close is None else close + 1,
+        launches_to_close=None if close is None else started[close],
         distance=distances[-1],
         outcomes={outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
+        trials=len(launches),
     )
 
 

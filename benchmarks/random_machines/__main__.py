@@ -2,6 +2,8 @@
 
     python -m benchmarks.random_machines --seeds 0-199 --methods guided binary --results results.jsonl
 
+With ``--continues`` a launch measures several trials that differ in live settings only. ``--budget`` counts trials.
+
 Results are appended to the file as they come; searches that it holds are not run again. Seeds 0 to 199 are for
 development, 1000 to 1199 for the figures of a release.
 """
@@ -52,7 +54,13 @@ def _run(seed: int, methods: Sequence[str], args: argparse.Namespace, known: dic
     best = optimum(machine).best
     for method in methods:
         result = run_one(
-            machine, method, best=best.throughput, budget=args.budget, noise=machine.drawn.noise, seed=seed
+            machine,
+            method,
+            best=best.throughput,
+            budget=args.budget,
+            noise=machine.drawn.noise,
+            seed=seed,
+            continues=args.continues,
         )
         known[seed, method] = result
         print(f"{machine.about}: {method} ends {result.distance:.1%} away", file=sys.stderr, flush=True)
@@ -71,8 +79,8 @@ def table(found: Mapping[tuple[int, str], Result], methods: Iterable[str]) -> st
     """Return a markdown table, one row a method, and the comparison of each with its namesake."""
     lines = [
         "| method | machines | within 1 % | within 3 % | within 1 % after 15 launches | median launches to 1 % "
-        "| median launches | median distance | 90th percentile | worst |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| median launches | median trials | median minutes | median distance | 90th percentile | worst |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for method in methods:
         results = [result for (_, name), result in found.items() if name == method]
@@ -105,6 +113,8 @@ def row(method: str, results: Sequence[Result]) -> str:
         share(lambda result: result.launches_to_near is not None and result.launches_to_near <= 15),
         count(median(result.launches_to_near for result in results)),
         f"{statistics.median(result.launches for result in results):.0f}",
+        f"{statistics.median(result.trials or result.launches for result in results):.0f}",
+        f"{statistics.median(result.seconds for result in results) / 60:.0f}",
         f"{statistics.median(distances):.1%}",
         f"{_ninth(results):.1%}",
         f"{distances[-1]:.1%}",
@@ -147,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=50, help="launches after the profile launch (default 50)")
+    parser.add_argument("--continues", action="store_true", help="a launch may measure several trials")
     parser.add_argument("--results", type=Path, required=True, help="JSON lines: results are read from it and added")
     return parser
 

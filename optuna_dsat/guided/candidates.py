@@ -11,7 +11,8 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import NVME
+from optuna_dsat.config.knobs import NVME, OFFLOAD_PARAM
+from optuna_dsat.config.live import LIVE_KNOBS
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import Hardware, ModelProfile, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryInputs
@@ -72,7 +73,7 @@ class Observations:
     phases: Numbers
     """Seconds, shape (4, n), in the order of ``PHASES``; NaN if not measured."""
     overhead: Numbers
-    """Launch seconds outside training steps; NaN if not measured."""
+    """Launch seconds outside training steps; NaN if not measured, or without a start."""
     device_out_of_memory: Numbers
     """Whether the device ran out of memory."""
     host_out_of_memory: Numbers
@@ -83,20 +84,27 @@ class Observations:
     """Whether a full step ran."""
     pending: Numbers
     """Whether the trial is not finished."""
+    launch: Numbers
+    """Index of the launch, shared by the trials that it measured; -1 for a launch of an earlier study."""
     used: Mapping[int, frozenset[int]]
     """Row -> micro-batches of all its trials, regardless of outcome."""
+    waiting: int = -1
+    """Index of the launch whose ranks wait for another trial; -1 for none."""
 
     def take(self, index: Numbers) -> Observations:
         """Return the trials at an index array; ``used`` still covers all trials."""
-        taken = {
-            field_.name: getattr(self, field_.name)[..., index] for field_ in fields(self) if field_.name != "used"
-        }
-        return Observations(**taken, used=self.used)
+        taken = {name: getattr(self, name)[..., index] for name in self._arrays()}
+        return Observations(**taken, used=self.used, waiting=self.waiting)
 
     def digest(self) -> Hashable:
         """Return a key that is equal for equal observations."""
-        arrays = (getattr(self, field_.name) for field_ in fields(self) if field_.name != "used")
-        return (*(array.tobytes() for array in arrays), frozenset(self.used.items()))
+        arrays = (getattr(self, name) for name in self._arrays())
+        return (*(array.tobytes() for array in arrays), frozenset(self.used.items()), self.waiting)
+
+    @classmethod
+    def _arrays(cls) -> list[str]:
+        """Return the names of the arrays."""
+        return [field_.name for field_ in fields(cls) if field_.name not in ("used", "waiting")]
 
 
 class CandidateTable:
@@ -116,6 +124,11 @@ class CandidateTable:
         indices = {key: index for index, key in enumerate(dict.fromkeys(structures))}
         self.structure = np.array([indices[key] for key in structures], dtype=np.int64)
         """Index of each row's structure: ZeRO stage and offload, NVMe apart from CPU."""
+        engines: dict[Hashable, int] = {}
+        self.engine = np.array(
+            [engines.setdefault(static_settings(params), len(engines)) for params in self.lineages], dtype=np.int64
+        )
+        """Index of each row's settings that a running engine cannot change: rows of an index continue each other."""
         self.relatives = np.column_stack([self._coded(name) for name in STRUCTURE])
         """Index of each row's ZeRO stage, offload of the optimizer and offload of the parameters, shape (rows, 3)."""
         self.knobs, values = self._codes()
@@ -276,7 +289,14 @@ class CandidateTable:
         scores = [score(trial) if shown is Feasibility.FITS else None for _, _, trial, shown, _ in result]
         host = np.array([outcome == Outcome.HOST_OUT_OF_MEMORY for outcome in outcomes], dtype=bool)
         data = np.array([outcome == Outcome.OUT_OF_DATA for outcome in outcomes], dtype=bool)
-        overheads = [trial.user_attrs.get(attributes.OVERHEAD_S, math.nan) for _, _, trial, _, _ in result]
+        overheads = [
+            math.nan
+            if attributes.ROOT_LAUNCH in trial.user_attrs
+            else trial.user_attrs.get(attributes.OVERHEAD_S, math.nan)
+            for _, _, trial, _, _ in result
+        ]
+        launches: dict[str, int] = {}
+        launch = [launches.setdefault(attributes.root_launch(trial), len(launches)) for _, _, trial, _, _ in result]
         says_all = [shown for _, _, _, shown, _ in result]
         return Observations(
             number=np.array([trial.number for _, _, trial, _, _ in result], dtype=np.int64),
@@ -293,6 +313,8 @@ class CandidateTable:
             broken=np.array([item is Feasibility.BROKEN for item in says_all], dtype=bool),
             fits=np.array([item is Feasibility.FITS for item in says_all], dtype=bool),
             pending=np.array([pending for *_, pending in result], dtype=bool),
+            launch=np.array(launch, dtype=np.int64),
+            waiting=launches.get(attributes.waiting_launch(trials) or "", -1),
             used={row: frozenset(sizes) for row, sizes in used.items()},
         )
 
@@ -316,8 +338,20 @@ class CandidateTable:
             broken=np.zeros(count, dtype=bool),
             fits=fits,
             pending=np.zeros(count, dtype=bool),
+            launch=np.full(count, -1, dtype=np.int64),
             used={},
         )
+
+
+def static_settings(params: Mapping[str, Any]) -> Hashable:
+    """Return the values of a lineage's knobs that a running engine cannot change (``config.live``)."""
+    stage = params[ZERO_STAGE]
+    live = {name for name, stages in LIVE_KNOBS.items() if stage in stages}
+    if stage == 1 and params.get("contiguous_gradients") is False:
+        live.discard("overlap_comm")
+    if params.get(OFFLOAD_PARAM, "none") != "none":
+        live.discard("stage3_param_persistence_threshold")
+    return frozenset((name, ds_config.canonical_number(value)) for name, value in params.items() if name not in live)
 
 
 _MOST_TABLES = 4

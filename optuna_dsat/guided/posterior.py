@@ -33,6 +33,8 @@ _START_UP_WEIGHT = 2.0
 """Factor on start-up seconds: a launch also counts against the budget of launches."""
 _DEFAULT_START_UP_S = 30.0
 """Assumed launch seconds outside training steps until a launch was measured; only the ratio to the steps matters."""
+_ORDER_S = 0.1
+"""Seconds outside training steps of a trial that continues a launch."""
 _NON_DEFAULT_PENALTY = 5e-4
 """Log objective subtracted per knob that differs from the user's value (or DeepSpeed's default), to break ties."""
 _LARGER_PENALTY = 2e-4
@@ -184,6 +186,7 @@ class Posterior:
                 [fill, *(self._fill(known.row, known.micro_batch, known.peak) for known in (earlier, pending))]
             ),
             earlier=np.repeat([0.0, 1.0, 0.0], [len(measured.row), len(earlier.row), len(pending.row)]),
+            launch=np.concatenate([measured.launch, earlier.launch, pending.launch]),
         )
         values = np.concatenate([measured.value, earlier.value])
         log_objectives = np.log(values) if problem.metric in LARGER_IS_BETTER else -np.log(values)
@@ -220,7 +223,15 @@ class Posterior:
         result: Numbers = np.clip(peak / self._limit_bytes, 0.01, 1.0)
         return result
 
-    def _points(self, row: Numbers, size: Numbers, fill: Numbers, *, earlier: Numbers | None = None) -> Points:
+    def _points(
+        self,
+        row: Numbers,
+        size: Numbers,
+        fill: Numbers,
+        *,
+        earlier: Numbers | None = None,
+        launch: Numbers | None = None,
+    ) -> Points:
         problem = self._problem
         columns, accumulation = self._table.columns.take(row), problem.accumulation(size)
         phases, slopes = problem.step_time.slopes(self.fitted, columns, size, accumulation, fill)
@@ -237,6 +248,7 @@ class Posterior:
             latency=phases.sum(axis=0),
             coefficient_factors=problem.log_objective_slopes(phases, slopes).T @ root,
             earlier=np.zeros(len(row)) if earlier is None else earlier,
+            launch=np.full(len(row), -1) if launch is None else launch,
         )
 
     def shortlist(self, rows: Numbers) -> tuple[Numbers, Numbers]:
@@ -399,10 +411,14 @@ class Posterior:
             over = float((mean + np.log(fits + 1e-9)).max(initial=-np.inf)) - _INITIAL_IMPROVEMENT
         penalised = mean - _NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows] - _LARGER_PENALTY * np.log2(sizes)
         learnt_sd = learnt_spread(variance, self.residuals.noise_variance)
+        continues = self._continues(rows)
+        if continues.any():
+            within = self.residuals.change_within(self._observations.waiting, new.take(continues))
+            learnt_sd[continues] = within
         gain = expected_improvement(penalised - over, learnt_sd)
         unknown = self._never_measured(rows)
         gain = np.where(unknown, heavy_tailed_improvement(penalised - over, learnt_sd), gain)
-        run_s = self._launch_s(new.latency)
+        run_s = np.where(continues, self._continued_s(new.latency), self._launch_s(new.latency))
         fits = fits * self._runs.is_sound(rows, sizes)
         if self._incumbent is not None:
             gain = gain * (fits >= _MIN_FITS)
@@ -410,6 +426,21 @@ class Posterior:
         return Acquisition(
             over=over, value=fits * gain / cost_s, gain=fits * gain, log_objective=mean, fits=fits, cost_s=cost_s
         )
+
+    def _continues(self, rows: Numbers) -> Numbers:
+        """Return a mask of rows that the ranks that wait for another trial can measure."""
+        waiting = self._observations.waiting
+        if waiting < 0:
+            return np.zeros(len(rows), dtype=bool)
+        engine = self._table.engine
+        own = self._observations.row[self._observations.launch == waiting][0]
+        result: Numbers = engine[rows] == engine[own]
+        return result
+
+    def _continued_s(self, latency: Numbers) -> Numbers:
+        """Return the cost of trials with these step seconds that continue a launch."""
+        result: Numbers = _ORDER_S + self._problem.profile_steps * latency
+        return result
 
     def _never_measured(self, rows: Numbers) -> Numbers:
         """Return a mask of rows whose structure, or a flag's value, was never measured."""

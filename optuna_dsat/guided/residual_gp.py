@@ -18,6 +18,10 @@ determination, Neal 1996) by coordinate ascent. A knob's factor is then replaced
 given the others: if few launches vary a knob, the most likely factor is small, and a search that relied on it would be
 too certain that the knob has no effect (for the same reason Snoek et al. 2012 integrate over such factors).
 
+Measurements of one launch share an error, its luck, and each has an error of its own. The sum of both variances is the
+noise from launch to launch; their ratio is learnt with the other factors if any launch measured several configurations.
+Predictions contain neither.
+
 Measurements of an earlier study have a larger noise than measurements of the current study, and a common error
 (conditions of that day).
 """
@@ -54,6 +58,8 @@ _FILL_WIDTH = 0.2
 """Length scale of the share of memory in use."""
 NOISE_SD = 0.02
 """Relative standard deviation of a measured metric between launches of a configuration: the prior's median."""
+_POINT_VARIANCE = 0.3**2
+"""Variance between measurements of one launch, relative to the variance between launches, at a factor of 1."""
 _STEP = 4.0
 """Ratio of neighbouring candidate factors."""
 _LIMITS = {
@@ -63,10 +69,11 @@ _LIMITS = {
     "tile": (-2, 3),
     "doubt": (-2, 1),
     "noise": (-2, 4),
+    "point": (-2, 2),
 }
 """Smallest and largest power of ``_STEP`` of each group's factor."""
 _KNOB_LIMITS = (-3, 3)
-_LOG_SD = {"structure": 1.5, "configuration": 1.0, "size": 2.0, "tile": 1.5, "doubt": 1.5, "noise": 1.2}
+_LOG_SD = {"structure": 1.5, "configuration": 1.0, "size": 2.0, "tile": 1.5, "doubt": 1.5, "noise": 1.2, "point": 1.5}
 """Prior standard deviation of the factors' logarithms."""
 _KNOB_LOG_SD = 2.0
 _SWEEPS = 4
@@ -119,6 +126,8 @@ class Points:
     """Derivatives of the log objective times a root of the coefficients' covariance, shape (n, k)."""
     earlier: Numbers
     """1 if measured by an earlier study, else 0."""
+    launch: Numbers
+    """Index of the launch that measured it; negative if it shares a launch with no other configuration."""
 
     def take(self, index: Numbers) -> Points:
         """Return the configurations at an index array."""
@@ -154,7 +163,7 @@ class ResidualGP:
         )
         """Factors on the variances of each group of parts, including the noise."""
         signal = self._weighted(parts)
-        prior = signal + _noise_covariance(points, self.factors["noise"])
+        prior = signal + _noise_covariance(points, self.factors["noise"], self.factors["point"])
         self.weights = np.zeros(len(points.row))
         self.weights[:count] = np.linalg.solve(prior[:count, :count], observed - measured.log_objective)
         self._inverse = np.linalg.inv(prior)
@@ -165,6 +174,28 @@ class ResidualGP:
     def noise_variance(self) -> float:
         """Learnt variance of a measured log objective from launch to launch."""
         return self.factors["noise"] * NOISE_SD**2
+
+    @property
+    def point_variance(self) -> float:
+        """Learnt variance of a measured log objective within a launch: a part of ``noise_variance``."""
+        return self.noise_variance * _point_share(self.factors["point"])
+
+    def change_within(self, launch: int, new: Points) -> Numbers:
+        """Return the standard deviations of the change of posterior means by a measurement in a launch.
+
+        The luck of a launch is partly known from its earlier measurements, so that a difference to these is measured
+        more precisely than in a launch of its own (``acquisition.learnt_spread``).
+        """
+        luck_variance = self.noise_variance - self.point_variance
+        shared = self.covariance(new, self.points)
+        own = luck_variance * (self.points.launch == launch)
+        solved = self._inverse @ own
+        variance = self._own_variance(new) - np.einsum("ij,ij->i", shared @ self._inverse, shared)
+        variance = np.maximum(variance, 1e-8)
+        with_luck = -shared @ solved
+        measured = variance + 2 * with_luck + luck_variance - own @ solved + self.point_variance
+        result: Numbers = np.maximum(variance + with_luck, 1e-8) / np.sqrt(np.maximum(measured, 1e-8))
+        return result
 
     def covariance(self, a: Points, b: Points) -> Numbers:
         """Return the prior covariance of the log objectives of two sets of configurations, without noise."""
@@ -286,7 +317,9 @@ class ResidualGP:
         if not len(residuals):
             return dict.fromkeys(limits, 1.0)
         noise = np.diag(np.full(len(residuals), NOISE_SD**2))
-        steady = parts["given"] + _noise_covariance(points, 0.0)
+        luck = _luck_covariance(points, 1.0, 1.0)
+        shares = bool(np.any(luck))
+        steady = parts["given"] + _noise_covariance(points, 0.0, 1.0)
         groups = {**{name: parts[name] for name in parts if name != "given"}, "noise": noise}
         moving = {name: part for name, part in groups.items() if np.any(part)}
         spreads = {**_LOG_SD, **dict.fromkeys(knobs, _KNOB_LOG_SD)}
@@ -296,15 +329,28 @@ class ResidualGP:
             fit = float((np.linalg.solve(root, residuals) ** 2).sum()) + 2 * float(np.log(np.diag(root)).sum())
             return -0.5 * (fit + sum((powers[name] * math.log(_STEP) / spreads[name]) ** 2 for name in moving))
 
+        def change(name: str, power: int) -> Numbers:
+            """Return the change of the covariance if a factor becomes another power."""
+            difference = _STEP**power - _STEP ** powers[name]
+            if name not in ("noise", "point") or not shares:
+                return difference * moving[name]
+            if name == "noise":
+                return difference * (noise + _luck_covariance(points, 1.0, _STEP ** powers["point"]))
+            factor, before, after = (_STEP**item for item in (powers["noise"], powers[name], power))
+            return _luck_covariance(points, factor, after) - _luck_covariance(points, factor, before)
+
         powers = dict.fromkeys(limits, 0)
         total = steady + sum(moving.values())
+        if shares:
+            total = total + luck
+            moving["point"] = luck
         best = density(total, powers)
         for _ in range(_SWEEPS):
             moved = False
-            for name, part in moving.items():
+            for name in moving:
                 for way in (-1, 1):
                     while limits[name][0] <= powers[name] + way <= limits[name][1]:
-                        step = (_STEP ** (powers[name] + way) - _STEP ** powers[name]) * part
+                        step = change(name, powers[name] + way)
                         result = density(total + step, {**powers, name: powers[name] + way})
                         if result <= best:
                             break
@@ -339,7 +385,22 @@ def _tile_waste(micro_batch: Numbers) -> Numbers:
     return result
 
 
-def _noise_covariance(points: Points, factor: float) -> Numbers:
-    """Return the noise covariance of measured log objectives."""
+def _noise_covariance(points: Points, factor: float, point: float) -> Numbers:
+    """Return the noise covariance of measured log objectives, given the factors of the noise and of its own part."""
     result: Numbers = np.diag(factor * NOISE_SD**2 + _EARLIER_LAUNCH_SD**2 * points.earlier)
+    result += _luck_covariance(points, factor, point)
     return result + _EARLIER_STUDY_SD**2 * np.outer(points.earlier, points.earlier)
+
+
+def _luck_covariance(points: Points, factor: float, point: float) -> Numbers:
+    """Return the covariance of measurements by the luck of the launches that they share; 0 on the diagonal."""
+    shared = (points.launch[:, None] == points.launch[None, :]) & (points.launch[:, None] >= 0)
+    np.fill_diagonal(shared, val=False)
+    result: Numbers = factor * NOISE_SD**2 * (1 - _point_share(point)) * shared
+    return result
+
+
+def _point_share(factor: float) -> float:
+    """Return the share of the variance between launches that is between measurements of one launch."""
+    ratio = factor * _POINT_VARIANCE
+    return ratio / (1 + ratio)

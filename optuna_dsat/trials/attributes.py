@@ -54,10 +54,12 @@ __all__ = [
     "launches_since_best",
     "launches_used",
     "repeated_script_error",
+    "root_launch",
     "step_and_overhead_s",
     "step_facts",
     "train_batch_size",
     "user_config_trial",
+    "waiting_launch",
 ]
 
 OUTCOME = "outcome"
@@ -127,6 +129,32 @@ def step_and_overhead_s(trial: FrozenTrial) -> tuple[float, float] | None:
     """Return the seconds of a trial's step, and of its launch outside steps; None if no step was measured."""
     step_s = (trial.user_attrs.get(METRICS) or {}).get("latency")
     return (float(step_s), float(trial.user_attrs.get(OVERHEAD_S) or 0.0)) if step_s else None
+
+
+def root_launch(trial: FrozenTrial) -> str:
+    """Return the identifier of the launch whose processes measured a trial; unique to a trial without a launch."""
+    attrs = trial.user_attrs
+    return str(attrs.get(ROOT_LAUNCH) or attrs.get(LAUNCH_ID) or f"trial {trial.number}")
+
+
+def waiting_launch(trials: Sequence[FrozenTrial]) -> str | None:
+    """Return the launch whose ranks wait for another trial, as ``root_launch``; None if none waits.
+
+    It is the launch of the latest trial if that was measured and no trial was started since. Launches are assumed to
+    continue once any trial of the study continued another.
+    """
+    ended = [
+        (trial.datetime_complete, trial.number, trial)
+        for trial in trials
+        if trial.datetime_complete is not None and OUTCOME in trial.user_attrs
+    ]
+    if not any(ROOT_LAUNCH in trial.user_attrs for *_, trial in ended):
+        return None
+    ended_at, _, latest = max(ended, key=lambda item: item[:2])
+    running = (trial.datetime_start for trial in trials if trial.state is TrialState.RUNNING)
+    if any(started is not None and started >= ended_at for started in running):
+        return None
+    return root_launch(latest) if latest.user_attrs[OUTCOME] == Outcome.MEASURED else None
 
 
 def launches_used(trials: Sequence[FrozenTrial]) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
+from optuna_dsat.config.live import live_changes
 from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.launch.protocol import (
     Finished,
@@ -49,6 +50,9 @@ _EPOCH_S = 1_700_000_000.0
 
 _EXIT_S = 0.5
 """Seconds from the last event of a launch, or its stop, to its end."""
+
+_ORDER_S = 0.1
+"""Seconds from the start of a trial that continues a launch to its first step."""
 
 _RECORDED_FAILURES = frozenset(
     {
@@ -134,6 +138,10 @@ class _SimulatedLaunch:
     request: LaunchRequest
     started_s: float
     devices: tuple[int, ...]
+    luck: float = 1.0
+    """Factor on all step times of the launch, common to the trials that it measures."""
+    root: str = ""
+    """The launch that it continues; empty if it started its own processes."""
     first_boundary_s: float | None = None
     last_boundary_s: float | None = None
 
@@ -141,18 +149,35 @@ class _SimulatedLaunch:
 class SimulatedLauncher:
     """Simulates launches from a landscape, in virtual time. Implements the ``Launcher`` protocol.
 
+    With ``continues``, the ranks of a measured launch wait for a trial that differs in live settings only. It pays no
+    start-up and shares the launch's deviation. They leave at the next ``poll`` without such a trial.
+
     Args:
         landscape: Result of each configuration.
         total_slots: Devices of the simulated machine.
         noise: Relative standard deviation of the step time between launches of the same configuration; a fifth of it
             between steps of a launch.
         seed: Determines the noise, together with the configuration and the number of its earlier launches.
+        continues: Whether requests that may continue a launch do so.
     """
 
-    def __init__(self, landscape: Landscape, *, total_slots: int = 8, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        landscape: Landscape,
+        *,
+        total_slots: int = 8,
+        noise: float = 0.0,
+        seed: int = 0,
+        continues: bool = False,
+    ) -> None:
         self._landscape = landscape
         self._noise = noise
         self._seed = seed
+        self._continues = continues
+        self._parked: list[_SimulatedLaunch] = []
+        """Measured launches whose ranks wait for another trial."""
+        self._left_at_s = 0.0
+        """Time at which the ranks of the last such launch have left."""
         self._free = list(range(total_slots))
         self._total = total_slots
         self._running: dict[str, _SimulatedLaunch] = {}
@@ -168,8 +193,8 @@ class SimulatedLauncher:
 
     @property
     def free_slots(self) -> int:
-        """Slots that are currently free."""
-        return len(self._free)
+        """Slots that are currently free, or held by ranks that wait for another trial."""
+        return len(self._free) + sum(len(launch.devices) for launch in self._parked)
 
     @property
     def total_slots(self) -> int:
@@ -199,25 +224,55 @@ class SimulatedLauncher:
             raise ValueError("A landscape cannot train: the purpose 'full' is not simulated.")
         if request.launch_id in self._running:
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
-        if not 1 <= request.slots <= len(self._free):
+        if not 1 <= request.slots <= self.free_slots:
             raise SlotsBusyError(
                 f"A launch asks for {things_in_words(request.slots, 'slot')}; "
-                f"{len(self._free)} of {self._total} are free."
+                f"{self.free_slots} of {self._total} are free."
             )
-        devices = tuple(self._free[: request.slots])
-        del self._free[: request.slots]
-        launch = _SimulatedLaunch(request, self._now_s, devices)
-        self._running[request.launch_id] = launch
         result = self._landscape.run(request.ds_config, request.slots)
         key = json.dumps(request.ds_config, sort_keys=True, default=str)
-        digest = hashlib.sha256(f"{self._seed}/{key}/{self._attempts[key]}".encode()).digest()
+        rng = random.Random(hashlib.sha256(f"{self._seed}/{key}/{self._attempts[key]}".encode()).digest())
         self._attempts[key] += 1
-        self._schedule(launch, result, random.Random(digest))
+        luck = max(0.1, rng.gauss(1.0, self._noise))
+        launch = self._continued(request) or self._begun(request, luck)
+        if launch.root:
+            result = dataclasses.replace(result, startup_s=_ORDER_S)
+        self._running[request.launch_id] = launch
+        self._schedule(launch, result, rng)
+
+    def _continued(self, request: LaunchRequest) -> _SimulatedLaunch | None:
+        """Return the launch of a trial that continues a launch whose ranks wait, None if it continues none."""
+        if request.purpose != "trial" or not request.continues:
+            return None
+        for waiting in self._parked:
+            if _is_continued_by(waiting.request, request):
+                self._parked.remove(waiting)
+                root = waiting.root or waiting.request.launch_id
+                return _SimulatedLaunch(request, self._now_s, waiting.devices, luck=waiting.luck, root=root)
+        return None
+
+    def _begun(self, request: LaunchRequest, luck: float) -> _SimulatedLaunch:
+        """Return a launch with its own processes, which start once the ranks that wait have left."""
+        self._dismiss()
+        devices = tuple(self._free[: request.slots])
+        del self._free[: request.slots]
+        return _SimulatedLaunch(request, max(self._now_s, self._left_at_s), devices, luck=luck)
+
+    def _dismiss(self) -> None:
+        """End the ranks that wait for another trial."""
+        for launch in self._parked:
+            self._free = sorted((*self._free, *launch.devices))
+            self._left_at_s = self._now_s + _EXIT_S
+        self._parked.clear()
+
+    def _waits(self, request: LaunchRequest, outcome: Outcome) -> bool:
+        """Return whether the ranks of a finished launch wait for another trial."""
+        return self._continues and request.continues and outcome is Outcome.MEASURED
 
     def _schedule(self, launch: _SimulatedLaunch, result: SimulatedResult, rng: random.Random) -> None:
         """Queue all updates of a launch."""
         request = launch.request
-        timeline = _RankTimeline(request, result, rng, self._noise)
+        timeline = _RankTimeline(request, result, rng, noise=self._noise, luck=launch.luck)
         profile = self._landscape.profile(request.slots) if request.purpose == "profile" else None
         end_s = 0.0
         for offset_s, event in timeline.events(profile):
@@ -228,7 +283,8 @@ class SimulatedLauncher:
                 launch.last_boundary_s = offset_s
         measured = f"measured to step {timeline.last_step}"
         message = measured if result.outcome is Outcome.MEASURED else _message(result)
-        self._finish_at(launch, launch.started_s + end_s + _EXIT_S, result.outcome, message, result)
+        exit_s = 0.0 if self._waits(request, result.outcome) else _EXIT_S
+        self._finish_at(launch, launch.started_s + end_s + exit_s, result.outcome, message, result)
 
     def _finish_at(
         self, launch: _SimulatedLaunch, time_s: float, outcome: Outcome, message: str, result: SimulatedResult | None
@@ -250,7 +306,8 @@ class SimulatedLauncher:
             started_at=_EPOCH_S + launch.started_s,
             startup_s=(launch.first_boundary_s or 0.0) if measured else time_s - launch.started_s,
             measured_s=(launch.last_boundary_s or 0.0) - (launch.first_boundary_s or 0.0),
-            exit_s=_EXIT_S,
+            exit_s=0.0 if self._waits(request, outcome) else _EXIT_S,
+            root=launch.root,
         )
         self._push(time_s, Finished(launch_id=request.launch_id, report=report))
 
@@ -262,6 +319,7 @@ class SimulatedLauncher:
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:  # noqa: ARG002 - virtual time never waits
         """Advance the clock to the next update; return all updates at that time."""
+        self._dismiss()
         if not self._queue:
             return ()
         self._now_s = self._queue[0][0]
@@ -270,11 +328,14 @@ class SimulatedLauncher:
             update = heapq.heappop(self._queue)[2]
             updates.append(update)
             if isinstance(update, Finished):
-                self._release(update.launch_id)
+                self._release(update.launch_id, update.report.outcome)
         return updates
 
-    def _release(self, launch_id: str) -> None:
+    def _release(self, launch_id: str, outcome: Outcome) -> None:
         launch = self._running.pop(launch_id)
+        if self._waits(launch.request, outcome):
+            self._parked.append(launch)
+            return
         self._free = sorted((*self._free, *launch.devices))
 
     def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
@@ -295,19 +356,22 @@ class SimulatedLauncher:
     def close(self) -> None:
         """End everything still running."""
         for launch_id in list(self._running):
-            self._release(launch_id)
+            self._release(launch_id, Outcome.KILLED)
+        self._dismiss()
         self._queue.clear()
 
 
 class _RankTimeline:
     """Events of the ranks of a simulated launch, with their times."""
 
-    def __init__(self, request: LaunchRequest, result: SimulatedResult, rng: random.Random, noise: float) -> None:
+    def __init__(
+        self, request: LaunchRequest, result: SimulatedResult, rng: random.Random, *, noise: float, luck: float
+    ) -> None:
         self._request = request
         self._result = result
         self._rng = rng
         self._noise = noise
-        self._run_factor = max(0.1, rng.gauss(1.0, noise))
+        self._run_factor = luck
         config = request.ds_config
         self._micro_batch = int(config.get(MICRO_BATCH, 1))
         self._accumulation = int(config.get(GRADIENT_ACCUMULATION, 1))
@@ -393,6 +457,13 @@ class _RankTimeline:
             missing_bytes=result.missing_bytes,
             steps=self.last_step,
         )
+
+
+def _is_continued_by(running: LaunchRequest, wanted: LaunchRequest) -> bool:
+    """Return whether the ranks of a launch can measure another request."""
+    same = ("slots", "device_memory_bytes", "env", "isolation", "writable", "command")
+    equal = all(getattr(running, name) == getattr(wanted, name) for name in same)
+    return equal and live_changes(running.ds_config, wanted.ds_config) is not None
 
 
 def _finished(rank: int, steps: int) -> RankFinished:

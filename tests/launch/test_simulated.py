@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,46 @@ def test_a_simulated_launch_sends_what_a_real_one_sends() -> None:
     assert report.startup_s == pytest.approx(10.44)
     assert report.measured_s == pytest.approx(0.88)
     assert simulated.free_slots == simulated.total_slots == 8
+
+
+def test_a_trial_that_differs_in_live_settings_continues_a_launch() -> None:
+    simulated = SimulatedLauncher(Hill(), noise=0.05, seed=2, continues=True)
+    luck = []
+    for number, size in enumerate((10, 20, 10)):
+        config = {**DS_CONFIG, "train_micro_batch_size_per_gpu": size}
+        launch_id = f"trial-{number:04d}"
+        simulated.start(
+            replace(request(Path("/nowhere"), ds_config=config, slots=2, launch_id=launch_id), continues=True)
+        )
+        assert simulated.free_slots == 6
+        updates = updates_until_finished(simulated)
+        report = reports(updates)[launch_id]
+        steps = [event.latency_s for event in events(updates, StepMeasured)]
+        luck.append(sum(steps) / len(steps) / Hill().run(config, 2).latency_s)
+        assert simulated.free_slots == 8
+        assert report.root == ("" if number == 0 else "trial-0000")
+        assert (report.startup_s < 2) == (number > 0)
+    assert max(luck) - min(luck) < 0.02 < abs(luck[0] - 1)
+    simulated.poll(0.0)
+    again = replace(request(Path("/nowhere"), ds_config=DS_CONFIG, slots=2, launch_id="trial-0009"), continues=True)
+    simulated.start(again)
+    assert reports(updates_until_finished(simulated))["trial-0009"].root == ""
+
+
+def test_another_stage_or_a_failure_ends_the_launch() -> None:
+    simulated = SimulatedLauncher(Hill(), continues=True)
+    configs = [
+        {**DS_CONFIG, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": size}
+        for stage, size in ((1, 10), (2, 10), (2, 100_000), (2, 10))
+    ]
+    roots, outcomes = [], []
+    for number, config in enumerate(configs):
+        launch_id = f"trial-{number:04d}"
+        simulated.start(
+            replace(request(Path("/nowhere"), ds_config=config, slots=2, launch_id=launch_id), continues=True)
+        )
+        report = reports(updates_until_finished(simulated))[launch_id]
+        roots.append(report.root)
+        outcomes.append(report.outcome)
+    assert roots == ["", "", "trial-0001", ""]
+    assert outcomes[2] is Outcome.OUT_OF_MEMORY

@@ -26,6 +26,7 @@ def learnt(launches: int, *, effect: float) -> float:
         latency=np.ones(launches),
         coefficient_factors=np.zeros((launches, 1)),
         earlier=np.zeros(launches),
+        launch=np.arange(launches),
     )
     noise = 0.004 * np.random.default_rng(0).standard_normal(launches)
     result = ResidualGP(points, effect * flag + noise, [knob_kernel([False, True])])
@@ -41,3 +42,54 @@ def test_a_few_launches_without_a_difference_do_not_prove_that_a_knob_does_nothi
 @pytest.mark.parametrize("launches", [4, 20])
 def test_a_knob_that_makes_a_difference_is_believed_to(launches: int) -> None:
     assert learnt(launches, effect=EFFECT) > PRIOR_FACTOR > learnt(launches, effect=0.0)
+
+
+def shared_luck(launch: list[int], *, noise: float = 0.03) -> ResidualGP:
+    """Return the posterior of launches with luck that each measured a configuration with and without a flag."""
+    count = len(launch)
+    flag = np.arange(count) % 2
+    rng = np.random.default_rng(0)
+    luck = noise * np.array([rng.standard_normal() for _ in range(max(launch) + 1)])[launch]
+    points = Points(
+        row=flag,
+        structure=np.zeros(count, dtype=np.int64),
+        knobs=flag[:, None],
+        structure_effect=np.zeros(count),
+        knob_effects=np.zeros((count, 1)),
+        micro_batch=np.full(count, 8.0),
+        fill=np.full(count, 0.5),
+        log_objective=np.zeros(count),
+        latency=np.ones(count),
+        coefficient_factors=np.zeros((count, 1)),
+        earlier=np.zeros(count),
+        launch=np.array(launch),
+    )
+    measured = 0.01 * flag + luck + 0.1 * noise * rng.standard_normal(count)
+    return ResidualGP(points, measured, [knob_kernel([False, True])])
+
+
+def test_the_luck_of_a_launch_cancels_between_its_measurements() -> None:
+    def difference(result: ResidualGP) -> tuple[float, float]:
+        means, covariance = result.joint(result.points.take(np.arange(2)))
+        return means[1] - means[0], covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]
+
+    together, apart = shared_luck([0, 0, 1, 1, 2, 2, 3, 3]), shared_luck(list(range(8)))
+    (gain, variance), (_, usual) = difference(together), difference(apart)
+    assert gain == pytest.approx(0.01, abs=0.003)
+    assert variance < usual / 3
+    assert together.point_variance < together.noise_variance / 5
+
+
+def test_many_measurements_of_a_launch_are_no_confirmations_of_its_level() -> None:
+    def variance(launch: list[int]) -> float:
+        result = shared_luck(launch)
+        return float(result.joint(result.points.take(np.arange(1)))[1][0, 0])
+
+    assert variance([0] * 8) > variance(list(range(8)))
+
+
+def test_a_measurement_in_a_launch_is_worth_more_than_in_another_where_the_level_is_known_to_it() -> None:
+    result = shared_luck([0, 0, 0, 1, 2, 3, 4, 5])
+    new = result.points.take(np.arange(1))
+    assert result.change_within(0, new).shape == (1,)
+    assert np.all(np.isfinite(result.change_within(0, new)))

@@ -42,6 +42,7 @@ def observed(launches: Launches) -> Observations:
         broken=no,
         fits=fits.astype(bool),
         pending=no,
+        launch=np.arange(count),
         used={},
     )
 
