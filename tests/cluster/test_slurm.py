@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -21,10 +22,11 @@ from optuna_dsat.launch.places import slurm as slurm_module
 from optuna_dsat.launch.places.cluster import Limits
 from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
 from optuna_dsat.launch.places.slurm import SlurmEngine, srun_command
+from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import RankStarted
+from optuna_dsat.runtime.events import RankStarted, StepMeasured
 from tests.cluster.launches import finish, launcher_on, poll_until, stub
-from tests.harness.launches import events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
 from tests.harness.slurm import SlurmCluster, stretched
 from tests.harness.workers import wait_until
 
@@ -295,3 +297,25 @@ def test_inside_an_allocation_a_place_is_a_step_of_it(slurm: SlurmCluster) -> No
     assert refused.endswith("that this runs in has 2 nodes.")
     assert granted == "ready  ['n1', 'n2']"
     wait_until(lambda: not slurm.tasks() and not slurm.jobs, what="the allocation is given back")
+
+
+def test_ranks_on_two_nodes_measure_several_trials(launcher: TorchrunLauncher, tmp_path: Path) -> None:
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
+
+    def measured(name: str, size: int) -> tuple[LaunchReport, set[int | None]]:
+        overlay = {"train_micro_batch_size_per_gpu": size}
+        config = {**DS_CONFIG, **overlay}
+        launcher.start(
+            request(tmp_path, launch_id=name, script="continued.py", overlay=overlay, ds_config=config, continues=True)
+        )
+        updates = updates_until_finished(launcher, limit_s=180.0)
+        return reports(updates)[name], {step.observed_micro_batch for step in events(updates, StepMeasured)}
+
+    first, _ = measured("first", 4)
+    second, sizes = measured("second", 9)
+    assert (second.outcome, second.root, sizes) == (Outcome.MEASURED, "first", {9})
+    assert second.startup_s < first.startup_s / 2
+    third, sizes = measured("third", 2)
+    assert (third.outcome, third.root, sizes) == (Outcome.MEASURED, "first", {2})
+    launcher.start(stub(tmp_path, "other"))
+    assert finish(launcher).root == ""
