@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -19,6 +20,7 @@ from optuna_dsat.secrecy.shapes import find_secrets, hidden_data
 from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.command import BEST_CONFIG, best_settings, command_to_train
 from optuna_dsat.study.config_changes import Change, config_changes, trainable_config
+from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.end_reason import describe_structure_failures
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
@@ -259,7 +261,12 @@ def result_of(
         ),
         loss_check=loss_check,
         headroom=study.attributes.get(attributes.HEADROOM),
-        measurement=measurement_in_words(trial, metrics=best.metrics),
+        measurement=" ".join(
+            (
+                measurement_in_words(trial, metrics=best.metrics),
+                _running_engines_in_words(study.trials, Rounds.of(study.attributes)),
+            )
+        ).strip(),
         advice=""
         if profiled is None
         else profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),
@@ -284,6 +291,22 @@ def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) ->
     if facts["variation"]:
         words += "; only configurations of one batch size were measured on the same data"
     return f"Steps: {words}." if words else ""
+
+
+def _running_engines_in_words(trials: Sequence[FrozenTrial], rounds: Rounds) -> str:
+    """Return how measurements in running engines differ from launches; empty if none was confirmed."""
+    continued = {t.number: t.values[0] for t in trials if attributes.ROOT_LAUNCH in t.user_attrs and t.values}
+    apart = [
+        abs(math.log(continued[number]) - statistics.fmean(map(math.log, values.values())))
+        for number, values in rounds.values().items()
+        if number in continued and values
+    ]
+    if not apart:
+        return ""
+    return (
+        f"Of the compared trials, {count_in_words(len(apart))} continued another's launch in the search. The rounds' "
+        f"own launches differ by at most {max(apart):.1%}."
+    )
 
 
 def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:
