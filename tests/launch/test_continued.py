@@ -85,7 +85,7 @@ def sizes(steps: list[StepMeasured]) -> set[int | None]:
     return {step.observed_micro_batch for step in steps}
 
 
-@pytest.mark.parametrize("data", ["loader", "stream"])
+@pytest.mark.parametrize("data", ["loader", "stream", "batches"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sizes_are_measured_in_one_launch(run: Run, launcher: TorchrunLauncher, data: str, workers: int) -> None:
     options = ("--data", data, "--workers", str(workers))

@@ -20,10 +20,21 @@ class Stream(IterableDataset[torch.Tensor]):
             yield torch.ones(16)
 
 
+class Batches(IterableDataset[dict[str, torch.Tensor]]):
+    """Batches without an end."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        while True:
+            yield {"inputs": torch.ones(self.size, 16), "names": ["a name"] * self.size}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
-    parser.add_argument("--data", default="loader", choices=("loader", "stream", "fixed"))
+    parser.add_argument("--data", default="loader", choices=("loader", "stream", "batches", "fixed"))
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--accumulates", action="store_true", help="accumulate 1 micro-batch whatever the engine says")
@@ -36,9 +47,13 @@ def main() -> None:
     size = engine.train_micro_batch_size_per_gpu()
     data = Stream() if args.data == "stream" else TensorDataset(torch.randn(args.samples, 16))
     loader = DataLoader(data, batch_size=size, num_workers=args.workers)
+    if args.data == "batches":
+        loader = DataLoader(Batches(size), batch_size=None, num_workers=args.workers)
     for _ in range(100):
         for batch in loader if args.data != "fixed" else [torch.randn(size, 16)]:
-            inputs = batch if isinstance(batch, torch.Tensor) else batch[0]
+            inputs = batch
+            if not isinstance(batch, torch.Tensor):
+                inputs = batch["inputs"] if isinstance(batch, dict) else batch[0]
             if len(inputs) == args.end_size and int(os.environ["RANK"]) == args.end_rank:
                 if args.end == "raise":
                     raise ValueError("this size is not for me")

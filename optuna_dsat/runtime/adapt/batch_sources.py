@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from optuna_dsat.runtime.adapt.parsers import ParserWatch, names_training_batch, numbers
+from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.runtime.imports import patch
@@ -190,9 +191,13 @@ class BatchSources:
                 size = None if noted is None or leading_dimension(batch) is None else noted.batch_size
                 self._loaded = None if size is None else int(size * self._scale_of(noted))
 
-            return _Iteration(
-                lambda: original(loader), loader=noted, fed=self._fed, repeat=self._repeat, yielded=yielded
-            )
+            def begin() -> Any:
+                batches = original(loader)
+                if not self._repeat or noted is None or getattr(loader, "_auto_collation", True):
+                    return batches
+                return RegroupedBatches(batches, scale=lambda: self._scale_of(noted))
+
+            return _Iteration(begin, loader=noted, fed=self._fed, repeat=self._repeat, yielded=yielded)
 
     def _scale_of(self, loader: _Loader | None) -> Fraction:
         return self._scale if loader is not None and loader.trains else Fraction(1)
@@ -205,38 +210,9 @@ class BatchSources:
             batches, noted = index_sampler.fget(loader), loader.__dict__.get("_optuna_dsat")
             if noted is None or not loader._auto_collation:
                 return batches
-            return _Regrouped(batches, scale=lambda: self._scale_of(noted))
+            return RegroupedIndices(batches, scale=lambda: self._scale_of(noted))
 
         loader_class._index_sampler = property(regrouped)
-
-
-class _Regrouped:
-    """The batches of indices of a data loader, regrouped to a multiple of their size that may change.
-
-    Their order is kept. A rest of an epoch that is smaller than a batch is left out, unless the size is the loader's.
-    """
-
-    def __init__(self, batches: Any, *, scale: Callable[[], Fraction]) -> None:
-        self._batches = batches
-        self._scale = scale
-
-    def __iter__(self) -> Iterator[Any]:
-        size, rest = 0, list[Any]()
-        for indices in self._batches:
-            size = max(size, len(indices))  # the last batch of an epoch may be smaller
-            if self._scale() == 1 and not rest:
-                yield indices
-                continue
-            rest += indices
-            while len(rest) >= (wanted := max(1, int(size * self._scale()))):
-                yield rest[:wanted]
-                rest = rest[wanted:]
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
 
 
 class _Loader:

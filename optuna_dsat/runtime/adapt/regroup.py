@@ -1,0 +1,136 @@
+"""Batches of another size than a data loader was made with: of its indices, or joined and cut if its data are batches.
+
+The order of the samples is kept. The rest of an epoch that is smaller than a batch is left out, unless the size is
+the loader's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from optuna_dsat.runtime.measure.inputs import leading_dimension
+from optuna_dsat.runtime.measure.live import NotLiveError
+
+__all__ = ["RegroupedBatches", "RegroupedIndices"]
+
+
+class RegroupedIndices:
+    """The batches of indices of a data loader.
+
+    Args:
+        batches: Its batch sampler.
+        scale: Returns the present ratio of the batch size to the sampler's.
+    """
+
+    def __init__(self, batches: Any, *, scale: Callable[[], Fraction]) -> None:
+        self._batches = batches
+        self._scale = scale
+
+    def __iter__(self) -> Iterator[Any]:
+        size, rest = 0, list[Any]()
+        for indices in self._batches:
+            size = max(size, len(indices))  # the last batch of an epoch may be smaller
+            if self._scale() == 1 and not rest:
+                yield indices
+                continue
+            rest += indices
+            while len(rest) >= (wanted := max(1, int(size * self._scale()))):
+                yield rest[:wanted]
+                rest = rest[wanted:]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+class RegroupedBatches:
+    """The batches of a data loader whose dataset yields batches.
+
+    Args:
+        batches: The loader's iterator.
+        scale: Returns the present ratio of the batch size to the dataset's.
+
+    Raises:
+        NotLiveError: In iteration, if batches cannot be joined.
+    """
+
+    def __init__(self, batches: Iterator[Any], *, scale: Callable[[], Fraction]) -> None:
+        self._batches = batches
+        self._scale = scale
+        self._size = 0
+        self._rest: Any = None
+        """Samples joined so far, as a batch; None for none."""
+
+    def __iter__(self) -> RegroupedBatches:
+        return self
+
+    def __next__(self) -> Any:
+        while self._rest is None or self._samples(self._rest) < self._wanted:
+            batch = next(self._batches)
+            if self._scale() == 1 and self._rest is None:
+                return batch
+            self._size = max(self._size, self._samples(batch))
+            self._rest = batch if self._rest is None else _joined([self._rest, batch])
+        wanted, joined = self._wanted, self._rest
+        self._rest = _cut(joined, wanted, None) if self._samples(joined) > wanted else None
+        return _cut(joined, 0, wanted)
+
+    @property
+    def _wanted(self) -> int:
+        return max(1, int(self._size * self._scale()))
+
+    @staticmethod
+    def _samples(batch: Any) -> int:
+        size = leading_dimension(batch)
+        if size is None:
+            raise NotLiveError("the data loader's batches have no tensors")
+        return size
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """Return batches joined along the first dimension of their tensors, at any depth."""
+    first = batches[0]
+    if hasattr(first, "shape"):
+        if len({tuple(batch.shape[1:]) for batch in batches}) > 1:
+            raise NotLiveError("the data loader's batches are padded to different lengths")
+        torch: Any = sys.modules["torch"]
+        result = torch.cat(list(batches))
+        return result.pin_memory() if first.is_pinned() else result
+    if isinstance(first, Mapping):
+        return _like(first, {key: _joined([batch[key] for batch in batches]) for key in first})
+    if isinstance(first, (list, tuple)) and any(hasattr(item, "shape") for item in first):
+        return _like(first, [_joined(items) for items in zip(*batches)])
+    if isinstance(first, (list, tuple)):  # of texts, one per sample
+        return _like(first, [item for batch in batches for item in batch])
+    return first
+
+
+def _cut(batch: Any, start: int, end: int | None) -> Any:
+    """Return the samples from ``start`` to ``end`` of a batch."""
+    if hasattr(batch, "shape"):
+        return batch[start:end]
+    if isinstance(batch, Mapping):
+        return _like(batch, {key: _cut(value, start, end) for key, value in batch.items()})
+    if isinstance(batch, (list, tuple)) and any(hasattr(item, "shape") for item in batch):
+        return _like(batch, [_cut(item, start, end) for item in batch])
+    if isinstance(batch, (list, tuple)):
+        return _like(batch, list(batch[start:end]))
+    return batch
+
+
+def _like(batch: Any, content: Any) -> Any:
+    """Return content in a container of a batch's type: ``BatchEncoding``, a named tuple, a dict."""
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*content)
+    return type(batch)(content)

@@ -1,0 +1,63 @@
+"""Batches of another size than a loader's: every sample once, in the script's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices
+from optuna_dsat.runtime.measure.live import NotLiveError
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: list[str]
+
+
+def test_indices_follow_each_change_in_order() -> None:
+    scale = Fraction(1)
+    lists = iter(RegroupedIndices([[n, n + 1, n + 2, n + 3] for n in range(0, 40, 4)], scale=lambda: scale))
+    taken = [next(lists)]
+    for numerator, size in ((9, 9), (1, 1), (4, 4), (8, 8)):
+        scale = Fraction(numerator, 4)
+        taken.append(next(lists))
+        assert len(taken[-1]) == size
+    assert [index for batch in taken for index in batch] == list(range(4 + 9 + 1 + 4 + 8))
+
+
+def test_the_loaders_own_size_keeps_the_last_batch_and_another_leaves_the_rest_out() -> None:
+    batches = [[0, 1], [2, 3], [4]]
+    assert list(RegroupedIndices(batches, scale=lambda: Fraction(1))) == batches
+    assert list(RegroupedIndices(batches, scale=lambda: Fraction(2))) == [[0, 1, 2, 3]]
+
+
+def batches(size: int) -> Iterator[Any]:
+    for start in range(0, 10**6, size):
+        numbers = torch.arange(start, start + size)
+        yield {"x": numbers[:, None], "pair": Pair(numbers, [str(n) for n in numbers.tolist()]), "epoch": 1}
+
+
+def test_batches_are_joined_and_cut_at_any_depth() -> None:
+    scale = Fraction(1)
+    regrouped = RegroupedBatches(batches(4), scale=lambda: scale)
+    seen = [next(regrouped)]
+    for numerator in (9, 1, 4, 8):
+        scale = Fraction(numerator, 4)
+        seen.append(next(regrouped))
+        assert len(seen[-1]["x"]) == numerator
+        assert isinstance(seen[-1]["pair"], Pair)
+        assert seen[-1]["epoch"] == 1
+    assert torch.cat([batch["x"][:, 0] for batch in seen]).tolist() == list(range(26))
+    assert [name for batch in seen for name in batch["pair"].y] == [str(n) for n in range(26)]
+
+
+def test_what_cannot_be_joined_is_refused() -> None:
+    padded = iter([torch.zeros(2, 3), torch.zeros(2, 4)])
+    with pytest.raises(NotLiveError, match="different lengths"):
+        next(RegroupedBatches(padded, scale=lambda: Fraction(2)))
+    with pytest.raises(NotLiveError, match="no tensors"):
+        next(RegroupedBatches(iter([["text"]]), scale=lambda: Fraction(2)))
