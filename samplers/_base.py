@@ -246,7 +246,7 @@ class LineageSampler(BaseSampler):
             keys = pruner.continuable(study, lineages)
         else:
             waiting = waiting_launch(history.trials)
-            keys = sorted(lineages, key=lambda key: waiting not in map(root_launch, lineages[key].trials))
+            keys = sorted(lineages, key=lambda key: waiting not in set(map(root_launch, lineages[key].trials)))
         unreachable = history.unreachable
         for key in keys:
             lineage = lineages[key]

@@ -36,7 +36,7 @@ def trial(
     if ended is not None and outcome is not None:
         attrs[attributes.OUTCOME] = outcome.value
     done = {"state": TrialState.COMPLETE, "value": 1.0} if ended is not None else {"state": TrialState.RUNNING}
-    result = create_trial(**done, user_attrs=attrs)  # type: ignore[arg-type]
+    result = create_trial(**done, user_attrs=attrs)
     result.number = number
     result.datetime_start = START + timedelta(seconds=began)
     result.datetime_complete = None if ended is None else START + timedelta(seconds=ended)
@@ -79,7 +79,8 @@ class Continuing(Machine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.root, self.config = "", {}
+        self.root = ""
+        self.config: dict[str, Any] = {}
 
     def answer(self, study: optuna.Study, trial: Trial) -> FrozenTrial:
         launch_id = f"trial-{trial.number:04d}"
