@@ -18,10 +18,9 @@ determination, Neal 1996) by coordinate ascent. A knob's factor is then replaced
 given the others: if few launches vary a knob, the most likely factor is small, and a search that relied on it would be
 too certain that the knob has no effect (for the same reason Snoek et al. 2012 integrate over such factors).
 
-Measurements of one launch share an error, its luck, and each has a further error. The sum of both variances is the
+Measurements of one launch share an error, its luck, and each has an error of its own. The sum of both variances is the
 noise from launch to launch; their ratio is learnt with the other factors if any launch measured several configurations.
-A slow measurement that the process cannot explain, such as a cliff, must not pass for the luck of its launch: if any
-launch is shared, measurements far below the best count as less exact (``_DISTANT``). Predictions contain neither error.
+Predictions contain neither.
 
 Measurements of an earlier study have a larger noise than measurements of the current study, and a common error
 (conditions of that day).
@@ -59,10 +58,8 @@ _FILL_WIDTH = 0.2
 """Length scale of the share of memory in use."""
 NOISE_SD = 0.02
 """Relative standard deviation of a measured metric between launches of a configuration: the prior's median."""
-_POINT_SHARE = 0.08
-"""Share of the noise variance that is between measurements of one launch, at a factor of 1."""
-_DISTANT = 0.5
-"""Standard deviation of the process's error at a measurement, relative to its squared distance from the best."""
+_POINT_VARIANCE = 0.3**2
+"""Variance between measurements of one launch, relative to the variance between launches, at a factor of 1."""
 _STEP = 4.0
 """Ratio of neighbouring candidate factors."""
 _LIMITS = {
@@ -72,11 +69,11 @@ _LIMITS = {
     "tile": (-2, 3),
     "doubt": (-2, 1),
     "noise": (-2, 4),
-    "point": (-2, 5),
+    "point": (-2, 2),
 }
 """Smallest and largest power of ``_STEP`` of each group's factor."""
 _KNOB_LIMITS = (-3, 3)
-_LOG_SD = {"structure": 1.5, "configuration": 1.0, "size": 2.0, "tile": 1.5, "doubt": 1.5, "noise": 1.2, "point": 0.8}
+_LOG_SD = {"structure": 1.5, "configuration": 1.0, "size": 2.0, "tile": 1.5, "doubt": 1.5, "noise": 1.2, "point": 1.5}
 """Prior standard deviation of the factors' logarithms."""
 _KNOB_LOG_SD = 2.0
 _SWEEPS = 4
@@ -159,9 +156,6 @@ class ResidualGP:
         self.points = points
         self._kernels = kernels
         count = len(observed)
-        self._misfit = np.zeros(len(points.row))
-        if np.any(_luck_covariance(points, 1.0)):
-            self._misfit[:count] = (_DISTANT * (observed.max() - observed) ** 2) ** 2
         measured = points.take(np.arange(count))
         parts = self._parts(points, points)
         self.factors = self._learnt_factors(
@@ -169,7 +163,7 @@ class ResidualGP:
         )
         """Factors on the variances of each group of parts, including the noise."""
         signal = self._weighted(parts)
-        prior = signal + _noise_covariance(points, self.factors["noise"], self.factors["point"]) + np.diag(self._misfit)
+        prior = signal + _noise_covariance(points, self.factors["noise"], self.factors["point"])
         self.weights = np.zeros(len(points.row))
         self.weights[:count] = np.linalg.solve(prior[:count, :count], observed - measured.log_objective)
         self._inverse = np.linalg.inv(prior)
@@ -179,12 +173,12 @@ class ResidualGP:
     @property
     def noise_variance(self) -> float:
         """Learnt variance of a measured log objective from launch to launch."""
-        return _noise_variance(self.factors["noise"], self.factors["point"])
+        return self.factors["noise"] * NOISE_SD**2
 
     @property
     def point_variance(self) -> float:
         """Learnt variance of a measured log objective within a launch: a part of ``noise_variance``."""
-        return self.noise_variance - self.factors["noise"] * NOISE_SD**2 * (1 - _POINT_SHARE)
+        return self.noise_variance * _point_share(self.factors["point"])
 
     def change_within(self, launch: int, new: Points) -> Numbers:
         """Return the standard deviations of the change of posterior means by a measurement in a launch.
@@ -323,10 +317,9 @@ class ResidualGP:
         if not len(residuals):
             return dict.fromkeys(limits, 1.0)
         noise = np.diag(np.full(len(residuals), NOISE_SD**2))
-        luck = _luck_covariance(points, 1.0)
+        luck = _luck_covariance(points, 1.0, 1.0)
         shares = bool(np.any(luck))
-        own = _POINT_SHARE * noise
-        steady = parts["given"] + _noise_covariance(points, 0.0, 1.0) + np.diag(self._misfit[: len(residuals)])
+        steady = parts["given"] + _noise_covariance(points, 0.0, 1.0)
         groups = {**{name: parts[name] for name in parts if name != "given"}, "noise": noise}
         moving = {name: part for name, part in groups.items() if np.any(part)}
         spreads = {**_LOG_SD, **dict.fromkeys(knobs, _KNOB_LOG_SD)}
@@ -342,8 +335,9 @@ class ResidualGP:
             if name not in ("noise", "point") or not shares:
                 return difference * moving[name]
             if name == "noise":
-                return difference * (noise + luck + (_STEP ** powers["point"] - 1) * own)
-            return difference * _STEP ** powers["noise"] * own
+                return difference * (noise + _luck_covariance(points, 1.0, _STEP ** powers["point"]))
+            factor, before, after = (_STEP**item for item in (powers["noise"], powers[name], power))
+            return _luck_covariance(points, factor, after) - _luck_covariance(points, factor, before)
 
         powers = dict.fromkeys(limits, 0)
         total = steady + sum(moving.values())
@@ -393,19 +387,20 @@ def _tile_waste(micro_batch: Numbers) -> Numbers:
 
 def _noise_covariance(points: Points, factor: float, point: float) -> Numbers:
     """Return the noise covariance of measured log objectives, given the factors of the noise and of its own part."""
-    result: Numbers = np.diag(_noise_variance(factor, point) + _EARLIER_LAUNCH_SD**2 * points.earlier)
-    result += _luck_covariance(points, factor)
+    result: Numbers = np.diag(factor * NOISE_SD**2 + _EARLIER_LAUNCH_SD**2 * points.earlier)
+    result += _luck_covariance(points, factor, point)
     return result + _EARLIER_STUDY_SD**2 * np.outer(points.earlier, points.earlier)
 
 
-def _luck_covariance(points: Points, factor: float) -> Numbers:
+def _luck_covariance(points: Points, factor: float, point: float) -> Numbers:
     """Return the covariance of measurements by the luck of the launches that they share; 0 on the diagonal."""
     shared = (points.launch[:, None] == points.launch[None, :]) & (points.launch[:, None] >= 0)
     np.fill_diagonal(shared, val=False)
-    result: Numbers = factor * NOISE_SD**2 * (1 - _POINT_SHARE) * shared
+    result: Numbers = factor * NOISE_SD**2 * (1 - _point_share(point)) * shared
     return result
 
 
-def _noise_variance(factor: float, point: float) -> float:
-    """Return the variance of measurements, given the factors of the noise and of its part within launches."""
-    return factor * NOISE_SD**2 * (1 + _POINT_SHARE * (point - 1))
+def _point_share(factor: float) -> float:
+    """Return the share of the variance between launches that is between measurements of one launch."""
+    ratio = factor * _POINT_VARIANCE
+    return ratio / (1 + ratio)
