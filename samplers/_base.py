@@ -17,7 +17,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.guided.planner import GuidedPlanner
-from optuna_dsat.trials.attributes import PURPOSE
+from optuna_dsat.trials.attributes import PURPOSE, root_launch, waiting_launch
 from optuna_dsat.trials.failures import StructureFailures, structure_failures
 from optuna_dsat.trials.history import StudyHistory, all_opened, read_history
 from optuna_dsat.trials.lineage import (
@@ -236,10 +236,17 @@ class LineageSampler(BaseSampler):
         return {"draw": number, "lineage": dict(params), "micro_batch": size, "low": distribution.low, "high": high}
 
     def _ready(self, study: Study, history: StudyHistory, fixed: Mapping[str, Any]) -> Iterator[Lineage]:
-        """Yield the lineages that another trial may continue, most urgent first."""
+        """Yield the lineages that another trial may continue, most urgent first.
+
+        If the pruner leaves the order free, the lineage of the launch whose ranks wait for another trial is first.
+        """
         pruner = study.pruner
         lineages = history.lineages
-        keys = pruner.continuable(study, lineages) if isinstance(pruner, LineageGate) else list(lineages)
+        if isinstance(pruner, LineageGate):
+            keys = pruner.continuable(study, lineages)
+        else:
+            waiting = waiting_launch(history.trials)
+            keys = sorted(lineages, key=lambda key: waiting not in set(map(root_launch, lineages[key].trials)))
         unreachable = history.unreachable
         for key in keys:
             lineage = lineages[key]

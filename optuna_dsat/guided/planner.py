@@ -31,6 +31,11 @@ The search ends under either of two conditions:
 
 If no single launch is worth its cost, long launches are skipped.
 
+A launch whose ranks wait for another trial measures configurations that differ in live settings only
+(``optuna_dsat.config.live``) without a start, and with less noise relative to its earlier measurements. Such a
+configuration costs its steps only; if it fails, the start of another launch. So settings are compared within a launch
+while that is worth most per second, and sizes near the edge of memory come last.
+
 Running launches count as if measured at their predicted metric (the "kriging believer" of Ginsbourger et al. 2010), and
 no other launch of their lineages is proposed.
 
