@@ -22,7 +22,7 @@ _ZERO = "zero_optimization."
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 """Prefix of its private attributes (``zero/partitioned_param_coordinator.py``)."""
 _OLD_BUFFER = "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer"
-"""The bucket of ZeRO 3 before DeepSpeed 0.18 (``zero/stage3.py``)."""
+"""The bucket of ZeRO 3 before DeepSpeed 0.17 (``zero/stage3.py``)."""
 
 
 class NotLiveError(RuntimeError):
@@ -31,6 +31,8 @@ class NotLiveError(RuntimeError):
 
 def change_settings(engine: Any, changes: Mapping[str, Any]) -> None:
     """Change settings of an engine. Call it on all ranks between the same two optimizer steps.
+
+    After an error the engine may be partly changed: end the launch. The engine's config keeps its first values of knobs.
 
     Args:
         engine: The engine.
@@ -104,7 +106,7 @@ def _coordinator(optimizer: Any) -> Any:
     get = optimizer.parameter_offload.get_param_coordinator
     try:
         return get()
-    except TypeError:  # before DeepSpeed 0.16
+    except TypeError:  # DeepSpeed 0.14
         return get(training=True)
 
 
@@ -113,7 +115,19 @@ def _set_bucket_size(optimizer: Any, value: int) -> None:
     _make_buckets(optimizer)
 
 
+def _set_scatter(optimizer: Any, value: bool) -> None:
+    _refuse_for_experts(optimizer, value)
+    _set(optimizer, "reduce_scatter", value)
+
+
+def _refuse_for_experts(optimizer: Any, value: bool) -> None:
+    """Refuse what DeepSpeed refuses for a mixture of experts (``_configure_moe_settings``)."""
+    if not value and getattr(optimizer, "has_moe_layers", False):
+        raise NotLiveError("a mixture of experts needs reduce_scatter and contiguous_gradients")
+
+
 def _set_contiguous(optimizer: Any, value: bool) -> None:
+    _refuse_for_experts(optimizer, value)
     if getattr(optimizer, "cpu_offload", False) and not _is_stage_3(optimizer):
         return  # ZeRO 2 with offload is always contiguous
     _set(optimizer, "contiguous_gradients", value)
@@ -180,7 +194,7 @@ SETTERS: Mapping[str, Callable[[Any, Any], None]] = {
     # zero/stage_1_and_2.py and zero/stage3.py: reduce_independent_p_g_buckets_and_remove_grads
     "reduce_bucket_size": _set_bucket_size,
     # zero/stage_1_and_2.py: average_tensor; zero/stage3.py: __avg_scatter_contiguous_grads
-    "reduce_scatter": _attribute("reduce_scatter"),
+    "reduce_scatter": _set_scatter,
     # zero/partitioned_param_coordinator.py: fetch_sub_module
     "stage3_max_live_parameters": _of_coordinator("max_n_available_params"),
     # zero/partitioned_param_coordinator.py: __params_to_release
