@@ -131,7 +131,7 @@ def launcher(libraries: Libraries) -> Finding:
     why_not = {name: why for name, why in (("warm", warm), ("torchrun", torchrun)) if why is not None}
     if torchrun is not None:
         text = f"No launcher can work ({'; '.join(f'{name}: {why}' for name, why in why_not.items())})."
-        remedy = "Install torch with distributed training into the environment of optuna-dsat."
+        remedy = "Install torch with distributed training into the environment of your script."
         return finding_of(
             "launches", "launcher", text, remedy, status=Status.FATAL, data={"launcher": None, "why_not": why_not}
         )

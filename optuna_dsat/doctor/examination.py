@@ -14,7 +14,7 @@ from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.machine import device_findings, find_gpus, host_findings
 from optuna_dsat.errors import DsatError, UsageError
 from optuna_dsat.launch.machine.devices import Nvml, refuse_build
-from optuna_dsat.script.interpreter import examined, script_python
+from optuna_dsat.script.interpreter import OLDEST, examined, named_python, script_python
 from optuna_dsat.store import database_exists, display_url
 
 __all__ = ["examine", "examine_storage"]
@@ -48,6 +48,8 @@ def examine(
     gpus = find_gpus(environ=environ, nvml=nvml)
     python, interpreter = _interpreter(python)
     builds = _other_builds(interpreter.data["versions"].get("torch", ""))
+    if examined(python).version < OLDEST:
+        return [*device_findings(gpus), interpreter]  # the probe of its libraries does not start
     result = ask(cpu=gpus.count == 0, python=python, environ=environ)
     findings = [
         *device_findings(gpus),
@@ -77,7 +79,12 @@ def _other_builds(torch_version: str) -> list[Finding]:
 
 
 def _interpreter(named: str | None) -> tuple[str, Finding]:
-    """Return the interpreter of launches and the finding on it."""
+    """Return the interpreter of launches and the finding on it.
+
+    Raises:
+        UsageError: If the named interpreter does not exist.
+    """
+    named = None if named is None else named_python(named)
     own = f"{sys.executable}: Python {platform.python_version()}"
     try:
         python = script_python(named) or sys.executable

@@ -1,8 +1,9 @@
-"""Values of the acquisition function, and expected improvements in closed form."""
+"""Values of the acquisition function, expected improvements in closed form, and predictions."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -10,7 +11,23 @@ import numpy as np
 from optuna_dsat.cost.memory_posterior import normal_cdf
 from optuna_dsat.cost.numbers import Numbers
 
-__all__ = ["Acquisition", "expected_improvement", "heavy_tailed_improvement", "learnt_spread"]
+__all__ = ["Acquisition", "Prediction", "expected_improvement", "heavy_tailed_improvement", "learnt_spread"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Posterior of a configuration."""
+
+    value: float
+    """Expected metric."""
+    spread: float
+    """Standard deviation of the metric's logarithm."""
+    peak_bytes: float
+    """Expected peak of a rank."""
+    fits: float
+    """Probability that it fits."""
+    bounds: Mapping[str, float]
+    """Seconds of a step by resource, see ``StepTimeModel.bounds``."""
 
 
 @dataclass(frozen=True, kw_only=True)

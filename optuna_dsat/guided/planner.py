@@ -58,10 +58,10 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.cost.memory import estimate
 from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.cost.step_time import ERROR, LogCoefficients
-from optuna_dsat.guided.acquisition import Acquisition
+from optuna_dsat.guided.acquisition import Acquisition, Prediction
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.memory import memory_posterior
-from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior, Prediction
+from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.prospects import Prospects
 from optuna_dsat.trials import attributes

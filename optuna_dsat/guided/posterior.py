@@ -6,8 +6,6 @@ See ``optuna_dsat.guided.planner`` for the method.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +13,13 @@ import numpy as np
 from optuna_dsat.cost.memory_posterior import normal_cdf
 from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.cost.step_time import Timings
-from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, heavy_tailed_improvement, learnt_spread
+from optuna_dsat.guided.acquisition import (
+    Acquisition,
+    Prediction,
+    expected_improvement,
+    heavy_tailed_improvement,
+    learnt_spread,
+)
 from optuna_dsat.guided.candidates import Observations, rank_within
 from optuna_dsat.guided.memory import memory_posterior, most_informative
 from optuna_dsat.guided.problem import Problem
@@ -74,22 +78,6 @@ _REFINED = 8
 """Configurations of the largest acquisition values around which more micro-batches are evaluated."""
 _FINE = tuple(2 ** (sixth / 6) for sixth in range(-6, 7))
 """Multiples of their micro-batches to evaluate."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """Posterior of a configuration."""
-
-    value: float
-    """Expected metric."""
-    spread: float
-    """Standard deviation of the metric's logarithm."""
-    peak_bytes: float
-    """Expected peak of a rank."""
-    fits: float
-    """Probability that it fits."""
-    bounds: Mapping[str, float]
-    """Seconds of a step by resource, see ``StepTimeModel.bounds``."""
 
 
 class Posterior:

@@ -17,6 +17,7 @@ from optuna_dsat.doctor.examination import examine, examine_storage
 from optuna_dsat.doctor.finding import Finding, Status, exit_code, to_json
 from optuna_dsat.doctor.libraries import Libraries
 from optuna_dsat.doctor.machine import host_findings
+from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine import devices as devices_module
 from optuna_dsat.store import Store
 from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries, uuid
@@ -84,6 +85,20 @@ def test_this_machine_can_run_launches_and_nothing_heavy_is_imported(tmp_path: P
     assert result["launcher"]["data"]["launcher"] == "warm"
     assert "the first study makes it" in result["storage"]["text"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interpreter_is_named_by_its_folder_and_an_old_one_is_fatal_once(machine: Machine, tmp_path: Path) -> None:
+    python = tmp_path / "old" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho \'{"version": [3, 8, 18], "prefix": "/old", "path": [], "versions": {}}\'\n')
+    python.chmod(0o755)
+    fatal = [
+        finding for finding in look(machine, python=str(tmp_path / "old")).values() if finding.status is Status.FATAL
+    ]
+    assert [finding.name for finding in fatal] == ["interpreter"]
+    assert f"{python} is Python 3.8.18; launches need 3.9 or newer." in fatal[0].text
+    with pytest.raises(UsageError, match="--python is /gone: there is no such interpreter"):
+        look(machine, python="/gone")
 
 
 def test_gpus_are_named_and_one_in_use_is_a_problem(machine: Machine) -> None:

@@ -32,7 +32,7 @@ class NotLiveError(RuntimeError):
 def change_settings(engine: Any, changes: Mapping[str, Any]) -> None:
     """Change settings of an engine. Call it on all ranks between the same two optimizer steps.
 
-    After an error the engine may be partly changed: end the launch. The engine's config keeps its first values of knobs.
+    After an error the engine may be partly changed: end the launch. The engine's config keeps its knobs' first values.
 
     Args:
         engine: The engine.
@@ -94,10 +94,6 @@ def _set(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _attribute(name: str) -> Callable[[Any, Any], None]:
-    return lambda optimizer, value: _set(optimizer, name, value)
-
-
 def _of_coordinator(name: str) -> Callable[[Any, Any], None]:
     return lambda optimizer, value: _set(_coordinator(optimizer), f"{_COORDINATOR}{name}", value)
 
@@ -113,6 +109,12 @@ def _coordinator(optimizer: Any) -> Any:
 def _set_bucket_size(optimizer: Any, value: int) -> None:
     _set(optimizer, "reduce_bucket_size", value)
     _make_buckets(optimizer)
+
+
+def _set_overlap(optimizer: Any, value: bool) -> None:
+    if value and not getattr(optimizer, "_grad_acc_hooks", None):  # ZeRO 1 before DeepSpeed 0.16
+        raise NotLiveError("this engine was built without the hooks that overlap_comm needs")
+    _set(optimizer, "overlap_comm", value)
 
 
 def _set_scatter(optimizer: Any, value: bool) -> None:
@@ -144,7 +146,7 @@ def _make_buckets(optimizer: Any) -> None:
     if not _is_stage_3(optimizer):
         for bucket in getattr(optimizer, "ipg_buckets", {}).values():
             bucket.buffer.clear()
-        optimizer.grads_in_partition = None
+        optimizer.grads_in_partition = optimizer.ipg_buffer = None  # the latter before DeepSpeed 0.17
         return
     device = sys.modules["deepspeed"].accelerator.get_accelerator().current_device_name()
     size = optimizer.reduce_bucket_size if optimizer.contiguous_gradients else None
@@ -153,10 +155,9 @@ def _make_buckets(optimizer: Any) -> None:
             bucket.buffer = None  # freed before its successor is made
             bucket.buffer = None if size is None else torch.empty(size, dtype=dtype, device=device)
         return
-    dtype = optimizer.dtype
-    _set(optimizer, _OLD_BUFFER, None)
+    setattr(optimizer, _OLD_BUFFER, None)
     if size is not None:
-        setattr(optimizer, _OLD_BUFFER, torch.empty(size, dtype=dtype, device=device))
+        setattr(optimizer, _OLD_BUFFER, torch.empty(size, dtype=optimizer.dtype, device=device))
 
 
 def _set_persistence(optimizer: Any, value: int) -> None:
@@ -190,7 +191,7 @@ SETTERS: Mapping[str, Callable[[Any, Any], None]] = {
     # __add_grad_to_ipg_bucket
     "contiguous_gradients": _set_contiguous,
     # zero/stage_1_and_2.py: reduce_independent_p_g_buckets_and_remove_grads, average_tensor
-    "overlap_comm": _attribute("overlap_comm"),
+    "overlap_comm": _set_overlap,
     # zero/stage_1_and_2.py and zero/stage3.py: reduce_independent_p_g_buckets_and_remove_grads
     "reduce_bucket_size": _set_bucket_size,
     # zero/stage_1_and_2.py: average_tensor; zero/stage3.py: __avg_scatter_contiguous_grads
