@@ -34,6 +34,7 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.measure.live import NotLiveError
 
 __all__ = ["Places", "TorchrunLauncher", "local_launcher"]
 
@@ -343,7 +344,7 @@ class TorchrunLauncher:
         report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
         if not launch.root or report.outcome not in _NOT_OF_THE_CONFIGURATION:
             return report
-        self._learn_limit(launch.changes, report.failure_in_words)
+        self._learn_limit(launch.changes, report.cause.removeprefix(f"{NotLiveError.__name__}: "))
         return replace(report, afresh=True)
 
     def _conclude(self, launch: Launch, note: str) -> LaunchReport | None:
@@ -372,8 +373,8 @@ class TorchrunLauncher:
         key = next((key for key in (GRADIENT_ACCUMULATION, MICRO_BATCH) if key in changes), None)
         self._continues &= key is not None
         self._not_followed |= {key} if key is not None else set()
-        what = f"with another {key}" if key is not None else "at all"
-        self._notify(f"A running engine did not go on {what}, and such trials are launched one by one: {why}.")
+        what = f" with another {key}" if key is not None else ""
+        self._notify(f"Trials{what} are launched one by one, as a running engine did not take one on: {why}.")
 
     def _note_start(self, launch: Launch) -> None:
         if launch.log.first_step is not None and not launch.root:

@@ -271,8 +271,8 @@ def result_of(
         if profiled is None
         else profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),
         failures=describe_structure_failures(study.trials),
-        continued=sum(bool(row.report.root) for row in launches),
-        launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
+        continued=sum(bool(row.report.root) for row in launches if _is_of_trial(row)),
+        launches=dict(Counter(row.report.outcome.value for row in launches if _is_of_trial(row))),
         slot_minutes=sum(row.report.held_s * len(row.report.devices) for row in launches) / 60,
         device=spec.device,
         isolation=describe_isolation(weakest_isolation(row.report.conditions for row in launches)),
@@ -291,6 +291,11 @@ def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) ->
     if facts["variation"]:
         words += "; only configurations of one batch size were measured on the same data"
     return f"Steps: {words}." if words else ""
+
+
+def _is_of_trial(launch: StoredLaunch) -> bool:
+    """Return whether a launch shows the outcome of a trial: one that failed only by continuing another does not."""
+    return launch.purpose == "trial" and not launch.report.afresh
 
 
 def _running_engines_in_words(trials: Sequence[FrozenTrial], rounds: Rounds) -> str:

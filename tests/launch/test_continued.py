@@ -135,7 +135,7 @@ def test_a_script_that_does_not_follow_is_launched_afresh(run: Run, notices: lis
     assert refused.outcome is Outcome.SCRIPT_ERROR
     again, steps = run("again", "--data", "fixed", size=8)
     assert (again.root, again.afresh, sizes(steps)) == ("", False, {8})
-    assert any("did not go on with another train_micro_batch_size_per_gpu" in notice for notice in notices)
+    assert any("Trials with another train_micro_batch_size_per_gpu are launched one by one" in n for n in notices)
     other, _ = run("knob", "--data", "fixed", size=2)
     assert other.root == "", "what the script did not follow is not tried again"
 

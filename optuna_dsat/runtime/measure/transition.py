@@ -60,10 +60,10 @@ class Transition:
         if self._awaited is not None and micro_batch != self._awaited:
             self._most_in_flight -= 1
             if self._most_in_flight < 0:
-                raise NotLiveError(f"the batch size is {micro_batch}, not {self._awaited}, in a running engine")
+                raise NotLiveError(f"the batch size is {micro_batch}, not {self._awaited}")
             return True
         self._awaited = None
         if self._expected_passes is not None and passes != self._expected_passes:
             expected = self._expected_passes
-            raise NotLiveError(f"the forward passes of a step are {passes}, not {expected}, in a running engine")
+            raise NotLiveError(f"the forward passes of a step are {passes}, not {expected}")
         return False

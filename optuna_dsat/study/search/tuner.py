@@ -194,7 +194,8 @@ class Tuner:
                 self._recorder.drop(flight.trial)
                 return
             self._retried = flight.trial
-        self._context.say(f"Trial {flight.trial.number}: {outcome_in_words(report.outcome)}, launched again.")
+        why = "not measured in a running engine" if report.afresh else outcome_in_words(report.outcome)
+        self._context.say(f"Trial {flight.trial.number}: {why}, launched again.")
         self._flights.start(flight.retry())
         self._retried = None
 
