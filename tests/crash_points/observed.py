@@ -17,7 +17,7 @@ from sqlalchemy import Connection, create_engine, inspect, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.pool import NullPool
 
-from optuna_dsat.trials.attributes import CONFIG_KEY, OUTCOME
+from optuna_dsat.trials.attributes import CONFIG_KEY, OUTCOME, SIMPLIFIES
 from tests.crash_points.launcher import Launched
 
 __all__ = ["Observed", "StoredTrial", "files_of", "launches_of", "living_children", "observe"]
@@ -38,6 +38,8 @@ class StoredTrial:
     """Empty where none is stored."""
     key: str
     """Canonical key of its configuration; empty where none is stored."""
+    simplifies: bool = False
+    """Whether it repeats the best one without settings that may have no effect, beyond the budget."""
 
     @property
     def finished(self) -> bool:
@@ -45,7 +47,7 @@ class StoredTrial:
 
     @property
     def launched(self) -> bool:
-        """Whether it took a launch of the budget."""
+        """Whether it was launched to its end."""
         return self.finished and self.outcome not in ("", "lost")
 
 
@@ -88,8 +90,9 @@ def _rows(connection: Connection) -> dict[str, Any]:
 
     values = {row[0]: row[1] for row in rows("SELECT trial_id, value FROM trial_values")}
     attributes: dict[int, dict[str, Any]] = {}
+    keys = ", ".join(f"'{key}'" for key in (OUTCOME, CONFIG_KEY, SIMPLIFIES))
     for trial_id, key, value in rows(
-        f"SELECT trial_id, key, value_json FROM trial_user_attributes WHERE key IN ('{OUTCOME}', '{CONFIG_KEY}')"
+        f"SELECT trial_id, key, value_json FROM trial_user_attributes WHERE key IN ({keys})"
     ):
         attributes.setdefault(trial_id, {})[key] = json.loads(value)
     return {
@@ -100,6 +103,7 @@ def _rows(connection: Connection) -> dict[str, Any]:
                 value=values.get(trial_id),
                 outcome=attributes.get(trial_id, {}).get(OUTCOME, ""),
                 key=attributes.get(trial_id, {}).get(CONFIG_KEY, ""),
+                simplifies=SIMPLIFIES in attributes.get(trial_id, {}),
             )
             for trial_id, number, state in rows("SELECT trial_id, number, state FROM trials ORDER BY number")
         ),
