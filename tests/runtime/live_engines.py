@@ -7,6 +7,7 @@ of a step (name -> [calls, elements]) of the changed and of the fresh engine.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -100,7 +101,9 @@ def main() -> None:
         fresh_parameters, fresh_collectives = Training(after).updated()
         compared.append([name, torch.equal(parameters, fresh_parameters), collectives, fresh_collectives])
     if torch.distributed.get_rank() == 0:
-        print(json.dumps(compared))
+        print(json.dumps(compared), flush=True)
+    torch.distributed.barrier()
+    os._exit(0)  # gloo's threads may abort Python's own exit
 
 
 if __name__ == "__main__":
