@@ -12,7 +12,7 @@ from typing import Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
 
-__all__ = ["LIVE_KNOBS", "live_changes"]
+__all__ = ["LIVE_KNOBS", "is_live", "live_changes"]
 
 LIVE_KNOBS: Mapping[str, tuple[int, ...]] = {
     "contiguous_gradients": (2, 3),
@@ -31,6 +31,23 @@ ZeRO 1 makes its hooks by ``contiguous_gradients`` and ``overlap_comm`` when it 
 """
 
 
+def is_live(knob: str, *, stage: int, contiguous: bool, offloads_params: bool) -> bool:
+    """Return whether a running engine follows a knob of ``zero_optimization``.
+
+    Args:
+        knob: The key.
+        stage: ZeRO stage of the engine.
+        contiguous: Whether it has contiguous gradients.
+        offloads_params: Whether its parameters are offloaded.
+    """
+    if stage not in LIVE_KNOBS.get(knob, ()):
+        return False
+    if knob == "overlap_comm" and stage == 1:
+        return contiguous  # else the engine may have no hooks
+    # Persistent parameters of an offload lie on the device from the start.
+    return knob != "stage3_param_persistence_threshold" or not offloads_params
+
+
 def live_changes(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the changes that turn a running engine into one of another config; None if it must be built anew.
 
@@ -44,8 +61,18 @@ def live_changes(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[
     before, after = (_settings(config) for config in (running, wanted))
     stage = before.get(f"{ZERO}.stage", 0)
     changes = {key: after.get(key) for key in {**before, **after} if before.get(key) != after.get(key)}
-    if not all(_is_live(key, value, stage, before) for key, value in changes.items()):
-        return None
+    for key, value in changes.items():
+        if key in (MICRO_BATCH, GRADIENT_ACCUMULATION):
+            live = isinstance(value, int) and isinstance(before.get(key), int)
+        else:
+            live = value is not None and is_live(
+                key.removeprefix(f"{ZERO}."),
+                stage=stage,
+                contiguous=bool(before[f"{ZERO}.contiguous_gradients"]),
+                offloads_params=before.get(f"{ZERO}.offload_param.device", "none") != "none",
+            )
+        if not live:
+            return None
     return changes
 
 
@@ -58,16 +85,3 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for knob in LIVE_KNOBS:
         flat.setdefault(f"{ZERO}.{knob}", ds_config.zero_default(knob, stage=stage))
     return {key: value for key, value in flat.items() if value is not None}
-
-
-def _is_live(key: str, value: Any, stage: int, before: Mapping[str, Any]) -> bool:
-    if key in (MICRO_BATCH, GRADIENT_ACCUMULATION):
-        return isinstance(value, int) and isinstance(before.get(key), int)
-    knob = key.removeprefix(f"{ZERO}.")
-    if value is None or stage not in LIVE_KNOBS.get(knob, ()):
-        return False
-    if knob == "overlap_comm" and stage == 1:
-        return bool(before[f"{ZERO}.contiguous_gradients"])  # else the engine may have no hooks
-    # Persistent parameters of an offload lie on the device from the start.
-    offloaded = before.get(f"{ZERO}.offload_param.device", "none") != "none"
-    return knob != "stage3_param_persistence_threshold" or not offloaded

@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import NVME, OFFLOAD_PARAM
-from optuna_dsat.config.live import LIVE_KNOBS
+from optuna_dsat.config.live import is_live
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import Hardware, ModelProfile, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryInputs
@@ -345,13 +345,14 @@ class CandidateTable:
 
 def static_settings(params: Mapping[str, Any]) -> Hashable:
     """Return the values of a lineage's knobs that a running engine cannot change (``config.live``)."""
-    stage = params[ZERO_STAGE]
-    live = {name for name, stages in LIVE_KNOBS.items() if stage in stages}
-    if stage == 1 and params.get("contiguous_gradients") is False:
-        live.discard("overlap_comm")
-    if params.get(OFFLOAD_PARAM, "none") != "none":
-        live.discard("stage3_param_persistence_threshold")
-    return frozenset((name, ds_config.canonical_number(value)) for name, value in params.items() if name not in live)
+    engine = {
+        "stage": params[ZERO_STAGE],
+        "contiguous": params.get("contiguous_gradients") is not False,
+        "offloads_params": params.get(OFFLOAD_PARAM, "none") != "none",
+    }
+    return frozenset(
+        (name, ds_config.canonical_number(value)) for name, value in params.items() if not is_live(name, **engine)
+    )
 
 
 _MOST_TABLES = 4

@@ -401,12 +401,11 @@ class Posterior:
         learnt_sd = learnt_spread(variance, self.residuals.noise_variance)
         continues = self._continues(rows)
         if continues.any():
-            within = self.residuals.change_within(self._observations.waiting, new.take(continues))
-            learnt_sd[continues] = within
+            learnt_sd[continues] = self.residuals.change_within(self._observations.waiting, new.take(continues))
         gain = expected_improvement(penalised - over, learnt_sd)
         unknown = self._never_measured(rows)
         gain = np.where(unknown, heavy_tailed_improvement(penalised - over, learnt_sd), gain)
-        run_s = np.where(continues, self._continued_s(new.latency), self._launch_s(new.latency))
+        run_s = self._launch_s(new.latency, start_s=np.where(continues, _ORDER_S, self._start_up_s))
         fits = fits * self._runs.is_sound(rows, sizes)
         if self._incumbent is not None:
             gain = gain * (fits >= _MIN_FITS)
@@ -421,13 +420,8 @@ class Posterior:
         if waiting < 0:
             return np.zeros(len(rows), dtype=bool)
         engine = self._table.engine
-        own = self._observations.row[self._observations.launch == waiting][0]
-        result: Numbers = engine[rows] == engine[own]
-        return result
-
-    def _continued_s(self, latency: Numbers) -> Numbers:
-        """Return the cost of trials with these step seconds that continue a launch."""
-        result: Numbers = _ORDER_S + self._problem.profile_steps * latency
+        measured = self._observations.row[self._observations.launch == waiting][0]
+        result: Numbers = engine[rows] == engine[measured]
         return result
 
     def _never_measured(self, rows: Numbers) -> Numbers:
@@ -441,9 +435,9 @@ class Posterior:
                 result |= (np.diag(kernel)[values] > 0) & ~np.isin(values, table.knobs[measured, place])
         return result
 
-    def _launch_s(self, latency: Numbers) -> Numbers:
-        """Return the cost of launches with these step seconds: weighted start-up seconds plus the steps."""
-        result: Numbers = self._start_up_s + self._problem.profile_steps * latency
+    def _launch_s(self, latency: Numbers, *, start_s: Numbers | None = None) -> Numbers:
+        """Return the cost of trials with these step seconds: the steps, and a start (weighted, None for a launch's)."""
+        result: Numbers = self._problem.profile_steps * latency + (self._start_up_s if start_s is None else start_s)
         return result
 
     def relative_costs(self, acquisition: Acquisition) -> Numbers:

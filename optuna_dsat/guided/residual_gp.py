@@ -18,8 +18,8 @@ determination, Neal 1996) by coordinate ascent. A knob's factor is then replaced
 given the others: if few launches vary a knob, the most likely factor is small, and a search that relied on it would be
 too certain that the knob has no effect (for the same reason Snoek et al. 2012 integrate over such factors).
 
-Measurements of one launch share an error, its luck, and each has an error of its own. The sum of both variances is the
-noise from launch to launch; their ratio is learnt with the other factors if any launch measured several configurations.
+Measurements of a launch have a common error, its luck, and independent errors. The sum of both variances is the noise
+from launch to launch; their ratio is learnt with the other factors if any launch measured several configurations.
 Predictions contain neither.
 
 Measurements of an earlier study have a larger noise than measurements of the current study, and a common error
@@ -184,16 +184,16 @@ class ResidualGP:
         """Return the standard deviations of the change of posterior means by a measurement in a launch.
 
         The luck of a launch is partly known from its earlier measurements, so that a difference to these is measured
-        more precisely than in a launch of its own (``acquisition.learnt_spread``).
+        more precisely than in another launch (``acquisition.learnt_spread``).
         """
         luck_variance = self.noise_variance - self.point_variance
         shared = self.covariance(new, self.points)
-        own = luck_variance * (self.points.launch == launch)
-        solved = self._inverse @ own
+        luck = luck_variance * (self.points.launch == launch)
+        solved = self._inverse @ luck
         variance = self._own_variance(new) - np.einsum("ij,ij->i", shared @ self._inverse, shared)
         variance = np.maximum(variance, 1e-8)
         with_luck = -shared @ solved
-        measured = variance + 2 * with_luck + luck_variance - own @ solved + self.point_variance
+        measured = variance + 2 * with_luck + luck_variance - luck @ solved + self.point_variance
         result: Numbers = np.maximum(variance + with_luck, 1e-8) / np.sqrt(np.maximum(measured, 1e-8))
         return result
 
@@ -386,7 +386,7 @@ def _tile_waste(micro_batch: Numbers) -> Numbers:
 
 
 def _noise_covariance(points: Points, factor: float, point: float) -> Numbers:
-    """Return the noise covariance of measured log objectives, given the factors of the noise and of its own part."""
+    """Return the noise covariance of measured log objectives, given the factors of noise and point noise."""
     result: Numbers = np.diag(factor * NOISE_SD**2 + _EARLIER_LAUNCH_SD**2 * points.earlier)
     result += _luck_covariance(points, factor, point)
     return result + _EARLIER_STUDY_SD**2 * np.outer(points.earlier, points.earlier)

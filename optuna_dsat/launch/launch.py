@@ -201,10 +201,11 @@ class Launch:
     def waits(self) -> bool:
         """Whether its ranks wait for an order: another trial, or to leave."""
         ends = self.log.ends.values()
-        measured = len(ends) == self.request.slots and all(
-            isinstance(end, RankFinished) and end.reason == "profile_done" for end in ends
+        return (
+            self.may_continue
+            and len(ends) == self.request.slots
+            and all(isinstance(end, RankFinished) and end.reason == "profile_done" for end in ends)
         )
-        return self.request.continues and measured and self._left_at is None and not self._sweeping
 
     def leave(self) -> None:
         """End its ranks: without a signal if they wait for an order, else at once."""

@@ -102,6 +102,7 @@ class Places(Protocol):
 
         Raises:
             OutputError: If the run directory cannot be written.
+            ScriptFailedError: If the launch changed the user's files.
         """
 
     def advance(self, pause_s: float) -> None:
@@ -214,7 +215,7 @@ class TorchrunLauncher:
         """
         if request.purpose == "full":
             raise ValueError("A full run is in the foreground and is not followed: call run_full().")
-        if request.launch_id in self._running or request.launch_id in self._waiting:
+        if request.launch_id in (*self._running, *self.waiting):
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
         request = replace(request, continues=request.continues and self._continues)
         self._places.admit(request)
@@ -310,8 +311,8 @@ class TorchrunLauncher:
         ordered = self._ordered.get(name)
         if ordered is not None and launch.waits:
             request, changes = ordered
-            del self._parked[name], self._ordered[name]
             continued = self._places.continue_with(request, launch, changes)
+            del self._parked[name], self._ordered[name]
             continued.longest_start_s = self._longest_start_s
             self._running[request.launch_id] = continued
         elif launch.gone_at is not None and (note := launch.processes.release(now)) is not None:
@@ -371,9 +372,11 @@ class TorchrunLauncher:
     def _learn_limit(self, changes: Mapping[str, Any], why: str) -> None:
         """Stop changing the setting in running engines that most likely made a continued launch fail."""
         key = next((key for key in (GRADIENT_ACCUMULATION, MICRO_BATCH) if key in changes), None)
-        self._continues &= key is not None
-        self._not_followed |= {key} if key is not None else set()
-        what = f" with another {key}" if key is not None else ""
+        what = "" if key is None else f" with another {key}"
+        if key is None:
+            self._continues = False
+        else:
+            self._not_followed.add(key)
         self._notify(f"Trials{what} are launched one by one, as a running engine did not take one on: {why}.")
 
     def _note_start(self, launch: Launch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate
@@ -217,6 +218,22 @@ def test_the_profile_goes_on_with_the_baseline(run: Run, launcher: TorchrunLaunc
     report, steps = run("baseline", size=4)
     assert report.root == asked.launch_id
     assert sizes(steps) == {4}
+
+
+def test_a_profile_that_changed_the_users_files_goes_on_with_nothing(
+    launcher: TorchrunLauncher, tmp_path: Path
+) -> None:
+    """Without overlays a subprocess writes past the redirection, which the profile launch shows."""
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
+    options = ("--touch", str(tmp_path / "made.txt"))
+    launcher.start(replace(trial(tmp_path, "profile", *options, isolation="python"), purpose="profile"))
+    updates_until_finished(launcher)
+    baseline = trial(tmp_path, "baseline", *options, size=8, isolation="python")
+    launcher.start(baseline)
+    with pytest.raises(ScriptFailedError, match=r"changed .*made\.txt"):
+        updates_until_finished(launcher)
+    launcher.stop(baseline.launch_id)
+    assert [*reports(updates_until_finished(launcher))] == [baseline.launch_id]
 
 
 def test_what_is_ordered_can_be_stopped(launcher: TorchrunLauncher, tmp_path: Path) -> None:

@@ -5,29 +5,36 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.guided.residual_gp import Points, ResidualGP, knob_kernel
 
 PRIOR_FACTOR = 1.0
 EFFECT = 0.05
 
 
+def points_of(flag: Numbers, launch: Numbers) -> Points:
+    """Return configurations that differ in a flag."""
+    count = len(flag)
+    return Points(
+        row=flag,
+        structure=np.zeros(count, dtype=np.int64),
+        knobs=flag[:, None],
+        structure_effect=np.zeros(count),
+        knob_effects=np.zeros((count, 1)),
+        micro_batch=np.full(count, 8.0),
+        fill=np.full(count, 0.5),
+        log_objective=np.zeros(count),
+        latency=np.ones(count),
+        coefficient_factors=np.zeros((count, 1)),
+        earlier=np.zeros(count),
+        launch=launch,
+    )
+
+
 def learnt(launches: int, *, effect: float) -> float:
     """Return the factor on the variance of a flag that every other launch has, and that has an effect on the metric."""
     flag = np.arange(launches) % 2
-    points = Points(
-        row=flag,
-        structure=np.zeros(launches, dtype=np.int64),
-        knobs=flag[:, None],
-        structure_effect=np.zeros(launches),
-        knob_effects=np.zeros((launches, 1)),
-        micro_batch=np.full(launches, 8.0),
-        fill=np.full(launches, 0.5),
-        log_objective=np.zeros(launches),
-        latency=np.ones(launches),
-        coefficient_factors=np.zeros((launches, 1)),
-        earlier=np.zeros(launches),
-        launch=np.arange(launches),
-    )
+    points = points_of(flag, np.arange(launches))
     noise = 0.004 * np.random.default_rng(0).standard_normal(launches)
     result = ResidualGP(points, effect * flag + noise, [knob_kernel([False, True])])
     return result.factors["knob 0"]
@@ -50,20 +57,7 @@ def shared_luck(launch: list[int], *, noise: float = 0.03) -> ResidualGP:
     flag = np.arange(count) % 2
     rng = np.random.default_rng(0)
     luck = noise * np.array([rng.standard_normal() for _ in range(max(launch) + 1)])[launch]
-    points = Points(
-        row=flag,
-        structure=np.zeros(count, dtype=np.int64),
-        knobs=flag[:, None],
-        structure_effect=np.zeros(count),
-        knob_effects=np.zeros((count, 1)),
-        micro_batch=np.full(count, 8.0),
-        fill=np.full(count, 0.5),
-        log_objective=np.zeros(count),
-        latency=np.ones(count),
-        coefficient_factors=np.zeros((count, 1)),
-        earlier=np.zeros(count),
-        launch=np.array(launch),
-    )
+    points = points_of(flag, np.array(launch))
     measured = 0.01 * flag + luck + 0.1 * noise * rng.standard_normal(count)
     return ResidualGP(points, measured, [knob_kernel([False, True])])
 

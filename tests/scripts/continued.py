@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import time
 
 import deepspeed
@@ -41,7 +42,10 @@ def main() -> None:
     parser.add_argument("--end", default="", choices=("", "raise", "memory", "kill", "sleep"))
     parser.add_argument("--end-size", type=int, default=0)
     parser.add_argument("--end-rank", type=int, default=1)
+    parser.add_argument("--touch", default="", help="have a subprocess make this file")
     args = parser.parse_args()
+    if args.touch:
+        subprocess.run(["touch", args.touch], check=True)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=args.config)
     size = engine.train_micro_batch_size_per_gpu()

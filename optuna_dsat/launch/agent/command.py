@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.launch.machine.devices import Device
@@ -226,7 +225,7 @@ def write_run_directory(
     output_dir: Path,
     *,
     leavings: Path | None = None,
-    changes: Mapping[str, Any] = MappingProxyType({}),
+    changes: Mapping[str, Any] | None = None,
 ) -> RunDirectory:
     """Create the run directory of a launch with the files that do not depend on its slots.
 
@@ -234,7 +233,8 @@ def write_run_directory(
         request: The launch.
         output_dir: Folder of the run directories.
         leavings: Journal for leftovers of its processes elsewhere; None for none.
-        changes: Changes of the running engine by a continued launch.
+        changes: Changes of the running engine by a continued launch, which keeps the first one's view of the file
+            system; None for a launch that starts processes.
 
     Raises:
         OutputError: If it cannot be written.
@@ -242,7 +242,9 @@ def write_run_directory(
     directory = replace(RunDirectory.create(output_dir, request.launch_id), leavings=leavings)
     directory.write_json(directory.config, request.ds_config)
     directory.write_json(directory.overlay, request.overlay)
-    plan = replace(_plan(request, directory), changes=dict(changes))
+    plan = _plan(request, directory)
+    if changes is not None:
+        plan = replace(plan, changes=dict(changes), world=WorldPlan())
     if plan.world.folder and leavings is not None:
         note(leavings, plan.world.folder)
     directory.write_json(directory.launch, asdict(plan))

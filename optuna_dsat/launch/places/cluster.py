@@ -162,14 +162,17 @@ class Cluster:
 
     def continue_with(self, request: LaunchRequest, launch: Launch, changes: Mapping[str, Any]) -> Launch:
         """Have the ranks of a launch that wait for an order measure another trial."""
-        directory = write_run_directory(replace(request, isolation="off"), self._output_dir, changes=changes)
+        self._changes.check(launch)
+        directory = write_run_directory(request, self._output_dir, changes=changes)
         directory.copy_command(launch.directory)
         _, remote = self._launches.pop(launch.request.launch_id)
-        wire = request_to_json(replace(request, env=resolved(dict(request.env), self._environ)))
-        remote.take_on(request.launch_id, {"request": wire, "changes": dict(changes)})
+        remote.take_on(request.launch_id, {"request": self._on_the_wire(request), "changes": dict(changes)})
         continued = launch.continued(request, directory, changes)
         self._launches[request.launch_id] = continued, remote
         return continued
+
+    def _on_the_wire(self, request: LaunchRequest) -> dict[str, Any]:
+        return request_to_json(replace(request, env=resolved(dict(request.env), self._environ)))
 
     def _idle_place(self) -> HeldPlace | None:
         for place in self._held.values():
@@ -186,13 +189,12 @@ class Cluster:
         remote.ordered = True
         request = launch.request
         secrets = values_for([request.command.args, request.ds_config, request.overlay, request.env], self._environ)
-        wire = request_to_json(replace(request, env=resolved(dict(request.env), self._environ)))
         token = uuid.uuid4().hex
         folder = remote.trackers_dir = launch.directory.trackers_dir
         launch.directory.write_text(folder / TOKEN, token)
         order: dict[str, Any] = {
             "do": "launch",
-            "request": wire,
+            "request": self._on_the_wire(request),
             "environ": secrets,
             "warm": self._forking.enabled and launch.repeats is None,
             "trackers": {"folder": str(folder), "token": token},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +143,9 @@ class Here:
 
     def continue_with(self, request: LaunchRequest, launch: Launch, changes: Mapping[str, Any]) -> Launch:
         """Have the ranks of a launch that wait for an order measure another trial."""
-        directory = write_run_directory(
-            replace(request, isolation="off"), self._output_dir, leavings=launch.directory.leavings, changes=changes
-        )
+        self._changes.check(launch)
+        leavings = launch.directory.leavings
+        directory = write_run_directory(request, self._output_dir, leavings=leavings, changes=changes)
         directory.copy_command(launch.directory)
         continued = launch.continued(request, directory, changes)
         processes = self._launches[launch.request.launch_id]

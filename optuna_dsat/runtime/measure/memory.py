@@ -86,13 +86,17 @@ def read_process_memory() -> ProcessMemory:
     return ProcessMemory(data=kib["VmData"] * 1024, resident=kib["VmRSS"] * 1024, peak_resident=kib["VmHWM"] * 1024)
 
 
+def _reset_peak_resident() -> None:
+    with contextlib.suppress(OSError):
+        _CLEAR_REFS.write_text("5", encoding="ascii")  # proc(5)
+
+
 class CpuMemory:
     """Peaks of a rank on CPU, as growth since construction (see the module's docstring)."""
 
     def __init__(self, read: Callable[[], ProcessMemory] = read_process_memory) -> None:
         self._read = read
-        with contextlib.suppress(OSError):
-            _CLEAR_REFS.write_text("5", encoding="ascii")  # proc(5): resets the peak resident set
+        _reset_peak_resident()
         self.baseline = read()
         self._peak_data = self.baseline.data
 
@@ -106,8 +110,7 @@ class CpuMemory:
 
     def restart(self) -> None:
         """Begin anew with the peaks; they remain relative to the baseline."""
-        with contextlib.suppress(OSError):
-            _CLEAR_REFS.write_text("5", encoding="ascii")
+        _reset_peak_resident()
         self._peak_data = self._read().data
 
     def peaks(self) -> MemoryPeaks:
@@ -126,7 +129,7 @@ class CudaMemory:
 
     def engine_ready(self) -> None:
         """Reset the peaks, which include building the engine."""
-        self._accelerator.reset_peak_memory_stats()
+        self.restart()
 
     def sample(self) -> None:
         """Do nothing: the allocator tracks the peaks."""

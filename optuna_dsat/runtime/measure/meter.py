@@ -413,10 +413,10 @@ class Meter:
         now = self._clock.now()
         step, self._step = self._step, _Step()
         latency_s, self._boundary_s = now - self._boundary_s, now
-        if self.transition.includes(step.micro_batch, sum(name in ("forward", "batch") for name, *_ in step.spans)):
-            return  # it is part of no trial
         state = self._state
         skipped = self._skips.skipped(by_script=step.by_script)
+        if self.transition.includes(step.micro_batch, sum(name in ("forward", "batch") for name, *_ in step.spans)):
+            return  # it is part of no trial
         skipped_before = state.skipped
         if skipped:
             state.skipped += 1
