@@ -174,8 +174,9 @@ class Launch:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process numbers of torchrun and the ranks."""
-        return (self.processes.pid, *(start.pid for start in self.log.starts))
+        """Process numbers of torchrun and the ranks, in the order of the ranks."""
+        starts = sorted(self.log.starts, key=lambda start: start.rank)
+        return (self.processes.pid, *(start.pid for start in starts))
 
     @property
     def conditions(self) -> Conditions:
