@@ -6,6 +6,7 @@ before and after the first launch, without reading any content.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -93,10 +94,12 @@ class FolderWatch:
 
     Args:
         output_dir: Folder of the study's launches.
+        own_files: Absolute paths of files that the tuner writes.
     """
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, *, own_files: Collection[str] = ()) -> None:
         self._output_dir = output_dir
+        self._own_files = own_files
         self._before: Mapping[str, State] | None = None
 
     def begin(self, request: LaunchRequest) -> None:
@@ -112,7 +115,9 @@ class FolderWatch:
         before, self._before = self._before, None
         if before is None or launch.conditions.isolation != "python":
             return
-        if changes := changed_paths(before, self._users_files(launch.request)):
+        after = self._users_files(launch.request)
+        logs = _open_in_this_pipeline()
+        if changes := [path for path in changed_paths(before, after) if after.get(path, ())[3:] not in logs]:
             more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
             raise ScriptFailedError(
                 f"The profile launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
@@ -124,8 +129,20 @@ class FolderWatch:
     def _users_files(self, request: LaunchRequest) -> Mapping[str, State]:
         command = request.command
         script = os.path.dirname(command.script) if os.path.isabs(command.script) else command.cwd  # noqa: PTH117, PTH120
-        without = [str(self._output_dir.resolve().parent), *request.writable]
+        without = [str(self._output_dir.resolve().parent), *request.writable, *self._own_files]
         return snapshot([command.cwd, script], without=without)
+
+
+def _open_in_this_pipeline() -> frozenset[tuple[int, ...]]:
+    """Return the inodes of the files that processes of a shell's pipeline have open: the log of ``tee``, for example."""
+    result: set[tuple[int, ...]] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            if os.getpgid(int(process.name)) == os.getpgrp():
+                for opened in (process / "fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        result.add((opened.stat().st_ino,))
+    return frozenset(result)
 
 
 def snapshot(folders: Collection[str], *, without: Collection[str]) -> Mapping[str, State]:

@@ -416,6 +416,7 @@ def local_launcher(
     nvml: Nvml | None = None,
     base_env: Mapping[str, str] | None = None,
     warm: bool = False,
+    own_files: Collection[str] = (),
     on_notice: Callable[[str], None] = lambda _: None,
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> TorchrunLauncher:
@@ -431,6 +432,7 @@ def local_launcher(
         nvml: NVML to ask about GPUs; None for the machine's.
         base_env: Environment that launches inherit from; None for this process's own.
         warm: Whether launches are forked from a process that has the heavy modules imported, as long as that works.
+        own_files: Absolute paths of files that the tuner writes outside of ``output_dir``, such as its database.
         on_notice: Called with each new notice for the user.
         on_phase: Called with the name of a long activity other than a launch, and with nothing once it is over.
 
@@ -445,6 +447,7 @@ def local_launcher(
         pool=SlotPool(devices, max_slots=max_slots, nvml=nvml, on_notice=notify),
         forking=forking,
         base_env=dict(os.environ if base_env is None else base_env),
+        own_files=own_files,
         on_notice=notify,
         on_phase=on_phase,
     )

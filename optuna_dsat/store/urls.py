@@ -16,7 +16,7 @@ from optuna_dsat.runtime.files import open_regular, shortened, storable
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.shapes import hidden
 
-__all__ = ["database_exists", "display_url", "parse_url"]
+__all__ = ["database_exists", "database_files", "display_url", "parse_url"]
 
 _POSTGRES_DRIVERS = frozenset({"postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"})
 _SQLITE_DRIVERS = frozenset({"sqlite", "sqlite+pysqlite"})
@@ -80,6 +80,18 @@ def database_exists(url: str) -> bool:
     """
     parsed = parse_url(url)
     return parsed.get_backend_name() != "sqlite" or Path(str(parsed.database)).exists()
+
+
+def database_files(url: str) -> tuple[str, ...]:
+    """Return the files that a database in SQLite may have, as absolute paths; empty for a database on a server.
+
+    Raises:
+        StorageUrlError: See :func:`parse_url`.
+    """
+    parsed = parse_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        return ()
+    return tuple(f"{parsed.database}{suffix}" for suffix in ("", "-lock", "-wal", "-shm", "-journal"))
 
 
 def _check_texts(url: URL, shown: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -64,7 +64,11 @@ def check_cluster(spec: StudySpec) -> None:
 
 
 def cluster_launcher(
-    spec: StudySpec, *, on_notice: Callable[[str], None], on_phase: Callable[[str], None]
+    spec: StudySpec,
+    *,
+    own_files: Collection[str],
+    on_notice: Callable[[str], None],
+    on_phase: Callable[[str], None],
 ) -> TorchrunLauncher:
     """Return the launcher of a study whose launches run on a cluster."""
     output_dir = Path(spec.study_dir)
@@ -87,6 +91,7 @@ def cluster_launcher(
         ),
         files=_needed_files(spec),
         forking=forking,
+        own_files=own_files,
         on_notice=on_notice,
         on_phase=on_phase,
     )

@@ -24,6 +24,7 @@ from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.script.interpreter import examined, usable, why_python_does_not_start
 from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.store import Store
+from optuna_dsat.store.urls import database_files
 from optuna_dsat.study.folder import set_others_aside
 from optuna_dsat.study.live_state import LiveNotes
 from optuna_dsat.study.progress import (
@@ -182,7 +183,7 @@ def _require_python(spec: StudySpec) -> None:
 
 
 def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
-    spec = request.spec
+    spec, own_files = request.spec, database_files(request.storage)
 
     def notify(text: str) -> None:
         observer(Message(text=text))
@@ -193,10 +194,15 @@ def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
     if spec.on != "here":
         from optuna_dsat.tuning.cluster import cluster_launcher
 
-        return cluster_launcher(spec, on_notice=notify, on_phase=show_phase)
-    warm, slots = spec.launcher == "warm", spec.max_slots
+        return cluster_launcher(spec, own_files=own_files, on_notice=notify, on_phase=show_phase)
     return local_launcher(
-        spec.study_dir, devices=request.devices, max_slots=slots, warm=warm, on_notice=notify, on_phase=show_phase
+        spec.study_dir,
+        devices=request.devices,
+        max_slots=spec.max_slots,
+        warm=spec.launcher == "warm",
+        own_files=own_files,
+        on_notice=notify,
+        on_phase=show_phase,
     )
 
 

@@ -25,6 +25,7 @@ from .test_torchrun import BASE_ENV, assert_gone
 
 pytestmark = pytest.mark.torchrun
 
+PIPELINE = Path(__file__).parents[2] / "examples" / "pipeline" / "train.py"
 Run = Callable[..., tuple[LaunchReport, list[StepMeasured]]]
 
 
@@ -103,6 +104,21 @@ def test_sizes_are_measured_in_one_launch(run: Run, launcher: TorchrunLauncher, 
         assert json.loads(record.report.read_text())["root"] == first.launch_id
     run("other", *options, config={"zero_optimization": {"stage": 1}})
     assert_gone(first.pids)
+
+
+def test_stages_of_a_pipeline_send_their_shapes_anew(launcher: TorchrunLauncher, tmp_path: Path) -> None:
+    """Its loader has workers: some steps still have the earlier size."""
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
+    reported: list[LaunchReport] = []
+    for size in (1, 8, 2):
+        asked = trial(tmp_path, f"size-{size}", size=size)
+        command = replace(asked.command, script=str(PIPELINE), args=("--deepspeed_config", asked.command.config_path))
+        launcher.start(replace(asked, command=command))
+        updates = updates_until_finished(launcher)
+        reported += reports(updates).values()
+        assert sizes(events(updates, StepMeasured)) == {size}
+    assert [report.outcome for report in reported] == [Outcome.MEASURED] * 3
+    assert [report.root for report in reported] == ["", *[reported[0].launch_id] * 2]
 
 
 def test_a_request_that_does_not_continue_is_launched(run: Run) -> None:

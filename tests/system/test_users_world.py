@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +52,25 @@ def test_redirected_writers_leave_the_users_files_as_before(world: Path, shared:
     output, _ = command.finish()
     assert state(world, shared) == before
     assert "Trials run without overlays: what Python writes is redirected" in output
+
+
+def test_what_the_tuner_writes_beside_the_script_is_not_blamed_on_it(world: Path, shared: Path) -> None:
+    """Its database, its output, and a log of what it says; without overlays, as in a container."""
+    options = ("--isolation", "python", "--max-trials", "2", "--confirm", "0", "--study", "s", *OPTIONS)
+    program = (sys.executable, "-c", "from optuna_dsat.cli import main; main()")
+    words = shlex.join([*program, "random", "train.py", "ds_config.json", *options, "--", str(shared)])
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {words} 2> errors.log | tee out.log"],
+        cwd=world,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, (world / "errors.log").read_text()
+    assert (world / "optuna-dsat.db").exists()
+    assert "Train with it" in (world / "out.log").read_text()
 
 
 def test_a_subprocess_that_writes_past_the_redirection_ends_the_search(world: Path, shared: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Cluster:
         limits: How many places, and for how long.
         files: File that every node must have -> digest of its content.
         forking: Whether ranks are forked on the nodes, as long as that works.
+        own_files: Absolute paths of files that the tuner writes outside of ``output_dir``.
         environ: Environment with the values of secrets that launches need; None for this process's own.
         on_notice: Called with notices for the user.
         on_phase: Called with the name of a long activity other than a launch, and with nothing once it is over.
@@ -73,6 +74,7 @@ class Cluster:
         limits: Limits,
         files: Mapping[str, str],
         forking: Forking,
+        own_files: Collection[str] = (),
         environ: Mapping[str, str] | None = None,
         on_notice: Callable[[str], None] = lambda _: None,
         on_phase: Callable[[str], None] = lambda _: None,
@@ -90,7 +92,7 @@ class Cluster:
         self._operators: tuple[str, ...] = ()
         self._held: dict[Place, HeldPlace] = {}
         """Allocation of the engine -> messages of its nodes."""
-        self._changes = FolderWatch(output_dir)
+        self._changes = FolderWatch(output_dir, own_files=own_files)
         self._launches: dict[str, tuple[Launch, RemoteLaunch]] = {}
         self._notified: set[str] = set()
         self._losses = 0

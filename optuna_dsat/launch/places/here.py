@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Here:
         pool: The slots.
         forking: Forks launches, as long as that works.
         base_env: Environment that launches inherit from.
+        own_files: Absolute paths of files that the tuner writes outside of ``output_dir``.
         on_notice: Called with notices for the user.
         on_phase: Called with the name of a long activity other than a launch, and with nothing once it is over.
     """
@@ -45,6 +46,7 @@ class Here:
         pool: SlotPool,
         forking: Forking,
         base_env: Mapping[str, str],
+        own_files: Collection[str] = (),
         on_notice: Callable[[str], None],
         on_phase: Callable[[str], None],
     ) -> None:
@@ -57,7 +59,7 @@ class Here:
         self._launches: dict[str, MachineLaunch] = {}
         self._withheld: list[MachineLaunch] = []
         """Ended launches whose devices are still in use."""
-        self._changes = FolderWatch(output_dir)
+        self._changes = FolderWatch(output_dir, own_files=own_files)
         self._notes = TunerNotes(output_dir)
         self._leftovers = LeftoverWatch(self._base_env, on_notice=on_notice)
         self._operators: Sequence[str] = ()

@@ -16,7 +16,7 @@ from typing import Any
 from optuna_dsat.runtime.measure.engine import is_pipeline
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH
 
-__all__ = ["SETTERS", "NotLiveError", "change_settings", "release_cached_memory"]
+__all__ = ["SETTERS", "NotLiveError", "change_settings", "forget_shapes", "release_cached_memory"]
 
 _ZERO = "zero_optimization."
 _COORDINATOR = "_PartitionedParameterCoordinator__"
@@ -51,6 +51,12 @@ def change_settings(engine: Any, changes: Mapping[str, Any]) -> None:
                 _forget_released_parameters(engine.optimizer)
 
 
+def forget_shapes(engine: Any) -> None:
+    """Have the stages of a pipeline send the shapes of activations anew, which they send once otherwise."""
+    if is_pipeline(engine):
+        engine.reset_activation_shape()
+
+
 def release_cached_memory(accelerator: Any) -> None:
     """Give free memory back to the device or the system: blocks of smaller sizes cannot serve larger ones."""
     accelerator.empty_cache()
@@ -78,7 +84,7 @@ def _change_batch(engine: Any, micro_batch: int | None, accumulation: int | None
     config.train_batch_size = micro_batch * config.gradient_accumulation_steps * int(engine.dp_world_size)
     if is_pipeline(engine):
         engine.micro_batch_size, engine.micro_batches = micro_batch, config.gradient_accumulation_steps
-        engine.reset_activation_shape()  # stages send the shape of activations once
+        forget_shapes(engine)
 
 
 def _is_compiled(engine: Any) -> bool:

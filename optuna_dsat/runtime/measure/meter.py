@@ -26,6 +26,7 @@ from optuna_dsat.runtime.measure.engine import (
     loss_of,
 )
 from optuna_dsat.runtime.measure.inputs import InputSize, size_of
+from optuna_dsat.runtime.measure.live import forget_shapes
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory
 from optuna_dsat.runtime.measure.profiler import Profiler
 from optuna_dsat.runtime.measure.transition import Transition
@@ -416,6 +417,7 @@ class Meter:
         state = self._state
         skipped = self._skips.skipped(by_script=step.by_script)
         if self.transition.includes(step.micro_batch, sum(name in ("forward", "batch") for name, *_ in step.spans)):
+            forget_shapes(self._engine)
             return  # it is part of no trial
         skipped_before = state.skipped
         if skipped:
