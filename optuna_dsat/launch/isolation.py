@@ -134,7 +134,7 @@ class FolderWatch:
 
 
 def _open_in_this_pipeline() -> frozenset[tuple[int, ...]]:
-    """Return the inodes of the files that processes of a shell's pipeline have open: the log of ``tee``, for example."""
+    """Return the inodes of the files that the processes of a shell's pipeline have open, such as the log of ``tee``."""
     result: set[tuple[int, ...]] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile, or another user's
