@@ -197,9 +197,9 @@ def contrasts(results: Sequence[Comparison], setting: str) -> dict[tuple[Any, An
 
 
 def slopes(results: Sequence[Comparison], setting: str) -> list[float]:
-    """Return the mean change of a table's deviations per doubling of a number; empty without such pairs."""
-    found = [change / math.log2(high / low) for (low, high), change in contrasts(results, setting).items()]
-    return [fmean(found)] if found else []
+    """Return the change of a table's deviations per doubling of a number, by least squares; empty without pairs."""
+    found = [(math.log2(high / low), change) for (low, high), change in contrasts(results, setting).items()]
+    return [sum(x * y for x, y in found) / sum(x * x for x, _ in found)] if found else []
 
 
 def against_others(results: Sequence[Comparison], stage: int) -> list[float]:
