@@ -1,0 +1,307 @@
+"""Compare the predictions of ``optuna-dsat plan`` with published measurements.
+
+python -m benchmarks.published_measurements [--set-aside] [--json FILE]
+
+A deviation is the logarithm of predicted over measured rate. A contrast is the difference between the deviations of two
+rows of a table that differ in one setting only: the table's common factor cancels. Contrasts are averaged over a
+table, so that a table with many rows counts once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from benchmarks.published import PublishedTable, Row, published_tables
+from optuna_dsat.cost.gpus import GPUS
+from optuna_dsat.cost.memory import estimate
+from optuna_dsat.plan.from_shape import Machine, plan_shape
+from optuna_dsat.plan.prediction import predict_steps
+from optuna_dsat.plan.transformer import TransformerShape, shape_of
+
+__all__ = ["Comparison", "compare", "contrasts", "deviations", "right_order", "slopes"]
+
+_SIMILAR = 1.6
+"""Largest ratio of micro-batches that a contrast of another setting ignores: autotuners report each stage's best."""
+_MEMORY, _RATE = 0.10, 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Prediction and measurement of a row; a field is None if it is not comparable."""
+
+    table: str
+    row: Row
+    absolute: bool
+    """Whether rates are comparable beyond the table's common factor."""
+    predicted_rate: float
+    """Samples per second."""
+    measured_rate: float | None
+    predicted_bytes: int
+    measured_bytes: float | None
+    fits: bool
+    """Whether the prediction fits into the GPU's memory."""
+
+    @property
+    def deviation(self) -> float | None:
+        """Logarithm of predicted over measured rate, up to the table's common factor."""
+        return None if self.measured_rate is None else math.log(self.predicted_rate / self.measured_rate)
+
+    @property
+    def memory_deviation(self) -> float | None:
+        """Logarithm of predicted over measured peak."""
+        return None if self.measured_bytes is None else math.log(self.predicted_bytes / self.measured_bytes)
+
+
+def shape_of_row(table: PublishedTable, row: Row) -> TransformerShape:
+    """Return the shape of the table's model with the row's sequence and recomputation."""
+    model = table.model
+    same = model.model_dump(
+        exclude_none=True, exclude={"name", "params", "layers", "hidden", "heads", "vocabulary", "sequence"}
+    )
+    renamed = {"seq_length": row.sequence or model.sequence, "vocab": model.vocabulary}
+    return shape_of(
+        params=model.params,
+        hidden=model.hidden,
+        layers=model.layers,
+        heads=model.heads,
+        recompute="full" if row.checkpointing else "none",
+        **same,
+        **{name: value for name, value in renamed.items() if value is not None},
+    )
+
+
+def config_of_row(table: PublishedTable, row: Row) -> dict[str, Any]:
+    """Return the row's DeepSpeed config."""
+    further = dict(row.config)
+    zero: dict[str, Any] = {"stage": row.stage, **further.pop("zero_optimization", {})}
+    for name in ("offload_optimizer", "offload_param"):
+        if getattr(row, name) != "none":
+            zero[name] = {"device": getattr(row, name)}
+    return {
+        **({} if table.precision == "fp32" else {table.precision: {"enabled": True}}),
+        "optimizer": {"type": "AdamW"},
+        "gradient_accumulation_steps": row.accumulation,
+        "zero_optimization": zero,
+        **further,
+    }
+
+
+def measured_rate(table: PublishedTable, row: Row, shape: TransformerShape) -> float | None:
+    """Return the measured samples per second; in an unspecified unit if the source specifies none."""
+    if row.tflops_per_gpu is not None:
+        flops = shape.model_flops_per_sample - (1.5 * shape.attention_flops if table.causal else 0)
+        return row.tflops_per_gpu * 1e12 * row.gpus / flops
+    if row.step_s is not None:
+        return (row.micro_batch or 0) * row.accumulation * row.gpus / row.step_s
+    if row.tokens_per_s is not None:
+        return row.tokens_per_s / shape.seq_length
+    if row.run_s is not None:
+        return 1 / row.run_s
+    return row.samples_per_s if row.samples_per_s is not None else row.relative_rate
+
+
+def compare(name: str, table: PublishedTable) -> tuple[list[Comparison], list[str]]:
+    """Return the comparisons of a table, and a reason for each row that is left out."""
+    results, left_out = [], []
+    gpu = GPUS.get(table.machine.plan_gpu or "")
+    for number, row in enumerate(table.rows):
+        unknown = {
+            "the cost model's GPU": gpu,
+            "the micro-batch": row.micro_batch,
+            "checkpointing": row.checkpointing,
+            "the sequence length": row.sequence or table.model.sequence,
+        }
+        if gpu is None or row.micro_batch is None or None in unknown.values():
+            missing = ", ".join(what for what, value in unknown.items() if value is None)
+            left_out.append(f"{name}, row {number} is left out: {missing} is unknown.")
+            continue
+        per_node = min(row.gpus, table.machine.gpus_per_node)
+        machine = Machine(
+            gpu=gpu,
+            gpus_per_node=per_node,
+            nodes=row.gpus // per_node,
+            given_network_gbit_per_s=table.machine.network_gbit_per_s,
+            given_host_bytes=None,
+        )
+        shape, config = shape_of_row(table, row), config_of_row(table, row)
+        subject = plan_shape(shape, machine, config=config, memory_margin=0.05).subject
+        peak = estimate(subject.profile, config, micro_batch=row.micro_batch, hardware=subject.hardware).device_bytes
+        results.append(
+            Comparison(
+                table=name,
+                row=row,
+                absolute=not table.machine.stand_in and row.run_s is None and row.relative_rate is None,
+                predicted_rate=predict_steps(subject, [config], [row.micro_batch])[0].samples_per_s,
+                measured_rate=measured_rate(table, row, shape),
+                predicted_bytes=peak,
+                measured_bytes=row.peak_bytes,
+                fits=peak <= subject.usable_bytes,
+            )
+        )
+    return results, left_out
+
+
+def right_order(results: Sequence[Comparison]) -> tuple[int, int]:
+    """Return how many pairs of a table's rates are predicted in the right order, and the number of pairs."""
+    rated = [(item.measured_rate, item.predicted_rate) for item in results if item.measured_rate is not None]
+    pairs = [(a, b) for a, b in combinations(rated, 2) if a[0] != b[0]]
+    return sum((a[0] < b[0]) == (a[1] < b[1]) and a[1] != b[1] for a, b in pairs), len(pairs)
+
+
+def deviations(results: Sequence[Comparison]) -> list[float]:
+    """Return the deviations of rates from their table's median."""
+    found = [item.deviation for item in results if item.deviation is not None]
+    return [value - median(found) for value in found]
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    """Return the settings of a row that are compared."""
+    names = ("stage", "offload_optimizer", "offload_param", "micro_batch", "accumulation", "gpus", "checkpointing")
+    zero = row.config.get("zero_optimization", {})
+    knobs = ("overlap_comm", "reduce_bucket_size", "stage3_max_live_parameters")
+    return {name: getattr(row, name) for name in (*names, "sequence")} | {name: zero.get(name) for name in knobs}
+
+
+_BYSTANDERS = {"accumulation", "micro_batch", "overlap_comm", "reduce_bucket_size", "stage3_max_live_parameters"}
+_LOOSE = {
+    **dict.fromkeys(("stage", "offload_optimizer", "offload_param"), _BYSTANDERS),
+    "micro_batch": {"accumulation"},
+}
+"""Setting -> further settings in which the two rows of a contrast may differ."""
+
+
+def contrasts(results: Sequence[Comparison], setting: str) -> dict[tuple[Any, Any], float]:
+    """Return the mean difference of a table's deviations between two values of a setting, the larger minus the smaller.
+
+    No offload is smaller than offload.
+    """
+    found: dict[tuple[Any, Any], list[float]] = {}
+    rated = [(item.deviation, _settings(item.row)) for item in results if item.deviation is not None]
+    for (first, a), (second, b) in combinations(rated, 2):
+        others = [name for name in a if a[name] != b[name] and name not in {setting, *_LOOSE.get(setting, ())}]
+        ratio = max(a["micro_batch"], b["micro_batch"]) / min(a["micro_batch"], b["micro_batch"])
+        if others or (setting != "micro_batch" and ratio > _SIMILAR) or None in (a[setting], b[setting]):
+            continue
+        low, high = sorted((a[setting], b[setting]), key=lambda value: (value != "none", value))
+        if low != high:
+            found.setdefault((low, high), []).append(second - first if b[setting] == high else first - second)
+    return {values: fmean(differences) for values, differences in found.items()}
+
+
+def slopes(results: Sequence[Comparison], setting: str) -> list[float]:
+    """Return the change of a table's deviations per doubling of a number, by least squares; empty without pairs."""
+    found = [(math.log2(high / low), change) for (low, high), change in contrasts(results, setting).items()]
+    return [sum(x * y for x, y in found) / sum(x * x for x, _ in found)] if found else []
+
+
+def against_others(results: Sequence[Comparison], stage: int) -> list[float]:
+    """Return the mean deviation of a stage relative to a table's other stages, without offload."""
+    rated = [
+        (item.row.stage == stage, item.deviation)
+        for item in results
+        if item.deviation is not None and item.row.offload_optimizer == item.row.offload_param == "none"
+    ]
+    sides = [[value for ours, value in rated if ours is side] for side in (True, False)]
+    return [fmean(sides[0]) - fmean(sides[1])] if all(sides) else []
+
+
+def _line(name: str, values: Sequence[float]) -> str:
+    if not values:
+        return f"| {name} | 0 | | |"
+    return f"| {name} | {len(values)} | {math.exp(median(values)):.2f} | {pstdev(values):.2f} |"
+
+
+def table_line(name: str, results: Sequence[Comparison], left_out: int) -> str:
+    """Return the summary of a table as a row of Markdown."""
+    memory = [item.memory_deviation for item in results if item.memory_deviation is not None]
+    rates = [item.deviation for item in results if item.deviation is not None and item.absolute]
+    close = sum(abs(math.expm1(value)) <= _MEMORY for value in memory)
+    near = sum(abs(value) <= math.log(_RATE) for value in rates)
+    right, pairs = right_order(results)
+    cells = [name, len(results), left_out]
+    cells += [f"{close}/{len(memory)}", f"{math.exp(median(memory)):.2f}"] if memory else ["", ""]
+    cells += [f"{near}/{len(rates)}", f"{math.exp(median(rates)):.2f}"] if rates else ["", ""]
+    return f"| {' | '.join(str(cell) for cell in cells)} | {f'{right}/{pairs}' if pairs else ''} |"
+
+
+_PAIRS: Mapping[str, Sequence[tuple[Any, Any]]] = {
+    "stage": [(0, 1), (1, 2), (2, 3), (1, 3)],
+    "offload_optimizer": [("none", "cpu")],
+    "offload_param": [("none", "cpu")],
+    "overlap_comm": [(False, True)],
+}
+_NUMBERS = ("micro_batch", "sequence", "reduce_bucket_size", "stage3_max_live_parameters")
+
+
+def overall(results: Sequence[Sequence[Comparison]], kinds: Mapping[str, str | None]) -> list[str]:
+    """Return the distributions over all tables as rows of Markdown.
+
+    Args:
+        results: The comparisons of each table.
+        kinds: Table -> meaning of its peaks.
+    """
+    known = [[item.deviation for item in items if item.deviation is not None and item.absolute] for items in results]
+    lines = [_line("rate: common factor of a table", [median(values) for values in known if values])]
+    lines.append(_line("rate: rows, common factor removed", [x for items in results for x in deviations(items)]))
+    for stage in range(4):
+        values = [x for items in results for x in against_others(items, stage)]
+        lines.append(_line(f"rate: ZeRO {stage} against other stages", values))
+    for setting, pairs in _PAIRS.items():
+        found = [contrasts(items, setting) for items in results]
+        for pair in pairs:
+            values = [by_pair[pair] for by_pair in found if pair in by_pair]
+            lines.append(_line(f"rate: {setting} {pair[1]} against {pair[0]}", values))
+    for setting in _NUMBERS:
+        values = [x for items in results for x in slopes(items, setting)]
+        lines.append(_line(f"rate: per doubling of {setting}", values))
+    groups: dict[str, list[float]] = {}
+    for item in (item for items in results for item in items if item.memory_deviation is not None):
+        offload = "" if item.row.offload_optimizer == "none" else ", offload"
+        for group in (f"ZeRO {item.row.stage}{offload}", f"{kinds[item.table]} peaks", "all"):
+            groups.setdefault(group, []).append(item.memory_deviation or 0.0)
+    return lines + [_line(f"memory: {name}", values) for name, values in sorted(groups.items())]
+
+
+_HEADINGS = (
+    "table", "rows", "left out", "memory within 10%", "peak, median", "rates within 1.25x", "rate, median", "in order"
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--set-aside", action="store_true", help="compare the tables that are set aside instead")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
+    options = parser.parse_args(arguments)
+    tables = {name: table for name, table in published_tables().items() if table.set_aside == options.set_aside}
+    compared = {name: compare(name, table) for name, table in tables.items()}
+    print(f"| {' | '.join(_HEADINGS)} |\n|---|{'--:|' * (len(_HEADINGS) - 1)}")
+    for name, (results, left_out) in compared.items():
+        print(table_line(name, results, len(left_out)))
+    print("\nMedians are of predicted over measured. Distribution over tables, or over rows for memory:\n")
+    print("| deviation | values | median factor | standard deviation of the logarithm |\n|---|--:|--:|--:|")
+    kinds = {name: table.memory for name, table in tables.items()}
+    print("\n".join(overall([results for results, _ in compared.values()], kinds)))
+    ended = [item for results, _ in compared.values() for item in results if item.row.outcome == "out_of_memory"]
+    fitted = [item for results, _ in compared.values() for item in results if item.row.outcome == "measured"]
+    print(f"\nOut of memory, and predicted so: {sum(not item.fits for item in ended)}/{len(ended)}.")
+    print(f"Measured, and predicted to fit: {sum(item.fits for item in fitted)}/{len(fitted)}.")
+    for why in (reason for _, left_out in compared.values() for reason in left_out):
+        print(why)
+    if options.json is not None:
+        records = [
+            {**asdict(item), "row": item.row.model_dump()} for results, _ in compared.values() for item in results
+        ]
+        options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

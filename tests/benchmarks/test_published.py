@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from benchmarks import published_measurements
+from benchmarks.published import PublishedTable, Row, published_tables
+from benchmarks.published_measurements import Comparison, compare, contrasts, deviations, right_order, slopes
+
+TABLES = published_tables()
+
+
+def test_four_of_at_least_fifteen_tables_are_set_aside() -> None:
+    assert len(TABLES) >= 15
+    assert sum(table.set_aside for table in TABLES.values()) == 4
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_has_rows_to_compare(name: str) -> None:
+    table = TABLES[name]
+    assert {row.config.get("zero_optimization", {}).get("stage") for row in table.rows} == {None}
+    measured = [row for row in table.rows if row.outcome == "measured"]
+    assert len(measured) >= 2
+    assert (table.memory is None) == all(row.peak_bytes is None for row in table.rows)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"step_s": 1.0, "run_s": 1.0}, {}, {"peak_gib": 1.0, "peak_gb": 1.0}, {"step_s": 1.0, "outcome": "out_of_memory"}],
+)
+def test_a_row_has_one_rate_and_one_peak_at_most(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="a measured row has one rate"):
+        Row(stage=1, micro_batch=1, gpus=1, checkpointing=False, **changes)
+
+
+def comparison(rate: float, predicted: float, **settings: Any) -> Comparison:
+    values = {"stage": 2, "micro_batch": 1, "gpus": 8, "checkpointing": False, **settings}
+    return Comparison(
+        table="made up", row=Row(**values, samples_per_s=rate), absolute=True, predicted_rate=predicted,
+        measured_rate=rate, predicted_bytes=2**30, measured_bytes=None, fits=True,
+    )  # fmt: skip
+
+
+MADE_UP = [
+    comparison(1, 2),
+    comparison(4, 2, micro_batch=4),
+    comparison(0.5, 4, stage=3),
+    comparison(0.25, 4, stage=3, offload_optimizer="cpu"),
+]
+
+
+def test_deviations_of_a_made_up_table() -> None:
+    assert [math.exp(value) for value in deviations(MADE_UP)] == pytest.approx([0.5, 0.125, 2, 4])
+    assert {key: math.exp(value) for key, value in contrasts(MADE_UP, "stage").items()} == {(2, 3): pytest.approx(4)}
+    assert contrasts(MADE_UP, "offload_optimizer") == {("none", "cpu"): pytest.approx(math.log(2))}
+    assert slopes(MADE_UP, "micro_batch") == [pytest.approx(-math.log(2))]
+    assert right_order(MADE_UP) == (0, 6)
+
+
+def test_a_row_of_unknown_settings_is_left_out_with_a_reason() -> None:
+    values = TABLES["gpt2-medium-tutorial"].model_dump(mode="json")
+    values["rows"][0]["checkpointing"] = None
+    results, left_out = compare("made up", PublishedTable.model_validate(values))
+    assert len(results) == 1
+    assert left_out == ["made up, row 0 is left out: checkpointing is unknown."]
+
+
+def test_the_command_prints_every_table(capsys: pytest.CaptureFixture[str]) -> None:
+    published_measurements.main([])
+    printed = capsys.readouterr().out
+    assert all((f"| {name} |" in printed) is not table.set_aside for name, table in TABLES.items())
