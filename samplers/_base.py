@@ -41,6 +41,7 @@ __all__ = ["LineageSampler", "Proposal"]
 _SEED_ATTR = "dsat:sampler_seed"
 _PLAN_ATTEMPTS = 3
 _MISSING = object()
+_AT_RANDOM = "drawn at random"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,18 +223,26 @@ class LineageSampler(BaseSampler):
                 continue
             proposal = self._next(study, lineage, lineage.distribution, history=history, rng=rng)
             if proposal is not None:
-                return {"draw": number, "lineage": dict(lineage.params), **_bounds_of(proposal)}
+                reason = f"continues these knobs: micro-batch from {proposal.low} to {proposal.high}"
+                return {"draw": number, "lineage": dict(lineage.params), **_bounds_of(proposal), "reason": reason}
         if self._planner is None:
-            return {"draw": number}
+            return {"draw": number, "reason": _AT_RANDOM}
         drawn = self._planner.draw(history.trials, rng, fixed=fixed, hopeless=self._hopeless(study, history))
         if drawn is None:
-            return {"draw": number}
+            return {"draw": number, "reason": _AT_RANDOM}
         params, size = drawn
         distribution = self._planner.problem.micro_batches
         first = _up_to(distribution, self._failures(history).largest_first(params))
         size = unused_micro_batches(first.low, max(first.low, size), first)[-1]
         high = max(size, self._ceiling(params, history.trials, distribution))
-        return {"draw": number, "lineage": dict(params), "micro_batch": size, "low": distribution.low, "high": high}
+        return {
+            "draw": number,
+            "lineage": dict(params),
+            "micro_batch": size,
+            "low": distribution.low,
+            "high": high,
+            "reason": "drawn by its chance to be the best",
+        }
 
     def _ready(self, study: Study, history: StudyHistory, fixed: Mapping[str, Any]) -> Iterator[Lineage]:
         """Yield the lineages that another trial may continue, most urgent first.

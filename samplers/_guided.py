@@ -73,4 +73,5 @@ class GuidedSampler(BinarySearchSampler):
             "micro_batch": candidate.micro_batch,
             "low": candidate.micro_batch,
             "high": candidate.largest,
+            "reason": candidate.reason,
         }

@@ -216,7 +216,7 @@ def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False
     if not rows:
         say_prose("The study has no trial yet: the profile launch comes first.")
         return
-    headings = ("number", "outcome", "in the search", "in rounds", "", "configuration", "message")
+    headings = ("number", "outcome", "in the search", "in rounds", "", "configuration", "reason", "message")
     shown = [
         {
             **row,

@@ -303,7 +303,8 @@ class _Builder:
             tuned = TunedKnob(knob=knob, choices=listed)
         else:
             more = ("nvme",) if self._request.nvme_path else ()
-            tuned = TunedKnob(knob=knob, choices=_unique((*knob.choices, *more, present)))
+            to_host = knob.choices if self._request.device != "cpu" or self._says_all(knob) else ("none",)
+            tuned = TunedKnob(knob=knob, choices=_unique((*to_host, *more, present)))
         if "nvme" in tuned.choices and not (self._request.nvme_path or own_path):
             raise ConfigError(f"{knob.name} may be nvme, but no folder is known: give --nvme-path.")
         return tuned

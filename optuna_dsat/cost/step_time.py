@@ -4,7 +4,7 @@ Symbols: P parameters, T of them trainable, N ranks, b bytes of a parameter, m t
 The four phases of a step are
 
 - forward: ``g (c (m + h) + hooks + gathers)``: seconds per sample ``c``, and a fixed part ``c h`` for the device's
-  under-utilisation at small batches;
+  under-utilisation at small batches; hooks in Python, of ZeRO 3 in both passes, of ZeRO 2 in the backward pass;
 - backward: the same with a different ``c``, and the reduction of the gradients: ``T b (N - 1) / N`` bytes over the link
   for a reduce-scatter, twice that for an all-reduce, and a latency per bucket. ZeRO 2 and 3 reduce in every
   micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host if they are offloaded; with a
@@ -101,6 +101,8 @@ _EDGE_POWER = 40
 Close to the limit torch's caching allocator frees its cache, which synchronises the device, and retries
 (``num_alloc_retries`` of ``torch.cuda.memory_stats``).
 """
+_REDUCTION_HOOKS = 0.2
+"""Seconds of ZeRO 2's hooks per backward pass, relative to ZeRO 3's (``benchmarks/published``)."""
 _STATES_BYTES = 12
 """Bytes per parameter of master copy and Adam's two moments."""
 
@@ -248,6 +250,7 @@ class StepTimeModel:
         reduced, messages = self._reduction(x, c)
         forward_gathers, gathers, gather_messages, covered = self._gathers(x, c, accumulation)
         hooks = third * (x["hooks"] + x["fetch"] * c.offload_param)
+        reduction_hooks = np.where(c.stage == 2, _REDUCTION_HOOKS * x["hooks"], hooks)
 
         share = c.overlap * np.minimum(1.0, x["hidden"])
         saved = 1 - np.minimum(1.0, x["contention"])
@@ -258,7 +261,7 @@ class StepTimeModel:
         communicating = reduced + gathers - saved * hidden
         each_time = c.stage >= 2
         forward = accumulation * (compute + hooks + gathering)
-        backward = accumulation * (after + hooks) + np.where(each_time, accumulation, 1) * communicating
+        backward = accumulation * (after + reduction_hooks) + np.where(each_time, accumulation, 1) * communicating
         other = accumulation * x["other"] + 0 * forward
         return np.stack(np.broadcast_arrays(forward, backward, self._update(x, c), other))
 

@@ -39,7 +39,8 @@ def lines_of(event: progress.ProgressEvent) -> list[str]:
         return _search_lines(event)
     if isinstance(event, progress.TrialStarted):
         again = f" (attempt {event.attempt + 1})" if event.attempt else ""
-        return [f"Trial {event.number}{again}: {event.words} ..."]
+        why = f" ({event.reason})" if event.reason else ""
+        return [f"Trial {event.number}{again}: {event.words}{why} ..."]
     if isinstance(event, progress.TrialDropped):
         return [f"Trial {event.number} was given to another worker; its result is dropped."]
     if isinstance(event, progress.TrialFinished):

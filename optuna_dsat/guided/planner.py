@@ -13,8 +13,9 @@ EI is the expected improvement of the metric's logarithm over the best posterior
 launch's posterior mean: noise limits the information of a launch (the knowledge gradient of Frazier et al. 2009, for a
 single configuration). ``T_run`` is the duration of start-up and profile steps, ``T_failed`` the duration of start-up;
 both are estimated from the launches so far. A launch that takes ten times as long must be expected to gain ten times as
-much. Structures and values of flags that were never measured have heavy-tailed errors
-(``optuna_dsat.guided.acquisition``), because a formula that does not hold is off by much.
+much. ZeRO 3, offloads and values of flags that were never measured have heavy-tailed errors
+(``optuna_dsat.guided.acquisition``), because a formula that does not hold is off by much, but by less than a factor
+of two.
 
 Micro-batches are limited in three ways. They are at most ``Problem.reach`` times the largest that ran. They do not
 exceed a size at which a doubling gained less than ``LEAST_GAIN`` (``sizes.paying_sizes``). They do not take many times
@@ -30,6 +31,9 @@ The search ends under either of two conditions:
   that resolving it needs more launches than it is worth.
 
 If no single launch is worth its cost, long launches are skipped.
+
+A structure that was never measured waits for simpler ones that are predicted to be about as fast
+(``optuna_dsat.guided.order``). Each candidate has a reason in words (``optuna_dsat.guided.reasons``).
 
 A launch whose ranks wait for another trial measures configurations that differ in live settings only
 (``optuna_dsat.config.live``) without a start, and with less noise relative to its earlier measurements. Such a
@@ -61,9 +65,11 @@ from optuna_dsat.cost.step_time import ERROR, LogCoefficients
 from optuna_dsat.guided.acquisition import Acquisition, Prediction
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.memory import memory_posterior
+from optuna_dsat.guided.order import first_launched
 from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.prospects import Prospects
+from optuna_dsat.guided.reasons import reason_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.failures import structure_failures
 from optuna_dsat.trials.lineage import MICRO_BATCH, agrees, lineage_key
@@ -89,6 +95,8 @@ class Candidate:
     """Expected metric."""
     fits: float
     """Probability that it fits."""
+    reason: str
+    """Why it is proposed."""
 
 
 class GuidedPlanner:
@@ -304,7 +312,7 @@ class GuidedPlanner:
         rows, sizes, acquisition = self._worth_launching(posterior, rows, sizes, acquisition)
         if not len(rows) or not acquisition.value.max() > 0:
             return None
-        best = int(descending(acquisition.value)[0])
+        best = first_launched(self.problem.table, posterior, rows, sizes, acquisition)
         row = int(rows[best])
         return Candidate(
             params=self.problem.table.lineages[row],
@@ -312,6 +320,14 @@ class GuidedPlanner:
             largest=int(sizes[rows == row].max()),
             value=self.problem.metric_of(float(acquisition.log_objective[best])),
             fits=float(acquisition.fits[best]),
+            reason=reason_of(
+                self.problem.table,
+                posterior,
+                row,
+                int(sizes[best]),
+                log_objective=float(acquisition.log_objective[best]),
+                fits=float(acquisition.fits[best]),
+            ),
         )
 
     def _worth_launching(

@@ -49,6 +49,8 @@ DOUBTED_FORMULA = 0.12
 It is larger than the formula's error where the formula holds, because a close fit to the measurements would otherwise
 be overconfident about other structures on machines where the formula does not hold.
 """
+_DOUBTED_DEFICIT = math.log(2)
+"""Largest predicted deficit in log objective for which heavy-tailed errors are assumed."""
 _MIN_FITS = 0.05
 """Minimum probability to run of launched candidates, once a metric was measured."""
 _HOPEFUL, _HOPE_SIGMAS = 160, 2.0
@@ -104,10 +106,14 @@ class Posterior:
         self._prior_observations = problem.prior_observations
         self.measured = measured = observations.take(most_informative(observations))
         """Measured trials."""
+        self.known_structures = np.unique(
+            self._table.structure[np.concatenate([measured.row, problem.prior_observations.row])]
+        )
+        """Structures that this study or an earlier study measured."""
         self._memory = memory_posterior(problem, observations)
         timed = observations.overhead[~np.isnan(observations.overhead)]
         self._start_up_s = _START_UP_WEIGHT * (float(np.median(timed)) if len(timed) else _DEFAULT_START_UP_S)
-        self._limit_bytes = min(self._memory.limit, float(problem.device_bytes))
+        self._limit_bytes = max(1.0, min(self._memory.limit, float(problem.device_bytes)))
         self._runs = RunProbability(problem, observations, self._memory)
         self._largest = min(largest_size(problem, observations, samples_limit=samples_limit), self._runs.largest_sound)
         """Largest micro-batch that the dataset allows, within reach of a size that ran and below failing sizes."""
@@ -180,7 +186,8 @@ class Posterior:
         log_objectives = np.log(values) if problem.metric in LARGER_IS_BETTER else -np.log(values)
         self.residuals = ResidualGP(points, log_objectives, problem.table.knob_kernels)
         count = len(measured.row)
-        self._incumbent = float(self.residuals.posterior_means[:count].max()) if count else None
+        self.incumbent = float(self.residuals.posterior_means[:count].max()) if count else None
+        """Best posterior mean log objective; None before a metric was measured."""
 
     def _predicted_effects(self, measured: Observations) -> tuple[Numbers, Numbers]:
         """Return the effects of structures and knobs by the fitted formula, at the best measured micro-batch.
@@ -227,6 +234,7 @@ class Posterior:
         return Points(
             row=row,
             structure=self._table.structure[row],
+            kinds=self._table.kinds[row],
             knobs=self._table.knobs[row],
             structure_effect=self._structure_effects[row],
             knob_effects=self._knob_effects[row],
@@ -278,7 +286,7 @@ class Posterior:
             self._formula(rows, size, self._share(peak))
             + log_fits
             + self.residuals.size_means(structure, size.astype(np.float64))
-            + self.residuals.structure_means(structure, self._structure_effects[rows])
+            + self.residuals.structure_means(structure, self._table.kinds[rows], self._structure_effects[rows])
         )
 
     def _knob_bounds(self, rows: Numbers, structure: Numbers) -> Numbers:
@@ -394,7 +402,7 @@ class Posterior:
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.predict(new)
         if over is None:
-            over = self._incumbent
+            over = self.incumbent
         if over is None:
             over = float((mean + np.log(fits + 1e-9)).max(initial=-np.inf)) - _INITIAL_IMPROVEMENT
         penalised = mean - _NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows] - _LARGER_PENALTY * np.log2(sizes)
@@ -403,11 +411,11 @@ class Posterior:
         if continues.any():
             learnt_sd[continues] = self.residuals.change_within(self._observations.waiting, new.take(continues))
         gain = expected_improvement(penalised - over, learnt_sd)
-        unknown = self._never_measured(rows)
+        unknown = self._never_measured(rows) & (penalised - over > -_DOUBTED_DEFICIT)
         gain = np.where(unknown, heavy_tailed_improvement(penalised - over, learnt_sd), gain)
         run_s = self._launch_s(new.latency, start_s=np.where(continues, _ORDER_S, self._start_up_s))
         fits = fits * self._runs.is_sound(rows, sizes)
-        if self._incumbent is not None:
+        if self.incumbent is not None:
             gain = gain * (fits >= _MIN_FITS)
         cost_s = fits * run_s + (1 - fits) * self._start_up_s
         return Acquisition(
@@ -425,9 +433,9 @@ class Posterior:
         return result
 
     def _never_measured(self, rows: Numbers) -> Numbers:
-        """Return a mask of rows whose structure, or a flag's value, was never measured."""
+        """Return a mask of rows with ZeRO 3, an offload, or a flag's value that was never measured."""
         table, measured = self._table, self.measured.row
-        result: Numbers = ~np.isin(table.structure[rows], table.structure[measured])
+        result: Numbers = (table.kinds[rows] > table.kinds[measured].max(axis=0, initial=0.0)).any(axis=1)
         for place, kernel in enumerate(table.knob_kernels):
             values = table.knobs[rows, place]
             is_flag = not np.any(kernel - np.diag(np.diag(kernel)))
@@ -445,7 +453,7 @@ class Posterior:
 
         The best is the shortest launch of the configurations within ``LEAST_GAIN`` of the best metric.
         """
-        if self._incumbent is None:
+        if self.incumbent is None:
             return np.zeros(len(acquisition.cost_s))
         means = self.residuals.posterior_means
         near = np.flatnonzero(means >= means.max() - math.log1p(LEAST_GAIN))
@@ -472,7 +480,7 @@ class Posterior:
 
         It considers the most promising of some configurations and all measured configurations.
         """
-        if self._incumbent is None:
+        if self.incumbent is None:
             return None
         peak, fits = self._runs.fits(rows, sizes)
         fits = fits * self._runs.is_sound(rows, sizes)

@@ -3,7 +3,8 @@
 Rasmussen and Williams 2006, chapter 2. The formula of the step time is the prior mean. The residual of a configuration
 is a sum of independent parts:
 
-- of its structure (ZeRO stage and offload) and of the lineage;
+- of its structure (ZeRO stage and offload), of what several structures have in common (ZeRO 3, an offload), and of the
+  lineage;
 - of each other knob's value, mostly the same in all structures; for numeric knobs, close values have similar residuals;
 - of the micro-batch: smooth functions of its logarithm (a shared function and a function per structure), which can
   follow any smooth curve; and the work that kernels waste on incomplete tiles ("tile quantization" in NVIDIA, "Matrix
@@ -40,8 +41,13 @@ from optuna_dsat.cost.numbers import Numbers
 
 __all__ = ["NOISE_SD", "Points", "ResidualGP", "knob_kernel"]
 
-_STRUCTURE_SD, _LINEAGE_SD, _FILL_SD = 0.15, 0.005, 0.03
+_STRUCTURE_SD, _LINEAGE_SD, _FILL_SD = 0.08, 0.005, 0.03
 """Prior standard deviations of the parts of a configuration, relative to the metric, at a factor of 1."""
+_KIND_SD = np.array([0.15, 0.2, 0.2])
+"""Prior standard deviations of what structures with ZeRO 3, with an offloaded optimizer and with offloaded parameters
+have in common. In published tables ZeRO 0 to 2 deviate from the formula by about a tenth relative to each other, ZeRO 3
+and offloads by about 0.4 (``benchmarks/published``), of which the coefficients' uncertainty explains most.
+"""
 _KNOB_SD, _OWN_SHARE = 0.015, 0.2
 """Prior standard deviation of a knob's value, and the share of its variance that is specific to a structure."""
 _DOUBTED_STRUCTURE, _DOUBTED_KNOB = 0.3, 0.5
@@ -107,6 +113,8 @@ class Points:
     """Row of the lineage in the candidate table."""
     structure: Numbers
     """Index of the structure."""
+    kinds: Numbers
+    """Whether it has ZeRO 3, an offloaded optimizer, offloaded parameters: 0 or 1, shape (n, 3)."""
     knobs: Numbers
     """Index of each knob's value, shape (n, knobs)."""
     structure_effect: Numbers
@@ -214,17 +222,21 @@ class ResidualGP:
         covariance = self.covariance(new, new) - shared @ self._inverse @ shared.T
         return new.log_objective + shared @ self.weights, covariance
 
-    def structure_means(self, structure: Numbers, effect: Numbers) -> Numbers:
+    def structure_means(self, structure: Numbers, kinds: Numbers, effect: Numbers) -> Numbers:
         """Return the posterior mean of the structures' part of the residual for n lineages.
 
-        ``effect`` is the predicted effect of each lineage's structure, as in ``Points``.
+        Args:
+            structure: Index of each lineage's structure.
+            kinds: As in ``Points``, shape (n, 3).
+            effect: Predicted effect of each lineage's structure, as in ``Points``.
         """
         points = self.points
         if not len(points.row):
             return np.zeros(len(structure))
-        own = self.factors["structure"] * _STRUCTURE_SD**2
+        factor = self.factors["structure"]
         doubt = self.factors["doubt"] * _DOUBTED_STRUCTURE**2
-        result: Numbers = own * sum_by_structure(points.structure, self.weights, structure)
+        result: Numbers = factor * _STRUCTURE_SD**2 * sum_by_structure(points.structure, self.weights, structure)
+        result += factor * kinds @ (_KIND_SD**2 * (points.kinds.T @ self.weights))
         return result + doubt * effect * sum_by_structure(
             points.structure, self.weights * points.structure_effect, structure
         )
@@ -275,7 +287,7 @@ class ResidualGP:
         size += _SHORT_SIZE_SD**2 * _bell(*octaves, _SHORT_SIZE_WIDTH)
         record = {
             "given": a.coefficient_factors @ b.coefficient_factors.T,
-            "structure": _STRUCTURE_SD**2 * same,
+            "structure": _STRUCTURE_SD**2 * same + (a.kinds * _KIND_SD**2) @ b.kinds.T,
             "configuration": configuration,
             "size": size,
             "tile": _TILE_SD**2 * _tile_waste(a.micro_batch) @ _tile_waste(b.micro_batch).T,
@@ -298,7 +310,7 @@ class ResidualGP:
         """Return the prior variance of each configuration: the diagonal of ``covariance(new, new)``."""
         of = self.factors
         result: Numbers = (
-            of["structure"] * _STRUCTURE_SD**2
+            of["structure"] * (_STRUCTURE_SD**2 + new.kinds @ _KIND_SD**2)
             + of["configuration"] * (_LINEAGE_SD**2 + _FILL_SD**2)
             + of["size"] * (_SIZE_SD**2 + _STRUCTURE_SIZE_SD**2 + _SHORT_SIZE_SD**2)
             + of["doubt"]

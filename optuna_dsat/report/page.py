@@ -307,6 +307,7 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
         yield {
             "number": trial.number,
             "words": configuration_of(trial),
+            "reason": attrs.get(attributes.REASON, ""),
             "own": attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
             "outcome": str(outcome).replace("_", " "),
             "value": "" if value is None else metric_in_words(view.metric, value, device=view.spec.device),

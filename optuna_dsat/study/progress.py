@@ -126,6 +126,8 @@ class TrialStarted(ProgressEvent):
     number: int
     words: str
     """Its configuration in words."""
+    reason: str = ""
+    """Why it was launched; empty if unknown."""
     attempt: int
     end_profile_step: int
 

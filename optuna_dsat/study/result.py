@@ -182,9 +182,9 @@ class StudyResult:
             A dictionary per trial: ``number``, ``state``, ``outcome``, ``value`` (of the search, in units of the
             metric), ``confirmed_value`` with ``confirmed_low`` and ``confirmed_high`` (of the confirmation, None
             if not confirmed), ``rounds``, ``speed_up`` (in the rounds), ``handed_over`` (whether it is the result),
-            ``configuration`` (in words), ``attempts``, ``peak_memory_bytes``, ``message``, ``skipped_steps`` (by the
-            loss scaler), ``steps_completed`` (batches of the training, as Determined counts them), ``params``,
-            ``metrics``, ``config``.
+            ``configuration`` (in words), ``reason`` (why it was launched), ``attempts``, ``peak_memory_bytes``,
+            ``message``, ``skipped_steps`` (by the loss scaler), ``steps_completed`` (batches of the training, as
+            Determined counts them), ``params``, ``metrics``, ``config``.
 
         Raises:
             StorageUrlError: As ``optuna_study``.

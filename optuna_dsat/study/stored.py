@@ -237,7 +237,7 @@ class StoredStudy:
 
 _COLUMNS = (
     "number", "state", "outcome", "value", "confirmed_value", "confirmed_low", "confirmed_high", "rounds", "speed_up",
-    "handed_over", "configuration", "attempts", "peak_memory_bytes", "message",
+    "handed_over", "configuration", "reason", "attempts", "peak_memory_bytes", "message",
 )  # fmt: skip
 
 
@@ -260,6 +260,7 @@ def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
         "speed_up": None if again is None or again.speed_up is None else again.speed_up.value,
         "handed_over": verdict is not None and trial.number == verdict.result.number,
         "configuration": configuration_of(trial) if attributes.CONFIG in attrs else None,
+        "reason": attrs.get(attributes.REASON),
         "attempts": attrs.get(attributes.ATTEMPTS),
         "peak_memory_bytes": attrs.get(attributes.PEAK_BYTES),
         "message": attrs.get(attributes.MESSAGE, attrs.get(attributes.VETOED)),

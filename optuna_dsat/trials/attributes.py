@@ -38,6 +38,7 @@ __all__ = [
     "PEAK_BYTES",
     "PREDICTED_PEAK_BYTES",
     "PURPOSE",
+    "REASON",
     "RESULT",
     "ROOT_LAUNCH",
     "SIMPLIFIES",
@@ -100,6 +101,8 @@ DATA_LIMIT = "data_limit"
 ERROR = "error"
 """Message of a script error, without the rank prefix."""
 PURPOSE = "purpose"
+REASON = "reason"
+"""Why the trial was launched, in a phrase."""
 USER_CONFIG = "user_config"
 """Value of ``PURPOSE`` for the trial that measures the user's own config."""
 SIMPLIFIES = "simplifies"

@@ -124,7 +124,7 @@ def test_the_number_of_classes_is_what_an_enumeration_finds(name: str) -> None:
     ],
 )
 def test_knobs_that_do_nothing_are_not_drawn(stage: dict[str, Any], without: set[str]) -> None:
-    space = make(zero_stages=(0, 1, 2, 3))
+    space = make(zero_stages=(0, 1, 2, 3), device="cuda")
     every = {tuned.name: tuned.choices[-1] for tuned in space.knobs}
     params = space.suggest(optuna.trial.FixedTrial({**every, **stage, MICRO_BATCH: 1}))
     assert not without & params.keys()
@@ -406,3 +406,19 @@ def test_a_second_copy_is_drawn_at_stage_3_alone_and_not_beside_parameters_on_nv
     for params in drawn:
         assert (COPY in params) == (params["zero_stage"] == 3 and params["offload_param"] != "nvme")
     assert {params[COPY] for params in drawn if COPY in params} == {1, 4}
+
+
+@pytest.mark.parametrize(
+    ("zero", "device", "choices"),
+    [
+        ({}, "cpu", ("none",)),
+        ({}, "cuda", ("none", "cpu")),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "cpu", ("none", "cpu")),
+        ({"offload_optimizer": {"device": ["none", "cpu"]}}, "cpu", ("none", "cpu")),
+    ],
+)
+def test_offload_to_the_cpu_is_not_searched_where_it_is_the_device(
+    zero: dict[str, Any], device: str, choices: tuple[str, ...]
+) -> None:
+    tuned = next(tuned for tuned in make(zero, device=device).knobs if tuned.name == "offload_optimizer")
+    assert tuned.choices == choices

@@ -391,4 +391,4 @@ def test_a_search_that_is_not_told_outlives_its_terminal(tmp_path: Path, quiet: 
         else:
             screen.wait_for("2 running")
         assert screen.hang_up() == 0
-    assert states(tmp_path).count(TrialState.COMPLETE) == 6
+    assert states(tmp_path).count(TrialState.COMPLETE) in (6, 7)  # the best may be repeated with fewer settings

@@ -18,6 +18,7 @@ def points_of(flag: Numbers, launch: Numbers) -> Points:
     return Points(
         row=flag,
         structure=np.zeros(count, dtype=np.int64),
+        kinds=np.zeros((count, 3)),
         knobs=flag[:, None],
         structure_effect=np.zeros(count),
         knob_effects=np.zeros((count, 1)),

@@ -197,7 +197,7 @@ def test_rounds_that_are_too_few_for_the_noise_hand_over_the_users_config(bench:
     def alike(config: Mapping[str, Any]) -> SimulatedResult:
         return step_of(0.05 * micro_batch_of(config))
 
-    result = found(bench.run(bench.spec(confirm_time_s=150.0, tie=0.0), Hill(alike), noise=0.1))
+    result = found(bench.run(bench.spec(confirm_time_s=150.0, tie=0.0), Hill(alike), noise=0.15))
     assert result.verdict.kind is VerdictKind.NOT_CONFIRMED
     assert (result.trial, result.speed_up) == (0, 1.0)
     assert rounds_of(bench).spent_s >= 150.0

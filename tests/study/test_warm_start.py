@@ -67,7 +67,7 @@ def test_a_measurement_outweighs_what_an_earlier_study_says(bench: StudyBench) -
         return SimulatedResult(startup_s=10, forward_s=9.0, backward_s=18.0, step_s=0.02, peak_bytes=2**30)
 
     fast_third = Hill(override=lambda c: None if c["zero_optimization"]["stage"] == 3 else slow_low(c))
-    bench.run(guided(bench, "first", max_trials=8), fast_third)
+    bench.run(guided(bench, "first", max_trials=8, zero_stages=(2, 3)), fast_third)
     assert bench.study("first").best_params["zero_stage"] == 3
     bench.run(guided(bench, "second", max_trials=8), Hill(override=slow))
     assert told(bench)

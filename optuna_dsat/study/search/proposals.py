@@ -20,7 +20,7 @@ from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.search.recorder import TrialRecorder
 from optuna_dsat.study.search.running import Flight, frozen
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import STRUCTURE
+from optuna_dsat.trials.lineage import PLAN_ATTR, STRUCTURE
 from optuna_dsat.words import config_in_words
 
 __all__ = ["Proposals", "Refusal", "simplification_waits"]
@@ -145,13 +145,15 @@ class Proposals:
         trial.set_user_attr(attributes.CONFIG, dict(config))
         words = config_in_words(config, own=self._config, params_count=self._profiled.profile.params)
         trial.set_user_attr(attributes.CONFIGURATION, words)
+        reason = _reason(frozen(self._study, trial))
+        trial.set_user_attr(attributes.REASON, reason)
         trial.set_user_attr(attributes.OVERLAY, dict(overlay))
         trial.set_user_attr(attributes.CONFIG_KEY, key)
         peak = self._method.predicted_peak(self._study.get_trials(deepcopy=False), trial.params, config)
         if peak is not None:
             trial.set_user_attr(attributes.PREDICTED_PEAK_BYTES, peak)
         trial.set_user_attr(attributes.LAUNCH_ID, launch_id)
-        return Flight(trial=trial, request=request, words=words)
+        return Flight(trial=trial, request=request, words=words, reason=reason)
 
     def _configuration(self, trial: optuna.Trial) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the DeepSpeed config of a trial and its overlay over the script's config."""
@@ -168,6 +170,18 @@ class Proposals:
         trial.set_user_attr(attributes.VETOED, reason)
         self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
         self._store.heartbeat.remove(trial)
+
+
+def _reason(trial: FrozenTrial) -> str:
+    """Return why a trial is launched; empty if its sampler does not say."""
+    attrs = trial.user_attrs
+    if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG:
+        return "your own config"
+    if attributes.SIMPLIFIES in attrs:
+        return f"trial {attrs[attributes.SIMPLIFIES]} without settings that may have no effect"
+    if "fixed_params" in trial.system_attrs:
+        return "enqueued"
+    return str((trial.system_attrs.get(PLAN_ATTR) or {}).get("reason", ""))
 
 
 def simplification_waits(trials: Sequence[FrozenTrial]) -> bool:

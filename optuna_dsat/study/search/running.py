@@ -25,6 +25,8 @@ class Flight:
     request: LaunchRequest
     words: str
     """The configuration in words."""
+    reason: str = ""
+    """Why it is launched."""
     attempt: int = 0
     """Number of the launch within its trial, from 0."""
     reported: set[int] = field(default_factory=set)
@@ -97,6 +99,7 @@ class Flights:
             TrialStarted(
                 number=flight.trial.number,
                 words=flight.words,
+                reason=flight.reason,
                 attempt=flight.attempt,
                 end_profile_step=flight.request.end_profile_step,
             )
