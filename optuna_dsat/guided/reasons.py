@@ -57,7 +57,8 @@ def _difference(table: CandidateTable, posterior: Posterior, row: int, size: int
     names = [name for name in params if name not in (*STRUCTURE, NVME) and params[name] != other.get(name)]
     if names:
         more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
-        return f"tests {', '.join(names[:_MANY])}{more}"
+        larger = "larger micro-batch, " if size > measured.micro_batch[alike].max() else ""
+        return f"{larger}tests {', '.join(names[:_MANY])}{more}"
     sizes = measured.micro_batch[nearest]
     if size > sizes.max():
         return "larger micro-batch"

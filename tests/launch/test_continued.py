@@ -211,6 +211,15 @@ def test_a_rank_that_stands_still_is_found(run: Run) -> None:
     assert_gone(first.pids)
 
 
+def test_a_rank_that_is_stopped_between_two_trials_is_found(run: Run, launcher: TorchrunLauncher) -> None:
+    first, _ = run("first", stall_s=3)
+    os.kill(first.pids[-1], signal.SIGSTOP)
+    stalled, _ = run("second", size=8, stall_s=3)
+    assert (stalled.outcome, stalled.afresh) == (Outcome.STALLED, True)
+    assert_gone(first.pids)
+    assert launcher.free_slots == 2
+
+
 def test_a_pruned_trial_leaves_its_ranks_to_the_next(launcher: TorchrunLauncher, tmp_path: Path) -> None:
     (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
     asked = trial(tmp_path, "first", end_profile_step=6)
