@@ -158,8 +158,8 @@ def right_order(results: Sequence[Comparison]) -> tuple[int, int]:
 
 def deviations(results: Sequence[Comparison]) -> list[float]:
     """Return the deviations of rates from their table's median."""
-    found = [item.deviation for item in results if item.deviation is not None]
-    return [value - median(found) for value in found]
+    values = [item.deviation for item in results if item.deviation is not None]
+    return [value - median(values) for value in values]
 
 
 def _settings(row: Row) -> dict[str, Any]:
@@ -198,8 +198,8 @@ def contrasts(results: Sequence[Comparison], setting: str) -> dict[tuple[Any, An
 
 def slopes(results: Sequence[Comparison], setting: str) -> list[float]:
     """Return the change of a table's deviations per doubling of a number, by least squares; empty without pairs."""
-    found = [(math.log2(high / low), change) for (low, high), change in contrasts(results, setting).items()]
-    return [sum(x * y for x, y in found) / sum(x * x for x, _ in found)] if found else []
+    points = [(math.log2(high / low), change) for (low, high), change in contrasts(results, setting).items()]
+    return [sum(x * y for x, y in points) / sum(x * x for x, _ in points)] if points else []
 
 
 def against_others(results: Sequence[Comparison], stage: int) -> list[float]:
@@ -255,9 +255,9 @@ def overall(results: Sequence[Sequence[Comparison]], kinds: Mapping[str, str | N
         values = [x for items in results for x in against_others(items, stage)]
         lines.append(_line(f"rate: ZeRO {stage} against other stages", values))
     for setting, pairs in _PAIRS.items():
-        found = [contrasts(items, setting) for items in results]
+        of_tables = [contrasts(items, setting) for items in results]
         for pair in pairs:
-            values = [by_pair[pair] for by_pair in found if pair in by_pair]
+            values = [by_pair[pair] for by_pair in of_tables if pair in by_pair]
             lines.append(_line(f"rate: {setting} {pair[1]} against {pair[0]}", values))
     for setting in _NUMBERS:
         values = [x for items in results for x in slopes(items, setting)]

@@ -131,8 +131,6 @@ class CandidateTable:
         """Index of each row's settings that a running engine cannot change: rows of an index continue each other."""
         self.relatives = np.column_stack([self._coded(name) for name in STRUCTURE])
         """Index of each row's ZeRO stage, offload of the optimizer and offload of the parameters, shape (rows, 3)."""
-        self.kinds = self._kinds()
-        """Whether each row has ZeRO 3, an offloaded optimizer, offloaded parameters: 0 or 1, shape (rows, 3)."""
         self.knobs, values = self._codes()
         """Index of the value of each other knob, shape (rows, knobs)."""
         self.knob_kernels = [knob_kernel(value) for value in values]
@@ -150,6 +148,8 @@ class CandidateTable:
         settings = self._settings()
         self.columns = Columns.of(settings)
         """Inputs of the step-time model."""
+        self.kinds = np.column_stack([self.columns.stage == 3, self.columns.offload, self.columns.offload_param])
+        """Whether each row has ZeRO 3, an offloaded optimizer, offloaded parameters: 0 or 1, shape (rows, 3)."""
         needs = np.array([self._bytes(setting) for setting in settings], dtype=np.float64).reshape(-1, 3)
         self.forward, self.others, self.host = needs.T
         """Predicted bytes: on the device at the end of the forward pass without activations, on the device at other
@@ -209,16 +209,6 @@ class CandidateTable:
         """Return the index of each row's value of a knob; rows without a value have a separate index."""
         ids: dict[Any, int] = {}
         return np.array([ids.setdefault(params.get(name), len(ids)) for params in self.lineages], dtype=np.int64)
-
-    def _kinds(self) -> Numbers:
-        """Return what rows of several structures have in common, see ``kinds``."""
-        return np.array(
-            [
-                (params[ZERO_STAGE] == 3, *(params.get(name, "none") != "none" for name in STRUCTURE[1:]))
-                for params in self.lineages
-            ],
-            dtype=np.float64,
-        ).reshape(-1, 3)
 
     def _knob_names(self) -> list[str]:
         """Return the knobs that are not part of the structure."""

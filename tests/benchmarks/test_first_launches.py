@@ -22,7 +22,7 @@ ORDERS = {
     "tiny-many-gpus": ("ZeRO 1",),
     # 1.3 B parameters fit at any stage of 8 x 80 GB: the user's ZeRO 2, then ZeRO 0, the simplest.
     "fast-links": ("ZeRO 2", "ZeRO 0"),
-    # Over Ethernet ZeRO 2 goes on to the edge of memory; ZeRO 1 moves fewer bytes than ZeRO 3.
+    # Over Ethernet the search reaches the edge of memory of ZeRO 2 first; ZeRO 1 moves fewer bytes than ZeRO 3.
     "slow-links": ("ZeRO 2", "ZeRO 1"),
     # 6.7 B parameters on 8 x 40 GB: ZeRO 1 fits and is simpler, ZeRO 3 has room for a larger batch.
     "zero-3-larger-batch": ("ZeRO 2", "ZeRO 1", "ZeRO 3"),

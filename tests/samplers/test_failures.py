@@ -75,7 +75,7 @@ def test_few_launches_are_lost_to_stages_that_fail(kit: SimpleNamespace, name: s
     while len(study.trials) < LAUNCHES and not study.sampler.exhausted(study, classes=space.classes()):
         machine.run(study, 1)
     failed = [trial for trial in study.trials if trial.state == TrialState.FAIL]
-    assert len(failed) <= 5
+    assert len(failed) <= (5 if name == "guided" else 3)
 
 
 def test_a_search_whose_stages_all_fail_is_over(kit: SimpleNamespace) -> None:

@@ -55,7 +55,7 @@ def test_redirected_writers_leave_the_users_files_as_before(world: Path, shared:
 
 
 def test_what_the_tuner_writes_beside_the_script_is_not_blamed_on_it(world: Path, shared: Path) -> None:
-    """Its database, its output, and a log of what it says; without overlays, as in a container."""
+    """The database, the output and a log in the working directory; without overlays, as in a container."""
     options = ("--isolation", "python", "--max-trials", "2", "--confirm", "0", "--study", "s", *OPTIONS)
     program = (sys.executable, "-c", "from optuna_dsat.cli import main; main()")
     words = shlex.join([*program, "random", "train.py", "ds_config.json", *options, "--", str(shared)])

@@ -134,7 +134,8 @@ class Proposals:
         if not self._store.claim(self._context.study_uuid, key, trial.number):
             self._refuse(trial, Refusal.DUPLICATE.value)
             return Refusal.DUPLICATE
-        veto = self._method.veto(self._study, frozen(self._study, trial))
+        asked = frozen(self._study, trial)
+        veto = self._method.veto(self._study, asked)
         if veto is not None:
             self._store.release_claim(self._context.study_uuid, key)
             self._refuse(trial, veto)
@@ -145,7 +146,7 @@ class Proposals:
         trial.set_user_attr(attributes.CONFIG, dict(config))
         words = config_in_words(config, own=self._config, params_count=self._profiled.profile.params)
         trial.set_user_attr(attributes.CONFIGURATION, words)
-        reason = _reason(frozen(self._study, trial))
+        reason = _reason(asked)
         trial.set_user_attr(attributes.REASON, reason)
         trial.set_user_attr(attributes.OVERLAY, dict(overlay))
         trial.set_user_attr(attributes.CONFIG_KEY, key)
