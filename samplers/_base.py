@@ -21,6 +21,7 @@ from optuna_dsat.trials.attributes import PURPOSE, root_launch, waiting_launch
 from optuna_dsat.trials.failures import StructureFailures, structure_failures
 from optuna_dsat.trials.history import StudyHistory, all_opened, read_history
 from optuna_dsat.trials.lineage import (
+    FIXED_ATTR,
     MICRO_BATCH,
     PLAN_ATTR,
     RETRY_ATTR,
@@ -138,7 +139,7 @@ class LineageSampler(BaseSampler):
         """Decide which lineage the trial continues or opens, and store the decision on the trial."""
         if len(study.directions) > 1:
             return  # rejected with a message when a parameter is suggested
-        fixed = {**(trial.system_attrs.get("fixed_params") or {}), **trial.params}
+        fixed = {**(trial.system_attrs.get(FIXED_ATTR) or {}), **trial.params}
         if self._name in fixed or PLAN_ATTR in trial.system_attrs:
             return  # enqueued with its micro-batch, or the retry of a lost trial: its configuration is given
         for _ in range(_PLAN_ATTEMPTS):

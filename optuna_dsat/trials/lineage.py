@@ -28,6 +28,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials.attributes import OUTCOME, VETOED
 
 __all__ = [
+    "FIXED_ATTR",
     "MICRO_BATCH",
     "OFFLOAD_OPTIMIZER",
     "OFFLOAD_PARAM",
@@ -70,7 +71,8 @@ PEAK_MARGIN = 0.03
 PEAK_WIDTH = 0.1
 """Relative width of the gap next to a peak at which the search stops: the metric is flat there."""
 
-_FIXED_ATTR = "fixed_params"  # where Optuna 5 keeps the parameters of ``Study.enqueue_trial``
+FIXED_ATTR = "fixed_params"
+"""System attribute with the parameters of ``Study.enqueue_trial`` (Optuna 5)."""
 
 
 class Feasibility(StrEnum):
@@ -411,7 +413,7 @@ def visible_params(trial: FrozenTrial, micro_batch: str = MICRO_BATCH) -> dict[s
         return dict(trial.params)
     plan = _plan(trial)
     planned = {**plan["lineage"], micro_batch: plan["micro_batch"]} if "lineage" in plan else {}
-    return {**planned, **(trial.system_attrs.get(_FIXED_ATTR) or {}), **trial.params}
+    return {**planned, **(trial.system_attrs.get(FIXED_ATTR) or {}), **trial.params}
 
 
 def _plan(trial: FrozenTrial) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.search.recorder import TrialRecorder
 from optuna_dsat.study.search.running import Flight, frozen
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import PLAN_ATTR, STRUCTURE
+from optuna_dsat.trials.lineage import FIXED_ATTR, PLAN_ATTR, STRUCTURE
 from optuna_dsat.words import config_in_words
 
 __all__ = ["Proposals", "Refusal", "simplification_waits"]
@@ -180,9 +180,10 @@ def _reason(trial: FrozenTrial) -> str:
         return "your own config"
     if attributes.SIMPLIFIES in attrs:
         return f"trial {attrs[attributes.SIMPLIFIES]} without settings that may have no effect"
-    if "fixed_params" in trial.system_attrs:
+    plan = trial.system_attrs.get(PLAN_ATTR)
+    if plan is None and FIXED_ATTR in trial.system_attrs:
         return "enqueued"
-    return str((trial.system_attrs.get(PLAN_ATTR) or {}).get("reason", ""))
+    return str((plan or {}).get("reason", ""))
 
 
 def simplification_waits(trials: Sequence[FrozenTrial]) -> bool:
