@@ -71,6 +71,12 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
     say(f"Metrics in {result.metrics_path}")
     say("Train with it:")
     say(f"  {result.command}")
+    if result.same_batch is not None:
+        batch = things_in_words(result.user_train_batch_size, "sample")
+        what = "Your own config, as nothing is surely faster" if result.same_batch.is_user_config else "The fastest"
+        say(f"{what} at your own global batch, {batch}: written to {result.same_batch.config_path}")
+        say("Train with it:")
+        say(f"  {result.same_batch.command}")
     if result.advice:
         say_prose(result.advice)
 

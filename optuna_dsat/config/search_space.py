@@ -82,6 +82,8 @@ class SearchSpace:
     """Samples per rank and global step, kept by the accumulation; None if the global batch follows the micro-batch."""
     max_samples_per_rank: int | None = None
     """Largest number of samples per rank and global step: larger micro-batches accumulate less; None if unbounded."""
+    asked_samples_per_rank: int | None = None
+    """Samples per rank and global step that the question asks for (``at_batch``); None in the search itself."""
     user_zero: Mapping[str, Any] = field(default_factory=dict)
     """The user's ``zero_optimization`` section in its current form, lists resolved."""
     legacy_keys: tuple[str, ...] = ()
@@ -117,11 +119,34 @@ class SearchSpace:
 
     def accumulation(self, micro_batch: int) -> int:
         """Return the gradient accumulation steps of a micro-batch."""
+        if self.asked_samples_per_rank is not None:
+            return self.asked_samples_per_rank // micro_batch
+        return self.searched_accumulation(micro_batch)
+
+    def searched_accumulation(self, micro_batch: int) -> int:
+        """Return the gradient accumulation steps of trials that do not have them as a parameter."""
         if self.samples_per_rank is not None:
             return self.samples_per_rank // micro_batch
         if self.max_samples_per_rank is not None:
             return max(1, min(self.gradient_accumulation_steps, self.max_samples_per_rank // micro_batch))
         return self.gradient_accumulation_steps
+
+    def at_batch(self, samples_per_rank: int) -> SearchSpace | None:
+        """Return this space with the accumulation steps that keep a global batch; None if nothing has this batch.
+
+        Its trials have the parameters of this space, and ``gradient_accumulation_steps`` where it differs.
+        """
+        low, high = self.micro_batches
+        sizes = self.micro_batch_values or range(low, min(high, samples_per_rank) + 1)
+        values = tuple(size for size in sizes if samples_per_rank % size == 0)
+        if not values:
+            return None
+        return replace(
+            self,
+            asked_samples_per_rank=samples_per_rank,
+            micro_batches=(values[0], values[-1]),
+            micro_batch_values=values,
+        )
 
     def _settings(self, pick: Callable[[TunedKnob], Any]) -> Iterator[tuple[TunedKnob, Any]]:
         """Yield the knobs that apply with their values; ``pick`` chooses the values of searched knobs."""
@@ -163,10 +188,9 @@ class SearchSpace:
                 zero[key] = self._written(tuned, values)
         if self.site.prescaled and values[ZERO_STAGE] >= 2:
             zero["reduce_scatter"] = False
-        result: dict[str, Any] = {
-            ZERO: zero,
-            **configs.batch_overlay(params[MICRO_BATCH], self.accumulation(params[MICRO_BATCH])),
-        }
+        size = params[MICRO_BATCH]
+        steps = params.get(configs.GRADIENT_ACCUMULATION, self.accumulation(size))
+        result: dict[str, Any] = {ZERO: zero, **configs.batch_overlay(size, steps)}
         if self.allow_untested_optimizer and values[ZERO_STAGE]:
             result["zero_allow_untested_optimizer"] = True
         return result

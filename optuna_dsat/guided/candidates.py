@@ -66,6 +66,8 @@ class Observations:
     row: Numbers
     """Row of the lineage in the table."""
     micro_batch: Numbers
+    accumulation: Numbers
+    """Gradient accumulation steps."""
     value: Numbers
     """The metric; NaN if not measured."""
     peak: Numbers
@@ -87,7 +89,7 @@ class Observations:
     launch: Numbers
     """Index of the launch, shared by the trials that it measured; -1 for a launch of an earlier study."""
     used: Mapping[int, frozenset[int]]
-    """Row -> micro-batches of all its trials, regardless of outcome."""
+    """Row -> micro-batches of all its trials with the space's accumulation, regardless of outcome."""
     waiting: int = -1
     """Index of the launch whose ranks wait for another trial; -1 for none."""
 
@@ -271,49 +273,54 @@ class CandidateTable:
     def observations_of_trials(self, trials: Sequence[FrozenTrial]) -> Observations:
         """Return the observations of a study's trials; trials of other spaces are skipped."""
         used: dict[int, set[int]] = {}
-        result: list[tuple[int, int, FrozenTrial, Feasibility, bool]] = []
+        result: list[tuple[int, int, int, FrozenTrial, Feasibility, bool]] = []
         for trial in trials:
             knobs = visible_params(trial)
-            size = knobs.pop(MICRO_BATCH, None)
+            size, given = knobs.pop(MICRO_BATCH, None), knobs.pop(ds_config.GRADIENT_ACCUMULATION, None)
             row = self._index.get(lineage_key(knobs))
             if row is None or isinstance(size, bool) or not isinstance(size, int):
                 continue
-            used.setdefault(row, set()).add(size)
+            steps = given or self._space.searched_accumulation(size)
+            if steps == self._space.accumulation(size):
+                used.setdefault(row, set()).add(size)
             shown, pending = feasibility(trial), not trial.state.is_finished()
             if pending or shown is not Feasibility.UNKNOWN:
-                result.append((row, size, trial, shown, pending))
+                result.append((row, size, steps, trial, shown, pending))
+        shows, trials = [shown for *_, shown, _ in result], [trial for *_, trial, _, _ in result]
         nothing = dict.fromkeys((*PHASES, "latency"), math.nan)
-        rows = [{**nothing, **(trial.user_attrs.get(attributes.METRICS) or {})} for _, _, trial, _, _ in result]
+        rows = [{**nothing, **(trial.user_attrs.get(attributes.METRICS) or {})} for trial in trials]
         phases = np.array([[launch[name] for name in (*PHASES[:3], "latency")] for launch in rows]).reshape(-1, 4).T
         phases[3] -= phases[:3].sum(axis=0)
         phases[:, ~(phases > 0).all(axis=0)] = math.nan
-        outcomes = [trial.user_attrs.get(attributes.OUTCOME) for _, _, trial, _, _ in result]
-        scores = [score(trial) if shown is Feasibility.FITS else None for _, _, trial, shown, _ in result]
+        outcomes = [trial.user_attrs.get(attributes.OUTCOME) for trial in trials]
+        scores = [
+            score(trial) if shown is Feasibility.FITS else None for trial, shown in zip(trials, shows, strict=True)
+        ]
         host = np.array([outcome == Outcome.HOST_OUT_OF_MEMORY for outcome in outcomes], dtype=bool)
         data = np.array([outcome == Outcome.OUT_OF_DATA for outcome in outcomes], dtype=bool)
         overheads = [
             math.nan
             if attributes.ROOT_LAUNCH in trial.user_attrs
             else trial.user_attrs.get(attributes.OVERHEAD_S, math.nan)
-            for _, _, trial, _, _ in result
+            for trial in trials
         ]
         launches: dict[str, int] = {}
-        launch = [launches.setdefault(attributes.root_launch(trial), len(launches)) for _, _, trial, _, _ in result]
-        says_all = [shown for _, _, _, shown, _ in result]
+        launch = [launches.setdefault(attributes.root_launch(trial), len(launches)) for trial in trials]
         return Observations(
-            number=np.array([trial.number for _, _, trial, _, _ in result], dtype=np.int64),
+            number=np.array([trial.number for trial in trials], dtype=np.int64),
             row=np.array([row for row, *_ in result], dtype=np.int64),
             micro_batch=np.array([size for _, size, *_ in result], dtype=np.float64),
+            accumulation=np.array([steps for _, _, steps, *_ in result], dtype=np.float64),
             value=np.array([value if value is not None and value > 0 else math.nan for value in scores]),
-            peak=np.array([trial.user_attrs.get(attributes.PEAK_BYTES) or math.nan for _, _, trial, _, _ in result]),
+            peak=np.array([trial.user_attrs.get(attributes.PEAK_BYTES) or math.nan for trial in trials]),
             phases=phases,
             overhead=np.array(overheads, dtype=np.float64),
-            device_out_of_memory=np.array([item is Feasibility.TOO_LARGE for item in says_all], dtype=bool)
+            device_out_of_memory=np.array([shown is Feasibility.TOO_LARGE for shown in shows], dtype=bool)
             & ~host
             & ~data,
             host_out_of_memory=host,
-            broken=np.array([item is Feasibility.BROKEN for item in says_all], dtype=bool),
-            fits=np.array([item is Feasibility.FITS for item in says_all], dtype=bool),
+            broken=np.array([shown is Feasibility.BROKEN for shown in shows], dtype=bool),
+            fits=np.array([shown is Feasibility.FITS for shown in shows], dtype=bool),
             pending=np.array([pending for *_, pending in result], dtype=bool),
             launch=np.array(launch, dtype=np.int64),
             waiting=launches.get(attributes.waiting_launch(trials) or "", -1),
@@ -331,6 +338,9 @@ class CandidateTable:
             number=np.full(count, -1, dtype=np.int64),
             row=np.array([row for row, _ in rows], dtype=np.int64),
             micro_batch=np.array([launch.micro_batch for _, launch in rows], dtype=np.float64),
+            accumulation=np.array(
+                [self._space.searched_accumulation(launch.micro_batch) for _, launch in rows], dtype=np.float64
+            ),
             value=np.array([value if value > 0 else math.nan for value in values], dtype=np.float64),
             peak=np.array([launch.peak_bytes or math.nan for _, launch in rows], dtype=np.float64),
             phases=np.full((4, count), math.nan),

@@ -125,13 +125,14 @@ class Posterior:
 
     def paying_sizes(self, rows: Numbers) -> Numbers:
         """Return the largest micro-batch of each row worth trying by the gains of doublings; infinite if unlimited."""
-        problem, measured = self._problem, self.measured
-        count = int(self._table.structure.max()) + 1
-        if problem.reach is None or problem.metric not in LARGER_IS_BETTER or not len(measured.row):
+        problem = self._problem
+        asked = np.flatnonzero(problem.is_asked(self.measured.micro_batch, self.measured.accumulation))
+        measured, count = self.measured.take(asked), int(self._table.structure.max()) + 1
+        if problem.reach is None or problem.metric not in LARGER_IS_BETTER or not len(asked):
             return np.full(len(rows), np.inf)
-        size = measured.micro_batch.astype(np.float64)
-        half = self._points(measured.row, size / 2, self._fill(measured.row, size / 2))
-        gain = self.residuals.posterior_means[: len(size)] - self.residuals.predict(half)[0]
+        half, size = measured.micro_batch / 2, measured.micro_batch
+        points = self._points(measured.row, half, self._fill(measured.row, half))
+        gain = self.residuals.posterior_means[asked] - self.residuals.predict(points)[0]
         result = paying_sizes(self._table.structure[measured.row], size, gain, count=count)
         return result[self._table.structure[rows]]
 
@@ -150,7 +151,7 @@ class Posterior:
     def _fit(self, measured: Observations, formula_error: float) -> None:
         """Fit the coefficients, then the residuals; running launches count with their predicted metric."""
         problem = self._problem
-        size, accumulation = measured.micro_batch, problem.accumulation(measured.micro_batch)
+        size, accumulation = measured.micro_batch, measured.accumulation
         fill = self._fill(measured.row, size, measured.peak)
         latency = measured.phases.sum(axis=0)
         if problem.metric == "latency":
@@ -173,21 +174,25 @@ class Posterior:
         pending = self._observations.take(np.flatnonzero(self._observations.pending))
         prior = self._prior_observations
         earlier = prior.take(np.flatnonzero(~np.isnan(prior.value)))
+        every = (measured, earlier, pending)
         points = self._points(
-            np.concatenate([measured.row, earlier.row, pending.row]),
-            np.concatenate([size, earlier.micro_batch, pending.micro_batch]),
-            np.concatenate(
-                [fill, *(self._fill(known.row, known.micro_batch, known.peak) for known in (earlier, pending))]
-            ),
-            earlier=np.repeat([0.0, 1.0, 0.0], [len(measured.row), len(earlier.row), len(pending.row)]),
-            launch=np.concatenate([measured.launch, earlier.launch, pending.launch]),
+            np.concatenate([known.row for known in every]),
+            np.concatenate([known.micro_batch for known in every]),
+            np.concatenate([self._fill(known.row, known.micro_batch, known.peak) for known in every]),
+            accumulation=np.concatenate([known.accumulation for known in every]),
+            earlier=np.repeat([0.0, 1.0, 0.0], [len(known.row) for known in every]),
+            launch=np.concatenate([known.launch for known in every]),
         )
         values = np.concatenate([measured.value, earlier.value])
         log_objectives = np.log(values) if problem.metric in LARGER_IS_BETTER else -np.log(values)
         self.residuals = ResidualGP(points, log_objectives, problem.table.knob_kernels)
-        count = len(measured.row)
-        self.incumbent = float(self.residuals.posterior_means[:count].max()) if count else None
-        """Best posterior mean log objective; None before a metric was measured."""
+        self.rivals = np.arange(len(measured.row) + len(earlier.row))
+        """Index of the measurements, of this study and then of earlier ones, that answer the question of the space."""
+        if problem.space.asked_samples_per_rank is not None:
+            self.rivals = np.flatnonzero(problem.is_asked(size, accumulation))
+        means = self.residuals.posterior_means[self.rivals[self.rivals < len(measured.row)]]
+        self.incumbent = float(means.max()) if len(means) else None
+        """Best posterior mean log objective of this study's; None before a metric was measured."""
 
     def _predicted_effects(self, measured: Observations) -> tuple[Numbers, Numbers]:
         """Return the effects of structures and knobs by the fitted formula, at the best measured micro-batch.
@@ -199,7 +204,7 @@ class Posterior:
         table, rows = self._table, np.arange(len(self._table.lineages))
         larger = self._problem.metric in LARGER_IS_BETTER
         best = int(np.argmax(measured.value if larger else -measured.value)) if len(measured.row) else None
-        size = self._problem.sizes[0] if best is None else measured.micro_batch[best]
+        size = self._problem.sizes[0] if best is None else min(self._problem.sizes[-1], measured.micro_batch[best])
         result = self._formula(rows, np.full(len(rows), float(size)), np.full(len(rows), _USUAL_FILL))
         means = np.bincount(table.structure, result) / np.bincount(table.structure)
         structure = means[table.structure] - (
@@ -215,8 +220,7 @@ class Posterior:
 
     def _share(self, peak: Numbers) -> Numbers:
         """Return peaks as a share of the largest possible peak."""
-        result: Numbers = np.clip(peak / self._limit_bytes, 0.01, 1.0)
-        return result
+        return np.asarray(np.clip(peak / self._limit_bytes, 0.01, 1.0))
 
     def _points(
         self,
@@ -224,11 +228,12 @@ class Posterior:
         size: Numbers,
         fill: Numbers,
         *,
+        accumulation: Numbers | None = None,
         earlier: Numbers | None = None,
         launch: Numbers | None = None,
     ) -> Points:
-        problem = self._problem
-        columns, accumulation = self._table.columns.take(row), problem.accumulation(size)
+        problem, columns = self._problem, self._table.columns.take(row)
+        accumulation = problem.accumulation(size) if accumulation is None else accumulation
         phases, slopes = problem.step_time.slopes(self.fitted, columns, size, accumulation, fill)
         root = np.linalg.cholesky(self.fitted.covariance)
         return Points(
@@ -240,7 +245,7 @@ class Posterior:
             knob_effects=self._knob_effects[row],
             micro_batch=size,
             fill=fill,
-            log_objective=problem.log_objective(phases, size),
+            log_objective=problem.log_objective(phases, size * accumulation),
             latency=phases.sum(axis=0),
             coefficient_factors=problem.log_objective_slopes(phases, slopes).T @ root,
             earlier=np.zeros(len(row)) if earlier is None else earlier,
@@ -313,11 +318,9 @@ class Posterior:
         return self._formula(row, size, self._fill(row, size))
 
     def _formula(self, row: Numbers, size: Numbers, fill: Numbers) -> Numbers:
-        problem = self._problem
-        phases = problem.step_time.phases(
-            self.fitted.mean, self._table.columns.take(row), size, problem.accumulation(size), fill
-        )
-        return problem.log_objective(phases, size)
+        problem, columns = self._problem, self._table.columns.take(row)
+        phases = problem.step_time.phases(self.fitted.mean, columns, size, problem.accumulation(size), fill)
+        return problem.log_objective(phases, size * problem.accumulation(size))
 
     def _select(self, rows: Numbers, edge: Numbers, scores: Numbers) -> tuple[Numbers, Numbers]:
         """Return the micro-batches to evaluate for the lineages of the best scores, overall and per structure."""
@@ -455,8 +458,8 @@ class Posterior:
         """
         if self.incumbent is None:
             return np.zeros(len(acquisition.cost_s))
-        means = self.residuals.posterior_means
-        near = np.flatnonzero(means >= means.max() - math.log1p(LEAST_GAIN))
+        means = self.residuals.posterior_means[self.rivals]
+        near = self.rivals[means >= means.max() - math.log1p(LEAST_GAIN)]
         usual_s = float(self._launch_s(self.residuals.points.latency[near]).min())
         result: Numbers = acquisition.cost_s / usual_s
         return result
@@ -487,13 +490,11 @@ class Posterior:
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.predict(new)
         hopeful = descending(mean + _HOPE_SIGMAS * np.sqrt(variance) + np.log(fits + 1e-9))[:_HOPEFUL]
-        count = len(self.residuals.posterior_means)
-        means, covariance = self.residuals.joint(new.take(hopeful).joined(self.residuals.points.take(np.arange(count))))
+        points = new.take(hopeful).joined(self.residuals.points.take(self.rivals))
         return Prospects(
-            means,
-            covariance,
+            *self.residuals.joint(points),
             index=hopeful,
             runs=fits[hopeful],
-            held=len(hopeful) + int(np.argmax(self.residuals.posterior_means)),
+            held=len(hopeful) + int(np.argmax(self.residuals.posterior_means[self.rivals])),
             noise_variance=self.residuals.noise_variance,
         )

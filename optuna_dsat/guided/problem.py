@@ -107,15 +107,26 @@ class Problem:
         result: Numbers = self._accumulation[self.size_index(micro_batch)]
         return result
 
+    def is_asked(self, micro_batch: Numbers, accumulation: Numbers) -> Numbers:
+        """Return a mask of configurations with the space's accumulation, or with the global batch that is asked for."""
+        samples: Numbers | int | None = self.space.asked_samples_per_rank
+        if samples is None:
+            samples = micro_batch * self.accumulation(micro_batch)
+        result: Numbers = accumulation * micro_batch == samples
+        return result
+
     def size_index(self, micro_batch: Numbers) -> Numbers:
         """Return the index in ``sizes`` of the largest size not above each micro-batch; 0 if all are above."""
         return np.maximum(0, np.searchsorted(self.sizes, micro_batch, side="right") - 1)
 
-    def log_objective(self, phases: Numbers, micro_batch: Numbers) -> Numbers:
-        """Return the log objective of phases (4, ..., n): log of the metric, or of its inverse if it is minimized."""
+    def log_objective(self, phases: Numbers, samples: Numbers) -> Numbers:
+        """Return the log objective of phases (4, ..., n): log of the metric, or of its inverse if it is minimized.
+
+        ``samples`` are the samples per rank and step.
+        """
         total = phases.sum(axis=0)
         if self.metric in LARGER_IS_BETTER:
-            result: Numbers = np.log(self.work_per_sample * micro_batch * self.accumulation(micro_batch) / total)
+            result: Numbers = np.log(self.work_per_sample * samples / total)
             return result
         inverse: Numbers = np.log(total if self.metric == "latency" else phases[PHASES.index(self.metric)])
         return -inverse

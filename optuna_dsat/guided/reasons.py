@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from optuna_dsat.config.knobs import NVME
 from optuna_dsat.cost.numbers import descending
 from optuna_dsat.guided.candidates import CandidateTable
@@ -44,12 +42,11 @@ def reason_of(
 
 def _difference(table: CandidateTable, posterior: Posterior, row: int, size: int) -> str:
     """Return how a configuration differs from the measured configuration that is most like it."""
-    measured = posterior.measured
-    params = table.lineages[row]
-    alike = np.flatnonzero(table.structure[measured.row] == table.structure[row])
+    measured, means = posterior.measured, posterior.residuals.posterior_means
+    params, rivals = table.lineages[row], posterior.rivals[posterior.rivals < len(measured.row)]
+    alike = rivals[table.structure[measured.row[rivals]] == table.structure[row]]
     if not len(alike):
         return f"{structure_of(params).words} was not measured"
-    means = posterior.residuals.posterior_means[: len(measured.row)]
     differing = (table.knobs[measured.row[alike]] != table.knobs[row]).sum(axis=1)
     nearest = alike[differing == differing.min()]
     best = nearest[int(descending(means[nearest])[0])]

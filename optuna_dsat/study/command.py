@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BEST_CONFIG",
+    "SAME_BATCH_CONFIG",
     "best_settings",
     "cluster_training_command",
     "command_to_train",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 BEST_CONFIG = "best_ds_config.json"
+SAME_BATCH_CONFIG = "best_ds_config.same-batch.json"
+"""File of the fastest config at the user's global batch (``--batch both``)."""
 _MASTER = (
     '$(scontrol show node "$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)"'
     " | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)"
@@ -118,10 +121,12 @@ def command_to_train(
     profiled: Profiled | None,
     host_threads: int | None,
     storage: str,
+    same_batch: int | None = None,
 ) -> str:
     """Return the shell command that trains with a config of a study, without any change of the script.
 
-    It is the script's own command where that applies all of the exported config, else ``optuna-dsat train``.
+    It is the script's own command where that applies all of the exported config, else ``optuna-dsat train``. The
+    script's settings file has one copy only, for the result.
 
     Args:
         spec: The study, following the script.
@@ -129,14 +134,17 @@ def command_to_train(
         profiled: Result of the profile launch; None before it.
         host_threads: As of ``training_command``.
         storage: URL of the study's database, without a password.
+        same_batch: Number of the trial in ``SAME_BATCH_CONFIG``; None for the result in ``BEST_CONFIG``.
     """
-    path = spec.study_dir / BEST_CONFIG
+    path = spec.study_dir / (BEST_CONFIG if same_batch is None else SAME_BATCH_CONFIG)
     own, names_config = training_command(spec, config, path, profiled=profiled, host_threads=host_threads)
     copy = best_settings(spec, config, spec.study_dir)
     written = copy is not None and copy.sets_batch
-    if names_config and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
+    applies = names_config and (same_batch is None or copy is None)
+    if applies and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
         return own
-    return shell_join([program("optuna-dsat"), "train", spec.name, "--storage", storage])
+    trial = [] if same_batch is None else ["--trial", str(same_batch)]
+    return shell_join([program("optuna-dsat"), "train", spec.name, *trial, "--storage", storage])
 
 
 def training_command(

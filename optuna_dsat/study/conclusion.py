@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from optuna.trial import FrozenTrial
 
@@ -17,7 +18,7 @@ from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.folder import BEING_WRITTEN, digests, set_others_aside
-from optuna_dsat.study.result import BEST_METRICS, StudyResult, result_of, write_best, write_settings
+from optuna_dsat.study.result import BEST_METRICS, StudyResult, result_of, write_best, write_config, write_settings
 from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.trials import attributes
 
@@ -134,6 +135,8 @@ class Conclusion:
         settings = best_settings(self._spec, result.config, folder)
         files = [folder / name for name in (BEST_CONFIG, BEST_METRICS)]
         files += [] if settings is None else [settings.path]
+        same_batch = result.same_batch
+        files += [] if same_batch is None else [Path(same_batch.config_path)]
         with self._storing("store the result"):
             attrs = self._study.user_attrs
             if attributes.WRITTEN in attrs or attributes.WINNER not in attrs:  # else written by an older version
@@ -141,6 +144,8 @@ class Conclusion:
                     self._context.say(f"A file that this study did not write is kept as {aside}.")
             self._study.set_user_attr(attributes.WRITTEN, {path.name: BEING_WRITTEN for path in files})
             write_best(folder, result.config, result.metrics_file(study.rounds.finalists()))
+            if same_batch is not None:
+                write_config(Path(same_batch.config_path), same_batch.config)
             if settings is not None:
                 write_settings(settings, result.config)
             self._study.set_user_attr(attributes.WRITTEN, digests(files))

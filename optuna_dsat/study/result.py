@@ -18,7 +18,7 @@ from optuna_dsat.script.settings_file import SettingsCopy
 from optuna_dsat.secrecy.references import names_in, resolved
 from optuna_dsat.secrecy.shapes import find_secrets, hidden_data
 from optuna_dsat.store import StoredLaunch
-from optuna_dsat.study.command import BEST_CONFIG, best_settings, command_to_train
+from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG, best_settings, command_to_train
 from optuna_dsat.study.config_changes import Change, config_changes, trainable_config
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
@@ -36,15 +36,39 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BEST_METRICS",
+    "SameBatch",
     "StudyResult",
     "learning_rate_advice",
     "measurement_in_words",
     "result_of",
     "write_best",
+    "write_config",
     "write_settings",
 ]
 
 BEST_METRICS = "best_ds_metrics.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameBatch:
+    """The fastest config at the global batch of the user's config: that config, if nothing is surely faster."""
+
+    trial: int
+    """Number of its trial."""
+    is_user_config: bool
+    """Whether it is the user's config."""
+    speed_up: float | None
+    """Ratio to the user's config; None if that could not be measured."""
+    speed_up_low: float | None
+    """Lower end of the 95% confidence interval of ``speed_up``; None if it was not confirmed."""
+    speed_up_high: float | None
+    """Upper end of the interval."""
+    config: Mapping[str, Any]
+    """The DeepSpeed config, ready to train with."""
+    config_path: str
+    """Path of the file with ``config``."""
+    command: str
+    """Shell command that trains with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +121,8 @@ class StudyResult:
     """Global batch of ``config``, in samples."""
     user_train_batch_size: int
     """Global batch of the original user config, in samples."""
+    same_batch: SameBatch | None = None
+    """The fastest config at this global batch with ``--batch both``; None if it is the result, or was not searched."""
     dataset_size: int | None
     """Samples of the training data; None if unknown. Data that each rank loads as a whole are counted once."""
     learning_rate_advice: str | None
@@ -151,6 +177,7 @@ class StudyResult:
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""
         plain = {field_.name: getattr(self, field_.name) for field_ in fields(self)}
+        plain["same_batch"] = None if self.same_batch is None else asdict(self.same_batch)
         by_gpus = {count: item.to_json() for count, item in self.by_gpus.items()}
         changes = [asdict(change) for change in self.changes]
         return {**plain, "verdict": self.verdict.to_json(), "changes": changes, "by_gpus": by_gpus}
@@ -251,6 +278,7 @@ def result_of(
         ),
         train_batch_size=batch,
         user_train_batch_size=own_batch,
+        same_batch=_same_batch(study, storage=storage),
         dataset_size=dataset_size(spec, profiled),
         learning_rate_advice=learning_rate_advice(
             config,
@@ -276,6 +304,35 @@ def result_of(
         slot_minutes=sum(row.report.held_s * len(row.report.devices) for row in launches) / 60,
         device=spec.device,
         isolation=describe_isolation(weakest_isolation(row.report.conditions for row in launches)),
+    )
+
+
+def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
+    verdict, spec = study.verdict, study.spec
+    if verdict is None or spec.batch != "both":
+        return None
+    measured = verdict.at_user_batch
+    if measured is None or measured.number == verdict.result.number:
+        return None
+    ratio = measured.speed_up
+    if verdict.baseline is not None and ratio is not None and ratio.rounds and not ratio.surely_above_1:
+        measured, ratio = verdict.baseline, verdict.baseline.speed_up
+    return SameBatch(
+        trial=measured.number,
+        is_user_config=measured.is_user_config,
+        speed_up=None if ratio is None else ratio.value,
+        speed_up_low=None if ratio is None else ratio.low,
+        speed_up_high=None if ratio is None else ratio.high,
+        config=study.ready_config(measured.trial),
+        config_path=str(spec.study_dir / SAME_BATCH_CONFIG),
+        command=command_to_train(
+            spec,
+            study.complete_config(measured.trial),
+            profiled=study.profiled,
+            host_threads=measured.trial.user_attrs.get(attributes.HOST_THREADS),
+            storage=storage,
+            same_batch=measured.number,
+        ),
     )
 
 
@@ -319,11 +376,16 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
 
     The config is ready to train with. References are resolved; the file is then readable only by its owner.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     config_path, metrics_path = directory / BEST_CONFIG, directory / BEST_METRICS
-    ds_config.write_json_atomic(config_path, resolved(config), private=bool(names_in(config)))
+    write_config(config_path, config)
     ds_config.write_json_atomic(metrics_path, metrics)
     return config_path, metrics_path
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a config that is ready to train with, as ``write_best`` does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ds_config.write_json_atomic(path, resolved(config), private=bool(names_in(config)))
 
 
 def write_settings(copy: SettingsCopy, config: Mapping[str, Any]) -> None:

@@ -148,6 +148,13 @@ def _max_samples_per_rank(spec: StudySpec, profiled: Profiled | None, ranks: int
     return known[name] // ranks
 
 
+def user_samples_per_rank(spec: StudySpec, profiled: Profiled) -> int | None:
+    """Return the samples per rank and step of the user's config; None if every trial has the same global batch."""
+    ranks = profiled.data_parallel_size or spec.slots_per_trial
+    own = own_train_batch_size(spec, ranks=ranks)
+    return None if spec.train_batch_size is not None or own % ranks else own // ranks
+
+
 def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
     """Return the search space; before the profile launch it is not yet capped by the model's size.
 

@@ -41,6 +41,7 @@ __all__ = [
     "REASON",
     "RESULT",
     "ROOT_LAUNCH",
+    "SAME_BATCH",
     "SIMPLIFIES",
     "SKIPPED_STEPS",
     "STEPS_COMPLETED",
@@ -105,6 +106,8 @@ REASON = "reason"
 """Why the trial was launched, in a phrase."""
 USER_CONFIG = "user_config"
 """Value of ``PURPOSE`` for the trial that measures the user's own config."""
+SAME_BATCH = "same_batch"
+"""Reason for a trial that was proposed to find the fastest config at the user's global batch."""
 SIMPLIFIES = "simplifies"
 """Number of the trial, best in the search, that this trial repeats without its drawn settings."""
 FINALISTS = "finalists"

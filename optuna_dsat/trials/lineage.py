@@ -22,7 +22,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.config.ds_config import MICRO_BATCH, canonical_number
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, canonical_number
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials.attributes import OUTCOME, VETOED
@@ -281,7 +281,8 @@ class LineageGate(Protocol):
 def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> dict[str, Lineage]:
     """Group trials into lineages, ordered by their first trial.
 
-    Trials without an integer micro-batch parameter are ignored. Parameters of unfinished trials are completed by their
+    Trials without an integer micro-batch parameter are ignored, as are trials with accumulation steps of their own,
+    which answer another question. Parameters of unfinished trials are completed by their
     enqueued parameters and the sampler's plan.
     """
     members: dict[str, list[FrozenTrial]] = {}
@@ -289,7 +290,7 @@ def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> d
     for trial in sorted(trials, key=lambda t: t.number):
         knobs = visible_params(trial, micro_batch)
         size = knobs.pop(micro_batch, None)
-        if isinstance(size, bool) or not isinstance(size, int):
+        if isinstance(size, bool) or not isinstance(size, int) or GRADIENT_ACCUMULATION in knobs:
             continue
         key = lineage_key(knobs)
         members.setdefault(key, []).append(trial)

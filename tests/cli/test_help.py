@@ -69,7 +69,7 @@ def test_values_are_words(run_here: Run) -> None:
     text = shown(run_here, "guided", "--help-all")
     for spelling in (
         "--zero-stages STAGE,...",
-        "--batch free|keep",
+        "--batch free|keep|both",
         "--timeout SECONDS",
         "--fix KEY=VALUE",
         "--max-trials N",

@@ -33,6 +33,7 @@ def observed(launches: Launches) -> Observations:
         number=np.arange(count),
         row=rows,
         micro_batch=sizes.astype(np.float64),
+        accumulation=np.ones(count),
         value=unknown,
         peak=unknown,
         phases=np.full((4, count), np.nan),

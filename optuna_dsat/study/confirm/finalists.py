@@ -114,8 +114,12 @@ def choose_finalists(
     chosen = list(dict.fromkeys(places))[: spec.confirm]
     if baseline is not None and spec.confirm > 1:
         batch = attributes.train_batch_size(baseline, slots=spec.slots_per_trial)
-        same = [trial.number for trial in measured if batches[trial.number] == batch]
-        chosen += [number for number in same[:1] if not set(same) & set(chosen)]
+        same = [trial.number for trial in (others if spec.batch == "both" else measured)]
+        same = [number for number in same if batches[number] == batch]
+        if spec.batch == "both":
+            chosen += [number for number in same[:1] if number not in chosen]
+        else:
+            chosen += [number for number in same[:1] if not set(same) & set(chosen)]
     return [*chosen, *own]
 
 

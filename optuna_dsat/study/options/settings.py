@@ -219,11 +219,13 @@ class ResultSettings:
         Field(ge=1),
     ] = None
     batch: Annotated[
-        Literal["free", "keep"],
+        Literal["free", "keep", "both"],
         what(
-            help="keep: every trial has the global batch of your own config, as with --train-batch-size.",
-            python_help="``keep``: every trial has the global batch of the user's own config, as with "
-            "``train_batch_size``.",
+            help="free: the global batch follows the micro-batch. keep: every trial has the global batch of your own "
+            "config, as with --train-batch-size. both: a free search, then one at your own global batch.",
+            python_help="``free``: the global batch follows the micro-batch. ``keep``: every trial has the global "
+            "batch of the user's own config, as with ``train_batch_size``. ``both``: a free search, then one at the "
+            "user's global batch.",
         ),
     ] = "free"
     max_train_batch_size: Annotated[

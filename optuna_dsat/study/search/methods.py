@@ -20,7 +20,7 @@ from optuna_dsat.guided.problem import REACH, Problem
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.space import hardware_of
+from optuna_dsat.study.space import hardware_of, user_samples_per_rank
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
@@ -42,6 +42,8 @@ class Method:
     """Predicts peaks; None to predict none."""
     posterior: GuidedPlanner | None = None
     """Estimates the metric of measured trials; None if the method compares measurements."""
+    at_user_batch: GuidedPlanner | None = None
+    """Plans the trials at the user's global batch; None without ``--batch both``."""
 
     def ranked(self, trials: Sequence[FrozenTrial], *, maximize: bool) -> list[FrozenTrial]:
         """Return the measured trials, best first: by posterior mean if the method has a posterior."""
@@ -122,6 +124,8 @@ def make_method(
         UsageError: If the method does not exist.
     """
     options, name = spec.options, spec.method
+    samples = user_samples_per_rank(spec, profiled) if spec.batch == "both" else None
+    same_batch = None if samples is None else space.at_batch(samples)
     planner = make_planner(spec, profiled, space, prior_knowledge=prior_knowledge if name == "guided" else None)
     sampler: LineageRandomSampler | BinarySearchSampler
     pruner: BasePruner = optuna.pruners.NopPruner()
@@ -150,4 +154,5 @@ def make_method(
         classes=space.classes(),
         planner=planner,
         posterior=planner if name == "guided" else None,
+        at_user_batch=None if same_batch is None else make_planner(spec, profiled, same_batch),
     )

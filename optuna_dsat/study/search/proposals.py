@@ -55,6 +55,8 @@ class Proposals:
         self._config = ds_config.effective(context.spec.ds_config)
         self._refused = 0
         """Consecutive refused trials."""
+        self.most = context.spec.max_trials
+        """Number of launches at which the search, or the part of it that runs, ends."""
         self.in_hand: optuna.Trial | None = None
         """The trial that was asked for last; it may neither be launched nor refused yet."""
 
@@ -90,7 +92,33 @@ class Proposals:
         if simplification_waits(trials):
             return True
         considered = sum(t.state is TrialState.RUNNING and attributes.LAUNCH_ID not in t.user_attrs for t in trials)
-        return attributes.launches_used(trials) + considered < self._spec.max_trials
+        return attributes.launches_used(trials) + considered < self.most
+
+    def enqueue_at_user_batch(self) -> bool:
+        """Enqueue the configuration at the user's global batch that is most worth a launch; return whether it was.
+
+        The trials of the search are prior knowledge for it. Accumulation provides the rest of the batch.
+        """
+        planner = self._method.at_user_batch
+
+        def work() -> bool:
+            trials = self._study.get_trials(deepcopy=False)
+            if planner is None or attributes.launches_used(trials) >= self.most:
+                return False
+            if any(trial.state is TrialState.WAITING for trial in trials):
+                return True
+            candidate = planner.next(trials)
+            if candidate is None:
+                return False
+            size = candidate.micro_batch
+            params = {**candidate.params, MICRO_BATCH: size}
+            steps = planner.problem.space.accumulation(size)
+            if steps != self._space.accumulation(size):
+                params[ds_config.GRADIENT_ACCUMULATION] = steps
+            self._study.enqueue_trial(params, user_attrs={attributes.SAME_BATCH: candidate.reason})
+            return True
+
+        return self._store.exclusively("enqueue a configuration at the user's batch", work)
 
     def enqueue_simplification(self) -> bool:
         """Enqueue the best configuration with the user's or default settings, once; return whether it was.
@@ -109,8 +137,9 @@ class Proposals:
             if any(trial.user_attrs.get(attributes.SIMPLIFIES) == best.number for trial in trials):
                 return False
             params = self._space.completed({name: best.params.get(name) for name in (*STRUCTURE, NVME)})
-            if MICRO_BATCH in best.params:
-                params[MICRO_BATCH] = best.params[MICRO_BATCH]
+            for name in (MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION):
+                if name in best.params:
+                    params[name] = best.params[name]
             launched = [trial.params for trial in trials if attributes.LAUNCH_ID in trial.user_attrs]
             if params in launched:
                 return False
@@ -135,7 +164,8 @@ class Proposals:
             self._refuse(trial, Refusal.DUPLICATE.value)
             return Refusal.DUPLICATE
         asked = frozen(self._study, trial)
-        veto = self._method.veto(self._study, asked)
+        is_asked = attributes.SAME_BATCH in asked.user_attrs
+        veto = None if is_asked else self._method.veto(self._study, asked)
         if veto is not None:
             self._store.release_claim(self._context.study_uuid, key)
             self._refuse(trial, veto)
@@ -163,7 +193,11 @@ class Proposals:
             if self._space.params_of(config) is not None:
                 self._space.suggest(trial)
             return config, overlay
-        overlay = self._space.overlay(self._space.suggest(trial))
+        params = self._space.suggest(trial)
+        enqueued = frozen(self._study, trial).system_attrs.get(FIXED_ATTR) or {}
+        if (steps := enqueued.get(ds_config.GRADIENT_ACCUMULATION)) is not None:
+            params[ds_config.GRADIENT_ACCUMULATION] = trial.suggest_int(ds_config.GRADIENT_ACCUMULATION, 1, steps)
+        overlay = self._space.overlay(params)
         return ds_config.merge(self._config, overlay), overlay
 
     def _refuse(self, trial: optuna.Trial, reason: str) -> None:
@@ -180,6 +214,8 @@ def _reason(trial: FrozenTrial) -> str:
         return "your own config"
     if attributes.SIMPLIFIES in attrs:
         return f"trial {attrs[attributes.SIMPLIFIES]} without settings that may have no effect"
+    if attributes.SAME_BATCH in attrs:
+        return f"at your global batch: {attrs[attributes.SAME_BATCH]}"
     plan = trial.system_attrs.get(PLAN_ATTR)
     if plan is None and FIXED_ATTR in trial.system_attrs:
         return "enqueued"

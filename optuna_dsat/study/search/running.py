@@ -43,6 +43,11 @@ class Flight:
         """Whether it measures the user's config."""
         return bool(self.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG)
 
+    @property
+    def may_be_pruned(self) -> bool:
+        """Whether the method's pruner judges it: not the user's config, nor the search at the user's global batch."""
+        return not self.is_user_config and attributes.SAME_BATCH not in self.trial.user_attrs
+
     def retry(self) -> Flight:
         """Return the next attempt at the same configuration, with an empty record."""
         attempt = self.attempt + 1

@@ -39,6 +39,9 @@ _STEP_TOLERANCE = 0.01
 _EXIT_WAIT_S = 5.0
 """Longest wait for exiting processes at the end of a search, in seconds."""
 
+_SHARE_AT_USER_BATCH = 5
+"""One launch in as many is kept for the search at the user's global batch (``--batch both``)."""
+
 _FAILURE_CHARS = 300
 """Most characters of a script's own words in the message of a search that measured nothing."""
 
@@ -59,6 +62,8 @@ class Tuner:
         self._proposals = Proposals(context, recorder=self._recorder)
         self._retried: optuna.Trial | None = None
         """The trial whose launch has ended and is about to be repeated."""
+        self._over = False
+        """Whether the method has proposed its last trial, so that only enqueued trials are launched."""
         timeout_s = context.spec.timeout
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
@@ -74,7 +79,7 @@ class Tuner:
         self._store.reclaim_stale(self._study)
         self._recorder.announce_search(total_slots=self._launcher.total_slots)
         try:
-            reason = self._loop()
+            reason = self._search()
             if self._spec.confirm and reason is not EndReason.TIMEOUT and self._proposals.enqueue_simplification():
                 self._context.say("Launching the best configuration without the settings that may have no effect.")
                 self._loop()
@@ -85,6 +90,19 @@ class Tuner:
             self._return_running()
         if reason is not EndReason.INTERRUPTED:
             self._check_something_ran()
+        return reason
+
+    def _search(self) -> EndReason:
+        """Search, then with ``--batch both`` at the user's global batch; return why the search ended."""
+        if self._context.method.at_user_batch is None:
+            return self._loop()
+        self._proposals.most = self._spec.max_trials - self._spec.max_trials // _SHARE_AT_USER_BATCH
+        reason = self._loop()
+        self._over, self._proposals.most = True, self._spec.max_trials
+        if reason is not EndReason.TIMEOUT and self._proposals.enqueue_at_user_batch():
+            self._context.say("Searching at the global batch of your own config.")
+            while self._proposals.enqueue_at_user_batch() and self._loop() is not EndReason.TIMEOUT:
+                pass
         return reason
 
     def _loop(self) -> EndReason:
@@ -132,8 +150,12 @@ class Tuner:
         trials = self._context.trials()
         if simplification_waits(trials):
             return None
-        if attributes.launches_used(trials) >= self._spec.max_trials:
+        if attributes.launches_used(trials) >= self._proposals.most:
             return EndReason.BUDGET
+        if any(trial.state is TrialState.WAITING and attributes.SAME_BATCH in trial.user_attrs for trial in trials):
+            return None
+        if self._over:
+            return EndReason.EXHAUSTED
         limit = self._spec.options.early_stopping
         if limit is not None and attributes.launches_since_best(trials, maximize=self._spec.maximize) >= limit:
             return EndReason.EARLY_STOPPING
@@ -171,7 +193,7 @@ class Tuner:
         if flight.is_user_config or step.step >= flight.request.end_profile_step:
             return  # everything is compared with the user's config, so it is measured to its end
         launch_id = flight.request.launch_id
-        if self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
+        if flight.may_be_pruned and self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
             message = f"stopped at step {step.step}: it cannot be among the best at {self._recorder.in_words(metrics)}"
             self._launcher.stop(launch_id, message=message)
         elif is_certain(flight.record.counted, tolerance=_STEP_TOLERANCE):

@@ -1,0 +1,96 @@
+"""``--batch both``: after the search, the fastest configuration at the user's global batch is searched as well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.stored import read_stored
+from optuna_dsat.trials import attributes
+from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedResult
+from tests.harness.studies import USER_CONFIG, StudyBench
+
+RANKS, STEPS = 2, 8
+BATCH = 2 * STEPS * RANKS
+"""Global batch of the user's config, whose micro-batch is 2."""
+DS_CONFIG = {**USER_CONFIG, "gradient_accumulation_steps": STEPS}
+
+
+def _seconds(config: Mapping[str, Any]) -> SimulatedResult:
+    """Return a launch whose forward passes cost much each, so that few large ones are fastest at any global batch."""
+    size, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    stage = config["zero_optimization"]["stage"]
+    return SimulatedResult(startup_s=1, forward_s=steps * (0.2 + 0.02 * stage + 0.01 * size))
+
+
+def _search(bench: StudyBench, **changes: Any) -> StudyResult:
+    spec = bench.spec(ds_config=DS_CONFIG, max_trials=24, **changes)
+    result = bench.run(spec, Hill(override=_seconds))
+    assert result is not None
+    return result
+
+
+def _asked(bench: StudyBench) -> list[FrozenTrial]:
+    return [trial for trial in bench.study().get_trials() if attributes.SAME_BATCH in trial.user_attrs]
+
+
+@pytest.mark.parametrize("method", ["guided", "random", "asha", "binary"])
+def test_the_fastest_config_at_the_users_batch_is_found_beside_the_fastest(bench: StudyBench, method: str) -> None:
+    result = _search(bench, method=method, batch="both")
+    asked = _asked(bench)
+    assert asked
+    assert {attributes.train_batch_size(trial, slots=RANKS) for trial in asked} == {BATCH}
+    assert all(trial.user_attrs[attributes.REASON].startswith("at your global batch: ") for trial in asked)
+    assert read_stored(bench.store, "s").launches_used <= 24
+    best = result.verdict.at_user_batch
+    assert best is not None
+    assert best.number in {trial.number for trial in asked}
+    assert best.trial.params["train_micro_batch_size_per_gpu"] == BATCH // RANKS
+    assert best.speed_up is not None
+    assert best.speed_up.surely_above_1
+    assert result.train_batch_size > BATCH
+    same = result.same_batch
+    assert same is not None
+    assert same.trial == best.number
+    exported = json.loads(Path(same.config_path).read_text())
+    assert (exported["train_micro_batch_size_per_gpu"], exported["gradient_accumulation_steps"]) == (BATCH // RANKS, 1)
+    assert same.config_path in same.command
+    assert result.to_json()["same_batch"]["speed_up"] == best.speed_up.value
+
+
+def test_the_users_config_stays_where_nothing_is_surely_faster_at_its_batch(bench: StudyBench) -> None:
+    def run(config: Mapping[str, Any]) -> SimulatedResult:
+        samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+        return SimulatedResult(startup_s=1, forward_s=0.3 + 0.01 * samples)
+
+    spec = bench.spec(ds_config=DS_CONFIG, max_trials=24, method="guided", batch="both")
+    result = bench.run(spec, Hill(override=run), noise=0.02)
+    assert _asked(bench)
+    assert result is not None
+    assert result.same_batch is not None
+    assert result.same_batch.is_user_config
+    assert json.loads(Path(result.same_batch.config_path).read_text())["gradient_accumulation_steps"] == STEPS
+
+
+@pytest.mark.parametrize("batch", ["free", "keep"])
+def test_one_question_is_asked_where_one_is_wanted(bench: StudyBench, batch: str) -> None:
+    result = _search(bench, method="guided", batch=batch)
+    assert not _asked(bench)
+    assert result.same_batch is None
+
+
+def test_a_resumed_search_goes_on_with_both_questions(bench: StudyBench) -> None:
+    spec = bench.spec(ds_config=DS_CONFIG, method="random", batch="both", max_trials=10)
+    bench.run(spec, Hill(override=_seconds))
+    before = len(_asked(bench))
+    assert before
+    bench.run(spec.model_copy(update={"max_trials": 30}), Hill(override=_seconds))
+    assert len(_asked(bench)) > before
+    assert read_stored(bench.store, "s").launches_used == 30
