@@ -59,6 +59,7 @@ from typing import Any
 import numpy as np
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION
 from optuna_dsat.cost.memory import estimate
 from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.cost.step_time import ERROR, LogCoefficients
@@ -249,7 +250,8 @@ class GuidedPlanner:
         ``params`` are the parameters of the configuration; empty outside the space.
         """
         size = int(config[MICRO_BATCH])
-        row = self.problem.table.row_index(params) if params else None
+        lineage = {name: value for name, value in params.items() if name != GRADIENT_ACCUMULATION}
+        row = self.problem.table.row_index(lineage) if lineage else None
         if row is None:
             hardware = self.problem.hardware
             return estimate(self.problem.profile, config, micro_batch=size, hardware=hardware).device_bytes

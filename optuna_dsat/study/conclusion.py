@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.store import Turn, TurnLostError
-from optuna_dsat.study.command import BEST_CONFIG, best_settings
+from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG, best_settings
 from optuna_dsat.study.confirm.confirmation import Confirmation
 from optuna_dsat.study.confirm.loss_check import LossCheck, check_loss, nothing_to_compare
 from optuna_dsat.study.confirm.verdict import Verdict
@@ -146,8 +146,16 @@ class Conclusion:
             write_best(folder, result.config, result.metrics_file(study.rounds.finalists()))
             if same_batch is not None:
                 write_config(Path(same_batch.config_path), same_batch.config)
+            else:
+                self._remove_written(folder / SAME_BATCH_CONFIG, attrs.get(attributes.WRITTEN, {}))
             if settings is not None:
                 write_settings(settings, result.config)
             self._study.set_user_attr(attributes.WRITTEN, digests(files))
             self._study.set_user_attr(attributes.WINNER, result.trial)
             self._study.set_user_attr(attributes.END_REASON, self._reason.value)
+
+    @staticmethod
+    def _remove_written(path: Path, written: Mapping[str, str]) -> None:
+        """Remove a file of an earlier result, unless it was changed since the study wrote it."""
+        if written.get(path.name) == digests([path]).get(path.name, ""):
+            path.unlink(missing_ok=True)

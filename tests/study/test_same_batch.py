@@ -86,6 +86,24 @@ def test_one_question_is_asked_where_one_is_wanted(bench: StudyBench, batch: str
     assert result.same_batch is None
 
 
+@pytest.mark.parametrize("edited", [False, True])
+def test_the_file_of_an_earlier_result_is_removed_unless_it_was_edited(bench: StudyBench, edited: bool) -> None:
+    def run(config: Mapping[str, Any]) -> SimulatedResult:
+        samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+        return SimulatedResult(startup_s=1, forward_s=1e-3 if samples * RANKS == BATCH else 10.0)
+
+    result = _search(bench, method="random", batch="both", confirm=0)
+    assert result.same_batch is not None
+    path = Path(result.same_batch.config_path)
+    if edited:
+        path.write_text("{}")
+    spec = bench.spec(ds_config=DS_CONFIG, max_trials=34, method="random", batch="both", confirm=0)
+    later = bench.run(spec, Hill(override=run))
+    assert later is not None
+    assert (later.train_batch_size, later.same_batch) == (BATCH, None)
+    assert path.exists() is edited
+
+
 def test_a_resumed_search_goes_on_with_both_questions(bench: StudyBench) -> None:
     spec = bench.spec(ds_config=DS_CONFIG, method="random", batch="both", max_trials=10)
     bench.run(spec, Hill(override=_seconds))

@@ -29,7 +29,7 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.references import hidden_text
 from optuna_dsat.secrecy.shapes import hidden_data
-from optuna_dsat.study.command import BEST_CONFIG
+from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG
 from optuna_dsat.study.result import BEST_METRICS
 from optuna_dsat.trials import attributes
 
@@ -113,7 +113,7 @@ def artifacts_of(view: StudyView, on_refused: Callable[[str], None] = lambda _: 
 
     ``on_refused`` is called with the name of each file left out because it leads out of the study's folder.
     """
-    for name in (BEST_CONFIG, BEST_METRICS):
+    for name in (BEST_CONFIG, SAME_BATCH_CONFIG, BEST_METRICS):
         content = _content(view, name, on_refused=on_refused)
         with contextlib.suppress(ValueError, RecursionError):
             yield Artifact(trial_id=None, filename=name, content=_json(json.loads(content)))
