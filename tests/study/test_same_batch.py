@@ -86,6 +86,13 @@ def test_one_question_is_asked_where_one_is_wanted(bench: StudyBench, batch: str
     assert result.same_batch is None
 
 
+def test_the_best_at_the_users_batch_is_confirmed_beyond_the_number_of_finalists(bench: StudyBench) -> None:
+    result = _search(bench, method="guided", batch="both", confirm=1)
+    assert result.same_batch is not None
+    assert not result.same_batch.is_user_config
+    assert result.same_batch.speed_up_low is not None
+
+
 @pytest.mark.parametrize("edited", [False, True])
 def test_the_file_of_an_earlier_result_is_removed_unless_it_was_edited(bench: StudyBench, edited: bool) -> None:
     def run(config: Mapping[str, Any]) -> SimulatedResult:

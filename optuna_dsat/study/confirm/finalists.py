@@ -112,7 +112,7 @@ def choose_finalists(
         more = [trial for trial in others if trial.number in possible and is_worth_it(trial.number)]
     places = [best, smallest, measured[0].number, *(trial.number for trial in more)]
     chosen = list(dict.fromkeys(places))[: spec.confirm]
-    if baseline is not None and spec.confirm > 1:
+    if baseline is not None and (spec.confirm > 1 or spec.batch == "both"):
         batch = attributes.train_batch_size(baseline, slots=spec.slots_per_trial)
         same = [trial.number for trial in (others if spec.batch == "both" else measured)]
         same = [number for number in same if batches[number] == batch]
