@@ -151,8 +151,8 @@ def _max_samples_per_rank(spec: StudySpec, profiled: Profiled | None, ranks: int
 def user_samples_per_rank(spec: StudySpec, profiled: Profiled) -> int | None:
     """Return the samples per rank and step of the user's config; None if every trial has the same global batch."""
     ranks = profiled.data_parallel_size or spec.slots_per_trial
-    own = own_train_batch_size(spec, ranks=ranks)
-    return None if spec.train_batch_size is not None or own % ranks else own // ranks
+    batch = own_train_batch_size(spec, ranks=ranks)
+    return None if spec.train_batch_size is not None or batch % ranks else batch // ranks
 
 
 def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:

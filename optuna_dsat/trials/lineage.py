@@ -282,8 +282,8 @@ def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> d
     """Group trials into lineages, ordered by their first trial.
 
     Trials without an integer micro-batch parameter are ignored, as are trials with accumulation steps of their own,
-    which answer another question. Parameters of unfinished trials are completed by their
-    enqueued parameters and the sampler's plan.
+    which answer another question. Parameters of unfinished trials are completed by their enqueued parameters and the
+    sampler's plan.
     """
     members: dict[str, list[FrozenTrial]] = {}
     params: dict[str, dict[str, Any]] = {}

@@ -11,6 +11,7 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.space import space_of
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
@@ -109,6 +110,16 @@ def test_the_file_of_an_earlier_result_is_removed_unless_it_was_edited(bench: St
     assert later is not None
     assert (later.train_batch_size, later.same_batch) == (BATCH, None)
     assert path.exists() is edited
+
+
+def test_enqueued_trials_that_the_search_left_are_launched(bench: StudyBench) -> None:
+    spec = bench.spec(ds_config=DS_CONFIG, method="random", batch="both", confirm=0, max_trials=1)
+    bench.run(spec, Hill(override=_seconds))
+    stage = space_of(spec, None).completed({"zero_stage": 1})
+    for size in range(3, 12):
+        bench.study().enqueue_trial({**stage, "train_micro_batch_size_per_gpu": size})
+    bench.run(spec.model_copy(update={"max_trials": 10}), Hill(override=_seconds))
+    assert read_stored(bench.store, "s").launches_used == 10
 
 
 def test_a_resumed_search_goes_on_with_both_questions(bench: StudyBench) -> None:

@@ -164,8 +164,7 @@ class Proposals:
             self._refuse(trial, Refusal.DUPLICATE.value)
             return Refusal.DUPLICATE
         asked = frozen(self._study, trial)
-        is_asked = attributes.SAME_BATCH in asked.user_attrs
-        veto = None if is_asked else self._method.veto(self._study, asked)
+        veto = None if attributes.SAME_BATCH in asked.user_attrs else self._method.veto(self._study, asked)
         if veto is not None:
             self._store.release_claim(self._context.study_uuid, key)
             self._refuse(trial, veto)

@@ -152,10 +152,8 @@ class Tuner:
             return None
         if attributes.launches_used(trials) >= self._proposals.most:
             return EndReason.BUDGET
-        if any(trial.state is TrialState.WAITING and attributes.SAME_BATCH in trial.user_attrs for trial in trials):
-            return None
         if self._over:
-            return EndReason.EXHAUSTED
+            return None if any(trial.state is TrialState.WAITING for trial in trials) else EndReason.EXHAUSTED
         limit = self._spec.options.early_stopping
         if limit is not None and attributes.launches_since_best(trials, maximize=self._spec.maximize) >= limit:
             return EndReason.EARLY_STOPPING
