@@ -73,7 +73,7 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
     say(f"  {result.command}")
     if result.same_batch is not None:
         batch = things_in_words(result.user_train_batch_size, "sample")
-        what = "Your own config, as nothing is surely faster" if result.same_batch.is_user_config else "The fastest"
+        what = "Your config, as nothing is surely faster" if result.same_batch.is_user_config else "The fastest"
         say(f"{what} at your own global batch, {batch}: written to {result.same_batch.config_path}")
         say("Train with it:")
         say(f"  {result.same_batch.command}")
@@ -150,7 +150,7 @@ def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]
         f"Profile launch: {ranks}, micro-batch {launch['micro_batch']}, {first}; while memory is short: "
         f"{', then '.join(rest) or 'nothing else'}."
     )
-    say_prose(f"Your own config: {preview['baseline']}.")
+    say_prose(f"Your config: {preview['baseline']}.")
     say_prose("Configurations such as these follow, their micro-batch bounded by memory:")
     for sample in preview["samples"]:
         console_of().print_json(json.dumps(sample["zero_optimization"]))

@@ -85,7 +85,7 @@ def _finished_line(event: progress.TrialFinished) -> str:
     if event.speed is not None:
         text += f", {event.speed.text}"
     if event.speed_up is not None:
-        text += ", your own config" if event.own else f", {times_in_words(event.speed_up)}x your config"
+        text += ", your config" if event.own else f", {times_in_words(event.speed_up)}x your config"
     if event.best:
         text += ", best in the search so far"
     if event.outcome is not Outcome.MEASURED and event.message:

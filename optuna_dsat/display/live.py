@@ -188,7 +188,7 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
             text += f", {times_in_words(state.speed_up)}x your config"
         lines.append(f"{text} (trial {state.best.number}: {state.best.words})")
     if state.user_value is not None:
-        lines.append(f"Your own config in the search: {_speed_of_own(state, search, state.user_value)}")
+        lines.append(f"Your config in the search: {_speed_of_own(state, search, state.user_value)}")
     running = f"{len(state.in_flight)} running"
     if state.ended_search:
         done = f"Finalists measured again: {state.finalists_done} of at least {state.finalists} done, {running}"

@@ -102,16 +102,16 @@ def _speed_ups(view: StudyView, verdict: Verdict) -> Iterator[Card]:
     if result.is_user_config:
         by_rounds = verdict.is_by_rounds and len(view.measured) > 1
         why = "no faster configuration could be confirmed" if by_rounds else (
-            "your own config is the best that was measured"
+            "your config is the best that was measured"
         )  # fmt: skip
         yield Card(heading="Speed-up", value="none", remark=why)
         return
     if result.speed_up is None:
-        yield Card(heading="Speed-up", value="not known", remark="your own config was not measured")
+        yield Card(heading="Speed-up", value="not known", remark="your config was not measured")
         return
-    over = "over your own config, by the few steps of the search"
+    over = "over your config, by the few steps of the search"
     if result.speed_up.low is not None:
-        over = f"over your own config, paired in rounds; {_between(result.speed_up)}"
+        over = f"over your config, paired in rounds; {_between(result.speed_up)}"
     batch = count_in_words(result.train_batch_size)
     if equal is None or equal.train_batch_size == result.train_batch_size:
         yield Card(heading="Speed-up", value=_times(result.speed_up), remark=f"{over} at your global batch of {batch}")

@@ -186,7 +186,7 @@ def _result(view: StudyView, training: Training, *, ratio: float | None, share: 
         "global batch": "" if best is None else str(best.train_batch_size),
         "peak memory": bytes_in_words(best.peak_bytes) if best is not None and best.peak_bytes else "",
         "MFU": "" if utilisation is None else f"{utilisation:.1%}",
-        "your own config": ""
+        "your config": ""
         if view.baseline is None or not view.baseline.samples_per_s
         else metric_in_words("throughput", view.baseline.samples_per_s),
         "speed-up over it": _speed_up_words(best),

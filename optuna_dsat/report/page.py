@@ -78,7 +78,7 @@ class Section:
 _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = (
     (
         "finalists", "Finalists",
-        "The best few and your own config, measured again in rounds, alone and with more steps; circles are values of "
+        "The best few and your config, measured again in rounds, alone and with more steps; circles are values of "
         "the search. What is compared are ratios within rounds, so intervals that overlap may still be told apart.",
         figures.plot_finalists,
     ),
@@ -236,7 +236,7 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
     undecided = {one.number for one in verdict.undecided}
     for item in (verdict.measured[contender.number] for contender in verdict.contenders):
         remarks = {
-            "your own config": item.is_user_config,
+            "your config": item.is_user_config,
             "the result": item.number == verdict.result.number,
             "equal to the result": item.number in verdict.ties,
             "not distinguished from the result": item.number in undecided,

@@ -41,9 +41,9 @@ class TuneResult(StudyResult):
     def __repr__(self) -> str:
         """Return one line: study, configuration, metric, speed-up and the path of the config."""
         value = value_in_words(self.verdict, metric=self.metric, device=self.device)
-        ratio = "" if self.speed_up is None else f", {times_in_words(self.speed_up)} times your own config"
+        ratio = "" if self.speed_up is None else f", {times_in_words(self.speed_up)} times your config"
         if self.verdict.is_baseline:
-            ratio = ", your own config"
+            ratio = ", your config"
         return (
             f"TuneResult({self.study!r}: trial {self.trial}, {config_in_words(self.config)}, {value}{ratio}, "
             f"config_path={self.config_path!r})"
@@ -81,7 +81,7 @@ class TuneResult(StudyResult):
     def _speeds(self) -> Iterator[tuple[str, str]]:
         yield "Measured", value_in_words(self.verdict, metric=self.metric, device=self.device)
         if self.verdict.baseline is not None:
-            yield "Your own config", self.verdict.baseline.speed(metric=self.metric, device=self.device).text
+            yield "Your config", self.verdict.baseline.speed(metric=self.metric, device=self.device).text
 
     def to_dataframe(self, storage: str | None = None) -> pandas.DataFrame:
         """Return all trials as a pandas DataFrame: one row per trial, with the columns of ``trials``.

@@ -40,7 +40,7 @@ def test_simple_structures_go_first(name: str) -> None:
     order = list(dict.fromkeys(Structure.of(trial.user_attrs[attributes.CONFIG]).words for trial in trials))
     assert tuple(order[: len(ORDERS[name])]) == ORDERS[name]
     reasons = [trial.user_attrs[attributes.REASON] for trial in trials]
-    assert reasons[0] == "your own config"
+    assert reasons[0] == "your config"
     assert all("predicted" in reason for reason in reasons[1:8])
     for trial, reason in zip(trials, reasons, strict=True):
         if "was not measured" in reason:

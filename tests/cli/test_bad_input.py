@@ -171,7 +171,7 @@ def test_a_dry_run_claims_no_batch_size_that_only_the_script_knows(
 ) -> None:
     (folder / "own.json").write_text(json.dumps(config or {}))
     done = tune("random", "train.py", "own.json" if config else "-", "--dry-run", "--cpu-ranks", "2")
-    assert f"Your own config: {said}" in " ".join(done.stdout.split())
+    assert f"Your config: {said}" in " ".join(done.stdout.split())
 
 
 def test_a_module_is_found_without_being_imported(folder: Path) -> None:

@@ -162,7 +162,7 @@ def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixt
     assert leave("best", STUDY) == 0
     shown = capsys.readouterr()
     assert "zero_optimization" in json.loads(shown.out)
-    assert re.fullmatch(r"Config of (trial \d+|your own config).*\n", shown.err)
+    assert re.fullmatch(r"Config of (trial \d+|your config).*\n", shown.err)
 
 
 def command(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -96,7 +96,7 @@ def test_a_launch_in_flight_is_a_row_with_its_speed_against_the_best_and_its_mem
 def test_best_own_config_and_budget_are_told(state: LiveState) -> None:
     text = shown(state, 25.0)
     assert "Best in the search: 100 samples/s, 2.00x your config (trial 1: micro-batch 1)" in text
-    assert "Your own config in the search: 50 samples/s" in text
+    assert "Your config in the search: 50 samples/s" in text
     assert "2 of 10 done, 2 running, then some 2 launches to compare the finalists" in text
 
 
@@ -212,7 +212,7 @@ def test_a_search_on_the_cpu_tells_flops_per_rank() -> None:
     state.apply(search(metric="FLOPS_per_gpu", device="cpu", best=best, user_value=1e9), 0.0)
     text = shown(state, 0.0)
     assert "80 samples/s, 2 GFLOP/s per CPU rank, 2.00x your config" in text
-    assert "Your own config in the search: 40 samples/s, 1 GFLOP/s per CPU rank" in text
+    assert "Your config in the search: 40 samples/s, 1 GFLOP/s per CPU rank" in text
 
 
 def test_more_launches_than_lines_are_counted(state: LiveState) -> None:

@@ -186,4 +186,4 @@ def test_finalists_are_shown_with_their_intervals_best_first(view: StudyView) ->
     assert list(confirmed.x) == sorted((value for value in values if value is not None), reverse=True)
     assert confirmed.marker.symbol[0] == "star"
     assert min(confirmed.error_x.array) >= 0
-    assert "your own config" in figure.layout.yaxis.ticktext[-1]
+    assert "your config" in figure.layout.yaxis.ticktext[-1]

@@ -51,7 +51,7 @@ def test_where_the_users_own_config_is_the_result_no_losses_are_compared(bench: 
     assert result is not None
     assert result.loss_check is not None
     assert (result.loss_check["agrees"], result.loss_check["losses"]) == (True, {})
-    assert result.loss_check["message"].startswith("Your own config is the result")
+    assert result.loss_check["message"].startswith("Your config is the result")
     assert {launch.purpose for launch in bench.store.launches(record_of(bench.store, "s").uuid)} == {"profile", "trial"}
 
 

@@ -21,7 +21,7 @@ FIXED: dict[str, Any] = {FIXED_ATTR: {}}
         (PLAN, {}, "larger micro-batch"),
         ({**PLAN, **FIXED, RETRY_ATTR: 3}, {}, "larger micro-batch"),
         (FIXED, {}, "enqueued"),
-        (FIXED, {attributes.PURPOSE: attributes.USER_CONFIG}, "your own config"),
+        (FIXED, {attributes.PURPOSE: attributes.USER_CONFIG}, "your config"),
         (FIXED, {attributes.SIMPLIFIES: 4}, "trial 4 without settings that may have no effect"),
         ({}, {}, ""),
     ],

@@ -117,7 +117,7 @@ def test_a_killed_tuner_goes_on_with_the_round_that_was_begun(bench: StudyBench)
 
 
 def test_a_false_winner_is_followed_by_the_next_best(bench: StudyBench) -> None:
-    """'Your own config is the best found' was said, although nothing but one false finalist had been compared."""
+    """'Your config is the best found' was said, although nothing but one false finalist had been compared."""
     result = found(bench.session(bench.spec(confirm=1), Fooling(1)).run())
     false, second = [number for number in dict.fromkeys(number for _, number in turns_of(bench)) if number]
     assert (result.verdict.kind, result.trial) == (VerdictKind.WINNER, second)
@@ -186,9 +186,7 @@ def test_a_machine_that_slows_down_between_rounds_changes_the_warning_not_the_sp
     result = found(bench.session(bench.spec(metric="latency", zero_stages=(2,)), launcher).run())
     calm = found(bench.run(bench.spec(name="calm", metric="latency", zero_stages=(2,)), Hill(
         lambda config: step_of(0.01 * (micro_batch_of(config) + 4))), noise=0.002))  # fmt: skip
-    assert any("in round 3 your own config was" in warning for warning in result.verdict.warnings), (
-        result.verdict.warnings
-    )
+    assert any("in round 3 your config was" in warning for warning in result.verdict.warnings), result.verdict.warnings
     assert calm.verdict.warnings == ()
     assert result.speed_up == pytest.approx(calm.speed_up, rel=0.01)
 

@@ -225,7 +225,7 @@ def test_a_users_config_that_runs_out_of_data_ends_the_study_with_the_remedy(ben
         return SimulatedResult(outcome=Outcome.OUT_OF_DATA, startup_s=1, message="the script ended after 4 steps")
 
     hill = Hill(override=four_steps)
-    with pytest.raises(ScriptFailedError, match=r"your own config.*ended after 4 steps.*--end-profile-step"):
+    with pytest.raises(ScriptFailedError, match=r"your config.*ended after 4 steps.*--end-profile-step"):
         bench.run(bench.spec(), hill)
     assert len(hill.configs) == 2
 

@@ -98,7 +98,7 @@ def test_a_best_that_is_not_surely_faster_is_not_handed_over() -> None:
     assert result.speed_up is not None
     assert result.speed_up.value == 1.0
     text = verdict_in_words(result, metric="throughput")[0]
-    assert text.startswith("Your own config is the best found: 10 samples/s. The best other, trial 1, is 0.970 times")
+    assert text.startswith("Your config is the best found: 10 samples/s. The best other, trial 1, is 0.970 times")
 
 
 def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -> None:
@@ -113,7 +113,7 @@ def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -
     assert result.ties == (), "trial 1 was not a candidate"
     assert [item.number for item in result.undecided] == [1]
     words = " ".join(verdict_in_words(result, metric="throughput"))
-    assert "but not equal to it: trial 1 (not surely better than your own config)." in words
+    assert "but not equal to it: trial 1 (not surely better than your config)." in words
 
 
 def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_users_own() -> None:
@@ -243,7 +243,7 @@ def test_the_result_has_the_smallest_batch_of_all_that_is_reported_as_equal(seed
 
 
 def test_a_tie_by_search_and_rounds_is_not_told_as_if_the_rounds_had_none_ahead() -> None:
-    """It was: 'Your own config is the best found. The best other is 1.35 times (95% between 1.12 and 1.64) as good.'"""
+    """It was: 'Your config is the best found. The best other is 1.35 times (95% between 1.12 and 1.64) as good.'"""
     trials = [trial(OWN, 115, micro_batch=2), trial(1, 112, micro_batch=64)]
     estimate = searched({OWN: (115.0, 0.005), 1: (112.0, 0.005)})
     rounds = rounds_of({OWN: [80, 95, 70, 78], 1: [105, 120, 96, 99]}, estimate=estimate)
@@ -265,7 +265,7 @@ def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
     assert result.at_user_batch.speed_up.value == pytest.approx(1.2, rel=0.01)
     assert (result.result.number, result.result.train_batch_size) == (1, 16)
     text = " ".join(verdict_in_words(result, metric="throughput"))
-    assert "At the global batch of your own config, 4 samples, trial 2 is 1.20 times" in text
+    assert "At the global batch of your config, 4 samples, trial 2 is 1.20 times" in text
     assert "at 16 samples trial 1 is 2.01 times" in text
 
 
@@ -279,14 +279,14 @@ def test_noise_comes_from_the_rounds_and_a_machine_that_became_busy_is_told() ->
     assert result.speed_up is not None
     assert result.speed_up.surely_above_1, "what slows a whole round does not blur the pairs"
     drift, since = result.warnings[:2]
-    assert drift.startswith("The machine changed while it was measured: in round 1 your own config was 96% above")
-    assert since.startswith("Your own config measured 49% below its value in the search over 3 rounds")
+    assert drift.startswith("The machine changed while it was measured: in round 1 your config was 96% above")
+    assert since.startswith("Your config measured 49% below its value in the search over 3 rounds")
     assert result.noise is not None
     assert f"the noise of the rounds is {result.noise.relative_sd:.1%}" in drift
 
 
 def test_noise_is_one_number_for_the_rounds_and_one_for_the_search_each_with_its_origin() -> None:
-    """It was '1.5% on this machine today' beside 'your own config measured 18% above its value in the search'."""
+    """It was '1.5% on this machine today' beside 'your config measured 18% above its value in the search'."""
     trials = (trial(OWN, 10.0), trial(1, 16.0, micro_batch=8))
     result = judged(trials, rounds_of({OWN: [11.8, 11.9, 11.7], 1: [16.0, 16.4, 16.1]}))
     assert result.noise is not None
@@ -492,4 +492,4 @@ def test_what_rounds_refuted_is_no_finalist_again_and_says_why_it_left() -> None
     assert choose_finalists(trials, ranked, spec=spec(confirm=1), noise=None, out={1}) == [2, OWN]
     rounds = rounds_of({OWN: [10.0] * 4, 1: [9.9, 9.95, 9.9], 2: [15.0] * 4})
     result = judged(trials, Rounds(chosen=(OWN, 2), launches=rounds.launches))
-    assert [contender.left for contender in result.contenders] == ["", "", "no better than your own config"]
+    assert [contender.left for contender in result.contenders] == ["", "", "no better than your config"]

@@ -49,14 +49,14 @@ def test_a_result_is_one_short_line(result: optuna_dsat.TuneResult) -> None:
     assert "\n" not in shown
     assert len(shown) < 300 + len(result.config_path)
     assert shown.startswith("TuneResult('train-random': trial ")
-    assert re.search(r"ZeRO \d.*samples/s.*times your own config", shown)
+    assert re.search(r"ZeRO \d.*samples/s.*times your config", shown)
     assert result.config_path in shown
 
 
 def test_ones_own_config_is_no_multiple_of_itself(result: optuna_dsat.TuneResult) -> None:
     assert result.verdict.baseline is not None
     own = replace(result, verdict=replace(result.verdict, result=result.verdict.baseline))
-    assert ", your own config, config_path=" in repr(own)
+    assert ", your config, config_path=" in repr(own)
     assert "times" not in repr(own)
 
 

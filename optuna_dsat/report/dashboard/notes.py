@@ -92,10 +92,10 @@ def _best(view: StudyView) -> str:
     ratio = "" if best.speed_up is None else f"{times_in_words(best.speed_up.value)}\u00d7"
     rows = [["best", best.number, best.words, _value(view, best), ratio]]
     if baseline is not None:
-        rows.append(["your own config", baseline.number, baseline.words, _value(view, baseline), "1\u00d7"])
+        rows.append(["your config", baseline.number, baseline.words, _value(view, baseline), "1\u00d7"])
     lines: list[str] = [table(("", "trial", "configuration", "speed", "speed-up"), rows)]
     if baseline is None:
-        lines.append("Your own config was not measured, so there is no speed-up to show.")
+        lines.append("Your config was not measured, so there is no speed-up to show.")
     lines += map(literal, verdict_in_words(verdict, metric=view.metric, device=view.spec.device))
     if view.end_reason is None:
         lines.append(f"The search has not ended: this is the best so far, {literal(how_known(verdict))}.")
@@ -223,7 +223,7 @@ def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     outcome = Outcome(attrs.get(attributes.OUTCOME, Outcome.LOST))
     what, advice = MEANING[outcome]
     title = configuration_of(trial)
-    own = " (your own config)" if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else ""
+    own = " (your config)" if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else ""
     parts = [f"## {literal(title)}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _speed(view, trial)]
     message = attrs.get(attributes.MESSAGE, "")
     report = view.last_report(trial)
@@ -248,7 +248,7 @@ def _speed(view: StudyView, trial: FrozenTrial) -> str:
         return ""
     text = f"Speed: {_value(view, measured)}"
     if measured.speed_up is not None and not measured.is_user_config:
-        text += f", {times_in_words(measured.speed_up.value)} times as good as your own config"
+        text += f", {times_in_words(measured.speed_up.value)} times as good as your config"
     text += f"; in the search {_searched(view, measured)}" if measured.rounds else ", in the search"
     if view.verdict.result.number == trial.number:
         text += f". **The best of this study, {literal(how_known(view.verdict))}.**"

@@ -44,7 +44,7 @@ def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
     rows = list(range(len(studies)))
     figure = new_figure()
     for name, colour, values in (
-        ("your own config", NEUTRAL, [study.own for study in studies]),
+        ("your config", NEUTRAL, [study.own for study in studies]),
         ("the result", "#0072B2", [study.best for study in studies]),
     ):
         figure.add_bar(

@@ -56,7 +56,7 @@ def plot_finalists(study: Source) -> go.Figure:
     figure.update_xaxes(tickformat=measure.ticks)
     figure.update_yaxes(
         tickvals=rows,
-        ticktext=[wrapped(_words(p)) + ("<br>(your own config)" if p.is_user_config else "") for p in points],
+        ticktext=[wrapped(_words(p)) + ("<br>(your config)" if p.is_user_config else "") for p in points],
         range=[len(points) - 0.5, -0.5],
     )
     return figure

@@ -30,7 +30,7 @@ __all__ = ["BEST", "CONFIRMED", "EDGE", "USER", "metric_figure", "micro_batch_ti
 
 EDGE = "out of memory"
 """Name of the trace that shows the lineages' memory limits."""
-USER = "your own config"
+USER = "your config"
 BEST = "best"
 CONFIRMED = ", as the rounds measured it"
 """Suffix of these names if rounds decided."""

@@ -147,7 +147,7 @@ class Confirmation:
         more = with_next_best(rounds, trials, candidates, spec=self._spec)
         if more == rounds:
             return rounds, None
-        words = "None of the finalists is better than your own config; the next best of the search is measured."
+        words = "None of the finalists is better than your config; the next best of the search is measured."
         self._context.say(words)
         return more, next_in_rounds(more, trials, spec=self._spec, allowed_s=allowed_s)
 

@@ -108,7 +108,7 @@ def nothing_to_compare(spec: StudySpec) -> LossCheck:
     precision = _precision(ds_config.effective(spec.ds_config))
     return LossCheck(
         agrees=True,
-        message="Your own config is the result, so there are no other losses to compare its own with.",
+        message="Your config is the result, so there are no other losses to compare its own with.",
         precision=precision,
         tolerance=TOLERANCES[precision],
         difference=None,
@@ -140,7 +140,7 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossChe
         return LossCheck(agrees=True, message=message, losses=losses, **known)
     if own > tolerance:
         message = (
-            f"Whether the losses agree cannot be told: two runs of your own config differ by {own:.1e}. "
+            f"Whether the losses agree cannot be told: two runs of your config differ by {own:.1e}. "
             "Have the script set its seeds."
         )
         return LossCheck(agrees=None, message=message, losses=losses, **known)

@@ -355,7 +355,7 @@ class _Judge:
         ratio = self._against(number, self._baseline) if self._in_rounds else None
         if not left and self._rounds.chosen and number not in self._rounds.begun(self._rounds.last):
             better = ratio is None or ratio.surely_above_1 or number in self._rounds.chosen
-            left = "clearly worse than the best" if better else "no better than your own config"
+            left = "clearly worse than the best" if better else "no better than your config"
         return replace(
             self._as_searched(number),
             interval=mean_in_rounds([item.value for item in counted if item.value is not None]),

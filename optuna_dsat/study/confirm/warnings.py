@@ -38,7 +38,7 @@ def warnings_of(
     least = max(tie, 0.0 if noise is None else _DRIFT * noise.relative_sd)
     names = [] if baseline is None else _drift(values.get(baseline, {}), least=least, noise=noise)
     for number in sorted(searched):
-        name = "Your own config" if number == baseline else f"Trial {number}"
+        name = "Your config" if number == baseline else f"Trial {number}"
         names += _since_search(name, values.get(number, {}), searched[number], least=max(least, _SINCE_SEARCH))
     return (*names, *_others(rounds), *_on_gpus(rounds))
 
@@ -52,7 +52,7 @@ def _drift(values: Mapping[int, float], *, least: float, noise: Noise | None) ->
     if abs(strays[worst]) <= least:
         return []
     return [
-        f"The machine changed while it was measured: in round {worst} your own config was {_percent(strays[worst])} "
+        f"The machine changed while it was measured: in round {worst} your config was {_percent(strays[worst])} "
         f"its mean over {things_in_words(len(values), 'round')}, and the noise of the rounds is "
         f"{noise.relative_sd:.1%}."
     ]

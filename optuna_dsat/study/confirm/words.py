@@ -23,35 +23,35 @@ def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
     """Describe the selected config and its comparison with the user's config, in one or two sentences."""
     value = verdict.result.speed(metric=metric, device=device).text
     own = "" if verdict.baseline is None else verdict.baseline.speed(metric=metric, device=device).text
-    name = "Your own config" if verdict.is_baseline else f"Trial {verdict.result.number}"
+    name = "Your config" if verdict.is_baseline else f"Trial {verdict.result.number}"
     if verdict.kind is VerdictKind.WINNER and verdict.speed_up is not None:
-        return f"{name} is {ratio_in_words(verdict.speed_up)} your own config: {value} against {own}."
+        return f"{name} is {ratio_in_words(verdict.speed_up)} your config: {value} against {own}."
     if verdict.kind is VerdictKind.BASELINE_IS_BEST:
         other = _runner_up(verdict)
         if other is not None and other.speed_up is not None and other.speed_up.surely_above_1:
             return (
-                f"Your own config is the result: {value}. By the rounds alone trial {other.number} is "
+                f"Your config is the result: {value}. By the rounds alone trial {other.number} is "
                 f"{ratio_in_words(other.speed_up)} it; search and rounds together do not say so."
             )
-        return f"Your own config is the best found: {value}.{_runner_up_in_words(other)}"
+        return f"Your config is the best found: {value}.{_runner_up_in_words(other)}"
     if verdict.kind is VerdictKind.NOT_CONFIRMED:
         return (
-            f"Nothing is surely better than your own config, {value}, which is the result: the time of the "
+            f"Nothing is surely better than your config, {value}, which is the result: the time of the "
             f"confirmation ended first.{_runner_up_in_words(_runner_up(verdict))} `optuna-dsat resume` with a larger "
             "--confirm-time goes on."
         )
     if verdict.kind is VerdictKind.NO_BASELINE:
         words = f"{name} is the best of what was measured again: {value}."
         if verdict.speed_up is None:
-            return f"{words} Your own config was not measured."
+            return f"{words} Your config was not measured."
         return (
-            f"{words} Your own config could not be measured again. In the search it reached {own}, and this one "
+            f"{words} Your config could not be measured again. In the search it reached {own}, and this one "
             f"{times_in_words(verdict.speed_up.value)} times as much as that."
         )
     words = f"{name} measured best in the search: {value}. It was not confirmed."
     if verdict.speed_up is None or verdict.is_baseline:
         return words
-    return f"{words} Your own config reached {own}; that is {times_in_words(verdict.speed_up.value)} times as good."
+    return f"{words} Your config reached {own}; that is {times_in_words(verdict.speed_up.value)} times as good."
 
 
 def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
@@ -101,12 +101,12 @@ def _by_batch(verdict: Verdict) -> str:
         return ""
     if own.is_user_config:
         again = " again" if verdict.is_by_rounds else ""
-        words = f"nothing better than your own config was measured{again}"
+        words = f"nothing better than your config was measured{again}"
     else:
         words = f"trial {own.number} is {ratio_in_words(own.speed_up)} it"
     batches = [things_in_words(winner.train_batch_size, "sample") for winner in (own, winners)]
     return (
-        f"At the global batch of your own config, {batches[0]}, {words}; "
+        f"At the global batch of your config, {batches[0]}, {words}; "
         f"at {batches[1]} trial {winners.number} is {ratio_in_words(winners.speed_up)} it."
     )
 
@@ -114,20 +114,20 @@ def _by_batch(verdict: Verdict) -> str:
 def _ties(verdict: Verdict) -> str:
     parts = []
     if verdict.ties:
-        names = ["your own config" if verdict.measured[tie].is_user_config else f"trial {tie}" for tie in verdict.ties]
+        names = ["your config" if verdict.measured[tie].is_user_config else f"trial {tie}" for tie in verdict.ties]
         parts.append(f"Equal to the result: {_listed(names)}.")
     if verdict.undecided:
         others = _listed([_why_not(item) for item in verdict.undecided])
         parts.append(f"Not distinguished from the result by the rounds, but not equal to it: {others}.")
     if parts:
-        parts.append("Of equals the smallest global batch is taken, then what is nearest to your own config.")
+        parts.append("Of equals the smallest global batch is taken, then what is nearest to your config.")
     return " ".join(parts)
 
 
 def _why_not(item: Undecided) -> str:
     """Describe a trial with the reason why it is not a tie with the result."""
     if item.below <= item.allowed:
-        return f"trial {item.number} (not surely better than your own config)"
+        return f"trial {item.number} (not surely better than your config)"
     return f"trial {item.number} ({item.below:.1%} below trial {item.best}, and up to {item.allowed:.1%} is equal)"
 
 

@@ -232,7 +232,7 @@ class ResultSettings:
         int | None,
         what(
             help="Largest global batch that is searched, in samples.",
-            none="a tenth of the training data, but your own config's at least",
+            none="a tenth of the training data, but your config's at least",
             none_if="where their size is known",
         ),
         Field(ge=1),
@@ -247,7 +247,7 @@ class ResultSettings:
         Field(ge=1),
     ] = None
     confirm: Annotated[
-        int, limit(help="Most finalists measured again, in rounds with your own config; 0 for none."), Field(ge=0)
+        int, limit(help="Most finalists measured again, in rounds with your config; 0 for none."), Field(ge=0)
     ] = 3
     confirm_time: Annotated[
         float | None,

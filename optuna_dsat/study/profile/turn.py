@@ -285,7 +285,7 @@ def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
         and spec.train_batch_size is None
         and bound < cap * ranks
     ):
-        which = "that of your own config" if bound == own_batch else "a tenth of them"
+        which = "that of your config" if bound == own_batch else "a tenth of them"
         have = f"The training data have {things_in_words(dataset_size(spec, profiled) or 0, 'sample')}"
         beyond = f"no global batch beyond {count_in_words(bound)}, {which}, is tried"
         if spec.dataset_size is None and profiled.loads_all and ranks > 1:

@@ -210,7 +210,7 @@ def _reason(trial: FrozenTrial) -> str:
     """Return why a trial is launched; empty if its sampler does not say."""
     attrs = trial.user_attrs
     if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG:
-        return "your own config"
+        return "your config"
     if attributes.SIMPLIFIES in attrs:
         return f"trial {attrs[attributes.SIMPLIFIES]} without settings that may have no effect"
     if attributes.SAME_BATCH in attrs:

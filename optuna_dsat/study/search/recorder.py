@@ -173,7 +173,7 @@ class TrialRecorder:
         ended = report.outcome is Outcome.OUT_OF_DATA and not self._exceeds_data(flight)
         if ended and flight.is_user_config:
             raise ScriptFailedError(
-                f"With your own config {report.message}. Give it more data or more steps, or measure fewer: "
+                f"With your config {report.message}. Give it more data or more steps, or measure fewer: "
                 "--start-profile-step 1 --end-profile-step 2.",
                 log_path=report.log_path,
             )

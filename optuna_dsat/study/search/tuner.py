@@ -100,7 +100,7 @@ class Tuner:
         reason = self._loop()
         self._over, self._proposals.most = True, self._spec.max_trials
         if reason is not EndReason.TIMEOUT and self._proposals.enqueue_at_user_batch():
-            self._context.say("Searching at the global batch of your own config.")
+            self._context.say("Searching at the global batch of your config.")
             while self._proposals.enqueue_at_user_batch() and self._loop() is not EndReason.TIMEOUT:
                 pass
         return reason
