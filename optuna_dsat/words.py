@@ -111,8 +111,8 @@ def things_in_words(count: int, thing: str) -> str:
 
 
 def gain_in_words(share: float) -> str:
-    """Return how much better something is by a share, such as ``3.2% better than`` or ``2.07 times as good as``."""
-    return f"{share:.1%} better than" if share < 1 else f"{times_in_words(1 + share)} times as good as"
+    """Return how much better something is by a share, such as ``3.2% better than`` or ``2.07x as good as``."""
+    return f"{share:.1%} better than" if share < 1 else f"{times_in_words(1 + share)}x as good as"
 
 
 def faster_in_words(share: float) -> str:
@@ -153,16 +153,15 @@ def times_in_words(ratio: float) -> str:
     return f"{ratio:#.3g}".rstrip(".")
 
 
-def range_in_words(low: str, high: str, *, joint: str = " to ") -> str:
+def range_in_words(low: str, high: str) -> str:
     """Return two ends in words as a range, with their unit once where it is the same: ``6,564 to 17,770 samples/s``.
 
     Args:
         low: The lower end with its unit.
         high: The upper end with its unit.
-        joint: Text between the two ends.
     """
     number, _, unit = low.partition(" ")
-    return f"{number}{joint}{high}" if unit == high.partition(" ")[2] else f"{low}{joint}{high}"
+    return f"{number} to {high}" if unit == high.partition(" ")[2] else f"{low} to {high}"
 
 
 def share_in_words(share: float) -> str:

@@ -73,7 +73,7 @@ def _against_own(explanation: Explanation) -> str:
     metric, device = explanation.metric, explanation.device
     own = speed_of(explanation.user_metrics, explanation.user_value, metric=metric, device=device).text
     if not explanation.contradicted or explained is None or explanation.remainder is None:
-        return f"Your config reaches {own}; the winner is {times_in_words(ratio)} times as good."
+        return f"Your config reaches {own}; the winner is {times_in_words(ratio)}x as fast."
     factors = (explained.factor, explained.low, explained.high, explanation.remainder.factor)
     ends = ["?" if factor is None else times_in_words(factor) for factor in factors]
     return (

@@ -11,9 +11,9 @@ from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.study.config_changes import changes_in_words
-from optuna_dsat.study.confirm.words import verdict_in_words
+from optuna_dsat.study.confirm.words import answers_in_words, remarks_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
-from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.result import SameBatch, StudyResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import (
     count_in_words,
@@ -42,43 +42,55 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
         return
-    minutes = slot_time_in_words(result.slot_minutes * 60, result.device)
-    running = f", {count_in_words(result.continued)} of them in a running engine" if result.continued else ""
-    ended = f"Launches: {outcomes_in_words(result.launches)}{running}; {minutes}"
-    say_prose(f"The search ended: {result.reason}. {ended}.")
-    if result.headroom is not None and result.reason in BUDGETS:
-        say_prose(headroom_in_words(result.headroom, spent=True))
-    for line in verdict_in_words(result.verdict, metric=result.metric, device=result.device):
+    for line in answers_in_words(result.verdict, metric=result.metric, device=result.device):
         say_prose(line)
-    speed = result.verdict.result.speed(metric=result.metric, device=result.device)
-    samples_per_s = result.metrics.get("throughput")
-    if samples_per_s and speed.samples_per_s is None:
-        say_prose(f"It trains at {metric_in_words('throughput', samples_per_s)}.")  # a phase time has no throughput
-    if result.failures:
-        say_prose(result.failures)
-    if result.measurement:
-        say_prose(result.measurement)
-    if result.learning_rate_advice is not None:
-        say_prose(result.learning_rate_advice)
-    if result.loss_check is not None:
-        say_prose(result.loss_check["message"])
-    if result.isolation:
-        say_prose(result.isolation)
-    print(json.dumps(dict(result.config), indent=2))
+    _show_configs(result)
     if result.changes:
         say_prose(changes_in_words(result.changes))
-    say(f"Written to {result.config_path}")
-    say(f"Metrics in {result.metrics_path}")
-    say("Train with it:")
-    say(f"  {result.command}")
+    remarks = [
+        _throughput(result),
+        result.learning_rate_advice,
+        None if result.loss_check is None else result.loss_check["message"],
+        *remarks_in_words(result.verdict),
+        result.failures,
+        result.measurement,
+        result.advice,
+        result.isolation,
+        _cost(result),
+    ]
+    say(f"Metrics: {result.metrics_path}")
+    for remark in filter(None, remarks):
+        say_prose(remark)
+    if result.headroom is not None and result.reason in BUDGETS:
+        say_prose(headroom_in_words(result.headroom, spent=True))
+
+
+def _show_configs(result: StudyResult) -> None:
+    """Print the path of each config of a result and the command that trains with it."""
+    configs: list[tuple[str, StudyResult | SameBatch]] = [("Config", result)]
     if result.same_batch is not None:
-        batch = things_in_words(result.user_train_batch_size, "sample")
-        what = "Your config, as nothing is surely faster" if result.same_batch.is_user_config else "The fastest"
-        say(f"{what} at your own global batch, {batch}: written to {result.same_batch.config_path}")
+        same = "your config" if result.same_batch.is_user_config else f"trial {result.same_batch.trial}"
+        configs = [(f"At your global batch, {same}", result.same_batch), (f"Fastest, trial {result.trial}", result)]
+    for what, config in configs:
+        say(f"{what}: {config.config_path}")
         say("Train with it:")
-        say(f"  {result.same_batch.command}")
-    if result.advice:
-        say_prose(result.advice)
+        say(f"  {config.command}")
+
+
+def _throughput(result: StudyResult) -> str:
+    """Return the throughput where the answers do not have it, as with the time of a phase; empty elsewhere."""
+    samples_per_s = result.metrics.get("throughput")
+    speed = result.verdict.result.speed(metric=result.metric, device=result.device)
+    if not samples_per_s or speed.samples_per_s is not None:
+        return ""
+    return f"It trains at {metric_in_words('throughput', samples_per_s)}."
+
+
+def _cost(result: StudyResult) -> str:
+    """Return why the search ended, its launches and GPU minutes."""
+    minutes = slot_time_in_words(result.slot_minutes * 60, result.device)
+    running = f", {count_in_words(result.continued)} of them in a running engine" if result.continued else ""
+    return f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}{running}; {minutes}."
 
 
 def show_by_gpus(result: Sequence[AtGpus], *, best: StudyResult, as_json: bool = False) -> None:

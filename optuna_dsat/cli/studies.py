@@ -150,6 +150,8 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
         say_prose(headroom_in_words(headroom, spent=study.attributes.get(attributes.END_REASON) in BUDGETS))
     for line in result_lines(study):
         say_prose(line)
+    for line in _training_lines(study, storage):
+        say(line)
 
 
 def launch_lines(outcomes: Mapping[str, int], *, used: int, most: int) -> Iterator[str]:
@@ -197,6 +199,22 @@ def result_lines(study: StoredStudy) -> Iterator[str]:
         yield f"- trial {trial.number}: {value}, {measured.words}" + (f" ({'; '.join(remarks)})" if remarks else "")
 
 
+def _training_lines(study: StoredStudy, storage: str) -> Iterator[str]:
+    """Yield the commands that train with the result, and with the answer at the user's global batch if that differs."""
+    from optuna_dsat.escape.shell import shell_line
+    from optuna_dsat.store import display_url
+
+    verdict = study.verdict
+    if verdict is None:
+        return
+    where = [] if storage == DEFAULT_STORAGE else ["--storage", display_url(storage)]
+    same = verdict.same_batch
+    if same is not None and same.number != verdict.result.number:
+        command = shell_line(["optuna-dsat", "train", study.spec.name, "--trial", str(same.number), *where])
+        yield f"Train at your global batch with: {command}"
+    yield f"Train with the result: {shell_line(['optuna-dsat', 'train', study.spec.name, *where])}"
+
+
 def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """List the trials of a study."""
     from optuna_dsat.study.confirm.speeds import speed_of
@@ -234,10 +252,13 @@ def best(
     name: LatestName = None,
     storage: Storage = DEFAULT_STORAGE,
     output: Annotated[Path | None, option("--output", "-o", help="Write the config to this file.")] = None,
+    same_batch: Annotated[
+        bool, option("--same-batch", help="The fastest config at the global batch of your config.")
+    ] = False,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
     study = _read(storage, name)
-    trial, words = study.selected()
+    trial, words = study.selected(same_batch=same_batch)
     notify(f"Config of {words}")
     config = study.ready_config(trial)
     if output is None:

@@ -132,14 +132,16 @@ class SearchSpace:
         return self.gradient_accumulation_steps
 
     def at_batch(self, samples_per_rank: int) -> SearchSpace | None:
-        """Return this space with the accumulation steps that keep a global batch; None if nothing has this batch.
+        """Return this space with the accumulation steps that keep a global batch.
 
-        Its trials have the parameters of this space, and ``gradient_accumulation_steps`` where it differs.
+        Its trials have the parameters of this space, and ``gradient_accumulation_steps`` where it differs. None if
+        nothing can have this batch, or if every configuration of this space has it already.
         """
         low, high = self.micro_batches
         sizes = self.micro_batch_values or range(low, min(high, samples_per_rank) + 1)
         values = tuple(size for size in sizes if samples_per_rank % size == 0)
-        if not values:
+        batches = {self.searched_accumulation(size) * size for size in self.micro_batch_values or range(low, high + 1)}
+        if not values or batches == {samples_per_rank}:
             return None
         return replace(
             self,

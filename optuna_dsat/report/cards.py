@@ -97,8 +97,8 @@ def _beside(view: StudyView, best: Measured, own: Measured | None) -> Iterator[C
 
 
 def _speed_ups(view: StudyView, verdict: Verdict) -> Iterator[Card]:
-    """Yield the speed-up over the user's own config; at both global batches if they differ."""
-    result, equal = verdict.result, verdict.at_user_batch
+    """Yield the speed-up over the user's config; at both global batches, the user's first, if they differ."""
+    result, same = verdict.result, verdict.same_batch
     if result.is_user_config:
         by_rounds = verdict.is_by_rounds and len(view.measured) > 1
         why = "no faster configuration could be confirmed" if by_rounds else (
@@ -113,25 +113,26 @@ def _speed_ups(view: StudyView, verdict: Verdict) -> Iterator[Card]:
     if result.speed_up.low is not None:
         over = f"over your config, paired in rounds; {_between(result.speed_up)}"
     batch = count_in_words(result.train_batch_size)
-    if equal is None or equal.train_batch_size == result.train_batch_size:
+    if same is None or same.train_batch_size == result.train_batch_size:
         yield Card(heading="Speed-up", value=_times(result.speed_up), remark=f"{over} at your global batch of {batch}")
         return
+    yield _at_user_batch(same, verdict)
     yield Card(heading="Speed-up", value=_times(result.speed_up), remark=f"{over}, at its global batch of {batch}")
-    yield _at_equal_batch(equal)
 
 
-def _at_equal_batch(equal: Measured) -> Card:
-    heading, batch = "Speed-up at your batch", f"at your global batch of {count_in_words(equal.train_batch_size)}"
-    if equal.is_user_config or equal.speed_up is None:
-        return Card(heading=heading, value="none", remark=f"nothing better was measured {batch}")
-    remark = "; ".join(filter(None, [f"trial {equal.number}, {batch}", _between(equal.speed_up)]))
-    return Card(heading=heading, value=_times(equal.speed_up), remark=remark)
+def _at_user_batch(same: Measured, verdict: Verdict) -> Card:
+    heading, batch = "Speed-up at your batch", f"at your global batch of {count_in_words(same.train_batch_size)}"
+    if same.is_user_config or same.speed_up is None:
+        surely = "surely " if verdict.is_by_rounds else ""
+        return Card(heading=heading, value="none", remark=f"nothing {surely}faster was measured {batch}")
+    remark = "; ".join(filter(None, [f"trial {same.number}, {batch}", _between(same.speed_up)]))
+    return Card(heading=heading, value=_times(same.speed_up), remark=remark)
 
 
 def _between(ratio: Interval) -> str:
     if ratio.low is None or ratio.high is None:
         return "by the few steps of the search" if ratio.rounds == 0 else ""
-    return f"95% between {times_in_words(ratio.low)} and {times_in_words(ratio.high)}"
+    return f"95% CI {times_in_words(ratio.low)} to {times_in_words(ratio.high)}"
 
 
 def _training(times: TrainingTime, device: str, *, is_own: bool) -> Card:

@@ -22,7 +22,6 @@ __all__ = [
     "outcome_counts",
     "ranks_of_a_launch",
     "script_command_line",
-    "training_command_line",
     "versions",
 ]
 
@@ -84,11 +83,6 @@ def ranks_of_a_launch(view: StudyView) -> str:
     slots, each = spec.slots_per_trial, " each" * (spec.slots_per_trial > 1)
     limit = f", {bytes_in_words(spec.device_memory_bytes)}{each}" if spec.device_memory_bytes else ""
     return f"{things_in_words(slots, slot_name(spec.device))}{limit}"
-
-
-def training_command_line(result: StudyResult) -> str:
-    """Return the command that trains with a result, without secrets."""
-    return shell_join(without_secrets(shlex.split(result.command)))
 
 
 def advice_on(result: StudyResult) -> list[str]:

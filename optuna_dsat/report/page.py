@@ -28,7 +28,6 @@ from optuna_dsat.report.facts import (
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
-    training_command_line,
     versions,
 )
 from optuna_dsat.report.launch_files import Links
@@ -36,11 +35,13 @@ from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.template import page_text
 from optuna_dsat.report.training import Training
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.secrecy.command import hidden_command
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.command import BEST_CONFIG
 from optuna_dsat.study.confirm.measured import configuration_of
 from optuna_dsat.study.confirm.words import how_known, verdict_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
+from optuna_dsat.study.result import SameBatch, StudyResult
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
@@ -160,7 +161,7 @@ def figure_section(*, id: str, heading: str, lead: str, figure: go.Figure) -> Se
 def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str, Any]:
     """Return the template's variables except figures and styles."""
     result, verdict = view.result, view.verdict
-    text = "" if result is None else json.dumps(hidden_data(result.config), indent=2)
+    text = "" if result is None else _config_text(result)
     named = {"metric": view.metric, "device": view.spec.device}
     return {
         "view": view,
@@ -171,6 +172,8 @@ def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str
         "changes": () if result is None else result.changes,
         "advice": [] if result is None else advice_on(result),
         "config": text,
+        "same_batch": None if result is None else result.same_batch,
+        "same_batch_config": "" if result is None or result.same_batch is None else _config_text(result.same_batch),
         "config_name": BEST_CONFIG,
         "config_link": "data:application/json;base64," + base64.b64encode(text.encode()).decode(),
         "status": _status(view),
@@ -188,6 +191,10 @@ def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str
         "commands": list(_commands(view)),
         "made": time.strftime("%Y-%m-%d %H:%M"),
     }
+
+
+def _config_text(result: StudyResult | SameBatch) -> str:
+    return json.dumps(hidden_data(result.config), indent=2)
 
 
 def _status(view: StudyView) -> str:
@@ -326,7 +333,9 @@ def _commands(view: StudyView) -> Iterator[tuple[str, str]]:
     """Yield (purpose, command)."""
     ended = view.end_reason is not None
     if view.result is not None and ended:
-        yield "Train with the best config", training_command_line(view.result)
+        yield "Train with the best config", hidden_command(view.result.command)
+        if view.result.same_batch is not None:
+            yield "Train at your global batch", hidden_command(view.result.same_batch.command)
     if view.is_fruitless or (view.result is not None and ended):
         more = ("--max-trials", 2 * view.spec.max_trials)
         yield "Search on, with more launches", cli_command(view, "resume", *more)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from optuna_dsat.secrecy.names import is_secret, is_secret_name
-from optuna_dsat.secrecy.references import References
+from optuna_dsat.secrecy.references import References, shell_join
 from optuna_dsat.secrecy.shapes import HIDDEN, replaced
 
-__all__ = ["refer_in_command", "without_secrets"]
+__all__ = ["hidden_command", "refer_in_command", "without_secrets"]
 
 _ASSIGNMENT = re.compile(r"(?P<head>[-+~]{0,2}(?P<name>[A-Za-z][\w./@-]*)=)(?P<value>.*)", re.DOTALL)
 """``--token=x``, Hydra's ``+hub.token=x``, ``NAME=x``."""
@@ -33,6 +34,11 @@ def without_secrets(command: Sequence[str]) -> tuple[str, ...]:
         return replaced(text, lambda _: HIDDEN)
 
     return _replaced(command, by_name=lambda _name, _value: HIDDEN, in_text=in_text)
+
+
+def hidden_command(command: str) -> str:
+    """Return a shell command with its secrets replaced by ``***``."""
+    return shell_join(without_secrets(shlex.split(command)))
 
 
 def refer_in_command(command: Sequence[str], references: References) -> tuple[str, ...]:

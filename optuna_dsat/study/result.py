@@ -311,14 +311,10 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
     verdict, spec = study.verdict, study.spec
     if verdict is None or spec.batch != "both":
         return None
-    measured = verdict.at_user_batch
-    if measured is None:
+    measured = verdict.same_batch
+    if measured is None or measured.number == verdict.result.number:
         return None
     ratio = measured.speed_up
-    if verdict.baseline is not None and ratio is not None and ratio.rounds and not ratio.surely_above_1:
-        measured, ratio = verdict.baseline, verdict.baseline.speed_up
-    if measured.number == verdict.result.number:
-        return None
     return SameBatch(
         trial=measured.number,
         is_user_config=measured.is_user_config,

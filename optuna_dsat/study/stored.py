@@ -28,7 +28,7 @@ from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import rule_in_words
+from optuna_dsat.words import rule_in_words, things_in_words
 
 if TYPE_CHECKING:
     from optuna_dsat.guided.planner import GuidedPlanner
@@ -192,14 +192,25 @@ class StoredStudy:
         """The user's config; None if it was not measured."""
         return None if self.verdict is None else self.verdict.baseline
 
-    def selected(self) -> tuple[FrozenTrial, str]:
+    def selected(self, *, same_batch: bool = False) -> tuple[FrozenTrial, str]:
         """Return the trial of the result, and a line with its number, its metric and the source of the metric.
 
+        Args:
+            same_batch: Whether to return the answer at the user's global batch instead.
+
         Raises:
-            NothingRunnableError: If nothing was measured.
+            NothingRunnableError: If nothing was measured, or with ``same_batch`` the user's config was not.
         """
         if self.verdict is None:
             raise NothingRunnableError(f"The study {self.spec.name!r} has measured nothing yet.")
+        if same_batch:
+            measured = self.verdict.same_batch
+            if measured is None:
+                raise NothingRunnableError(f"The study {self.spec.name!r} has not measured your config.")
+            batch = things_in_words(measured.train_batch_size, "sample")
+            return measured.trial, (
+                f"trial {measured.number}: {self.speed(measured).text}, at your global batch of {batch}."
+            )
         value = value_in_words(self.verdict, metric=self.metric, device=self.spec.device)
         trial = self.verdict.result.trial
         return trial, f"trial {trial.number}: {value}, {how_known(self.verdict)}."

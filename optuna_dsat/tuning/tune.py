@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.study.confirm.words import headline, value_in_words, verdict_in_words
+from optuna_dsat.study.confirm.words import value_in_words, verdict_in_words
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.stored import columns_of, flat_rows
 from optuna_dsat.tuning.options.given import Given, write_config
@@ -56,10 +56,9 @@ class TuneResult(StudyResult):
             f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
             for name, text in self._rows()
         )
-        remarks = verdict_in_words(self.verdict, metric=self.metric, device=self.device)[1:]
-        notes = "".join(f"<p>{html.escape(text)}</p>" for text in remarks)
-        title = html.escape(headline(self.verdict, metric=self.metric, device=self.device))
-        return f"<div><p><b>{title}</b></p><table>{rows}</table>{notes}</div>"
+        title, *others = verdict_in_words(self.verdict, metric=self.metric, device=self.device)
+        notes = "".join(f"<p>{html.escape(text)}</p>" for text in others)
+        return f"<div><p><b>{html.escape(title)}</b></p><table>{rows}</table>{notes}</div>"
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         """Yield the rows (name, text) of the notebook table."""

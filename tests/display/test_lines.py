@@ -53,10 +53,10 @@ def test_an_interval_wider_than_its_value_has_ends_instead_of_a_share() -> None:
         speed=Speed(metric="FLOPS_per_gpu", value=100.0, samples_per_s=50.0),
     )  # fmt: skip
     [line] = lines_of(event)
-    assert line.endswith("(95% between 0 and 130 samples/s)")
+    assert line.endswith("(95% CI 0 to 130 samples/s)")
     step = Speed(metric="latency", value=0.1, samples_per_s=50.0)
     [line] = lines_of(replace(event, value=0.1, low=0.05, high=0.3, speed=step))
-    assert line.endswith("(95% between 50 and 300 ms)")
+    assert line.endswith("(95% CI 50 to 300 ms)")
 
 
 def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:

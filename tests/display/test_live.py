@@ -308,7 +308,7 @@ def test_on_a_terminal_launches_are_rows_that_follow_its_width(tmp_path: Path) -
         place = screen.wait_for("running", after=place)
         assert screen.wait() == 0
     after = screen.plain(place)
-    frames = after[: after.index("The search ended")]
+    frames = after[: after.index("At your global batch of")]
     assert max(len(line) for line in frames.replace("\r", "\n").splitlines()) <= 60
     assert COLOUR.search(screen.written)
     assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")

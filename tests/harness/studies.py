@@ -39,6 +39,7 @@ def spec_of(folder: Path, **changes: Any) -> StudySpec:
         "slots_per_trial": 2,
         "max_trials": 8,
         "metric": "throughput",
+        "batch": "free",
         "output_dir": str(folder / "out"),
     }
     return make_spec(**{**values, **changes})

@@ -66,6 +66,6 @@ def test_best_trial_plots_note_and_logs_are_on_the_page(finished: ReportedStudyB
 
     page.goto(f"{address}/trials?numbers={best.number}")
     page.get_by_role("heading", name=best.user_attrs[attributes.CONFIGURATION]).wait_for()
-    page.get_by_text("times as good as your config").wait_for()
+    page.get_by_text("x as fast as your config").wait_for()
     launch = best.user_attrs[attributes.LAUNCH_ID]
     page.get_by_text(f"{launch}.rank1.stderr.log").first.wait_for()

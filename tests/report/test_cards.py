@@ -64,7 +64,7 @@ def test_speed_comes_first_as_samples_whatever_is_optimised(bench: ReportedStudy
     assert low is not None
     assert high is not None
     scaled = metric_in_words("throughput", low * best.samples_per_s / view.best.value).split()[0]
-    assert f"95% between {scaled} and" in page.cards["Best"][1]
+    assert f"95% CI {scaled} to" in page.cards["Best"][1]
     assert "samples/s in the search" in page.text
 
 

@@ -190,7 +190,7 @@ def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.Captu
     honest = why(study.trials, winner)
     assert not honest.contradicted
     assert honest.speed_up is not None
-    assert f"{times_in_words(honest.speed_up)} times as good" in shown(honest, capsys)
+    assert f"{times_in_words(honest.speed_up)}x as fast" in shown(honest, capsys)
     slow = 0.4 * value_of(own)  # the machine had become busy when the user's config was confirmed
     value = 0.98 * value_of(winner)
     ratio = Interval(value=value / slow, low=0.99 * value / slow, high=1.01 * value / slow, rounds=3)
@@ -205,7 +205,7 @@ def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.Captu
     assert result.speed_up is not None
     assert result.remainder is not None
     assert result.remainder.factor is not None
-    assert "times as good" not in text
+    assert "x as fast" not in text
     assert f"a ratio of {times_in_words(result.speed_up)}, but what differs" in text
     assert times_in_words(result.remainder.factor) in text
     assert times_in_words(result.speed_up) in text.split("all together")[1].splitlines()[0]

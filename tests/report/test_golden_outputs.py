@@ -29,7 +29,7 @@ NAMES = (*COMMANDS, "result.json", "metrics_file.json", "lines.txt", "cards.txt"
 
 
 def outputs(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[str, str]]:
-    result = bench.run(bench.spec(max_trials=5, confirm=2), Changing(lucky=3), noise=0.01)
+    result = bench.run(bench.spec(max_trials=6, confirm=2, batch="both"), Changing(lucky=3), noise=0.01)
     assert result is not None
     view = bench.view()
     yield "result.json", json.dumps(result.to_json(), indent=1)

@@ -87,7 +87,7 @@ def test_nvme_gets_its_rows_where_it_is_searched(view: StudyView) -> None:
     [
         (Outcome.OUT_OF_MEMORY, "What to do: Nothing"),
         (Outcome.SCRIPT_ERROR, "Message: `ValueError: batch | odd`"),
-        (Outcome.MEASURED, "times as good as your config"),
+        (Outcome.MEASURED, "x as fast as your config"),
     ],
 )
 def test_a_trials_note_says_what_happened_and_what_to_do(view: StudyView, outcome: Outcome, said: str) -> None:

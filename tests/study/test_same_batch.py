@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.cli import main
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.stored import read_stored
@@ -64,6 +65,28 @@ def test_the_fastest_config_at_the_users_batch_is_found_beside_the_fastest(bench
     assert (exported["train_micro_batch_size_per_gpu"], exported["gradient_accumulation_steps"]) == (BATCH // RANKS, 1)
     assert same.config_path in same.command
     assert result.to_json()["same_batch"]["speed_up"] == best.speed_up.value
+
+
+@pytest.mark.usefixtures("in_sqlite")
+def test_commands_show_and_print_both_configs(bench: StudyBench, capsys: pytest.CaptureFixture[str]) -> None:
+    result = _search(bench, method="guided", batch="both")
+    assert result.same_batch is not None
+    with pytest.raises(SystemExit):
+        main(["show", "s", "--storage", bench.store.url])
+    shown = capsys.readouterr().out
+    assert f"optuna-dsat train s --trial {result.same_batch.trial} --storage {bench.store.url}\n" in shown
+    assert f"optuna-dsat train s --storage {bench.store.url}\n" in shown
+    for options, config in ((["--same-batch"], result.same_batch.config), ([], result.config)):
+        with pytest.raises(SystemExit):
+            main(["best", "s", *options, "--storage", bench.store.url])
+        assert json.loads(capsys.readouterr().out) == config
+
+
+def test_there_is_one_question_where_every_configuration_has_the_users_batch(bench: StudyBench) -> None:
+    fixed = {"train_micro_batch_size_per_gpu": 2}
+    result = _search(bench, method="random", batch="both", fix=fixed)
+    assert not _asked(bench)
+    assert result.same_batch is None
 
 
 def test_the_users_config_stays_where_nothing_is_surely_faster_at_its_batch(bench: StudyBench) -> None:

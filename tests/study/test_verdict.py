@@ -98,7 +98,7 @@ def test_a_best_that_is_not_surely_faster_is_not_handed_over() -> None:
     assert result.speed_up is not None
     assert result.speed_up.value == 1.0
     text = verdict_in_words(result, metric="throughput")[0]
-    assert text.startswith("Your config is the best found: 10 samples/s. The best other, trial 1, is 0.970 times")
+    assert text.startswith("Your config is the fastest: 10 samples/s. The best other, trial 1, is 0.970x as fast")
 
 
 def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -> None:
@@ -250,9 +250,9 @@ def test_a_tie_by_search_and_rounds_is_not_told_as_if_the_rounds_had_none_ahead(
     result = judged(trials, rounds)
     assert (result.result.number, result.kind) == (OWN, VerdictKind.BASELINE_IS_BEST)
     words = verdict_in_words(result, metric="throughput")[0]
-    assert "best found" not in words
+    assert "is the fastest" not in words
     assert "By the rounds alone trial 1 is 1." in words
-    assert words.endswith("it; search and rounds together do not say so.")
+    assert words.endswith("; search and rounds together do not confirm it.")
 
 
 def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
@@ -264,9 +264,9 @@ def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
     assert result.at_user_batch.speed_up is not None
     assert result.at_user_batch.speed_up.value == pytest.approx(1.2, rel=0.01)
     assert (result.result.number, result.result.train_batch_size) == (1, 16)
-    text = " ".join(verdict_in_words(result, metric="throughput"))
-    assert "At the global batch of your config, 4 samples, trial 2 is 1.20 times" in text
-    assert "at 16 samples trial 1 is 2.01 times" in text
+    first, second, *_ = verdict_in_words(result, metric="throughput")
+    assert first.startswith("At your global batch of 4 samples: trial 2 is 1.20x as fast as your config (95% CI ")
+    assert second.startswith("At a global batch of 16 samples: trial 1 is 2.01x as fast as your config (95% CI ")
 
 
 def test_noise_comes_from_the_rounds_and_a_machine_that_became_busy_is_told() -> None:

@@ -63,7 +63,7 @@ def test_ones_own_config_is_no_multiple_of_itself(result: optuna_dsat.TuneResult
 def test_a_notebook_shows_a_table_whose_texts_stand_for_themselves(result: optuna_dsat.TuneResult) -> None:
     page = Text(result._repr_html_())
     assert page.tags <= {"div", "p", "b", "table", "tr", "th", "td"}
-    for words in (result.study, "samples/s", result.config_path, result.command, f"Trial {result.trial}"):
+    for words in (result.study, "samples/s", result.config_path, result.command, f"trial {result.trial} "):
         assert words in page.text
     foreign = replace(result, study="<script>alert(1)</script>", command="<img src=x>")
     assert Text(foreign._repr_html_()).tags == page.tags

@@ -20,11 +20,11 @@ from optuna_dsat.report.facts import (
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
-    training_command_line,
     versions,
 )
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.secrecy.command import hidden_command
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.command import BEST_CONFIG
 from optuna_dsat.study.confirm.measured import Measured, configuration_of
@@ -209,7 +209,9 @@ def _commands(view: StudyView) -> str:
         cli_command(view, "export", "--format", "csv"),
     ]
     if view.result is not None and view.end_reason is not None:
-        lines += ["# train", training_command_line(view.result)]
+        lines += ["# train", hidden_command(view.result.command)]
+        if view.result.same_batch is not None:
+            lines += ["# train at your global batch", hidden_command(view.result.same_batch.command)]
     # An overlong line widens the whole page of optuna-dashboard, including paragraphs.
     return fenced("\n".join(folded(line, width=_LINE_CHARS) for line in lines), "sh", limit_chars=WHOLE_CHARS)
 
@@ -248,7 +250,7 @@ def _speed(view: StudyView, trial: FrozenTrial) -> str:
         return ""
     text = f"Speed: {_value(view, measured)}"
     if measured.speed_up is not None and not measured.is_user_config:
-        text += f", {times_in_words(measured.speed_up.value)} times as good as your config"
+        text += f", {times_in_words(measured.speed_up.value)}x as fast as your config"
     text += f"; in the search {_searched(view, measured)}" if measured.rounds else ", in the search"
     if view.verdict.result.number == trial.number:
         text += f". **The best of this study, {literal(how_known(view.verdict))}.**"

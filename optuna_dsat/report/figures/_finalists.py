@@ -83,7 +83,7 @@ def _add_confirmed(figure: go.Figure, points: Sequence[Measured], best: Measured
         },
         hovertext=[
             f"<b>{_words(p)}</b><br>{measure.shown(p.value)}"
-            + (f", 95% between {measure.shown(low)} and {measure.shown(high)}" if low < high else "")
+            + (f", 95% CI {measure.shown(low)} to {measure.shown(high)}" if low < high else "")
             + f"<br>{things_in_words(p.steps, 'step')} in {things_in_words(p.rounds, 'round')}"
             for p, (low, high) in zip(points, ends, strict=True)
         ],

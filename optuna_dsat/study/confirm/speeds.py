@@ -69,7 +69,7 @@ class Speed:
             return ""
         ends = (interval.low, interval.high)
         low, high = (self.at(end).brief if self.metric in LARGER_IS_BETTER else self._metric(end) for end in ends)
-        return f"95% between {range_in_words(low, high, joint=' and ')}"
+        return f"95% CI {range_in_words(low, high)}"
 
     def at(self, value: float) -> Speed:
         """Return the speed at another value of the metric: samples/s grow as FLOPS do, and as a step gets shorter."""

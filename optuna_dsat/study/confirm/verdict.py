@@ -71,7 +71,8 @@ class Verdict(Record):
     """The config with the best metric in the rounds, or in the search without rounds. It is not selected if that is
     uncertain, or if another config is as good with a smaller global batch."""
     at_user_batch: Measured | None
-    """The config with the best speed-up at the global batch of the user's config; None without a baseline."""
+    """The config with the best speed-up at the global batch of the user's config; None without a baseline. The answer
+    at that batch is ``same_batch``."""
     rounds: int
     """Number of rounds with a measurement."""
     ties: tuple[int, ...]
@@ -98,6 +99,17 @@ class Verdict(Record):
     def is_baseline(self) -> bool:
         """Whether the result is the user's config."""
         return self.baseline is not None and self.baseline.number == self.result.number
+
+    @property
+    def same_batch(self) -> Measured | None:
+        """The answer at the global batch of the user's config: that config, unless another is surely faster there.
+
+        Without rounds it is the one that the search measured best. None without a baseline.
+        """
+        best = self.at_user_batch
+        if best is None or best.speed_up is None or not best.speed_up.rounds or best.speed_up.surely_above_1:
+            return best
+        return self.baseline
 
     @property
     def speed_up(self) -> Interval | None:
@@ -129,6 +141,7 @@ class Verdict(Record):
             "high": result.interval.high,
             "metrics": dict(result.searched_metrics),
             "user_metrics": {} if baseline is None else dict(baseline.searched_metrics),
+            "same_batch": None if self.same_batch is None else self.same_batch.number,
             "at_user_batch": _at_batch(self.at_user_batch),
             "at_own_batch": None if result.speed_up is None else _at_batch(result),
             "ties": self.ties,

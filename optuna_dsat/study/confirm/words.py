@@ -10,48 +10,76 @@ from optuna_dsat.study.confirm.rounds import Undecided
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
 from optuna_dsat.words import things_in_words, times_in_words
 
-__all__ = ["headline", "how_known", "ratio_in_words", "value_in_words", "verdict_in_words"]
+__all__ = ["answers_in_words", "how_known", "ratio_in_words", "remarks_in_words", "value_in_words", "verdict_in_words"]
 
 
 def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
-    """Return a verdict as lines of text: the headline, speed-ups by global batch, ties, noise and warnings."""
-    lines = [headline(verdict, metric=metric, device=device), _by_batch(verdict), _ties(verdict), _noise(verdict)]
-    return (*filter(None, lines), *(f"Warning: {warning}" for warning in verdict.warnings))
+    """Return a verdict as lines of text: its answers, then its remarks."""
+    return (*answers_in_words(verdict, metric=metric, device=device), *remarks_in_words(verdict))
 
 
-def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
+def answers_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
+    """Return the answer as a line, or two if the result has another global batch than the user's config.
+
+    The first is then the answer at the user's batch, the second the result.
+    """
+    same_batch, answer = _at_same_batch(verdict), _answer(verdict, metric=metric, device=device)
+    if same_batch:
+        batch = things_in_words(verdict.result.train_batch_size, "sample")
+        answer = f"At a global batch of {batch}: {answer[0].lower()}{answer[1:]}"
+    return (same_batch, answer) if same_batch else (answer,)
+
+
+def remarks_in_words(verdict: Verdict) -> tuple[str, ...]:
+    """Return warnings, ties and noise as lines."""
+    return (*(f"Warning: {warning}" for warning in verdict.warnings), *filter(None, (_ties(verdict), _noise(verdict))))
+
+
+def _at_same_batch(verdict: Verdict) -> str:
+    """Describe the answer at the user's global batch; empty if the result has that batch, or nothing is known of it."""
+    best, same = verdict.at_user_batch, verdict.same_batch
+    if best is None or same is None or same.train_batch_size == verdict.result.train_batch_size:
+        return ""
+    batch = f"At your global batch of {things_in_words(same.train_batch_size, 'sample')}"
+    if not same.is_user_config and same.speed_up is not None:
+        return f"{batch}: trial {same.number} is {ratio_in_words(same.speed_up, to='your config')}."
+    if best.is_user_config:
+        return f"{batch}: nothing faster than your config was measured."
+    return f"{batch}: nothing is surely faster than your config.{_runner_up_in_words(best)}"
+
+
+def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
     """Describe the selected config and its comparison with the user's config, in one or two sentences."""
     value = verdict.result.speed(metric=metric, device=device).text
-    own = "" if verdict.baseline is None else verdict.baseline.speed(metric=metric, device=device).text
+    user = "" if verdict.baseline is None else verdict.baseline.speed(metric=metric, device=device).text
     name = "Your config" if verdict.is_baseline else f"Trial {verdict.result.number}"
     if verdict.kind is VerdictKind.WINNER and verdict.speed_up is not None:
-        return f"{name} is {ratio_in_words(verdict.speed_up)} your config: {value} against {own}."
+        return f"{name} is {ratio_in_words(verdict.speed_up, to='your config')}: {value} against {user}."
     if verdict.kind is VerdictKind.BASELINE_IS_BEST:
         other = _runner_up(verdict)
         if other is not None and other.speed_up is not None and other.speed_up.surely_above_1:
             return (
                 f"Your config is the result: {value}. By the rounds alone trial {other.number} is "
-                f"{ratio_in_words(other.speed_up)} it; search and rounds together do not say so."
+                f"{ratio_in_words(other.speed_up)}; search and rounds together do not confirm it."
             )
-        return f"Your config is the best found: {value}.{_runner_up_in_words(other)}"
+        return f"Your config is the fastest: {value}.{_runner_up_in_words(other)}"
     if verdict.kind is VerdictKind.NOT_CONFIRMED:
         return (
-            f"Nothing is surely better than your config, {value}, which is the result: the time of the "
-            f"confirmation ended first.{_runner_up_in_words(_runner_up(verdict))} `optuna-dsat resume` with a larger "
-            "--confirm-time goes on."
+            f"No config was confirmed to be faster than yours, {value}: the time for the confirmation ran out."
+            f"{_runner_up_in_words(_runner_up(verdict))} `optuna-dsat resume` with a larger --confirm-time goes on."
         )
     if verdict.kind is VerdictKind.NO_BASELINE:
-        words = f"{name} is the best of what was measured again: {value}."
+        words = f"{name} is the fastest in the rounds: {value}."
         if verdict.speed_up is None:
             return f"{words} Your config was not measured."
         return (
-            f"{words} Your config could not be measured again. In the search it reached {own}, and this one "
-            f"{times_in_words(verdict.speed_up.value)} times as much as that."
+            f"{words} Your config could not be measured again; compared with its {user} in the search this is "
+            f"{ratio_in_words(verdict.speed_up)}."
         )
-    words = f"{name} measured best in the search: {value}. It was not confirmed."
+    words = f"{name} was the fastest in the search: {value}, not confirmed."
     if verdict.speed_up is None or verdict.is_baseline:
         return words
-    return f"{words} Your config reached {own}; that is {times_in_words(verdict.speed_up.value)} times as good."
+    return f"{words} That is {ratio_in_words(verdict.speed_up, to='your config')}, {user}."
 
 
 def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
@@ -68,12 +96,18 @@ def how_known(verdict: Verdict) -> str:
     return f"confirmed in {things_in_words(verdict.result.rounds, 'round')}"
 
 
-def ratio_in_words(ratio: Interval) -> str:
-    """Return a speed-up such as ``1.52 times (95% between 1.49 and 1.55, 4 rounds) as good as``."""
+def ratio_in_words(ratio: Interval, *, to: str = "") -> str:
+    """Return a speed-up such as ``1.52x as fast as your config (95% CI 1.49 to 1.55, 4 rounds)``.
+
+    Args:
+        ratio: The speed-up, with or without an interval.
+        to: The config it is compared with; empty to leave that out.
+    """
+    words = f"{times_in_words(ratio.value)}x as fast" + (f" as {to}" if to else "")
     if ratio.low is None or ratio.high is None:
-        return f"{times_in_words(ratio.value)} times as good as"
-    between = f"95% between {times_in_words(ratio.low)} and {times_in_words(ratio.high)}"
-    return f"{times_in_words(ratio.value)} times ({between}, {things_in_words(ratio.rounds, 'round')}) as good as"
+        return words
+    interval = f"95% CI {times_in_words(ratio.low)} to {times_in_words(ratio.high)}"
+    return f"{words} ({interval}, {things_in_words(ratio.rounds, 'round')})"
 
 
 def _runner_up(verdict: Verdict) -> Measured | None:
@@ -89,26 +123,7 @@ def _runner_up(verdict: Verdict) -> Measured | None:
 def _runner_up_in_words(other: Measured | None) -> str:
     if other is None or other.speed_up is None:
         return ""
-    return f" The best other, trial {other.number}, is {ratio_in_words(other.speed_up)} it."
-
-
-def _by_batch(verdict: Verdict) -> str:
-    """Return the speed-ups at the user's and at the winner's global batch; empty if these are the same."""
-    own, winners = verdict.at_user_batch, verdict.result
-    if own is None or own.speed_up is None or winners.speed_up is None:
-        return ""
-    if own.train_batch_size == winners.train_batch_size:
-        return ""
-    if own.is_user_config:
-        again = " again" if verdict.is_by_rounds else ""
-        words = f"nothing better than your config was measured{again}"
-    else:
-        words = f"trial {own.number} is {ratio_in_words(own.speed_up)} it"
-    batches = [things_in_words(winner.train_batch_size, "sample") for winner in (own, winners)]
-    return (
-        f"At the global batch of your config, {batches[0]}, {words}; "
-        f"at {batches[1]} trial {winners.number} is {ratio_in_words(winners.speed_up)} it."
-    )
+    return f" The best other, trial {other.number}, is {ratio_in_words(other.speed_up)}."
 
 
 def _ties(verdict: Verdict) -> str:
@@ -120,7 +135,7 @@ def _ties(verdict: Verdict) -> str:
         others = _listed([_why_not(item) for item in verdict.undecided])
         parts.append(f"Not distinguished from the result by the rounds, but not equal to it: {others}.")
     if parts:
-        parts.append("Of equals the smallest global batch is taken, then what is nearest to your config.")
+        parts.append("Among ties the smallest global batch wins, then the config closest to yours.")
     return " ".join(parts)
 
 

@@ -221,13 +221,12 @@ class ResultSettings:
     batch: Annotated[
         Literal["free", "keep", "both"],
         what(
-            help="free: the global batch follows the micro-batch. keep: every trial has the global batch of your own "
-            "config, as with --train-batch-size. both: a free search, then one at your own global batch.",
-            python_help="``free``: the global batch follows the micro-batch. ``keep``: every trial has the global "
-            "batch of the user's own config, as with ``train_batch_size``. ``both``: a free search, then one at the "
-            "user's global batch.",
+            help="both: the global batch follows the micro-batch, then a fifth of the launches search at the global "
+            "batch of your config. free: the first only. keep: the second only, in every launch.",
+            python_help="``both``: the global batch follows the micro-batch, then a fifth of the launches search at "
+            "the global batch of the user's config. ``free``: the first only. ``keep``: the second only.",
         ),
-    ] = "free"
+    ] = "both"
     max_train_batch_size: Annotated[
         int | None,
         what(
