@@ -40,7 +40,7 @@ _BATCH = """
 | key | |
 |---|---|
 | `train_micro_batch_size_per_gpu` | always searched, from 1 to what memory allows; a list, or `--fix`, restricts it |
-| `gradient_accumulation_steps` | stays, except where a global batch is kept (a part of every search, `--batch keep`, `--train-batch-size`) |
+| `gradient_accumulation_steps` | stays, except where the search keeps a global batch |
 | `train_batch_size` | follows from the two and the number of ranks |
 
 ## The `autotuning` section
