@@ -18,7 +18,7 @@ from optuna_dsat.store import Store
 from optuna_dsat.store.registry import STUDY_UUID
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import verdict_of
-from optuna_dsat.study.search.methods import make_method
+from optuna_dsat.study.search.methods import Method, make_method
 from optuna_dsat.study.session import Session
 from optuna_dsat.study.spec import StudyRequest, StudySpec, make_spec
 from optuna_dsat.study.stored import StoredStudy, read_stored
@@ -26,6 +26,9 @@ from optuna_dsat.trials import attributes
 from tests.harness.simulated import SIMULATED_DEVICES
 
 __all__ = ["quick_store", "run", "spec_of"]
+
+_EVERY = 8
+"""Trials between two statements of what may be left to gain."""
 
 
 class _QuickStore(Store):
@@ -105,7 +108,36 @@ def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = 
         except BudgetSpentError:
             pass  # the rounds of the finalists end with the budget
         if method == "guided":
-            rig.posterior_means = posterior_means(rig, read_stored(store, request.spec.name))
+            study = read_stored(store, request.spec.name)
+            rig.posterior_means = posterior_means(rig, study)
+            rig.statements = statements(study)
+
+
+def statements(study: StoredStudy) -> list[tuple[Mapping[str, Any], float]]:
+    """Return what the search would state if it ended after each ``_EVERY`` trials, and what it states at its end.
+
+    Returns:
+        The config that it holds, and the share by which nothing else is better with 90 % probability.
+    """
+    method = _method_of(study)
+    trials = [trial for trial in study.trials if attributes.LAUNCH_ID in trial.user_attrs]
+    result = []
+    for count in [*range(_EVERY, len(trials), _EVERY), len(trials)]:
+        ranked = method.ranked(trials[:count], maximize=True)
+        if ranked and method.posterior is not None:
+            result.append((ranked[0].user_attrs[attributes.CONFIG], method.posterior.remaining(trials[:count])))
+    return result
+
+
+def _method_of(study: StoredStudy) -> Method:
+    """Return the method of a session that ran.
+
+    Raises:
+        RuntimeError: If it did not profile.
+    """
+    if study.profiled is None:
+        raise RuntimeError("a session that ran has a profile")
+    return make_method(study.spec, study.profiled, study.space)
 
 
 def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | None]:
@@ -114,9 +146,7 @@ def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | No
     That is the trial with the best posterior mean so far (``Method.ranked``), by which finalists are chosen, until two
     rounds have compared these; then what the verdict hands over.
     """
-    if study.profiled is None:
-        raise RuntimeError("a session that ran has a profile")
-    method = make_method(study.spec, study.profiled, study.space)
+    method = _method_of(study)
     if method.posterior is None:
         raise ValueError(f"{study.spec.method} has no posterior")
     trials = {trial.user_attrs.get(attributes.LAUNCH_ID): trial for trial in study.trials}

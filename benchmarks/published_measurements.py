@@ -26,7 +26,7 @@ from optuna_dsat.plan.from_shape import Machine, plan_shape
 from optuna_dsat.plan.prediction import predict_steps
 from optuna_dsat.plan.transformer import TransformerShape, shape_of
 
-__all__ = ["Comparison", "compare", "contrasts", "deviations", "right_order", "slopes"]
+__all__ = ["Comparison", "compare", "contrasts", "deviations", "distributions", "right_order", "slopes"]
 
 _SIMILAR = 1.6
 """Largest ratio of micro-batches that a contrast of another setting ignores: autotuners report each stage's best."""
@@ -241,33 +241,40 @@ _PAIRS: Mapping[str, Sequence[tuple[Any, Any]]] = {
 _NUMBERS = ("micro_batch", "sequence", "reduce_bucket_size", "stage3_max_live_parameters")
 
 
-def overall(results: Sequence[Sequence[Comparison]], kinds: Mapping[str, str | None]) -> list[str]:
-    """Return the distributions over all tables as rows of Markdown.
+def distributions(
+    results: Sequence[Sequence[Comparison]], kinds: Mapping[str, str | None]
+) -> dict[str, Sequence[float]]:
+    """Return the deviations over all tables by name: a value per table, or per row of a table for memory.
 
     Args:
         results: The comparisons of each table.
         kinds: Table -> meaning of its peaks.
     """
     known = [[item.deviation for item in items if item.deviation is not None and item.absolute] for items in results]
-    lines = [_line("rate: common factor of a table", [median(values) for values in known if values])]
-    lines.append(_line("rate: rows, common factor removed", [x for items in results for x in deviations(items)]))
+    rates = {
+        "common factor of a table": [median(values) for values in known if values],
+        "rows, common factor removed": [x for items in results for x in deviations(items)],
+    }
     for stage in range(4):
-        values = [x for items in results for x in against_others(items, stage)]
-        lines.append(_line(f"rate: ZeRO {stage} against other stages", values))
+        rates[f"ZeRO {stage} against other stages"] = [x for items in results for x in against_others(items, stage)]
     for setting, pairs in _PAIRS.items():
         of_tables = [contrasts(items, setting) for items in results]
         for pair in pairs:
             values = [by_pair[pair] for by_pair in of_tables if pair in by_pair]
-            lines.append(_line(f"rate: {setting} {pair[1]} against {pair[0]}", values))
+            rates[f"{setting} {pair[1]} against {pair[0]}"] = values
     for setting in _NUMBERS:
-        values = [x for items in results for x in slopes(items, setting)]
-        lines.append(_line(f"rate: per doubling of {setting}", values))
+        rates[f"per doubling of {setting}"] = [x for items in results for x in slopes(items, setting)]
     groups: dict[str, list[float]] = {}
-    for item in (item for items in results for item in items if item.memory_deviation is not None):
-        offload = "" if item.row.offload_optimizer == "none" else ", offload"
-        for group in (f"ZeRO {item.row.stage}{offload}", f"{kinds[item.table]} peaks", "all"):
-            groups.setdefault(group, []).append(item.memory_deviation or 0.0)
-    return lines + [_line(f"memory: {name}", values) for name, values in sorted(groups.items())]
+    for items in results:
+        peaks = [(item, item.memory_deviation) for item in items if item.memory_deviation is not None]
+        for item, deviation in peaks:
+            offload = "" if item.row.offload_optimizer == "none" else ", offload"
+            for group in (f"ZeRO {item.row.stage}{offload}", f"{kinds[item.table]} peaks", "all"):
+                groups.setdefault(group, []).append(deviation)
+            common = median(other for _, other in peaks)
+            groups.setdefault("rows, common factor removed", []).append(deviation - common)
+    memory = {f"memory: {name}": values for name, values in sorted(groups.items())}
+    return {**{f"rate: {name}": values for name, values in rates.items()}, **memory}
 
 
 _HEADINGS = (
@@ -289,7 +296,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\nMedians are of predicted over measured. Distribution over tables, or over rows for memory:\n")
     print("| deviation | values | median factor | standard deviation of the logarithm |\n|---|--:|--:|--:|")
     kinds = {name: table.memory for name, table in tables.items()}
-    print("\n".join(overall([results for results, _ in compared.values()], kinds)))
+    values = distributions([results for results, _ in compared.values()], kinds)
+    print("\n".join(_line(name, values[name]) for name in values))
     ended = [item for results, _ in compared.values() for item in results if item.row.outcome == "out_of_memory"]
     fitted = [item for results, _ in compared.values() for item in results if item.row.outcome == "measured"]
     print(f"\nOut of memory, and predicted so: {sum(not item.fits for item in ended)}/{len(ended)}.")

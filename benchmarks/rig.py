@@ -70,6 +70,8 @@ class Rig:
         self.launches: list[Launch] = []
         self.posterior_means: Sequence[Mapping[str, Any] | None] | None = None
         """After each launch the config of the best posterior mean; None for methods without a posterior."""
+        self.statements: Sequence[tuple[Mapping[str, Any], float]] = ()
+        """The config held and what may be left to gain as the method states it, the last at the end of the search."""
         self._budget = budget
         self._launcher = SimulatedLauncher(
             landscape, total_slots=landscape.slots, noise=noise, seed=seed, continues=continues

@@ -43,6 +43,7 @@ __all__ = [
     "missing",
     "noise_of",
     "run_one",
+    "statements_true",
     "summarise",
     "table",
 ]
@@ -102,6 +103,10 @@ class Result:
     outcomes: Mapping[str, int]
     trials: int = 0
     """Measurements in all; as many as launches if none continues another. 0 in older files."""
+    statements: Sequence[tuple[float, float]] = ()
+    """What may be left to gain as the method states it with 90 % probability, and what was left; the last statement is
+    that of the end of the search.
+    """
 
     @property
     def found(self) -> bool:
@@ -124,6 +129,8 @@ class Row:
     found: float
     """Share of seeds that found any configuration that runs."""
     launches: float
+    statements: str
+    """Share of true statements at the end of searches, see ``Result.statements``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -250,6 +257,7 @@ def run_one(
         distance=distances[-1],
         outcomes={outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
         trials=len(launches),
+        statements=[(stated, best / throughput(landscape, config) - 1) for config, stated in rig.statements],
     )
 
 
@@ -290,12 +298,19 @@ def summarise(results: Sequence[Result]) -> Row:
         distance=statistics.median(r.distance for r in results),
         found=statistics.fmean(r.found for r in results),
         launches=statistics.median(r.launches for r in results),
+        statements=statements_true(r.statements[-1:] for r in results),
     )
 
 
 def median(values: Iterable[float | None]) -> float:
     """Return the median, infinite where half of the values or more are None: never."""
     return statistics.median_high([math.inf if value is None else value for value in values])
+
+
+def statements_true(statements: Iterable[Sequence[tuple[float, float]]]) -> str:
+    """Return the share of statements that were true, and their number; empty without any."""
+    true = [left <= stated for several in statements for stated, left in several]
+    return f"{statistics.fmean(true):.0%} of {len(true)}" if true else ""
 
 
 def known(landscape: Computed | Recorded) -> tuple[float, str]:
@@ -328,8 +343,8 @@ def table(rows: Sequence[Row]) -> str:
     """Return a markdown table, one row a method."""
     lines = [
         "| method | launches to 5 % | to 1 % | minutes to 1 % | seeds that got to 1 % | final distance "
-        "| seeds with any | launches |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| seeds with any | launches | statements true |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         minutes = (
@@ -339,7 +354,7 @@ def table(rows: Sequence[Row]) -> str:
         )
         lines.append(
             f"| {row.method} | {count(row.launches_to_close)} | {count(row.launches_to_near)} | {minutes} "
-            f"| {row.near:.0%} | {row.distance:.1%} | {row.found:.0%} | {row.launches:.0f} |"
+            f"| {row.near:.0%} | {row.distance:.1%} | {row.found:.0%} | {row.launches:.0f} | {row.statements} |"
         )
     return "\n".join(lines) + "\n"
 

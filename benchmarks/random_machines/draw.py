@@ -1,17 +1,23 @@
-"""The dice: a model, a machine and effects, each absent or strong by chance, from one seed."""
+"""The dice: a model, a machine and effects, each absent or strong by chance, from one seed.
+
+Nine of ten machines are realistic: ZeRO stages and offloads cost what communication theory says, times deviations drawn
+from the distributions of published measurements (``PUBLISHED``). Every tenth is a stress test: its structures follow no
+law.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from benchmarks.random_machines.forms import Curve, Tiles, draw_compute, draw_memory, draw_size_effect
+from benchmarks.random_machines.forms import Curve, Tiles, draw_compute, draw_memory, draw_size_effect, draw_walk
 
 _T = TypeVar("_T")
 
-__all__ = ["STRUCTURES", "Drawn", "Hardware", "Net", "draw"]
+__all__ = ["PUBLISHED", "STRUCTURES", "Drawn", "Hardware", "Net", "draw", "is_realistic"]
 
 GIB = 2**30
 
@@ -27,6 +33,23 @@ STRUCTURES = (
     (3, True, True),
 )
 """ZeRO stage, optimizer offload, parameter offload."""
+PUBLISHED: Mapping[str, tuple[float, float]] = {
+    "rate: stage 1 against 0": (1.01, 0.09),
+    "rate: stage 2 against 1": (1.02, 0.18),
+    "rate: stage 3 against 2": (1.06, 0.42),
+    "rate: offload_optimizer cpu against none": (0.87, 0.53),
+    "rate: offload_param cpu against none": (1.06, 0.36),
+    "rate: overlap_comm True against False": (1.05, 0.05),
+    "rate: per doubling of micro_batch": (0.76, 0.22),
+    "rate: per doubling of reduce_bucket_size": (0.99, 0.01),
+    "memory: reserved peaks": (0.88, 0.16),
+    "memory: rows, common factor removed": (1.00, 0.19),
+}
+"""Deviations of published measurements from predictions: median of predicted over measured, and standard deviation of
+the logarithm. Source: ``python -m benchmarks.published_measurements``.
+"""
+_STRESS_EVERY = 10
+"""Of so many machines one is a stress test."""
 FLAGS = ("contiguous", "overlap", "reduce_scatter")
 SIZES = ("bucket", "prefetch", "max_live", "max_reuse", "persistence", "sub_group")
 _FAMILIES = {
@@ -38,6 +61,8 @@ _FAMILIES = {
 }
 _LONGEST_SAMPLE_S = {"cuda": 5.0, "cpu": 0.5}
 """Seconds of computation for a sample on one device at full speed."""
+_LEAST_COMPUTE = 0.1
+"""Upper limit of what a first doubling of the micro-batch gains, below a factor of 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +136,16 @@ class Drawn:
     """Factor on the whole step."""
     structure_bytes: Mapping[tuple[int, bool, bool], float]
     """Factor on model states."""
-    ordered: bool
-    """Whether structures cost what communication theory says, but for ``structure_times``."""
+    realistic: bool
+    """Whether structures cost what communication theory says, but for published deviations; else a stress test."""
     flags: Mapping[str, float]
     """Factor on the whole step where the flag is on; absent without effect."""
     sizes: Mapping[str, Curve]
     """Effect of a size; absent without effect."""
-    offload_slow: float
-    """Factor on what offload costs by its bandwidth."""
+    optimizer_slow: float
+    """Factor on what offload of the optimizer costs by bandwidth and host."""
+    params_slow: float
+    """Factor on what offload of the parameters costs by its bandwidth."""
     context_bytes: int
     fragmentation: float
     profiled_activations: float
@@ -137,23 +164,28 @@ class Drawn:
         terms = {
             "compute": self.compute.lawful,
             "activations": self.activations.lawful,
-            "communication": self.ordered,
+            "communication": self.realistic,
             "host time": True,
             "fixed time": True,
             "model states": True,
-            "optimizer on the host": self.offload_slow == 1,
+            "optimizer on the host": self.optimizer_slow == 1,
         }
         chance = {
             "tiles": self.tiles is not None,
             "pressure": self.pressure > 0,
             "loading": self.load_s > 0,
             "straggler": self.straggler > 1,
-            "structures": not self.ordered,
+            "structures": True,
             "refused": bool(self.refused),
             **{f"flag {name}": True for name in self.flags},
             **{f"size {name}": True for name in self.sizes},
         }
         return {**terms, **{name: False for name, present in chance.items() if present}}
+
+
+def is_realistic(seed: int) -> bool:
+    """Return whether the machine of a seed is realistic; else it is a stress test."""
+    return seed % _STRESS_EVERY != _STRESS_EVERY - 1
 
 
 def draw(seed: int, attempt: int = 0) -> Drawn:
@@ -162,8 +194,8 @@ def draw(seed: int, attempt: int = 0) -> Drawn:
     hardware = _hardware(dice)
     net = _net(dice, hardware)
     seconds = net.flops_per_sample / hardware.flops
-    ordered = dice.random() < 0.6
-    spread = 0.03 if ordered else dice.uniform(0.08, 0.3)
+    realistic = is_realistic(seed)
+    deviations = _published(dice, seconds) if realistic else _lawless(dice)
     return Drawn(
         seed=seed,
         net=net,
@@ -176,28 +208,69 @@ def draw(seed: int, attempt: int = 0) -> Drawn:
         pressure_step=dice.random() < 0.3,
         load_s=_sometimes(dice, 0.2, seconds * dice.uniform(0.5, 2.0)) or 0.0,
         fixed_s=_sometimes(dice, 0.6, 10 ** dice.uniform(-3, -0.5)) or 0.0,
-        host_s=_sometimes(dice, 0.6, 10 ** dice.uniform(-3, -1)) or 0.0,
         hidden=dice.choice((0.0, dice.uniform(0.2, 1.0))),
         straggler=(_sometimes(dice, 0.25, 1 + dice.uniform(0.02, 0.3)) or 1.0) if hardware.gpus > 1 else 1.0,
-        structure_times={structure: dice.lognormvariate(0, spread) for structure in STRUCTURES},
-        structure_bytes={structure: dice.lognormvariate(0, 0.05) for structure in STRUCTURES},
-        ordered=ordered,
-        flags={name: 1 + _either(dice) * 10 ** dice.uniform(-2.3, -1.1) for name in FLAGS if dice.random() < 0.4},
-        sizes={
-            name: draw_size_effect(dice, strength=_either(dice) * 10 ** dice.uniform(-2.3, -0.8))
-            for name in SIZES
-            if dice.random() < 0.35
-        },
-        offload_slow=_sometimes(dice, 0.5, 10 ** dice.uniform(-0.5, 0.7)) or 1.0,
+        realistic=realistic,
         context_bytes=0 if hardware.kind == "cpu" else int(dice.uniform(0.4, 1.6) * GIB),
-        fragmentation=dice.choice((0.0, dice.uniform(0.0, 0.1))),
         profiled_activations=dice.uniform(0.8, 1.2),
         profiled_flops=dice.choice((1.0, dice.uniform(0.8, 1.2))),
         refused=_refused(dice),
         noise=10 ** dice.uniform(-2.3, -1.3),
         user_micro_batch=dice.choice((1, 1, 2, 4, 8)),
         habits=tuple(dice.sample(STRUCTURES, len(STRUCTURES))),
+        **deviations,
     )
+
+
+def _published(dice: random.Random, seconds: float) -> dict[str, Any]:
+    """Return deviations as in published measurements, for a sample that takes some seconds at full speed.
+
+    Medians of structures and knobs are left out: they belong to the formulas of ``plan``, and the machine has others.
+    No table has a higher stage or an offload that was faster at the same micro-batch. So a stage is slowed down by the
+    size of its deviation from the stage below, and an offload's deviation is a factor on what it adds.
+    """
+
+    def factor(name: str) -> float:
+        return dice.lognormvariate(0, PUBLISHED[name][1])
+
+    stages = [1.0]
+    for stage in range(3):
+        stages.append(stages[-1] * math.exp(abs(math.log(factor(f"rate: stage {stage + 1} against {stage}")))))
+    median, spread = PUBLISHED["rate: per doubling of micro_batch"]
+    # the first doubling gains 2 (1 + h) / (2 + h), if a micro-batch costs h samples' seconds on the host
+    gain = min(max(1.0, dice.lognormvariate(-math.log(median), spread)), 2 - _LEAST_COMPUTE)
+    median, spread = PUBLISHED["memory: reserved peaks"]
+    walk = PUBLISHED["rate: per doubling of reduce_bucket_size"][1]
+    return {
+        "structure_times": {structure: stages[structure[0]] for structure in STRUCTURES},
+        "structure_bytes": {structure: factor("memory: rows, common factor removed") for structure in STRUCTURES},
+        "flags": {name: factor("rate: overlap_comm True against False") for name in FLAGS},
+        "sizes": {name: draw_walk(dice, spread=walk) for name in SIZES},
+        "optimizer_slow": factor("rate: offload_optimizer cpu against none"),
+        "params_slow": factor("rate: offload_param cpu against none"),
+        "host_s": seconds * 2 * (gain - 1) / (2 - gain),
+        "fragmentation": max(0.0, dice.lognormvariate(-math.log(median), spread) - 1),
+    }
+
+
+def _lawless(dice: random.Random) -> dict[str, Any]:
+    """Return deviations without a law: each absent or strong by chance."""
+    spread = dice.uniform(0.08, 0.3)
+    slow = _sometimes(dice, 0.5, 10 ** dice.uniform(-0.5, 0.7)) or 1.0
+    return {
+        "structure_times": {structure: dice.lognormvariate(0, spread) for structure in STRUCTURES},
+        "structure_bytes": {structure: dice.lognormvariate(0, 0.05) for structure in STRUCTURES},
+        "flags": {name: 1 + _either(dice) * 10 ** dice.uniform(-2.3, -1.1) for name in FLAGS if dice.random() < 0.4},
+        "sizes": {
+            name: draw_size_effect(dice, strength=_either(dice) * 10 ** dice.uniform(-2.3, -0.8))
+            for name in SIZES
+            if dice.random() < 0.35
+        },
+        "optimizer_slow": slow,
+        "params_slow": slow,
+        "host_s": _sometimes(dice, 0.6, 10 ** dice.uniform(-3, -1)) or 0.0,
+        "fragmentation": dice.choice((0.0, dice.uniform(0.0, 0.1))),
+    }
 
 
 def _sometimes(dice: random.Random, chance: float, value: _T) -> _T | None:

@@ -6,11 +6,21 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["COMPUTE_FORMS", "MEMORY_FORMS", "Curve", "Tiles", "draw_compute", "draw_memory", "draw_size_effect"]
+__all__ = [
+    "COMPUTE_FORMS",
+    "MEMORY_FORMS",
+    "Curve",
+    "Tiles",
+    "draw_compute",
+    "draw_memory",
+    "draw_size_effect",
+    "draw_walk",
+]
 
 Array = NDArray[np.float64]
 
@@ -153,3 +163,9 @@ def draw_size_effect(dice: random.Random, *, strength: float) -> Curve:
         return 1 + strength * (risen if kind == "rising" else 1 - risen)
 
     return _curve(f"size {kind}", False, value)
+
+
+def draw_walk(dice: random.Random, *, spread: float) -> Curve:
+    """Return the effect of a knob's size on the whole step: its logarithm changes by ``spread`` per doubling."""
+    steps = list(accumulate(dice.gauss(0, spread) for _ in range(_OCTAVES + 1)))
+    return _curve("size walk", False, lambda octave: math.exp(steps[int(octave)]))

@@ -218,12 +218,12 @@ class RandomMachine:
         """Return seconds of collectives per micro-batch and per optimizer step; ring collectives of fp16 elements."""
         hardware, net = self.drawn.hardware, self.drawn.net
         seconds = _HALF * net.params * (hardware.gpus - 1) / hardware.gpus / hardware.link_bytes_per_s
-        if not self.drawn.ordered:
+        if not self.drawn.realistic:
             return seconds, seconds
         if hardware.gpus > 1:
             seconds += hardware.link_latency_s * math.ceil(net.params / settings.bucket)
         copied = _HALF * net.params / hardware.gpus / hardware.pcie_bytes_per_s * settings.offload_param
-        per_micro = {0: 0.0, 1: 0.0, 2: seconds, 3: 3 * seconds}[settings.stage] + 2 * copied * self.drawn.offload_slow
+        per_micro = {0: 0.0, 1: 0.0, 2: seconds, 3: 3 * seconds}[settings.stage] + 2 * copied * self.drawn.params_slow
         return per_micro, {0: 2 * seconds, 1: 2 * seconds, 2: seconds, 3: 0.0}[settings.stage]
 
     def _update(self, settings: Settings) -> float:
@@ -232,7 +232,7 @@ class RandomMachine:
         if not settings.offload_optimizer:
             return 30 * owned / (hardware.flops / 100)
         moved = 2 * _HALF * owned / hardware.pcie_bytes_per_s
-        return (moved + net.params / hardware.nodes / hardware.adam_params_per_s) * self.drawn.offload_slow
+        return (moved + net.params / hardware.nodes / hardware.adam_params_per_s) * self.drawn.optimizer_slow
 
     def _knobs(self, settings: Settings) -> float:
         factor = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import statistics
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import benchmarks.random_machines
 from benchmarks.named_landscapes import throughput
 from benchmarks.optimum import optimum, search_space
 from benchmarks.physics import Settings
-from benchmarks.random_machines.__main__ import compared, main, read
-from benchmarks.random_machines.draw import draw
+from benchmarks.published import published_tables
+from benchmarks.published_measurements import compare, distributions
+from benchmarks.random_machines.__main__ import compared, main, read, seeds_of, table
+from benchmarks.random_machines.draw import PUBLISHED, draw
 from benchmarks.random_machines.machine import machine_of, structure_of
 from benchmarks.search_efficiency import Result
 from optuna_dsat.config import ds_config
@@ -41,6 +44,27 @@ def test_at_least_thirty_per_cent_of_the_terms_have_a_form_that_the_cost_models_
     assert statistics.quantiles(own, n=20)[0] >= 0.2
 
 
+def test_deviations_are_drawn_from_published_measurements() -> None:
+    tables = {name: table for name, table in published_tables().items() if not table.set_aside}
+    results = [compare(name, table)[0] for name, table in tables.items()]
+    values = distributions(results, {name: table.memory for name, table in tables.items()})
+    fitted = {
+        name: (round(math.exp(statistics.median(values[name])), 2), round(statistics.pstdev(values[name]), 2))
+        for name in PUBLISHED
+    }
+    assert fitted == PUBLISHED
+    realistic = [item for item in map(draw, SEEDS) if item.realistic]
+    assert len(realistic) == 0.9 * len(SEEDS)
+    for stage in range(3):
+        slower = [
+            item.structure_times[stage + 1, False, False] / item.structure_times[stage, False, False]
+            for item in realistic
+        ]
+        assert min(slower) >= 1
+        spread = PUBLISHED[f"rate: stage {stage + 1} against {stage}"][1]
+        assert statistics.fmean(math.log(factor) ** 2 for factor in slower) == pytest.approx(spread**2, rel=0.25)
+
+
 def test_effects_are_absent_or_strong_by_chance() -> None:
     drawn = [draw(seed) for seed in SEEDS]
     for present in (
@@ -48,9 +72,9 @@ def test_effects_are_absent_or_strong_by_chance() -> None:
         [item.load_s > 0 for item in drawn],
         [item.straggler > 1 for item in drawn],
         [item.pressure > 0 for item in drawn],
-        [not item.ordered for item in drawn],
+        [not item.realistic for item in drawn],
         [bool(item.refused) for item in drawn],
-        ["bucket" in item.sizes for item in drawn],
+        ["bucket" in item.sizes for item in drawn if not item.realistic],
         [item.hardware.kind == "cpu" for item in drawn],
     ):
         assert 0.03 < statistics.fmean(present) < 0.8
@@ -100,7 +124,27 @@ def test_searches_are_kept_and_not_repeated(tmp_path: Path, capsys: pytest.Captu
     written = results.read_text()
     main(arguments)
     assert results.read_text() == written
-    assert "| binary | 1 |" in capsys.readouterr().out
+    assert "| binary, realistic | 1 |" in capsys.readouterr().out
+
+
+def test_realistic_machines_and_stress_tests_have_separate_rows() -> None:
+    def ended(seed: int, left: float) -> Result:
+        return Result(
+            landscape="machine", method="guided", seed=seed, launches=9, seconds=1.0, launches_to_near=7,
+            seconds_to_near=None, launches_to_close=None, distance=0.01, outcomes={},
+            statements=[(0.0, 1.0), (0.02, left)],
+        )  # fmt: skip
+
+    searches = {(seed, "guided"): ended(seed, left) for seed, left in ((0, 0.01), (1, 0.03), (9, 0.02))}
+    realistic, stress = table(searches, ["guided"]).splitlines()[2:4]
+    assert realistic.startswith("| guided, realistic | 2 |")
+    assert realistic.endswith("| 50% of 2 |")
+    assert stress.startswith("| guided, stress | 1 |")
+    assert stress.endswith("| 100% of 1 |")
+
+
+def test_seeds_are_a_number_or_a_range() -> None:
+    assert (seeds_of("7"), seeds_of("2-4"), seeds_of("9-30:10")) == ([7], [2, 3, 4], [9, 19, 29])
 
 
 def test_methods_are_compared_by_pairs_medians_and_percentiles() -> None:

@@ -38,6 +38,7 @@ def row(method: str, *, launches: float, distance: float) -> Row:
         near=1.0,
         launches_to_close=launches,
         distance=distance,
+        statements="",
         found=1.0,
         launches=64,
     )
