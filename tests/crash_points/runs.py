@@ -54,8 +54,13 @@ class Case:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The first of the methods confirms, too; the others end with the search."""
-        return (*_OPTIONS, "--confirm", "1" if self.new or self.method == "guided" else "0")
+        """The first of the methods confirms, too; the others end with the search, in which trials continue launches.
+
+        They do so only if the search does not depend on it: ``guided`` prefers trials that can continue a launch, so a
+        search whose launch was killed goes on differently.
+        """
+        guided = self.method == "guided"
+        return (*_OPTIONS, "--confirm", "1" if self.new or guided else "0", *(["--no-continue"] if guided else ()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,14 @@ from optuna_dsat.runtime.events import (
 )
 from optuna_dsat.words import things_in_words
 
-__all__ = ["SIMULATED_DEVICES", "Landscape", "SimulatedLauncher", "SimulatedProfile", "SimulatedResult"]
+__all__ = [
+    "SIMULATED_DEVICES",
+    "Landscape",
+    "SimulatedLaunch",
+    "SimulatedLauncher",
+    "SimulatedProfile",
+    "SimulatedResult",
+]
 
 _EPOCH_S = 1_700_000_000.0
 """Unix time at which virtual time starts, so that simulated events look like real events."""
@@ -132,7 +139,7 @@ class Landscape(Protocol):
 
 
 @dataclass
-class _SimulatedLaunch:
+class SimulatedLaunch:
     """A simulated launch."""
 
     request: LaunchRequest
@@ -174,13 +181,13 @@ class SimulatedLauncher:
         self._noise = noise
         self._seed = seed
         self._continues = continues
-        self._parked: list[_SimulatedLaunch] = []
+        self._parked: list[SimulatedLaunch] = []
         """Measured launches whose ranks wait for another trial."""
         self._left_at_s = 0.0
         """Time at which the ranks of the last such launch have left."""
         self._free = list(range(total_slots))
         self._total = total_slots
-        self._running: dict[str, _SimulatedLaunch] = {}
+        self._running: dict[str, SimulatedLaunch] = {}
         self._attempts: Counter[str] = Counter()
         self._queue: list[tuple[float, int, LaunchUpdate]] = []
         self._order = itertools.count()
@@ -240,7 +247,7 @@ class SimulatedLauncher:
         self._running[request.launch_id] = launch
         self._schedule(launch, result, rng)
 
-    def _continued(self, request: LaunchRequest) -> _SimulatedLaunch | None:
+    def _continued(self, request: LaunchRequest) -> SimulatedLaunch | None:
         """Return the launch of a trial that continues a launch whose ranks wait, None if it continues none."""
         if request.purpose != "trial" or not request.continues:
             return None
@@ -248,15 +255,15 @@ class SimulatedLauncher:
             if _is_continued_by(waiting.request, request):
                 self._parked.remove(waiting)
                 root = waiting.root or waiting.request.launch_id
-                return _SimulatedLaunch(request, self._now_s, waiting.devices, luck=waiting.luck, root=root)
+                return SimulatedLaunch(request, self._now_s, waiting.devices, luck=waiting.luck, root=root)
         return None
 
-    def _begun(self, request: LaunchRequest, luck: float) -> _SimulatedLaunch:
+    def _begun(self, request: LaunchRequest, luck: float) -> SimulatedLaunch:
         """Return a launch with its own processes, which start once the ranks that wait have left."""
         self._dismiss()
         devices = tuple(self._free[: request.slots])
         del self._free[: request.slots]
-        return _SimulatedLaunch(request, max(self._now_s, self._left_at_s), devices, luck=luck)
+        return SimulatedLaunch(request, max(self._now_s, self._left_at_s), devices, luck=luck)
 
     def _dismiss(self) -> None:
         """End the ranks that wait for another trial."""
@@ -269,7 +276,7 @@ class SimulatedLauncher:
         """Return whether the ranks of a finished launch wait for another trial."""
         return self._continues and request.continues and outcome is Outcome.MEASURED
 
-    def _schedule(self, launch: _SimulatedLaunch, result: SimulatedResult, rng: random.Random) -> None:
+    def _schedule(self, launch: SimulatedLaunch, result: SimulatedResult, rng: random.Random) -> None:
         """Queue all updates of a launch."""
         request = launch.request
         timeline = _RankTimeline(request, result, rng, noise=self._noise, luck=launch.luck)
@@ -287,7 +294,7 @@ class SimulatedLauncher:
         self._finish_at(launch, launch.started_s + end_s + exit_s, result.outcome, message, result)
 
     def _finish_at(
-        self, launch: _SimulatedLaunch, time_s: float, outcome: Outcome, message: str, result: SimulatedResult | None
+        self, launch: SimulatedLaunch, time_s: float, outcome: Outcome, message: str, result: SimulatedResult | None
     ) -> None:
         request = launch.request
         measured = launch.first_boundary_s is not None and launch.last_boundary_s is not None
