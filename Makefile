@@ -16,15 +16,20 @@ setup: $(VENV)/.installed
 
 # torch goes first: packages that depend on it then keep the build that is there. TORCH_PIP_ARGS may choose another
 # build, such as one without CUDA.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/pip install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[here]'
+	touch $@
+
+# The demo needs none of what the tests and the docs do.
+$(VENV)/.installed: $(VENV)/.demo
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[here,dev,docs]'
 	touch $@
 
 # DeepSpeed's operator for communication on the CPU takes a compiler half a minute: once, and in no launch that is timed.
 # Without a compiler DeepSpeed goes without it.
-operators: setup
+operators: $(VENV)/.demo
 	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as a; \
 		a().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null 2>&1 || \
 		echo "DeepSpeed's CPU operator could not be built; gloo alone is used."
@@ -38,7 +43,7 @@ demo: operators
 
 # Whole searches, other launches and those on clusters are a row each, one after the other in one of the three processes; the
 # other tests are shared out. Three keep two cores busy, as launches mostly wait. TEST_ARGS="tests/launch" runs some.
-test: operators .cache/environments/deepspeed-0.16.9/.installed
+test: setup operators .cache/environments/deepspeed-0.16.9/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=10 $(TEST_ARGS)
 
 # Ends or fails the command at every statement, file and process of a study, and checks what comes of it: an hour or two. A
@@ -47,7 +52,7 @@ crash-points: setup
 	$(BIN)/python -m tests.crash_points $(CRASH_ARGS)
 
 # Kills tuners, warm parents, agents and ranks of real launches at random moments. CHAOS_ARGS="--kills 20 --seed 1".
-chaos: operators
+chaos: setup operators
 	$(BIN)/python -m benchmarks.chaos $(CHAOS_ARGS)
 
 # The CUDA path end to end, on a machine without a GPU: tests/cuda, with a CUDA build of torch and a stand-in for the driver
@@ -65,7 +70,7 @@ test-cuda: setup $(if $(filter .venv-cuda,$(CUDA_VENV)),.venv-cuda/.installed)
 	touch $@
 
 # Tunes every example, and scripts of many kinds, and runs what is printed: it trains with the best config. A few are tests.
-printed-commands: operators
+printed-commands: setup operators
 	OPTUNA_DSAT_PRINTED_COMMANDS=all $(BIN)/python -m pytest tests/system/test_printed_commands.py
 
 # Environments as scripts have them: torch, a DeepSpeed and what the examples import, and nothing of optuna-dsat.
@@ -79,7 +84,7 @@ DEEPSPEED_VERSIONS := 0.14.5 0.15.4 0.16.9 0.17.6 0.18.3 0.19.8
 # Every job of tests/system/test_versions.py with every version, and the table of docs/how-to/environments.md.
 # The Trainer of transformers 4 asks for a warm-up of no steps, which DeepSpeed 0.19 refuses.
 test-versions: EXAMPLES_NEED = $(if $(filter 0.19%,$*),transformers,'transformers<5') accelerate pyyaml
-test-versions: operators $(DEEPSPEED_VERSIONS:%=.cache/environments/deepspeed-%/.installed)
+test-versions: setup operators $(DEEPSPEED_VERSIONS:%=.cache/environments/deepspeed-%/.installed)
 	OPTUNA_DSAT_VERSIONS=all $(BIN)/python -m pytest tests/system/test_versions.py $(TEST_ARGS)
 	$(BIN)/python -m docs.generate.versions
 
