@@ -81,13 +81,14 @@ def _search_lines(event: progress.SearchStarted) -> list[str]:
 
 
 def _finished_line(event: progress.TrialFinished) -> str:
-    text = f"Trial {event.number}: {event.words}: {outcome_in_words(event.outcome)}"
+    is_measured = event.outcome is Outcome.MEASURED and event.speed is not None
+    text = f"Trial {event.number}: {event.words}: {'' if is_measured else outcome_in_words(event.outcome)}"
     if event.speed is not None:
-        text += f", {event.speed.text}"
+        text += f"{'' if is_measured else ', '}{event.speed.brief}"
     if event.speed_up is not None:
         text += ", your config" if event.own else f", {times_in_words(event.speed_up)}x your config"
     if event.best:
-        text += ", best in the search so far"
+        text += ", best so far"
     if event.outcome is not Outcome.MEASURED and event.message:
         text += f" ({event.message})"
     return text
@@ -102,7 +103,7 @@ def _finalist_line(event: progress.FinalistMeasured) -> str:
     if around >= 1:
         ends = Interval(value=event.value, low=max(0.0, event.low), high=max(0.0, event.high))
         interval = event.speed.between(ends)
-    return f"{begin}: {event.speed.text} ({interval})"
+    return f"{begin}: {event.speed.brief} ({interval})"
 
 
 class LineView:
@@ -131,7 +132,8 @@ class LineView:
         if not isinstance(event, progress.TrialFinished) or self._search is None:
             return ""
         done = max(0, event.launched - event.running)
-        return f"; {done} of {self._search.max_trials} done, {event.running} running"
+        running = f", {event.running} running" if event.running else ""
+        return f"; {done} of {self._search.max_trials} done{running}"
 
     def close(self) -> None:
         """Stop printing phases."""

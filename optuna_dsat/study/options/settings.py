@@ -279,14 +279,14 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
     metric: Annotated[
         str,
         what(
-            help="Metric to optimise: FLOPS_per_gpu, throughput, latency, forward, backward or step.",
-            python_help="Metric to optimise: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or "
+            help="Metric to optimise: throughput, FLOPS_per_gpu, latency, forward, backward or step.",
+            python_help="Metric to optimise: ``throughput`` (samples/s over all ranks), ``FLOPS_per_gpu`` (FLOP/s), or "
             "a time in seconds per step: ``latency``, ``forward``, ``backward``, ``step``.",
             choices=METRICS,
             autotuning="metric",
             metavar="NAME",
         ),
-    ] = "FLOPS_per_gpu"
+    ] = "throughput"
     zero_stages: Annotated[
         Sequence[int] | int | None,
         what(
