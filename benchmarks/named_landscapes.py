@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +22,7 @@ from benchmarks.recorded import Recorded
 from optuna_dsat.outcome import Outcome
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
-__all__ = ["LANDSCAPES", "Computed", "Trained", "throughput"]
+__all__ = ["LANDSCAPES", "TYPICAL", "Computed", "Trained", "throughput"]
 
 GIB = 2**30
 _STATE_FAILURE = 0.7
@@ -258,3 +258,66 @@ _ALL = (
 
 LANDSCAPES: Mapping[str, Trained] = MappingProxyType({landscape.name: landscape for landscape in _ALL})
 """By name, in the order of the tables."""
+
+_RTX4090_ONE = replace(_RTX3090, gpus=1, gpus_per_node=1, flops=110e12, pcie_bytes_per_s=20e9)
+_CPU_RANKS = Machine(
+    gpus=2, gpus_per_node=2, device_bytes=8 * GIB, host_bytes=16 * GIB, flops=0.1e12, hbm_bytes_per_s=10e9,
+    link_bytes_per_s=2e9, link_latency_s=300e-6, pcie_bytes_per_s=10e9, adam_params_per_s=0.3e9,
+)  # fmt: skip
+
+_TYPICAL = (
+    Trained(
+        name="125M, 8 x 40 GB",
+        about="0.125 B parameters on 8 GPUs: a small model that fits everywhere",
+        model=_gpt(params=125e6, layers=12, hidden=768, activation_gib=0.45, sequence=1024, half_batch=4),
+        machine=_A100_40,
+        quirks=Quirks(profiled_activations=1.03),
+        user_zero={"stage": 2},
+    ),
+    replace(LANDSCAPES["fast-links"], name="1.3B, 8 x 80 GB"),
+    Trained(
+        name="7B, 8 x 80 GB",
+        about="6.7 B parameters on 8 GPUs of 80 GB: 16 bytes a parameter, 107 GB, do not fit without ZeRO",
+        model=_gpt(params=6.7e9, layers=32, hidden=4096, activation_gib=3.6, sequence=2048, half_batch=0.8),
+        machine=_A100_80,
+        quirks=Quirks(profiled_activations=1.03),
+        user_zero={"stage": 3},
+    ),
+    Trained(
+        name="13B, 8 x 40 GB",
+        about="13 B parameters on 8 GPUs of 40 GB: parameters and gradients alone fill a GPU without ZeRO 3",
+        model=_gpt(params=13e9, layers=40, hidden=5120, activation_gib=2.6, sequence=1024, half_batch=0.8),
+        machine=_A100_40,
+        quirks=Quirks(profiled_activations=1.03),
+        user_zero={"stage": 3},
+    ),
+    Trained(
+        name="7B, one 24 GB GPU",
+        about="6.7 B parameters on one GPU of 24 GB: the optimizer has to be on the host",
+        model=_gpt(params=6.7e9, layers=32, hidden=4096, activation_gib=0.9, sequence=1024, half_batch=0.8),
+        machine=_RTX4090_ONE,
+        quirks=Quirks(profiled_activations=1.03),
+        user_zero={"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    ),
+    replace(LANDSCAPES["slow-links"], name="1.3B, 16 x 32 GB over Ethernet"),
+    Trained(
+        name="350M, 64 x 40 GB",
+        about="0.35 B parameters on 64 GPUs of 8 nodes: gradients are large for the network",
+        model=_gpt(params=350e6, layers=24, hidden=1024, activation_gib=0.9, sequence=1024, half_batch=3),
+        machine=_A100_EIGHT_NODES,
+        quirks=Quirks(profiled_activations=1.03),
+        user_zero={"stage": 2},
+    ),
+    Trained(
+        name="1.4M, 2 CPU ranks",
+        about="1.4 M parameters on two CPU ranks: a try-out, as the demo",
+        model=_gpt(params=1.4e6, layers=4, hidden=128, activation_gib=0.004, sequence=64, half_batch=6),
+        machine=_CPU_RANKS,
+        quirks=Quirks(context_bytes=0, fragmentation=0.0, profiled_activations=1.05),
+        user_zero={"stage": 2},
+        kind="cpu",
+    ),
+)  # fmt: skip
+
+TYPICAL: Mapping[str, Trained] = MappingProxyType({landscape.name: landscape for landscape in _TYPICAL})
+"""Eight typical cases, whose first trials an expert would choose alike (``tests/benchmarks/golden``)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -36,28 +37,50 @@ class Acquisition:
 
     over: float
     """Log objective of the incumbent, the reference of gains."""
-
-    value: Numbers
-    """Acquisition value: the next launch maximizes it."""
+    start_s: float
+    """Seconds of a start."""
+    continues: Numbers
+    """Whether the ranks that wait for another trial can measure it."""
     gain: Numbers
     """Expected improvement, in the metric's logarithm."""
     log_objective: Numbers
     """Posterior mean log objective: log of the metric, of its inverse if the metric is minimized."""
+    spread: Numbers
+    """Standard deviation of the log objective, without noise."""
     fits: Numbers
     """Probability that the configuration runs."""
     cost_s: Numbers
     """Expected seconds of the launch."""
 
+    @property
+    def chance(self) -> Numbers:
+        """Probability of the configuration to exceed the incumbent if it runs."""
+        return normal_cdf((self.log_objective - self.over) / self.spread)
+
+    @property
+    def value(self) -> Numbers:
+        """Expected improvement per second."""
+        result: Numbers = self.gain / self.cost_s
+        return result
+
+    @property
+    def value_of_starts(self) -> Numbers:
+        """Expected improvement per second if no configuration costs less than a start."""
+        result: Numbers = self.gain / np.maximum(self.cost_s, self.start_s)
+        return result
+
     def take(self, index: Numbers) -> Acquisition:
         """Return the values selected by an index array or a mask."""
-        names = (field_.name for field_ in fields(self) if field_.name != "over")
-        return Acquisition(over=self.over, **{name: getattr(self, name)[index] for name in names})
+        taken: dict[str, Any] = {name: getattr(self, name)[index] for name in _ARRAYS}
+        return replace(self, **taken)
 
     def joined(self, other: Acquisition) -> Acquisition:
         """Return these values followed by other values with the same reference."""
-        names = (field_.name for field_ in fields(self) if field_.name != "over")
-        both = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
-        return Acquisition(over=self.over, **both)
+        both: dict[str, Any] = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in _ARRAYS}
+        return replace(self, **both)
+
+
+_ARRAYS = ("continues", "gain", "log_objective", "spread", "fits", "cost_s")
 
 
 def heavy_tailed_improvement(mean: Numbers, sd: Numbers) -> Numbers:

@@ -193,6 +193,16 @@ class CandidateTable:
         """Return the row of a lineage, None if it is not in this space."""
         return self._index.get(lineage_key(params))
 
+    def never_measured(self, rows: Numbers, measured: Numbers) -> Numbers:
+        """Return a mask of rows with ZeRO 3, an offload, or a flag's value that no measured row has."""
+        result: Numbers = (self.kinds[rows] > self.kinds[measured].max(axis=0, initial=0.0)).any(axis=1)
+        for place, kernel in enumerate(self.knob_kernels):
+            values = self.knobs[rows, place]
+            is_flag = not np.any(kernel - np.diag(np.diag(kernel)))
+            if is_flag and len(measured):
+                result |= (np.diag(kernel)[values] > 0) & ~np.isin(values, self.knobs[measured, place])
+        return result
+
     def memory_inputs(self, rows: Numbers, micro_batch: Numbers) -> MemoryInputs:
         """Return the inputs of the memory posterior for rows at micro-batches."""
         return MemoryInputs(

@@ -1,4 +1,4 @@
-"""Which structure is launched first: the simpler of two that are predicted to be equal.
+"""Order of the launches: the structures that may win, the simplest first; then the settings of the best.
 
 A structure is a ZeRO stage with its offloads. Of two structures that were never measured and whose predicted metrics
 differ by less than the uncertainty of their difference, the simpler is launched first: it has fewer settings that may
@@ -15,11 +15,11 @@ import numpy as np
 
 from optuna_dsat.config.knobs import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.cost.memory_posterior import normal_cdf
 from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.guided.acquisition import Acquisition
 from optuna_dsat.guided.candidates import CandidateTable
 from optuna_dsat.guided.posterior import Posterior
+from optuna_dsat.guided.sizes import LEAST_GAIN, outgrown_size
 from optuna_dsat.trials.lineage import ZERO_STAGE
 
 __all__ = ["complexity", "first_launched", "structure_of"]
@@ -27,7 +27,15 @@ __all__ = ["complexity", "first_launched", "structure_of"]
 _LIKELY = 0.5
 """Probability above which a structure is assumed to fit."""
 _CHANCE = 0.2
-"""Least probability to exceed the incumbent of a structure that is launched before a simpler structure."""
+"""Least probability to exceed the incumbent of a structure that is launched before a simpler structure, and before a
+measured structure is refined.
+"""
+_ROOM = 1.125
+"""Least ratio of the micro-batches of a structure that saves memory and of a simpler structure."""
+_DEFICIT = math.log1p(0.05)
+"""Predicted deficit in log objective above which a configuration comes last."""
+_WORTH = 0.005
+"""Expected improvement of another configuration above which unlikely ones wait."""
 
 
 def structure_of(params: Mapping[str, Any]) -> Structure:
@@ -46,13 +54,27 @@ def complexity(params: Mapping[str, Any]) -> tuple[int, int]:
 def first_launched(
     table: CandidateTable, posterior: Posterior, rows: Numbers, sizes: Numbers, acquisition: Acquisition
 ) -> int:
-    """Return the index of the configuration to launch: of the largest acquisition value whose structure need not wait.
+    """Return the index of the configuration to launch: the largest acquisition value of all that need not wait.
 
-    A structure that was never measured waits for a simpler structure that was never measured either, that probably
-    fits, and has a configuration worth a launch, if
+    Structures that were never measured are launched first, the simplest of them first, if they probably fit and are
+    likely to win (``_structures``), unless another configuration is expected to gain more. A trial that continues a
+    launch is so cheap that the search would otherwise refine the first structure before it knows whether another is
+    faster. But a launch first climbs to the micro-batch that pays: the expected gain of its trials counts twice.
 
-    - its predicted metric is not better by more than a standard deviation of the difference; or
-    - its probability to exceed the incumbent is below ``_CHANCE``.
+    These configurations wait while another one is expected to gain ``_WORTH``:
+
+    - of structures that are unlikely to win;
+    - if they probably do not fit: of structures that were never measured, and of others for an expected gain below
+      ``LEAST_GAIN``.
+
+    These come last:
+
+    - of measured structures, if they are predicted to be slower than the incumbent by more than ``_DEFICIT``, and of
+      others, if they are slower than the best of their structure by as much;
+    - of measured structures, micro-batches that the search has climbed past (``outgrown_size``).
+
+    Costs decide between continuing a launch and starting another. Among trials that continue it, costs below the cost
+    of a start do not: the search climbs to the micro-batch that is expected to gain most, not to the cheapest.
 
     Args:
         table: The candidates.
@@ -61,31 +83,72 @@ def first_launched(
         sizes: Their micro-batches.
         acquisition: Their acquisition function.
     """
+    structure, gain = table.structure[rows], acquisition.gain
+    known = np.isin(structure, posterior.known_structures)
+    waiting, unlikely, promising = _structures(table, posterior, rows, sizes, acquisition)
+    measured, means = posterior.measured, posterior.residuals.posterior_means[: len(posterior.measured.row)]
+    outgrown = outgrown_size(table.structure[measured.row], measured.micro_batch, means)
+    best = np.full(int(structure.max()) + 1, -np.inf)
+    np.maximum.at(best, structure, np.where(acquisition.fits >= _LIKELY, acquisition.log_objective, -np.inf))
+    slower = acquisition.log_objective < np.where(known, acquisition.over, best[structure]) - _DEFICIT
+    last = np.isin(structure, waiting) | slower | (known & (sizes <= outgrown))
+    late = (acquisition.fits < _LIKELY) & (~known | (gain < math.log1p(LEAST_GAIN))) | np.isin(structure, unlikely)
+    if posterior.incumbent is None:  # what is most likely to run comes first
+        last, late, promising = np.isin(structure, waiting), np.zeros(len(rows), dtype=bool), promising[:0]
+    allowed = np.ones(len(rows), dtype=bool)
+    for group, least in ((last, 0.0), (late, _WORTH)):
+        if gain[allowed & ~group].max(initial=0.0) > least:
+            allowed &= ~group
+    first = allowed & np.isin(structure, promising)
+    if first.any() and gain[first].max() >= (gain * (1 + acquisition.continues))[allowed & ~first].max(initial=0.0):
+        allowed = first
+    cheapest = int(descending(np.where(allowed, acquisition.value, 0.0))[0])
+    allowed &= acquisition.continues == acquisition.continues[cheapest]
+    return int(descending(np.where(allowed, acquisition.value_of_starts, 0.0))[0])
+
+
+def _structures(
+    table: CandidateTable, posterior: Posterior, rows: Numbers, sizes: Numbers, acquisition: Acquisition
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the structures that wait, that are unlikely to win, and that are launched first.
+
+    All were never measured, probably fit, and have a configuration worth a launch. A structure waits for a simpler one
+    of them if it is unlikely to win, or if its predicted metric is not better by more than a standard deviation of the
+    difference.
+
+    It is unlikely to win if its probability to exceed the incumbent is below ``_CHANCE``; or if it has ZeRO 3 or an
+    offload, and its micro-batch hardly exceeds (``_ROOM``) a simpler measured structure's largest: in no published
+    table (``benchmarks/published``) was it faster at the same micro-batch.
+    """
     structure = table.structure[rows]
-    likely = ~np.isin(structure, posterior.known_structures) & (acquisition.fits >= _LIKELY) & (acquisition.value > 0)
+    likely = ~np.isin(structure, posterior.known_structures) & (acquisition.fits >= _LIKELY) & (acquisition.gain > 0)
     order = descending(acquisition.log_objective)
     best = {int(structure[index]): int(index) for index in order[::-1] if likely[index]}
-    value = acquisition.value
-    if len(best) > 1:
-        places = np.array(list(best.values()), dtype=np.int64)
-        ranks = [complexity(table.lineages[int(row)]) for row in rows[places]]
-        waits = _waiting(posterior, ranks, *posterior.joint(rows[places], sizes[places]))
-        free = np.where(np.isin(structure, np.array(list(best))[waits]), 0.0, value)
-        value = free if free.max() > 0 else value
-    return int(descending(value)[0])
+    places, groups = np.array(list(best.values()), dtype=np.int64), np.array(list(best), dtype=np.int64)
+    unlikely = acquisition.chance[places] < _CHANCE
+    unlikely |= sizes[places] <= _ROOM * _edges_of_simpler(table, posterior, rows[places])
+    ranks = [complexity(table.lineages[int(row)]) for row in rows[places]]
+    waits = _waiting(ranks, *posterior.joint(rows[places], sizes[places]), unlikely)
+    return groups[waits], groups[unlikely], groups[~waits & ~unlikely]
 
 
-def _waiting(posterior: Posterior, ranks: Sequence[tuple[int, int]], means: Numbers, covariance: Numbers) -> Numbers:
+def _edges_of_simpler(table: CandidateTable, posterior: Posterior, rows: Numbers) -> Numbers:
+    """Return the largest micro-batch expected to fit in a measured structure with fewer of ZeRO 3 and offloads."""
+    result = np.zeros(len(rows))
+    for group in np.unique(table.structure[posterior.measured.row]):
+        own = table.structure == group
+        kinds = table.kinds[np.argmax(own)]
+        simpler = (kinds <= table.kinds[rows]).all(axis=1) & (kinds < table.kinds[rows]).any(axis=1)
+        result[simpler] = np.maximum(result[simpler], posterior.all_edges[own].max())
+    return result
+
+
+def _waiting(ranks: Sequence[tuple[int, int]], means: Numbers, covariance: Numbers, unlikely: Numbers) -> Numbers:
     """Return a mask of structures that wait for a simpler one, given their best configurations' joint posterior."""
     variances = np.diag(covariance)
     result = np.zeros(len(ranks), dtype=bool)
-    for one, rank in enumerate(ranks):
+    for index, rank in enumerate(ranks):
         simpler = [other for other in range(len(ranks)) if ranks[other] < rank]
-        if not simpler:
-            continue
-        spread = np.sqrt(np.maximum(variances[one] + variances[simpler] - 2 * covariance[one, simpler], 0.0))
-        result[one] = np.any(means[one] - means[simpler] < spread)
-        if posterior.incumbent is not None:
-            z = (means[one] - posterior.incumbent) / math.sqrt(max(float(variances[one]), 1e-12))
-            result[one] |= bool(normal_cdf(np.array(z)) < _CHANCE)
+        spread = np.sqrt(np.maximum(variances[index] + variances[simpler] - 2 * covariance[index, simpler], 0.0))
+        result[index] = bool(simpler) and (unlikely[index] or np.any(means[index] - means[simpler] < spread))
     return result

@@ -32,8 +32,9 @@ The search ends under either of two conditions:
 
 If no single launch is worth its cost, long launches are skipped.
 
-A structure that was never measured waits for simpler ones that are predicted to be about as fast
-(``optuna_dsat.guided.order``). Each candidate has a reason in words (``optuna_dsat.guided.reasons``).
+A structure that was never measured waits for simpler ones that are predicted to be about as fast, and settings are
+refined once the structures that may win were measured (``optuna_dsat.guided.order``). Each candidate has a reason in
+words (``optuna_dsat.guided.reasons``).
 
 A launch whose ranks wait for another trial measures configurations that differ in live settings only
 (``optuna_dsat.config.live``) without a start, and with less noise relative to its earlier measurements. Such a

@@ -414,7 +414,7 @@ class Posterior:
         if continues.any():
             learnt_sd[continues] = self.residuals.change_within(self._observations.waiting, new.take(continues))
         gain = expected_improvement(penalised - over, learnt_sd)
-        unknown = self._never_measured(rows) & (penalised - over > -_DOUBTED_DEFICIT)
+        unknown = self._table.never_measured(rows, self.measured.row) & (penalised - over > -_DOUBTED_DEFICIT)
         gain = np.where(unknown, heavy_tailed_improvement(penalised - over, learnt_sd), gain)
         run_s = self._launch_s(new.latency, start_s=np.where(continues, _ORDER_S, self._start_up_s))
         fits = fits * self._runs.is_sound(rows, sizes)
@@ -422,7 +422,14 @@ class Posterior:
             gain = gain * (fits >= _MIN_FITS)
         cost_s = fits * run_s + (1 - fits) * self._start_up_s
         return Acquisition(
-            over=over, value=fits * gain / cost_s, gain=fits * gain, log_objective=mean, fits=fits, cost_s=cost_s
+            over=over,
+            start_s=self._start_up_s,
+            continues=continues,
+            gain=fits * gain,
+            log_objective=mean,
+            spread=np.sqrt(variance),
+            fits=fits,
+            cost_s=cost_s,
         )
 
     def _continues(self, rows: Numbers) -> Numbers:
@@ -433,17 +440,6 @@ class Posterior:
         engine = self._table.engine
         measured = self._observations.row[self._observations.launch == waiting][0]
         result: Numbers = engine[rows] == engine[measured]
-        return result
-
-    def _never_measured(self, rows: Numbers) -> Numbers:
-        """Return a mask of rows with ZeRO 3, an offload, or a flag's value that was never measured."""
-        table, measured = self._table, self.measured.row
-        result: Numbers = (table.kinds[rows] > table.kinds[measured].max(axis=0, initial=0.0)).any(axis=1)
-        for place, kernel in enumerate(table.knob_kernels):
-            values = table.knobs[rows, place]
-            is_flag = not np.any(kernel - np.diag(np.diag(kernel)))
-            if is_flag and len(measured):
-                result |= (np.diag(kernel)[values] > 0) & ~np.isin(values, table.knobs[measured, place])
         return result
 
     def _launch_s(self, latency: Numbers, *, start_s: Numbers | None = None) -> Numbers:

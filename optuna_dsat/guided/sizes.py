@@ -13,7 +13,7 @@ from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.problem import Problem
 
-__all__ = ["LEAST_GAIN", "largest_size", "paying_sizes", "spread_sizes"]
+__all__ = ["LEAST_GAIN", "largest_size", "outgrown_size", "paying_sizes", "spread_sizes"]
 
 LEAST_GAIN = 0.02
 """Relative gain of a doubling below which a larger micro-batch is not worth a launch."""
@@ -74,3 +74,22 @@ def paying_sizes(structure: Numbers, size: Numbers, gain: Numbers, *, count: int
     if not len(ends):
         return result
     return np.where(np.isfinite(result), result, 2 * np.maximum(ends.max(), largest))
+
+
+def outgrown_size(structure: Numbers, size: Numbers, mean: Numbers) -> float:
+    """Return the largest measured micro-batch that a search has climbed past; 0 if there is none.
+
+    At least twice the micro-batch gained ``LEAST_GAIN`` in the same structure, and the best configuration has at least
+    twice the micro-batch.
+
+    Args:
+        structure: Structure of each measured configuration.
+        size: Its micro-batch.
+        mean: Its posterior mean log objective.
+    """
+    if not len(size):
+        return 0.0
+    doubled = (structure[:, None] == structure[None, :]) & (2 * size[:, None] <= size[None, :])
+    gained = mean[None, :] - mean[:, None] >= math.log1p(LEAST_GAIN)
+    passed = (doubled & gained).any(axis=1) & (2 * size <= size[int(np.argmax(mean))])
+    return float(size[passed].max(initial=0.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from optuna_dsat.guided.acquisition import expected_improvement, heavy_tailed_improvement, learnt_spread
+from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, heavy_tailed_improvement, learnt_spread
 
 MEANS = np.array([-0.05, 0.0, 0.02])
 SPREADS = np.array([0.02, 0.05, 0.01])
@@ -31,3 +31,12 @@ def test_a_noisy_measurement_moves_the_posterior_mean_by_as_much_as_it_teaches()
         measured = true + noise_sd * dice.standard_normal(DRAWS)
         moved = measured * 0.01**2 / (0.01**2 + noise_sd**2)
         assert learnt_spread(np.array([0.01**2]), noise_sd**2) == pytest.approx(moved.std(), rel=0.02)
+
+
+def test_costs_below_a_start_do_not_decide_between_trials_that_continue() -> None:
+    each = {"continues": np.array([True, True]), "log_objective": np.zeros(2), "spread": np.ones(2), "fits": np.ones(2)}
+    offered = Acquisition(over=0.0, start_s=60.0, gain=np.array([0.2, 0.3]), cost_s=np.array([2.0, 4.0]), **each)
+    assert np.argmax(offered.value) == 0
+    assert np.argmax(offered.value_of_starts) == 1
+    assert offered.chance == pytest.approx([0.5, 0.5])
+    assert offered.take(np.array([1])).joined(offered).gain == pytest.approx([0.3, 0.2, 0.3])
