@@ -49,6 +49,9 @@ _NOT_OF_THE_CONFIGURATION = frozenset(
 )
 """Outcomes of a continued launch that say nothing of its configuration."""
 
+_BY_CHANCE = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.STALLED})
+"""Outcomes that, after steps with its settings, do not show that a script does not follow settings."""
+
 _POLL_PAUSE_S = 0.02
 """Longest pause between two looks at the launches."""
 
@@ -345,7 +348,8 @@ class TorchrunLauncher:
         report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
         if not launch.root or report.outcome not in _NOT_OF_THE_CONFIGURATION:
             return report
-        self._learn_limit(launch.changes, report.cause.removeprefix(f"{NotLiveError.__name__}: "))
+        if not (report.outcome in _BY_CHANCE and launch.log.last_step):
+            self._learn_limit(launch.changes, report.cause.removeprefix(f"{NotLiveError.__name__}: "))
         return replace(report, afresh=True)
 
     def _conclude(self, launch: Launch, note: str) -> LaunchReport | None:

@@ -35,6 +35,8 @@ class FakeEngine:
     """Number of a node -> what its hello says otherwise."""
     seen: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     reached: Mapping[int, list[list[str]]] = field(default_factory=dict)
+    refuses: tuple[int, ...] = ()
+    """Nodes that cannot write the files of a trial that continues a launch."""
     orders: list[tuple[FakePlace, int | None, Order]] = field(default_factory=list)
     requested: int = 0
     released: list[FakePlace] = field(default_factory=list)
@@ -88,6 +90,10 @@ class FakeEngine:
             self.say(place, node, {"news": "prepared", "failed": {}})
         elif do == "launch":
             self._launch(place, node, order["request"])
+        elif do == "continue":
+            self._continue(place, node, order["request"])
+        elif do == "dismiss":
+            self._leave(place, node, order["launch_id"])
         elif do == "end" and not order["ranks_only"]:
             self._end(place, node, order["launch_id"])
 
@@ -95,18 +101,33 @@ class FakeEngine:
         name = request["launch_id"]
         started = {"news": "started", "pid": 100 + node, "forked": False, "command": ["torchrun"], "time": time.time()}
         self.say(place, node, {**started, "launch_id": name})
-        ahead = self.clock_ahead_s
+        self._measure(place, node, request)
+        if not self.holds and not request["continues"]:
+            self._leave(place, node, name)
+
+    def _continue(self, place: FakePlace, node: int, request: Mapping[str, Any]) -> None:
+        name = request["launch_id"]
+        if node in self.refuses:
+            self.say(place, node, {"news": "failed", "launch_id": name, "why": "the disk is full"})
+        else:
+            self._measure(place, node, request)
+
+    def _measure(self, place: FakePlace, node: int, request: Mapping[str, Any]) -> None:
+        name, ahead = request["launch_id"], self.clock_ahead_s
+        size = request["ds_config"]["train_micro_batch_size_per_gpu"]
         self._write(place, node, name, RankStarted(
             rank=node, time=time.time() + ahead, local_rank=0, world_size=2, pid=1, host="h", forked=False,
         ))  # fmt: skip
         if self.holds:
             return
-        self._write(place, node, name, engine(rank=node, time=time.time() + ahead, train_micro_batch_size_per_gpu=4))
+        self._write(place, node, name, engine(rank=node, time=time.time() + ahead, train_micro_batch_size_per_gpu=size))
         for step in range(1, request["end_profile_step"] + 1):
-            self._write(place, node, name, step_of(node, step, 0.1, 4, time=time.time() + ahead))
+            self._write(place, node, name, step_of(node, step, 0.1, size, time=time.time() + ahead))
         self._write(place, node, name, RankFinished(
             rank=node, time=time.time() + ahead, reason="profile_done", steps=request["end_profile_step"],
         ))  # fmt: skip
+
+    def _leave(self, place: FakePlace, node: int, name: str) -> None:
         self.say(place, node, {"news": "state", "launch_id": name, "dead": [node], "agent": 0})
         self._end(place, node, name)
 

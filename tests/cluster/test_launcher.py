@@ -14,12 +14,13 @@ from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places.cluster import Limits
 from optuna_dsat.launch.places.engine import ClusterError
 from optuna_dsat.launch.places.place import Layout
+from optuna_dsat.launch.places.remote import RemoteLaunch
 from optuna_dsat.launch.protocol import Finished, LaunchReport, SlotsBusyError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.secrecy.references import PREFIX
 from tests.cluster import launches as on_nodes
 from tests.cluster.fakes import FakeEngine, FakePlace
-from tests.harness.launches import STUB, request
+from tests.harness.launches import DS_CONFIG, STUB, request
 
 
 def launcher_on(
@@ -182,6 +183,67 @@ def test_a_lost_place_ends_its_launch_as_killed_and_another_one_is_asked_for(tmp
     start(launcher, tmp_path, 1)
     assert finished(launcher, 1)[0].outcome is Outcome.MEASURED
     assert engine.requested == 2
+
+
+def of_size(size: int) -> dict[str, Any]:
+    overlay = {"train_micro_batch_size_per_gpu": size}
+    return {"continues": True, "overlay": overlay, "ds_config": {**DS_CONFIG, **overlay}}
+
+
+def test_a_place_that_is_lost_during_a_continued_trial_costs_that_trial_only(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    launcher, _ = launcher_on(engine, tmp_path)
+    start(launcher, tmp_path, 0, **of_size(4))
+    first = finished(launcher, 1)[0]
+    engine.holds = True
+    start(launcher, tmp_path, 1, **of_size(8))
+    while not any(order["do"] == "continue" for _, _, order in engine.orders):
+        launcher.poll(0.01)
+    engine.lose(held(launcher), "node n2 gave no sign of life for 20 s")
+    second = finished(launcher, 1)[0]
+    assert (first.outcome, second.outcome, second.root) == (Outcome.MEASURED, Outcome.KILLED, "trial-0000")
+    engine.holds = False
+    start(launcher, tmp_path, 2, **of_size(8))
+    third = finished(launcher, 1)[0]
+    assert (third.outcome, third.root, engine.requested) == (Outcome.MEASURED, "", 2)
+
+
+def test_a_trial_whose_place_is_lost_before_its_order_is_launched_in_another_one(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    launcher, _ = launcher_on(engine, tmp_path)
+    start(launcher, tmp_path, 0, **of_size(4))
+    finished(launcher, 1)
+    start(launcher, tmp_path, 1, **of_size(8))
+    engine.lose(held(launcher), "node n2 gave no sign of life for 20 s")
+    second = finished(launcher, 1)[0]
+    assert (second.outcome, second.root, engine.requested) == (Outcome.MEASURED, "", 2)
+
+
+def test_a_node_that_cannot_continue_a_launch_ends_it_before_the_place_takes_another(tmp_path: Path) -> None:
+    engine = FakeEngine(refuses=(1,))
+    launcher, _ = launcher_on(engine, tmp_path)
+    start(launcher, tmp_path, 0, **of_size(4))
+    finished(launcher, 1)
+    start(launcher, tmp_path, 1, **of_size(8))
+    second = finished(launcher, 1)[0]
+    assert (second.outcome, second.message) == (Outcome.KILLED, "n2 could not start it: the disk is full")
+    assert [order["launch_id"] for _, _, order in engine.orders if order["do"] == "end"] == ["trial-0001"]
+    start(launcher, tmp_path, 2, **of_size(8))
+    assert finished(launcher, 1)[0].outcome is Outcome.MEASURED
+    assert engine.requested == 1
+
+
+def test_ranks_of_a_node_that_cannot_continue_a_launch_are_waited_for() -> None:
+    place: Any = None
+    launch = RemoteLaunch("trial-0001", place=place, nodes=1, slots=1)
+    launch.ordered = True
+    launch.note(0, {"news": "started", "pid": 7, "forked": False, "command": []})
+    launch.note(0, {"news": "failed", "why": "the disk is full"})
+    assert (launch.end, launch.release(0.0)) == (None, None)
+    launch.note(0, {"news": "gone", "end": {"exit_codes": {"0": -9}, "oom_kills": 0}, "conditions": {}})
+    launch.note(0, {"news": "free", "note": ""})
+    assert launch.end is not None
+    assert launch.release(0.0) == ""
 
 
 def test_places_that_are_lost_again_and_again_end_the_search(tmp_path: Path) -> None:

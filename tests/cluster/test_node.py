@@ -10,21 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from optuna_dsat.launch.agent import run
 from optuna_dsat.launch.agent.agent import NodeAgent, digest_of
 from optuna_dsat.launch.agent.files import TOKEN, LaunchFiles, TrackerFiles, write_tracker
 from optuna_dsat.launch.agent.wire import HEARD_S, Joiner, request_to_json
 from optuna_dsat.launch.event_log import GrowingFile
 from optuna_dsat.launch.machine.network import Doorbell, addresses, free_port, interface_of, reached
-from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
 from optuna_dsat.version import __version__
 from tests.harness.commands import ROOT
-from tests.harness.launches import STUB, request
+from tests.harness.launches import DS_CONFIG, STUB, request
 from tests.harness.workers import wait_until
 
 
@@ -107,6 +109,37 @@ def test_a_launch_that_cannot_start_is_told_and_takes_no_slot(agent: NodeAgent, 
     assert answer(agent, order)["news"] == "failed"
     assert agent._machine is not None
     assert agent._machine.pool.free == 1
+
+
+@pytest.mark.torchrun
+def test_a_trial_whose_files_cannot_be_written_ends_the_launch_that_it_was_to_continue(
+    agent: NodeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent._node = 0
+    look(agent, slots=1)
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
+    first = request(tmp_path, launch_id="first", script="continued.py", slots=1, continues=True)
+    order = {"do": "launch", "request": request_to_json(first), "warm": False, "rendezvous": None}
+    agent.take({**order, "environ": dict(os.environ), "trackers": {"folder": str(tmp_path), "token": ""}})
+    news: list[dict[str, Any]] = []
+
+    def says(kind: str, text: str = "") -> bool:
+        news.extend(agent.advance())
+        return any(item["news"] == kind and text in str(item) for item in news)
+
+    wait_until(lambda: says("events", "profile_done"), what="it has measured", limit_s=90.0)
+
+    def fail(*_: Any, **__: Any) -> RunDirectory:
+        raise OutputError("No space left on device")
+
+    monkeypatch.setattr(run, "write_run_directory", fail)
+    changes = {"train_micro_batch_size_per_gpu": 8}
+    second = request_to_json(replace(first, launch_id="second"))
+    agent.take({"do": "continue", "launch_id": "first", "request": second, "changes": changes})
+    news.clear()
+    wait_until(lambda: says("free"), what="its processes are gone")
+    assert {item["launch_id"] for item in news} == {"second"}
+    assert [item["news"] for item in news if item["news"] not in ("events", "log")] == ["failed", "gone", "free"]
 
 
 def test_what_takes_long_on_a_node_is_told_until_it_is_over(

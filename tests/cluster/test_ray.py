@@ -270,6 +270,7 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     assert json.loads(best.read_text())["train_micro_batch_size_per_gpu"] == 1
     (trial,) = tmp_path.rglob("trial-0000")
     assert len(list(trial.glob("logs/rank*.stderr.log"))) == 2
+    assert json.loads((trial / "report.json").read_text())["root"] == "profile", "the profile launch is continued"
     (printed,) = (line for line in shown.splitlines() if "optuna_dsat.launch.places.ray_train" in line)
     assert f"--nodes 2 --ranks 1 -- {tmp_path / 'train.py'}" in printed
     environ = {**os.environ, **LOOPBACK, "PYTHONPATH": str(ROOT)}

@@ -19,6 +19,7 @@ from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
+from optuna_dsat.runtime.measure.orders import order_next
 from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
 
 from .test_torchrun import BASE_ENV, assert_gone
@@ -157,6 +158,17 @@ def test_a_script_that_does_not_follow_is_launched_afresh(run: Run, notices: lis
     assert other.root == "", "what the script did not follow is not tried again"
 
 
+def test_a_loader_that_never_reaches_the_size_is_launched_afresh(run: Run) -> None:
+    first, _ = run("first", "--data", "cut")
+    refused, steps = run("second", "--data", "cut", size=8)
+    assert (refused.outcome, refused.root, refused.afresh) == (Outcome.SCRIPT_ERROR, first.launch_id, True)
+    assert "the batch size is 4, not 8" in refused.message
+    assert not steps
+    assert_gone(first.pids)
+    again, steps = run("again", "--data", "cut", size=8)
+    assert (again.outcome, again.root, sizes(steps)) == (Outcome.MEASURED, "", {8})
+
+
 def test_a_script_that_accumulates_by_itself_is_launched_afresh(run: Run) -> None:
     run("first", "--accumulates")
     refused, _ = run("second", "--accumulates", config={"gradient_accumulation_steps": 3})
@@ -202,6 +214,35 @@ def test_a_rank_that_dies_while_it_waits_costs_nothing(run: Run, launcher: Torch
     assert (second.root, sizes(steps)) == ("", {8})
     assert_gone(first.pids)
     assert launcher.free_slots == 2
+
+
+def test_ranks_that_have_left_a_tuner_that_stood_still_cost_nothing(run: Run, launcher: TorchrunLauncher) -> None:
+    first, _ = run("first")
+    order_next(launcher.run_directory(first.launch_id).root, None)  # as after the longest wait
+    time.sleep(0.5)
+    second, steps = run("second", size=8)
+    assert (second.outcome, second.root, second.afresh, sizes(steps)) == (Outcome.MEASURED, "", False, {8})
+    assert_gone(first.pids)
+
+
+@pytest.mark.parametrize(("number", "outcome"), [(signal.SIGKILL, Outcome.KILLED), (signal.SIGSTOP, Outcome.STALLED)])
+def test_a_rank_that_fails_after_steps_of_a_continued_trial_costs_this_trial_only(
+    run: Run, launcher: TorchrunLauncher, tmp_path: Path, number: signal.Signals, outcome: Outcome
+) -> None:
+    first, _ = run("first")
+    asked = trial(tmp_path, "second", size=8, end_profile_step=10_000, stall_s=3)
+    launcher.start(asked)
+    updates: list[LaunchUpdate] = []
+    while not events(updates, StepMeasured):
+        updates += launcher.poll(0.1)
+    os.kill(first.pids[-1], number)
+    failed = reports(updates_until_finished(launcher))[asked.launch_id]
+    assert (failed.outcome, failed.root) == (outcome, first.launch_id)
+    assert failed.afresh == (outcome is Outcome.STALLED), "a killed launch is repeated by the tuner"
+    assert_gone(first.pids)
+    again, _ = run("again", size=8)
+    more, _ = run("more", size=2)
+    assert (again.root, more.root) == ("", again.launch_id), "sizes are followed as before"
 
 
 def test_a_rank_that_stands_still_is_found(run: Run) -> None:

@@ -35,7 +35,7 @@ class Batches(IterableDataset[dict[str, torch.Tensor]]):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
-    parser.add_argument("--data", default="loader", choices=("loader", "stream", "batches", "fixed"))
+    parser.add_argument("--data", default="loader", choices=("loader", "stream", "batches", "fixed", "cut"))
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--accumulates", action="store_true", help="accumulate 1 micro-batch whatever the engine says")
@@ -58,6 +58,8 @@ def main() -> None:
             inputs = batch
             if not isinstance(batch, torch.Tensor):
                 inputs = batch["inputs"] if isinstance(batch, dict) else batch[0]
+            if args.data == "cut":
+                inputs = inputs[:size]
             if len(inputs) == args.end_size and int(os.environ["RANK"]) == args.end_rank:
                 if args.end == "raise":
                     raise ValueError("this size is not for me")

@@ -438,9 +438,9 @@ class NodeLaunch:
         if self._processes is None:
             return
         request = self._machine.limited(request_from_json(order["request"]))
+        self.name, self._told = request.launch_id, ([], None)
         directory = write_run_directory(request, self._folder, leavings=self._leavings, changes=order["changes"])
         self._processes.take_on(request, directory)
-        self.name, self._told = request.launch_id, ([], None)
         self._files = LaunchFiles(directory, ranks=self._ranks, node=self._machine.node)
 
     def leave(self) -> None:

@@ -138,8 +138,9 @@ class RemoteLaunch:
             self._free[node] = str(news["note"])
         elif kind == "failed":
             self.failure = self.failure or str(news["why"])
-            self._gone[node] = EndFacts(oom_kills=0), Conditions()
-            self._free[node] = ""
+            if node not in self.forked:  # ranks that were to measure another trial are yet to end
+                self._gone[node] = EndFacts(oom_kills=0), Conditions()
+                self._free[node] = ""
 
     def _note_end(self, node: int, code: int | None) -> None:
         if code is None:

@@ -31,6 +31,8 @@ __all__ = ["BatchSources"]
 
 _MOST = 400
 """Maximum number of recorded numbers per kind of source."""
+_READ_AHEAD = 8
+"""Most batches that a trainer or script reads ahead of the engine: accelerate 1, prefetchers to a GPU a few."""
 _MOST_TEXT_BYTES = 2**20
 """Maximum size of a settings file that is compared with parsed texts; larger files contain data."""
 
@@ -115,16 +117,15 @@ class BatchSources:
         named = {value for name, value in [*self._parsers.options.items(), *settings] if names_training_batch(name)}
         return BatchNumbers(configured=configured, named=named, loaded=self._loaded)
 
-    def rescale(self, ratio: Fraction) -> bool:
+    def rescale(self, ratio: Fraction) -> int:
         """Multiply the batch size of the data loaders that feed the engine, also within an iteration.
 
-        Batches that workers of a loader have already prefetched keep their size.
-
         Returns:
-            Whether a data loader of torch feeds the engine.
+            Number of batches that may still have the earlier size: those that workers of a loader have prefetched, and
+            some that are read ahead; 0 if no data loader of torch feeds the engine.
         """
         self._scale *= ratio
-        return any(loader.trains for loader in self._loaders)
+        return max((loader.prefetched + _READ_AHEAD for loader in self._loaders if loader.trains), default=0)
 
     def _note_settings(self, source: Any, result: Any) -> None:
         """Record the numbers of a settings file, and replace the batch size selected by ``follow``."""
@@ -228,6 +229,8 @@ class _Loader:
         """Whether each rank loads the whole dataset, because the sampler does not shard it."""
         self.trains = False
         """Whether the engine received inputs during the iteration."""
+        self.prefetched = 0
+        """Batches that its workers have ready or in preparation."""
 
     def sized(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: int | None, micro_batch: int | None
@@ -249,7 +252,8 @@ class _Loader:
         return args, kwargs
 
     def measure(self, loader: Any) -> None:
-        """Record the samples per rank and epoch, unless the dataset yields the batches."""
+        """Record the batches that workers prefetch, and the samples per rank and epoch unless the dataset batches."""
+        self.prefetched = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
         batches: Any = getattr(loader, "batch_sampler", None)
         if hasattr(batches, "samples_per_rank"):  # the batch sampler of a ``DeepSpeedTrial``, which shards
             self.samples = batches.samples_per_rank

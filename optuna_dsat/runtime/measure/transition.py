@@ -9,9 +9,6 @@ from optuna_dsat.runtime.measure.live import NotLiveError
 
 __all__ = ["Transition"]
 
-_MOST_IN_FLIGHT = 40
-"""Steps after a change of the batch size at most: workers of a data loader times the batches that each prefetches."""
-
 
 class Transition:
     """Checks that the script follows the batch size and accumulation of each trial after the first."""
@@ -28,13 +25,13 @@ class Transition:
         self._most_in_flight = 0
         """Steps that may still come with the earlier batch size."""
 
-    def begin(self, *, micro_batch: int | None, accumulated: Fraction, rescale: Callable[[Fraction], bool]) -> None:
+    def begin(self, *, micro_batch: int | None, accumulated: Fraction, rescale: Callable[[Fraction], int]) -> None:
         """Begin another trial.
 
         Args:
             micro_batch: Samples per rank and forward pass; None if they stay as they are.
             accumulated: Ratio of its gradient accumulation steps to those of the trial before.
-            rescale: Multiplies the batch size of the script's data; returns whether some may still be in flight.
+            rescale: Multiplies the batch size of the script's data; returns the number of batches still in flight.
 
         Raises:
             NotLiveError: If the batch size is to change and was not observed.
@@ -44,7 +41,7 @@ class Transition:
         if micro_batch is not None:
             if self._observed is None:
                 raise NotLiveError("the engine's inputs have no tensors")
-            self._most_in_flight = _MOST_IN_FLIGHT if rescale(Fraction(micro_batch, self._observed)) else 1
+            self._most_in_flight = max(1, rescale(Fraction(micro_batch, self._observed)))
 
     def includes(self, micro_batch: int | None, passes: int) -> bool:
         """Return whether a step still has the batch size of the trial before.
