@@ -56,7 +56,7 @@ def quick_store(folder: Path) -> Iterator[Store]:
 
 
 def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> StudySpec:
-    """Return the study: the command line's defaults, one launch at a time.
+    """Return the study: the command line's defaults, one launch at a time, for the one question that peers answer.
 
     The finalists (three and the user's config) are part of the budget, so that no method launches more than another:
     the last launches are a single round of them, where a search leaves no more. Simulated machines know nothing of
@@ -75,6 +75,7 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
         nodes_per_trial=rig.landscape.nodes,
         slots_per_trial=rig.landscape.slots,
         max_trials=budget - (confirm + 1 if confirm else 0),
+        batch="free",
         max_concurrent_trials=1,
         random_seed=seed,
         confirm=confirm,
