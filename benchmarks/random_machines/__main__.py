@@ -3,8 +3,8 @@
     python -m benchmarks.random_machines --seeds 0-199 --methods guided binary --results results.jsonl
 
 With ``--continues`` a launch measures several trials that differ in live settings only. ``--budget`` counts trials.
-Realistic machines and stress tests, of which there is one in ten, have separate rows. "Statements true" is the share of
-searches in which not more was left to gain than they stated at their end with 90 % probability.
+Realistic machines, stress tests (one machine in ten) and recorded landscapes have separate rows. "Statements true" is
+the share of searches in which not more was left to gain than they stated at their end with 90 % probability.
 
 Results are appended to the file as they come; searches that it holds are not run again. Seeds 0 to 199 are for
 development, 1000 to 1199 for the figures of a release.
@@ -26,11 +26,24 @@ import optuna
 
 from benchmarks.optimum import optimum
 from benchmarks.random_machines.draw import is_realistic
-from benchmarks.random_machines.machine import machine_of
-from benchmarks.search_efficiency import METHODS, NAMESAKES, Result, count, median, missing, run_one, statements_true
+from benchmarks.random_machines.machine import RandomMachine, machine_of
+from benchmarks.recorded import Recorded, recorded_landscapes
+from benchmarks.search_efficiency import (
+    METHODS,
+    NAMESAKES,
+    Result,
+    count,
+    median,
+    missing,
+    noise_of,
+    run_one,
+    statements_true,
+)
 
-__all__ = ["compared", "main", "row", "seeds_of"]
+__all__ = ["compared", "kind_of", "main", "row", "seeds_of"]
 
+Key = tuple[str, int, str]
+"""Landscape, seed and method of a search."""
 _EQUAL = 0.005
 """Final distances that differ by less are equal."""
 
@@ -44,65 +57,77 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{method} is left out: {', '.join(missing(method))} not installed (see benchmarks/README.md)\n")
     known = read(args.results)
     for seed in args.seeds:
-        _run(seed, [method for method in methods if (seed, method) not in known], args, known)
-    matches = {key: result for key, result in known.items() if key[0] in set(args.seeds)}
-    print(table(matches, methods))
+        machine = machine_of(seed)
+        missing_here = [method for method in methods if (machine.name, seed, method) not in known]
+        if missing_here:
+            best = optimum(machine).best.throughput
+            _run(machine, missing_here, args, known, best=best, noise=machine.drawn.noise, seed=seed)
+    for record in recorded_landscapes().values():
+        for seed in range(args.recorded):
+            missing_here = [method for method in methods if (record.name, seed, method) not in known]
+            _run(record, missing_here, args, known, best=record.best()[0], noise=noise_of(record, None), seed=seed)
+    asked = {machine_of(seed).name for seed in args.seeds} | (set(recorded_landscapes()) if args.recorded else set())
+    print(table({key: result for key, result in known.items() if key[0] in asked}, methods))
 
 
-def _run(seed: int, methods: Sequence[str], args: argparse.Namespace, known: dict[tuple[int, str], Result]) -> None:
-    """Run the searches of one machine, append them to the file and add them to ``known``."""
-    if not methods:
-        return
-    machine = machine_of(seed)
-    best = optimum(machine).best
+def _run(
+    landscape: RandomMachine | Recorded,
+    methods: Sequence[str],
+    args: argparse.Namespace,
+    known: dict[Key, Result],
+    *,
+    best: float,
+    noise: float,
+    seed: int,
+) -> None:
+    """Run the searches of one landscape and seed, append them to the file and add them to ``known``."""
     for method in methods:
         result = run_one(
-            machine,
-            method,
-            best=best.throughput,
-            budget=args.budget,
-            noise=machine.drawn.noise,
-            seed=seed,
-            continues=args.continues,
+            landscape, method, best=best, budget=args.budget, noise=noise, seed=seed, continues=args.continues
         )
-        known[seed, method] = result
-        print(f"{machine.about}: {method} ends {result.distance:.1%} away", file=sys.stderr, flush=True)
+        known[landscape.name, seed, method] = result
+        print(f"{landscape.about}: {method} ends {result.distance:.1%} away", file=sys.stderr, flush=True)
         with args.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(result)) + "\n")
 
 
-def read(path: Path) -> dict[tuple[int, str], Result]:
-    """Return the results of a file by seed and method; empty if there is no file."""
+def read(path: Path) -> dict[Key, Result]:
+    """Return the results of a file by landscape, seed and method; empty if there is no file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     results = [Result(**json.loads(line)) for line in lines]
-    return {(result.seed, result.method): result for result in results}
+    return {(result.landscape, result.seed, result.method): result for result in results}
 
 
-def table(found: Mapping[tuple[int, str], Result], methods: Iterable[str]) -> str:
-    """Return a markdown table, one row a method and class, and the comparison of each method with its namesake."""
+def table(found: Mapping[Key, Result], methods: Iterable[str]) -> str:
+    """Return a markdown table, one row a class and method, and the comparison of each method with its namesake."""
     lines = [
-        "| method | machines | within 1 % | within 3 % | within 1 % after 15 launches | median launches to 1 % "
-        "| median launches | median trials | median minutes | median distance | 90th percentile | worst "
-        "| statements true |",
+        "| landscapes, method | searches | within 1 % | within 3 % | within 1 % after 15 launches "
+        "| median launches to 1 % | median launches | median trials | median minutes | median distance "
+        "| 90th percentile | worst | statements true |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for method in methods:
-        for kind, realistic in (("realistic", True), ("stress", False)):
-            results = [
-                result for (seed, name), result in found.items() if name == method and is_realistic(seed) == realistic
-            ]
-            if results:
-                lines.append(row(f"{method}, {kind}", results))
+    for kind in ("realistic", "recorded", "stress"):
+        for method in methods:
+            own = [result for key, result in found.items() if key[2] == method and kind_of(*key[:2]) == kind]
+            if own:
+                lines.append(row(f"{kind}, {method}", own))
     for method, peers in NAMESAKES.items():
         for peer in peers:
             pairs = [
-                (found[seed, method], found[seed, peer])
-                for seed, name in found
-                if name == method and (seed, peer) in found
+                (found[landscape, seed, method], found[landscape, seed, peer])
+                for landscape, seed, name in found
+                if name == method and (landscape, seed, peer) in found
             ]
             if pairs:
                 lines += ["", f"{method} against {peer}: {compared(pairs)}"]
     return "\n".join(lines) + "\n"
+
+
+def kind_of(landscape: str, seed: int) -> str:
+    """Return the class of a landscape: ``recorded``, ``realistic`` or ``stress``."""
+    if landscape != f"machine-{seed}":
+        return "recorded"
+    return "realistic" if is_realistic(seed) else "stress"
 
 
 def row(name: str, results: Sequence[Result]) -> str:
@@ -166,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=50, help="launches after the profile launch (default 50)")
+    parser.add_argument("--recorded", type=int, default=0, metavar="N", help="searches of each recorded landscape too")
     parser.add_argument("--continues", action="store_true", help="a launch may measure several trials")
     parser.add_argument("--results", type=Path, required=True, help="JSON lines: results are read from it and added")
     return parser

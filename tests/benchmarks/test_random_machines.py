@@ -120,11 +120,11 @@ def test_searches_are_kept_and_not_repeated(tmp_path: Path, capsys: pytest.Captu
     methods = ("binary", "optuna-random")
     arguments = ["--seeds", "12", "--methods", *methods, "--budget", "6", "--results", str(results)]
     main(arguments)
-    assert set(read(results)) == {(12, "binary"), (12, "optuna-random")}
+    assert set(read(results)) == {("machine-12", 12, "binary"), ("machine-12", 12, "optuna-random")}
     written = results.read_text()
     main(arguments)
     assert results.read_text() == written
-    assert "| binary, realistic | 1 |" in capsys.readouterr().out
+    assert "| realistic, binary | 1 |" in capsys.readouterr().out
 
 
 def test_realistic_machines_and_stress_tests_have_separate_rows() -> None:
@@ -135,11 +135,13 @@ def test_realistic_machines_and_stress_tests_have_separate_rows() -> None:
             statements=[(0.0, 1.0), (0.02, left)],
         )  # fmt: skip
 
-    searches = {(seed, "guided"): ended(seed, left) for seed, left in ((0, 0.01), (1, 0.03), (9, 0.02))}
+    searches = {
+        (f"machine-{seed}", seed, "guided"): ended(seed, left) for seed, left in ((0, 0.01), (1, 0.03), (9, 0.02))
+    }
     realistic, stress = table(searches, ["guided"]).splitlines()[2:4]
-    assert realistic.startswith("| guided, realistic | 2 |")
+    assert realistic.startswith("| realistic, guided | 2 |")
     assert realistic.endswith("| 50% of 2 |")
-    assert stress.startswith("| guided, stress | 1 |")
+    assert stress.startswith("| stress, guided | 1 |")
     assert stress.endswith("| 100% of 1 |")
 
 
