@@ -389,6 +389,7 @@ class DeepSpeedHook:
                 lambda: self._batch_sources.numbers(self._config.micro_batches),
                 rows=self._plan.batch_source.get("rows", (1, 1)),
             ),
+            sized=self._batch_sources.repeated,
         )
         self._unwatch_optimizers()
         self._meter.attach()

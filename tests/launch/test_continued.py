@@ -146,6 +146,21 @@ def test_accumulation_follows_where_the_engine_counts(run: Run) -> None:
     assert {step.samples for step in steps} == {12}
 
 
+def test_inputs_that_a_script_makes_once_are_repeated(run: Run) -> None:
+    first, _ = run("first", "--data", "once")
+    for size in (8, 3, 4):
+        report, steps = run(f"size-{size}", "--data", "once", size=size)
+        assert (report.outcome, report.root, sizes(steps)) == (Outcome.MEASURED, first.launch_id, {size})
+
+
+def test_a_script_with_labels_outside_of_the_model_is_launched_for_each_size(run: Run) -> None:
+    run("first", "--data", "labels")
+    refused, _ = run("second", "--data", "labels", size=8)
+    assert (refused.outcome, refused.afresh) == (Outcome.SCRIPT_ERROR, True)
+    again, steps = run("again", "--data", "labels", size=8)
+    assert (again.outcome, again.root, sizes(steps)) == (Outcome.MEASURED, "", {8})
+
+
 def test_a_script_that_does_not_follow_is_launched_afresh(run: Run, notices: list[str]) -> None:
     run("first", "--data", "fixed")
     refused, _ = run("second", "--data", "fixed", size=8)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices
+from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices, RepeatedInputs
 from optuna_dsat.runtime.measure.live import NotLiveError
 
 
@@ -61,3 +61,33 @@ def test_what_cannot_be_joined_is_refused() -> None:
         next(RegroupedBatches(padded, scale=lambda: Fraction(2)))
     with pytest.raises(NotLiveError, match="no tensors"):
         next(RegroupedBatches(iter([["text"]]), scale=lambda: Fraction(2)))
+
+
+def test_inputs_that_are_the_same_in_every_pass_are_repeated() -> None:
+    scale = Fraction(1)
+    repeated = RepeatedInputs(scale=lambda: scale)
+    x, step = torch.arange(4)[:, None], torch.tensor(7)
+    batch = {"x": x, "pair": Pair(x, list("abcd")), "mask": None}
+    assert repeated((batch,), {"y": x})[0][0] is batch
+    for numerator in (9, 1, 8, 4):
+        scale = Fraction(numerator, 4)
+        (fed,), others = repeated((batch,), {"y": x})
+        assert fed["x"][:, 0].tolist() == others["y"][:, 0].tolist() == [n % 4 for n in range(numerator)]
+        assert fed["pair"].y == ["abcd"[n % 4] for n in range(numerator)]
+        assert fed["mask"] is None
+    scale = Fraction(2)
+    repeated((x, step), {})
+    (fed, same), _ = repeated((x, step), {})
+    assert len(fed) == 8
+    assert same is step
+
+
+def test_inputs_that_the_script_makes_in_every_pass_stay_as_they_are() -> None:
+    repeated = RepeatedInputs(scale=lambda: Fraction(2))
+    mask = torch.ones(4, 1)
+    for _ in range(3):
+        made = torch.zeros(4, 1)
+        (fed,), others = repeated((made,), {"mask": mask})
+        assert fed is made
+        assert others["mask"] is mask
+    assert repeated((), {}) == ((), {})

@@ -35,7 +35,9 @@ class Batches(IterableDataset[dict[str, torch.Tensor]]):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
-    parser.add_argument("--data", default="loader", choices=("loader", "stream", "batches", "fixed", "cut"))
+    parser.add_argument(
+        "--data", default="loader", choices=("loader", "stream", "batches", "fixed", "cut", "once", "labels")
+    )
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--accumulates", action="store_true", help="accumulate 1 micro-batch whatever the engine says")
@@ -49,11 +51,17 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=args.config)
     size = engine.train_micro_batch_size_per_gpu()
-    data = Stream() if args.data == "stream" else TensorDataset(torch.randn(args.samples, 16))
-    loader = DataLoader(data, batch_size=size, num_workers=args.workers)
+    samples = Stream() if args.data == "stream" else TensorDataset(torch.randn(args.samples, 16))
+    loader = DataLoader(samples, batch_size=size, num_workers=args.workers)
     if args.data == "batches":
         loader = DataLoader(Batches(size), batch_size=None, num_workers=args.workers)
+    once = torch.randn(size, 16)
     for _ in range(100):
+        if args.data in ("once", "labels"):
+            outputs = engine(once)
+            engine.backward((outputs - torch.ones(size, 1) if args.data == "labels" else outputs).square().mean())
+            engine.step()
+            continue
         for batch in loader if args.data != "fixed" else [torch.randn(size, 16)]:
             inputs = batch
             if not isinstance(batch, torch.Tensor):

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from optuna_dsat.runtime.adapt.parsers import ParserWatch, names_training_batch, numbers
-from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices
+from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices, RepeatedInputs
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.runtime.imports import patch
@@ -77,6 +77,8 @@ class BatchSources:
         self._folder = f"{Path.cwd().resolve()}{os.sep}"  # the script may change the working directory
         self._scale = Fraction(1)
         """Ratio of the present batch size to the one that loaders were made with."""
+        self.repeated = RepeatedInputs(scale=lambda: self._scale)
+        """Repeats inputs that the script makes once."""
 
     def install(self) -> None:
         """Start recording values parsed by argparse; other libraries are patched on import (``callbacks``)."""
@@ -119,6 +121,8 @@ class BatchSources:
 
     def rescale(self, ratio: Fraction) -> int:
         """Multiply the batch size of the data loaders that feed the engine, also within an iteration.
+
+        Without such a loader, fixed inputs are repeated.
 
         Returns:
             Number of batches that may still have the earlier size: those that workers of a loader have prefetched, and

@@ -1,4 +1,4 @@
-"""Batches of another size than a data loader was made with: of its indices, or joined and cut if its data are batches.
+"""Batches of another size than the script makes: of a loader's indices, joined and cut, or the same batch repeated.
 
 The order of the samples is kept. The rest of an epoch that is smaller than a batch is left out, unless the size is
 the loader's own.
@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
+from weakref import ref
 
-from optuna_dsat.runtime.measure.inputs import leading_dimension
+from optuna_dsat.runtime.measure.inputs import leading_dimension, tensors_of
 from optuna_dsat.runtime.measure.live import NotLiveError
 
-__all__ = ["RegroupedBatches", "RegroupedIndices"]
+__all__ = ["RegroupedBatches", "RegroupedIndices", "RepeatedInputs"]
 
 
 class RegroupedIndices:
@@ -96,6 +97,41 @@ class RegroupedBatches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
+
+
+class RepeatedInputs:
+    """The inputs of an engine in the present batch size, if the script feeds the same tensors in every forward pass.
+
+    As in benchmarks that make their inputs once: nothing but the model then depends on the batch, so a step takes the
+    time that it takes in a launch of this size. If the script compares the output with labels outside of the model, it
+    fails.
+
+    Args:
+        scale: Returns the present ratio of the batch size to the script's.
+    """
+
+    def __init__(self, *, scale: Callable[[], Fraction]) -> None:
+        self._scale = scale
+        self._last: tuple[ref[Any], ...] = ()
+        """Tensors of the last forward pass."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a forward pass."""
+        torch: Any = sys.modules["torch"]
+        tensors = [tensor for tensor in tensors_of((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        last = [known() for known in self._last]
+        self._last = tuple(map(ref, tensors))
+        size, scale = leading_dimension(tensors), self._scale()
+        if not size or scale == 1 or [*map(id, last)] != [*map(id, tensors)]:
+            return args, kwargs
+        wanted = max(1, int(size * scale))
+
+        def repeated(value: Any) -> Any:
+            if leading_dimension(value) != size:
+                return value
+            return _cut(_joined([value] * -(-wanted // size)), 0, wanted)
+
+        return tuple(map(repeated, args)), {key: repeated(value) for key, value in kwargs.items()}
 
 
 def _joined(batches: Sequence[Any]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["BatchNumbers", "InputSize", "leading_dimension", "sample_counter", "size_of"]
+__all__ = ["BatchNumbers", "InputSize", "leading_dimension", "sample_counter", "size_of", "tensors_of"]
 
 _DEPTH = 4
 """Maximum nesting depth at which a batch is searched for tensors; deeper tensors count as not observed."""
@@ -56,19 +56,20 @@ def leading_dimension(batch: Any) -> int | None:
 
 
 def _shaped(batch: Any) -> list[Any]:
-    return [tensor for tensor in _tensors(batch, _DEPTH) if len(tensor.shape) > 0]
+    return [tensor for tensor in tensors_of(batch) if len(tensor.shape) > 0]
 
 
 def _holds_tokens(tensor: Any) -> bool:
     return len(tensor.shape) == 2 and str(getattr(tensor, "dtype", "")).rpartition(".")[2] in _TOKEN_TYPES
 
 
-def _tensors(batch: Any, depth: int) -> Iterator[Any]:
+def tensors_of(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """Yield the tensors in a batch, down to a depth of containers."""
     if getattr(batch, "shape", None) is not None:
         yield batch
     elif depth > 0 and isinstance(batch, (Mapping, list, tuple)):
         for item in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(item, depth - 1)
+            yield from tensors_of(item, depth - 1)
 
 
 # Number of samples in the inputs of a forward pass: usually the leading dimension, but not always.

@@ -106,6 +106,7 @@ class Meter:
         exit_process: Ends the script with an exception; called again if the script catches it and continues training.
         profiler: Observes the phases, if given.
         size_of: Returns the size of a forward pass's inputs.
+        sized: Returns the arguments of a forward pass of the engine in the trial's batch size.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Meter:
         exit_process: Callable[[], None],
         profiler: Profiler | None = None,
         size_of: Callable[[Any], InputSize | None] = size_of,
+        sized: Callable[[Any, Any], tuple[Any, Any]] = lambda args, kwargs: (args, kwargs),
     ) -> None:
         self._engine = engine
         self._rank = rank
@@ -135,6 +137,7 @@ class Meter:
         self._exit_process = exit_process
         self._profiler = profiler
         self._size_of = size_of
+        self._sized = sized
         self._skips = SkipDetector(engine)
         self._step = _Step()
         self.transition = Transition()
@@ -211,6 +214,7 @@ class Meter:
         if not self._is_training():
             self._note_unproven((args, kwargs))
             return self._evaluate(original, *args, **kwargs)
+        args, kwargs = self._sized(args, kwargs)
         self._count_samples((args, kwargs))
         self._in_forward = True
         try:
