@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from statistics import variance
 from typing import Any
 
 import pytest
 
 from optuna_dsat.errors import ConfigError, UsageError
+from optuna_dsat.launch.measurement import GlobalStep
 from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.study.confirm.confirmation import steps_worth_their_time
+from optuna_dsat.study.confirm.finalists import USUAL_NOISE, confirmation_end
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import VerdictKind
 from optuna_dsat.study.progress import Message
@@ -21,6 +26,11 @@ from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
+
+STEP = GlobalStep(
+    step=1, latency_s=1.0, forward_s=0.5, backward_s=0.5, step_s=0.0, samples=8.0, peak_allocated_bytes=0,
+    peak_reserved_bytes=0, rss_bytes=0, loss=None,
+)  # fmt: skip
 
 
 def rounds_of(bench: StudyBench) -> Rounds:
@@ -284,3 +294,30 @@ def test_micro_batches_may_be_multiples_of_a_number(bench: StudyBench, method: s
     impossible = bench.spec(name="t", ds_config=listed, divisible_by=8)
     with pytest.raises(ConfigError, match=r"--divisible-by"):
         bench.run(impossible, Hill())
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
+def test_a_launch_counts_the_steps_with_which_a_second_tells_most(noise: float) -> None:
+    latencies = [0.9, 1.0, 1.1, 1.0]
+    steps = [replace(STEP, latency_s=latency) for latency in latencies]
+    between, within = (noise or USUAL_NOISE) ** 2, variance(latencies)
+
+    def variance_in_a_second(count: float) -> float:
+        return (between + within / count) * (30.0 + count)
+
+    count = steps_worth_their_time(steps, noise=noise, fixed_s=30.0)
+    assert variance_in_a_second(count) < min(variance_in_a_second(count * factor) for factor in (0.5, 0.9, 1.1, 2))
+    assert steps_worth_their_time(steps, noise=noise, fixed_s=0.0) == 0
+
+
+def test_launches_with_long_starts_count_more_steps(bench: StudyBench) -> None:
+    counted = {}
+    for startup_s in (0.5, 5000.0):
+        hill = Hill(lambda _, start=startup_s: replace(step_of(0.1), startup_s=start))  # type: ignore[misc]
+        spec = bench.spec(name=f"start-{startup_s:g}", max_trials=3, confirm=1)
+        bench.run(spec, hill, noise=0.2)
+        rounds = Rounds.of(bench.study(spec.name).user_attrs)
+        counted[startup_s] = [launch.steps for launch in rounds.launches]
+        assert min(counted[startup_s]) >= 3
+    assert max(counted[0.5]) < confirmation_end(spec) - spec.start_profile_step
+    assert sum(counted[0.5]) / len(counted[0.5]) < sum(counted[5000.0]) / len(counted[5000.0])

@@ -6,6 +6,7 @@ The next launch and the end depend only on the stored rounds, so any worker can 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,7 +18,9 @@ from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import Event
 from optuna_dsat.study.confirm.finalists import (
+    USUAL_NOISE,
     choose_finalists,
     confirmation_end,
     refuted,
@@ -34,7 +37,7 @@ from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
-__all__ = ["SEARCH_SHARE", "Confirmation", "is_known", "next_in_rounds", "staying"]
+__all__ = ["SEARCH_SHARE", "Confirmation", "is_known", "next_in_rounds", "staying", "steps_worth_their_time"]
 
 SEARCH_SHARE = 0.25
 """Share of the search's device time for rounds beyond the first few, unless ``--confirm-time`` allows more.
@@ -185,14 +188,25 @@ class Confirmation:
                 done=done,
             )
         )
-        tolerance = max(_STEP_TOLERANCE, _SHARE_OF_NOISE * noise)
+        tolerance, times = max(_STEP_TOLERANCE, _SHARE_OF_NOISE * noise), list[float]()
+
+        def show(event: Event) -> None:
+            times.append(event.time)
+            self._context.show_phase(event, trial.number)
+
+        def is_enough(steps: Sequence[GlobalStep]) -> bool:
+            if is_certain(steps, tolerance=tolerance):
+                return True
+            if self._spec.adaptive_steps is not None or input_variation(steps) or len(steps) < trial_steps(self._spec):
+                return False
+            fixed_s = max(times) - min(times) - sum(step.latency_s for step in steps)
+            return _is_long(steps) or len(steps) >= steps_worth_their_time(steps, noise=noise, fixed_s=fixed_s)
+
         record, report = follow(
             self._context.launcher,
             request,
-            lambda event: self._context.show_phase(event, trial.number),
-            enough=lambda steps: (
-                is_certain(steps, tolerance=tolerance) or (self._spec.adaptive_steps is None and _is_long(steps))
-            ),
+            show,
+            enough=is_enough,
             on_step=lambda step: self._context.show_step(step, trial.number, peak_bytes=step.peak_allocated_bytes),
             wait=self._context.wait,
         )
@@ -245,12 +259,26 @@ class Confirmation:
 
 
 def _is_long(steps: Sequence[GlobalStep]) -> bool:
-    """Return True if measuring more steps is not worth the time.
+    """Return True if measuring more steps is not worth the time, however little launches vary."""
+    return len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
 
-    False if inputs vary in size: finalists of equal batch size are then compared over the same data.
+
+def steps_worth_their_time(steps: Sequence[GlobalStep], *, noise: float, fixed_s: float) -> float:
+    """Return the number of counted steps of a launch after which another launch tells more in the same time.
+
+    The mean step time of a launch has the variance v + u / n: that between launches and that of its n steps, of t
+    seconds each. It takes f + n t seconds. A total time tells most at n = sqrt(u f / (v t)): Cochran, Sampling
+    Techniques, 3rd edition 1977, section 10.6. Known error: the noise of the rounds includes u / n, which makes n
+    smaller where launches hardly differ.
+
+    Args:
+        steps: Counted steps, at least two.
+        noise: Relative standard deviation between launches; 0 if unknown.
+        fixed_s: Seconds of the launch besides its counted steps.
     """
-    long = len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
-    return long and not input_variation(steps)
+    times = [step.latency_s for step in steps]
+    mean = statistics.fmean(times)
+    return statistics.stdev(times) / mean / (noise or USUAL_NOISE) * math.sqrt(max(fixed_s, 0.0) / mean)
 
 
 def _compared(chosen: Sequence[int], rounds: Rounds) -> list[int]:

@@ -18,6 +18,7 @@ from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
 __all__ = [
+    "USUAL_NOISE",
     "choose_finalists",
     "confirmation_end",
     "refuted",
@@ -26,7 +27,7 @@ __all__ = [
     "without_failed",
 ]
 
-_USUAL_NOISE = 0.02
+USUAL_NOISE = 0.02
 """Assumed relative standard deviation between equal launches before any repetition: launches of this project's examples
 differ by 1 or 2%.
 """
@@ -88,7 +89,7 @@ def choose_finalists(
     batches = {
         candidate.number: attributes.train_batch_size(candidate, slots=spec.slots_per_trial) for candidate in candidates
     }
-    best, sd = others[0].number, _USUAL_NOISE if noise is None else noise
+    best, sd = others[0].number, USUAL_NOISE if noise is None else noise
     if estimate is None:
         margin = max(spec.tie, 2 * sd)
         value = abs(measured[0].values[0])
