@@ -27,7 +27,8 @@ What a search does with the keys of your DeepSpeed config. All that is not named
 ## Knobs
 
 These are searched where they change what DeepSpeed does. Hold one with `--fix NAME=VALUE`, leave it as your config has
-it with `--no-tune NAME`, or give a list in the config (`"reduce_bucket_size": [5e7, 5e8]`) to choose among its values.
+it with `--no-tune NAME`, tune it alone with `--only NAME`, or give a list in the config
+(`"reduce_bucket_size": [5e7, 5e8]`) to choose among its values.
 Bucket sizes are capped by the model's size after the profile launch. The places in DeepSpeed 0.19.8 from which the
 conditions were read stand in `optuna_dsat/config/knobs.py`.
 

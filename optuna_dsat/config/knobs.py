@@ -9,12 +9,13 @@ compares the installed versions), so no knob has a first version. A knob that an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from optuna_dsat.config.documents import as_written
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
+from optuna_dsat.config.misspelt import near_key
 from optuna_dsat.errors import ConfigError
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Site",
     "known_names",
     "normalise",
+    "resolve_names",
 ]
 
 ZERO_STAGE = "zero_stage"
@@ -324,6 +326,39 @@ _MINIMUM = {"reduce_bucket_size": 1, "allgather_bucket_size": 2}
 def known_names() -> str:
     """Return the names of all knobs, for messages."""
     return ", ".join([*(knob.name for knob in KNOBS if knob.name != NVME), MICRO_BATCH])
+
+
+_SHORT_NAMES: Mapping[str, str] = {"batch": MICRO_BATCH, "stage": ZERO_STAGE}
+"""Short name in an option -> the knob."""
+
+
+def resolve_names(names: Iterable[str], *, option: str) -> tuple[str, ...]:
+    """Return the names of knobs, each once, for names as given in an option.
+
+    Args:
+        names: Knobs, by name, by key of the config (``zero_optimization.stage``) or by short name (``batch``).
+        option: The option, for messages.
+
+    Raises:
+        ConfigError: If a name is not a knob; suggests the knob that it resembles.
+    """
+    known = [MICRO_BATCH, *(knob.name for knob in KNOBS if knob.name != NVME)]
+    resolved: dict[str, None] = {}
+    for name in names:
+        plain = name.strip().removeprefix(f"{ZERO}.")
+        if plain not in known and plain not in _SHORT_NAMES:
+            near = near_key(plain, (*known, *_SHORT_NAMES), alike=_ALIKE)
+            hint = f"{near} is probably meant" if near else f"the knobs are {known_names()}"
+            raise ConfigError(
+                f"{option} names {name!r:.60}, which is not a knob; {hint}. batch and stage are short for the "
+                "micro-batch and the ZeRO stage."
+            )
+        resolved[_SHORT_NAMES.get(plain, plain)] = None
+    return tuple(resolved)
+
+
+_ALIKE = 0.6
+"""Minimum similarity of a misspelt name to a knob: short names such as ``stage`` have few letters."""
 
 
 def normalise(name: str, kind: Kind, value: Any) -> Any:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.knobs import KNOBS, ZERO_STAGE
 from optuna_dsat.config.space_builder import Role, SearchSpace, SpaceRequest, build_space
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.profile.script import own_train_batch_size
+from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.spec import StudySpec
 
 __all__ = [
@@ -159,19 +164,58 @@ def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
     """Return the search space; before the profile launch it is not yet capped by the model's size.
 
     Raises:
-        ConfigError: If the config, ``fix`` or ``no_tune`` contain an unknown knob or an invalid value.
+        ConfigError: If the config, ``fix`` or ``no_tune`` contain an unknown knob or an invalid value, or ``only``
+            leaves nothing to search.
     """
     cap = ds_config.MICRO_BATCH_CAP if profiled is None else micro_batch_cap(spec, profiled)
-    return _space(spec, profiled, cap=cap)
+    space = _space(spec, profiled, cap=cap)
+    if spec.only:
+        _check_only(spec, space, is_profiled=profiled is not None)
+    return space
+
+
+def _check_only(spec: StudySpec, space: SearchSpace, *, is_profiled: bool) -> None:
+    """Raise if ``only`` names a knob without effect, or excludes one for which the config lists values.
+
+    A script may pass another config than the file until it is profiled, or have no file at all.
+    """
+    zero = ds_config.zero_section(spec.ds_config)
+    settings = {**zero, MICRO_BATCH: spec.ds_config.get(MICRO_BATCH), ZERO_STAGE: zero.get("stage")}
+    for name in spec.kept_knobs:
+        value = settings.get(name)
+        if isinstance(value.get("device") if isinstance(value, Mapping) else value, list):
+            raise ConfigError(
+                f"The config lists values of {name}, which --only excludes: add --only {name}, or drop one."
+            )
+    if not (is_profiled or spec.script.config_path):
+        return
+    searched = {row.knob: row.choices for row in space.describe() if row.role == Role.PARAMETER}
+    for name in spec.only or ():
+        if name not in searched:
+            where = next(knob.where for knob in KNOBS if knob.name == name)
+            raise ConfigError(
+                f"--only names {name}, which has no effect in any configuration of this search. It has one with: "
+                f"{where}. Add --only stage, or drop it."
+            )
+    if all(len(set(searched[name])) == 1 for name in spec.only or ()):
+        raise ConfigError(
+            "--only leaves nothing to search: "
+            + ", ".join(f"{name} can only be {searched[name][0]}" for name in spec.only or ())
+            + "."
+        )
 
 
 def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpace:
     ranks = (profiled and profiled.data_parallel_size) or spec.slots_per_trial
+    config: Mapping[str, Any] = spec.ds_config
+    if MICRO_BATCH in spec.kept_knobs:  # a config may give it by its global batch only
+        own, _ = user_config(spec, data_parallel_size=ranks)
+        config = {**config, MICRO_BATCH: own[MICRO_BATCH]}
     request = SpaceRequest(
-        ds_config=spec.ds_config,
+        ds_config=config,
         zero_stages=spec.stages,
         fix=spec.fix or {},
-        no_tune=spec.no_tune or (),
+        no_tune=spec.kept_knobs,
         nvme_path=spec.nvme_folder,
         params=None if profiled is None else profiled.profile.params,
         micro_batch_cap=cap,

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from optuna_dsat.config.knobs import ZERO_STAGES
+from optuna_dsat.config.ds_config import AUTO, MICRO_BATCH, effective, zero_section
+from optuna_dsat.config.knobs import KNOBS, NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE, ZERO_STAGES
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.metrics import METRICS, direction_of
@@ -161,11 +162,47 @@ class StudySpec(_Frozen, SearchSettings):
             raise ValueError("--nodes-per-trial and --gpus-per-node are for a cluster: say which by --on slurm or ray")
         if self.max_slots is not None and self.max_slots < self.slots_per_trial:
             raise ValueError(f"--max-slots is {self.max_slots}, but one launch takes {self.slots_per_trial}")
+        self._check_only()
         return self
+
+    def _check_only(self) -> None:
+        """Raise for options that contradict ``--only``."""
+        for name in self.only or ():
+            if name in (self.no_tune or ()):
+                raise ValueError(f"{name} is given to both --only and --no-tune; use one of them")
+            if name in (self.fix or {}):
+                raise ValueError(f"{name} is given to both --only and --fix, which leaves it a single value; use one")
+        if not self.only:
+            return
+        if MICRO_BATCH not in self.only:
+            for option, is_given in (("--batch both", self.batch == "both"), ("--divisible-by", self.divisible_by > 1)):
+                if is_given:
+                    raise ValueError(
+                        f"{option} is about the micro-batch, which --only leaves as your config has it; add --only "
+                        "batch, or drop one of them"
+                    )
+        if self.nvme_path is not None and not {OFFLOAD_OPTIMIZER, OFFLOAD_PARAM} & set(self.only):
+            raise ValueError(
+                "--nvme-path is for offloads, which --only leaves as your config has them; add --only "
+                "offload_optimizer, or drop one of them"
+            )
+
+    @property
+    def kept_knobs(self) -> tuple[str, ...]:
+        """Knobs that stay as the user's config has them: those of ``no_tune``, and all that ``only`` does not name."""
+        if not self.only:
+            return tuple(self.no_tune or ())
+        names = (MICRO_BATCH, *(knob.name for knob in KNOBS if knob.name != NVME))
+        return tuple(name for name in names if name not in (*self.only, *(self.fix or ())))
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """ZeRO stages to search; by default the method's stages."""
+        """ZeRO stages to search; by default the method's stages, and that of the config where it stays."""
+        if self.only and ZERO_STAGE in self.kept_knobs:
+            stage = zero_section(effective(self.ds_config)).get("stage", 0)
+            return (0 if stage == AUTO else stage,)
+        if self.only and ZERO_STAGE in (self.fix or {}):
+            return ZERO_STAGES
         stages = self.zero_stages
         return (stages,) if isinstance(stages, int) else tuple(stages or ())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.documents import is_pipe
+from optuna_dsat.config.knobs import ZERO_STAGE
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Devices, refuse_build
 from optuna_dsat.launch.machine.host import available_memory_bytes
@@ -74,6 +75,11 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
         "output_dir": str(writable(Path(options.output_dir))),
     }
     spec = make_spec(**values)
+    if spec.only and ZERO_STAGE not in spec.only and options.zero_stages is not None:
+        raise UsageError(
+            "--zero-stages is about the ZeRO stage, which --only leaves as your config has it; add --only stage, or "
+            "drop one of them."
+        )
     _check_modules(spec)
     keep(secrets.values)
     from optuna_dsat.study.space import space_of

@@ -20,6 +20,7 @@ __all__ = [
     "split_environment",
     "split_fixed",
     "split_mappings",
+    "split_names",
     "split_stages",
 ]
 
@@ -63,6 +64,11 @@ def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:
             raise UsageError(f"--zero-stages names {text!r}; ZeRO stages are 0, 1, 2 and 3.")
         stages.add(int(text))
     return tuple(sorted(stages))
+
+
+def split_names(texts: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Parse names such as ``["batch,stage", "overlap_comm"]``; None if there are no texts."""
+    return tuple(name for text in texts for name in re.split(r"[,\s]+", text.strip(", "))) if texts else None
 
 
 def split_counts(text: str | None, *, option: str) -> int | tuple[int, ...] | None:

@@ -8,12 +8,13 @@ files and ``docs/reference/options.md`` are generated. Names and defaults follow
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from optuna_dsat.config.knobs import KNOBS
+from optuna_dsat.config.knobs import KNOBS, resolve_names
 from optuna_dsat.metrics import METRICS
 from optuna_dsat.study.options.declaration import (
     DEFAULT_OUTPUT_DIR,
@@ -25,7 +26,7 @@ from optuna_dsat.study.options.declaration import (
     where,
 )
 from optuna_dsat.study.options.methods import default_stages
-from optuna_dsat.study.options.parse import share, split_fixed, split_stages
+from optuna_dsat.study.options.parse import share, split_fixed, split_names, split_stages
 
 __all__ = ["ClusterSettings", "PlaceSettings", "ResultSettings", "SearchSettings", "StrPath"]
 
@@ -319,6 +320,20 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
             metavar="KEY",
             choices=tuple(knob.name for knob in KNOBS),
         ),
+    ] = None
+    only: Annotated[
+        Texts,
+        what(
+            help="Tune this and leave the rest as your config has it: batch, stage, or a knob (repeatable, or "
+            "separated by commas).",
+            none="all knobs",
+            python_help="Knobs to tune, while the rest stays as the config has it: ``batch``, ``stage``, or names "
+            "of knobs. None for all.",
+            parse=split_names,
+            metavar="KEY,...",
+            choices=("batch", "stage", *(knob.name for knob in KNOBS)),
+        ),
+        AfterValidator(partial(resolve_names, option="--only")),
     ] = None
     follow_batch: Annotated[
         bool,

@@ -88,7 +88,7 @@ def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
     """
     smallest = smallest_micro_batch(
         SpaceRequest(
-            ds_config=spec.ds_config, fix=spec.fix or {}, no_tune=spec.no_tune or (), divisible_by=spec.divisible_by
+            ds_config=spec.ds_config, fix=spec.fix or {}, no_tune=spec.kept_knobs, divisible_by=spec.divisible_by
         )
     )
     yield ProfileAttempt(structure=None, micro_batch=smallest)

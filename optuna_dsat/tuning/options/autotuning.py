@@ -175,7 +175,7 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
             wanted["gpus_per_trial"] = gpus
         elif len(user.autotuning.gpu_counts) < 2:  # lists are reported by ``sweep_of``
             notes.append(_too_many(gpus, available))
-    kept = _single_values(options, user) if keep_values and user.autotuning.enabled else {}
+    kept = _single_values(options, user) if keep_values and user.autotuning.enabled and not options.only else {}
     if kept:
         notes.append(
             "Kept as your config says, as DeepSpeed's autotuner does: "
@@ -184,7 +184,7 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
         )
         if ZERO_STAGE in kept:
             wanted["zero_stages"] = (kept[ZERO_STAGE],)
-    if user.autotuning.fast:
+    if user.autotuning.fast and not options.only:
         wanted["no_tune"] = _kept_by_fast(options, user)
         offered.add("no_tune")
     if named := kept.keys() - {ZERO_STAGE}:
