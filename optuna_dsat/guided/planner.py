@@ -80,7 +80,7 @@ __all__ = ["Candidate", "GuidedPlanner"]
 
 _TOGETHER = 20
 """Number of launches that are evaluated together if no single launch is worth its cost."""
-_UNRESOLVED = 2.0
+_UNRESOLVED = 1.0
 """Standard deviations of the noise by which the stated remaining gain exceeds the posterior's. Calibrated on realistic
 machines: nine in ten statements are then true (``python -m benchmarks.random_machines``).
 """
