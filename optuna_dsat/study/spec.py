@@ -174,13 +174,11 @@ class StudySpec(_Frozen, SearchSettings):
                 raise ValueError(f"{name} is given to both --only and --fix, which leaves it a single value; use one")
         if not self.only:
             return
-        if MICRO_BATCH not in self.only:
-            for option, is_given in (("--batch both", self.batch == "both"), ("--divisible-by", self.divisible_by > 1)):
-                if is_given:
-                    raise ValueError(
-                        f"{option} is about the micro-batch, which --only leaves as your config has it; add --only "
-                        "batch, or drop one of them"
-                    )
+        if MICRO_BATCH not in self.only and self.divisible_by > 1:
+            raise ValueError(
+                "--divisible-by is about the micro-batch, which --only leaves as your config has it; add --only "
+                "batch, or drop one of them"
+            )
         if self.nvme_path is not None and not {OFFLOAD_OPTIMIZER, OFFLOAD_PARAM} & set(self.only):
             raise ValueError(
                 "--nvme-path is for offloads, which --only leaves as your config has them; add --only "

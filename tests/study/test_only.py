@@ -75,7 +75,6 @@ def test_only_a_knob_is_searched_and_fixed_ones_are_fixed() -> None:
         (("learning",), {}, "the knobs are zero_stage, "),
         (("stage",), {"no_tune": ("zero_stage",)}, "zero_stage is given to both --only and --no-tune"),
         (("batch",), {"fix": {MICRO_BATCH: 4}}, f"{MICRO_BATCH} is given to both --only and --fix"),
-        (("stage",), {"batch": "both"}, "--batch both is about the micro-batch"),
         (("stage",), {"divisible_by": 4}, "--divisible-by is about the micro-batch"),
         (("batch",), {"nvme_path": "/tmp"}, "--nvme-path is for offloads"),
         (("sub_group_size",), {}, "sub_group_size, which has no effect in any configuration of this search"),

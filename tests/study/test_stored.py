@@ -151,7 +151,7 @@ def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be
     assert not result.speed_up_confirmed
     capsys.readouterr()
     show_result(result, as_json=False)
-    assert "Your config could not be measured again. In the search it reached" in capsys.readouterr().out
+    assert "Your config could not be measured again; compared with its " in capsys.readouterr().out
     again = bench.run(bench.spec(name="whole", max_trials=6, confirm=2), Hill(), noise=0.1)
     assert again is not None
     assert again.speed_up_confirmed

@@ -74,10 +74,11 @@ def test_a_measurement_outweighs_what_an_earlier_study_says(bench: StudyBench) -
     assert bench.study("second").best_params["zero_stage"] != 3
 
 
-def slow_low(config: Any) -> SimulatedResult | None:
-    if config["train_micro_batch_size_per_gpu"] > 40:
-        return None
-    return SimulatedResult(startup_s=10, forward_s=9.0, backward_s=18.0, step_s=0.02, peak_bytes=30 * 2**30)
+def slow_low(config: Any) -> SimulatedResult:
+    size = config["train_micro_batch_size_per_gpu"]
+    return SimulatedResult(
+        startup_s=10, forward_s=9.0, backward_s=18.0, step_s=0.02, peak_bytes=(10 << 30) + size << 26
+    )
 
 
 @pytest.mark.usefixtures("in_sqlite")
