@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -61,24 +62,18 @@ def test_a_second_study_of_the_same_begins_with_what_the_first_learnt(bench: Stu
 def test_a_measurement_outweighs_what_an_earlier_study_says(bench: StudyBench) -> None:
     """The machine has changed since: ZeRO 3 became ten times as slow, and nothing in the fingerprint tells."""
 
-    def slow(config: Any) -> SimulatedResult | None:
-        if config["zero_optimization"]["stage"] != 3:
-            return None
-        return SimulatedResult(startup_s=10, forward_s=9.0, backward_s=18.0, step_s=0.02, peak_bytes=2**30)
-
-    fast_third = Hill(override=lambda c: None if c["zero_optimization"]["stage"] == 3 else slow_low(c))
-    bench.run(guided(bench, "first", max_trials=8, zero_stages=(2, 3)), fast_third)
+    first, second = (Hill(override=functools.partial(ten_times_slower, stage=stage)) for stage in (2, 3))
+    bench.run(guided(bench, "first", max_trials=8, zero_stages=(2, 3)), first)
     assert bench.study("first").best_params["zero_stage"] == 3
-    bench.run(guided(bench, "second", max_trials=8), Hill(override=slow))
+    bench.run(guided(bench, "second", max_trials=8), second)
     assert told(bench)
     assert bench.study("second").best_params["zero_stage"] != 3
 
 
-def slow_low(config: Any) -> SimulatedResult:
-    size = config["train_micro_batch_size_per_gpu"]
-    return SimulatedResult(
-        startup_s=10, forward_s=9.0, backward_s=18.0, step_s=0.02, peak_bytes=(10 << 30) + size << 26
-    )
+def ten_times_slower(config: Any, *, stage: int) -> SimulatedResult:
+    result = Hill().run(config, 2)
+    times = 10 if config["zero_optimization"]["stage"] == stage else 1
+    return replace(result, forward_s=times * result.forward_s, backward_s=times * result.backward_s)
 
 
 @pytest.mark.usefixtures("in_sqlite")
