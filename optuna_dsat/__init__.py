@@ -14,6 +14,7 @@ from optuna_dsat.version import __version__
 
 if TYPE_CHECKING:
     from optuna_dsat.integrations.huggingface import DsatCallback, get_hf_args_with_overwrites
+    from optuna_dsat.runtime.adapt.checkpointing import checkpoint_blocks
     from optuna_dsat.runtime.reporting import dsat_reporting_context, get_ds_config_from_hparams
     from optuna_dsat.tuning.tune import SearchInterrupted, TuneResult, tune
 
@@ -22,6 +23,7 @@ _PUBLIC: dict[str, str] = {
     "TuneResult": "optuna_dsat.tuning.tune",
     "tune": "optuna_dsat.tuning.tune",
     "DsatCallback": "optuna_dsat.integrations.huggingface",
+    "checkpoint_blocks": "optuna_dsat.runtime.adapt.checkpointing",
     "dsat_reporting_context": "optuna_dsat.runtime.reporting",
     "get_ds_config_from_hparams": "optuna_dsat.runtime.reporting",
     "get_hf_args_with_overwrites": "optuna_dsat.integrations.huggingface",
@@ -33,6 +35,7 @@ __all__ = [
     "SearchInterrupted",
     "TuneResult",
     "__version__",
+    "checkpoint_blocks",
     "dsat_reporting_context",
     "errors",
     "get_ds_config_from_hparams",

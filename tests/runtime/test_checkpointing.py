@@ -1,0 +1,214 @@
+"""Checkpointed blocks: the same training in less memory, or a refusal with the reason."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optuna_dsat
+from optuna_dsat.runtime.adapt.checkpointing import CheckpointingError, repeated_blocks
+from tests.runtime.checkpointed_engines import BLOCKS, HIDDEN, Block, Model, gpt2
+
+SCRIPT = Path(__file__).with_name("checkpointed_engines.py")
+
+
+def config(stage: int, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "bf16": {"enabled": stage > 0},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000, **zero},
+        "steps_per_print": 10**6,
+    }
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize(
+    ("stage", "zero", "library"),
+    [
+        (0, {}, False),
+        (1, {}, False),
+        (2, {}, False),
+        (2, {"offload_optimizer": {"device": "cpu"}}, False),
+        (3, {"stage3_param_persistence_threshold": 0}, False),
+        (3, {"stage3_param_persistence_threshold": 0}, True),
+    ],
+)
+def test_a_checkpointed_model_trains_alike_at_every_stage(stage: int, zero: dict[str, Any], library: bool) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+    asked = json.dumps({"config": config(stage, **zero), "library": library})
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+    done = subprocess.run([*command, asked], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (losses, norm, kept), *others = json.loads(done.stdout.strip().splitlines()[-1]).values()
+    assert len(set(losses)) == len(losses)
+    for other_losses, other_norm, _ in others:
+        assert other_losses == losses
+        assert other_norm == norm
+    every_block, every_second = (other[2] for other in others)
+    assert every_block < every_second < kept
+
+
+def test_only_the_inputs_of_blocks_are_kept() -> None:
+    kept = []
+    for every in (0, 1):
+        model = Model() if not every else optuna_dsat.checkpoint_blocks(Model())
+        sizes: list[int] = []
+
+        def pack(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            if not isinstance(tensor, nn.Parameter):
+                sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.randn(4, 16, HIDDEN))
+        kept.append(sum(sizes) / (4 * 16 * HIDDEN))
+    assert kept[0] > 10 * BLOCKS
+    assert kept[1] == pytest.approx(BLOCKS + 2, abs=1)  # their inputs, the first layer's and the loss's
+
+
+def test_names_and_copies_stay_right() -> None:
+    model, names = Model(), list(Model().state_dict())
+    optuna_dsat.checkpoint_blocks(model)
+    assert [name for name, _ in model.named_parameters()] == list(model.state_dict()) == names
+    assert [type(module) for module in model.modules()] == [type(module) for module in Model().modules()]
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.zero_()
+        assert made(torch.ones(1, 2, HIDDEN)).item() == 0.0
+        assert model(torch.ones(1, 2, HIDDEN)).item() > 0.0
+
+
+def test_every_second_block_and_none_without_gradients() -> None:
+    model = optuna_dsat.checkpoint_blocks(Model(), every=2)
+    assert ["forward" in vars(block) for block in model.blocks] == [True, False, True, False]
+    model.eval()
+    with torch.no_grad():
+        assert not model(torch.randn(2, 2, HIDDEN)).requires_grad
+
+
+class Composite(nn.Module):
+    """A block whose forward pass is a function."""
+
+    def __init__(self, function: Any, *, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.part = part if part is not None else nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(1))
+        self.function = function
+
+    def forward(self, x: Tensor, *args: Any) -> Any:
+        return self.function(self, x, *args)
+
+
+class Cache:
+    """Something that blocks fill."""
+
+
+class Chain(nn.Module):
+    def __init__(self, *blocks: nn.Module, cache: Any = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.cache = () if cache is None else (cache,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            out = block(x, *self.cache)
+            x = out[0] if isinstance(out, tuple) else out
+        return x.sum()
+
+
+def counting(block: Any, x: Tensor) -> Tensor:
+    block.count += 1
+    return block.part(x)  # type: ignore[no-any-return]
+
+
+def replacing(block: Any, x: Tensor) -> Tensor:
+    block.count = block.count + 1
+    return block.part(x)  # type: ignore[no-any-return]
+
+
+def in_place(block: Any, x: Tensor) -> Tensor:
+    return block.part(x.mul_(2))  # type: ignore[no-any-return]
+
+
+def returns_cache(block: Any, x: Tensor) -> tuple[Tensor, Cache]:
+    return block.part(x), Cache()
+
+
+def appends(block: Any, x: Tensor, kept: list[Tensor]) -> Tensor:
+    kept.append(x)
+    return block.part(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Chain(nn.Linear(4, 4), nn.Linear(4, 4)), "fewer than two repeated blocks"),
+        (Chain(Block()), "fewer than two repeated blocks"),
+        (Chain(*(Composite(counting, part=nn.BatchNorm1d(4)) for _ in range(2))), "BatchNorm1d, whose statistics"),
+        (optuna_dsat.checkpoint_blocks(Model()), "checkpointed already"),
+    ],
+)
+def test_models_that_cannot_be_checkpointed_are_refused(model: nn.Module, reason: str) -> None:
+    with pytest.raises(CheckpointingError, match=reason):
+        optuna_dsat.checkpoint_blocks(model)
+
+
+def test_a_model_with_a_switch_that_is_on_is_refused() -> None:
+    model = Model()
+    model.gradient_checkpointing = True  # type: ignore[assignment]
+    with pytest.raises(CheckpointingError, match="Model checkpoints its activations already"):
+        optuna_dsat.checkpoint_blocks(model)
+
+
+@pytest.mark.parametrize(
+    ("function", "cache", "reason"),
+    [
+        (counting, None, "updates its buffer count"),
+        (replacing, None, "updates its buffer count"),
+        (in_place, None, "changes its inputs"),
+        (returns_cache, None, "returns a Cache"),
+        (lambda block, x, _cache: block.part(x), Cache(), "takes a Cache"),
+        (appends, [], "changes its inputs"),
+    ],
+)
+def test_what_the_second_forward_pass_would_repeat_ends_the_first(function: Any, cache: Any, reason: str) -> None:
+    model = Chain(Composite(function), Composite(function), cache=cache)
+    optuna_dsat.checkpoint_blocks(model)
+    with pytest.raises(CheckpointingError, match=reason):
+        model(torch.ones(2, 4))
+
+
+def test_the_blocks_with_most_parameters_are_meant_and_not_their_parts() -> None:
+    model = nn.Module()
+    model.heads = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(9)])
+    model.encoder = nn.ModuleList([Block(), Block()])
+    model.decoder = nn.Sequential(Block(), nn.ReLU(), Block())
+    assert repeated_blocks(model) == [*model.encoder, model.decoder[0], model.decoder[2]]
+
+
+def test_a_model_of_transformers_checkpoints_by_its_own_method() -> None:
+    model = optuna_dsat.checkpoint_blocks(gpt2(), every=2)
+    assert model.is_activation_checkpointing
+    assert not any("forward" in vars(module) for module in model.modules())
+    with pytest.raises(CheckpointingError, match="checkpointed already"):
+        optuna_dsat.checkpoint_blocks(model)
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 1.5])
+def test_every_is_a_positive_number(every: Any) -> None:
+    with pytest.raises(ValueError, match="write 1 for every block"):
+        optuna_dsat.checkpoint_blocks(Model(), every)
