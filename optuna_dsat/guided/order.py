@@ -93,7 +93,7 @@ def first_launched(
     slower = acquisition.log_objective < np.where(known, acquisition.over, best[structure]) - _DEFICIT
     last = np.isin(structure, waiting) | slower | (known & (sizes <= outgrown))
     late = (acquisition.fits < _LIKELY) & (~known | (gain < math.log1p(LEAST_GAIN))) | np.isin(structure, unlikely)
-    if posterior.incumbent is None:  # what is most likely to run comes first
+    if posterior.incumbent is None:  # the likeliest to run comes first
         last, late, promising = np.isin(structure, waiting), np.zeros(len(rows), dtype=bool), promising[:0]
     allowed = np.ones(len(rows), dtype=bool)
     for group, least in ((last, 0.0), (late, _WORTH)):

@@ -187,7 +187,7 @@ class StudySpec(_Frozen, SearchSettings):
 
     @property
     def kept_knobs(self) -> tuple[str, ...]:
-        """Knobs that stay as the user's config has them: those of ``no_tune``, and all that ``only`` does not name."""
+        """Knobs that stay as the user's config has them: ``no_tune``, or all but ``only``."""
         if not self.only:
             return tuple(self.no_tune or ())
         names = (MICRO_BATCH, *(knob.name for knob in KNOBS if knob.name != NVME))

@@ -125,7 +125,7 @@ class BatchSources:
         Without such a loader, fixed inputs are repeated.
 
         Returns:
-            Number of batches that may still have the earlier size: those that workers of a loader have prefetched, and
+            Number of batches that may still have the earlier size: prefetched by the workers of a loader, and
             some that are read ahead; 0 if no data loader of torch feeds the engine.
         """
         self._scale *= ratio

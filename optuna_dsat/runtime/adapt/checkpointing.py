@@ -159,7 +159,7 @@ class _CheckpointedForward:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         check = None if self._is_checked else ForwardCheck(self._block, args, kwargs)
-        # The partial keeps keywords of the block apart from those of ``checkpoint``.
+        # The partial keeps keywords of the block apart from ``checkpoint``'s.
         output = checkpoint(functools.partial(self._forward, **kwargs), *args, use_reentrant=False)
         if check is not None and (reason := check.reason_against(output)):
             raise CheckpointingError(f"Activations cannot be checkpointed: {reason}.")
@@ -168,7 +168,7 @@ class _CheckpointedForward:
 
 
 class ForwardCheck:
-    """Compares what a block's forward pass reads before and after it.
+    """Compares the inputs and buffers of a block before and after its forward pass.
 
     Args:
         block: The module.
