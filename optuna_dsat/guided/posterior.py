@@ -466,12 +466,14 @@ class Posterior:
         A launch that takes k times ``_DEAR`` as long as the baseline's micro-batch must be expected to gain k times
         ``LEAST_GAIN``. All False without a bound on the reach, or before a metric was measured.
         """
-        own = np.flatnonzero(self.measured.micro_batch >= self._problem.user_micro_batch)
-        if self._problem.reach is None or not len(own):
+        measured = self.measured
+        asked = self._problem.is_asked(measured.micro_batch, measured.accumulation)
+        alike = np.flatnonzero(asked & (measured.micro_batch >= self._problem.user_micro_batch))
+        if self._problem.reach is None or not len(alike):
             return np.zeros(len(acquisition.cost_s), dtype=bool)
-        own_s = float(self._launch_s(self.residuals.points.latency[own]).min())
+        shortest_s = float(self._launch_s(self.residuals.points.latency[alike]).min())
         matching = np.maximum(1.0, acquisition.gain / math.log1p(LEAST_GAIN))
-        result: Numbers = acquisition.cost_s > _DEAR * own_s * matching
+        result: Numbers = acquisition.cost_s > _DEAR * shortest_s * matching
         return result
 
     def prospects(self, rows: Numbers, sizes: Numbers) -> Prospects | None:
