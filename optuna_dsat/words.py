@@ -27,7 +27,6 @@ __all__ = [
     "duration_in_words",
     "faster_in_words",
     "flops_in_words",
-    "gain_in_words",
     "knob_in_words",
     "metric_in_words",
     "outcome_in_words",
@@ -108,11 +107,6 @@ def things_in_words(count: int, thing: str) -> str:
     """Return a number of things, such as ``1 round``, ``2 launches`` or ``1,024 samples``."""
     ending = "" if count == 1 else "es" if thing.endswith(("ch", "s")) else "s"
     return f"{count_in_words(count)} {thing}{ending}"
-
-
-def gain_in_words(share: float) -> str:
-    """Return how much better something is by a share, such as ``3.2% better than`` or ``2.07x as good as``."""
-    return f"{share:.1%} better than" if share < 1 else f"{times_in_words(1 + share)}x as good as"
 
 
 def faster_in_words(share: float) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.config import ds_config
 from optuna_dsat.config.record import Record
 from optuna_dsat.cost.step_time import COEFFICIENTS, LogCoefficients, StepTimeModel
 from optuna_dsat.outcome import Outcome
@@ -45,8 +46,10 @@ class EarlierLaunch:
     """A launch of an earlier study."""
 
     params: Mapping[str, Any]
-    """Knobs without the micro-batch."""
+    """Knobs without the batch sizes."""
     micro_batch: int
+    accumulation: int | None = None
+    """Its accumulation steps; None if unknown, as of studies stored by an earlier version."""
     fits: bool
     """Whether a full step ran; otherwise the device ran out of memory."""
     metrics: Mapping[str, float]
@@ -128,6 +131,8 @@ def launches_of(trials: Sequence[FrozenTrial]) -> list[EarlierLaunch]:
         shown = feasibility(trial)
         params = visible_params(trial)
         size = params.pop(MICRO_BATCH, None)
+        params.pop(ds_config.GRADIENT_ACCUMULATION, None)
+        steps = trial.user_attrs.get(attributes.CONFIG, {}).get(ds_config.GRADIENT_ACCUMULATION)
         if shown not in (Feasibility.FITS, Feasibility.TOO_LARGE) or not isinstance(size, int) or not params:
             continue
         if shown is Feasibility.TOO_LARGE and trial.user_attrs.get(attributes.OUTCOME) != Outcome.OUT_OF_MEMORY:
@@ -137,7 +142,12 @@ def launches_of(trials: Sequence[FrozenTrial]) -> list[EarlierLaunch]:
         peak = trial.user_attrs.get(attributes.PEAK_BYTES)
         launches.append(
             EarlierLaunch(
-                params=params, micro_batch=size, fits=shown is Feasibility.FITS, metrics=metrics, peak_bytes=peak
+                params=params,
+                micro_batch=size,
+                accumulation=steps if isinstance(steps, int) else None,
+                fits=shown is Feasibility.FITS,
+                metrics=metrics,
+                peak_bytes=peak,
             )
         )
     if len(launches) <= _MAX_LAUNCHES:

@@ -11,7 +11,6 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.trials.failures import error_of, structure_failures
 from optuna_dsat.trials.lineage import ZERO_STAGE, Feasibility, feasibility
-from optuna_dsat.words import gain_in_words
 
 __all__ = ["BUDGETS", "EndReason", "describe_structure_failures", "headroom_in_words"]
 
@@ -32,9 +31,10 @@ BUDGETS = frozenset({EndReason.BUDGET, EndReason.TIMEOUT})
 
 def headroom_in_words(share: float, *, spent: bool) -> str:
     """Return what may be left to gain."""
-    gain = gain_in_words(max(share, 0.001))
     more = " A larger budget may find more: --max-trials, --timeout." if spent else ""
-    return f"By what the search measured, nothing is more than {gain} what it found (with 90% probability).{more}"
+    if share >= 1:
+        return f"The measurements do not bound the gain that may be left.{more}"
+    return f"With 90% probability nothing is more than {max(share, 0.001):.1%} faster than the fastest measured.{more}"
 
 
 def describe_structure_failures(trials: Sequence[FrozenTrial]) -> str:

@@ -236,7 +236,7 @@ def test_all_views_show_the_users_own_config_where_nothing_is_surely_better(
     assert verdict.kind is VerdictKind.BASELINE_IS_BEST
     assert verdict.is_baseline
     assert bench.view().measured[0].number != verdict.result.number, "the search measured another best"
-    assert "Your config is the fastest" in render(bench.view())
+    assert "Nothing was confirmed to be faster than your config" in render(bench.view())
     assert "It is your config" in command(bench, capsys, "explain", "s")
     assert exported(bench)[ds_config.MICRO_BATCH] == USER_CONFIG["train_micro_batch_size_per_gpu"]
 

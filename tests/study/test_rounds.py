@@ -308,6 +308,7 @@ def test_a_launch_counts_the_steps_with_which_a_second_tells_most(noise: float) 
     count = steps_worth_their_time(steps, noise=noise, fixed_s=30.0)
     assert variance_in_a_second(count) < min(variance_in_a_second(count * factor) for factor in (0.5, 0.9, 1.1, 2))
     assert steps_worth_their_time(steps, noise=noise, fixed_s=0.0) == 0
+    assert steps_worth_their_time(steps[:1], noise=noise, fixed_s=30.0) > 1, "one step shows no variance"
 
 
 def test_launches_with_long_starts_count_more_steps(bench: StudyBench) -> None:

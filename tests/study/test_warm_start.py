@@ -120,6 +120,16 @@ def test_what_cannot_be_begun_with_is_refused_before_any_launch(
     assert bench.store.find_study("s") is None
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_kept_batch_starts_from_larger_micro_batches_of_an_earlier_study(bench: StudyBench) -> None:
+    bench.run(guided(bench, "first", max_trials=8), Hill())
+    assert max(trial.params["train_micro_batch_size_per_gpu"] for trial in bench.study("first").trials) > 4
+    result = bench.run(guided(bench, "kept", max_trials=4, train_batch_size=8), Hill())
+    assert told(bench)
+    assert result is not None
+    assert result.train_batch_size == 8
+
+
 def test_other_hardware_is_refused(bench: StudyBench) -> None:
     bench.run(guided(bench, "first", max_trials=2), Hill())
     with pytest.raises(UsageError, match="on 2 x simulated; this study runs on 4 x simulated"):

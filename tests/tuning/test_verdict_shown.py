@@ -33,7 +33,7 @@ def test_that_ones_own_config_is_best_is_a_result(bench: EntryPointBench, run_he
     options = ("--max-trials", "4", "--confirm", "1", "--zero-stages", "1")
     done = run_here("random", *OPTIONS, *options)
     assert done.returncode == 0, done.stderr
-    assert "Your config is the fastest: " in done.stdout
+    assert "Nothing was confirmed to be faster than your config: " in done.stdout
     assert "x as fast (95% CI" in done.stdout, "how far the best other is from it"
     again = json.loads(run_here("random", *OPTIONS, *options, "--json").stdout)
     assert (again["verdict"]["kind"], again["trial"], again["speed_up"]) == ("baseline_is_best", 0, 1.0)

@@ -77,7 +77,7 @@ class BatchSources:
         self._folder = f"{Path.cwd().resolve()}{os.sep}"  # the script may change the working directory
         self._scale = Fraction(1)
         """Ratio of the present batch size to the one that loaders were made with."""
-        self.repeated = RepeatedInputs(scale=lambda: self._scale)
+        self.repeated = RepeatedInputs(scale=self._scale_of_fixed_inputs)
         """Repeats inputs that the script makes once."""
 
     def install(self) -> None:
@@ -130,6 +130,10 @@ class BatchSources:
         """
         self._scale *= ratio
         return max((loader.prefetched + _READ_AHEAD for loader in self._loaders if loader.trains), default=0)
+
+    def _scale_of_fixed_inputs(self) -> Fraction:
+        """Return the ratio for inputs that no loader yields; a loader's batch that is fed twice has its size."""
+        return Fraction(1) if any(loader.trains for loader in self._loaders) else self._scale
 
     def _note_settings(self, source: Any, result: Any) -> None:
         """Record the numbers of a settings file, and replace the batch size selected by ``follow``."""

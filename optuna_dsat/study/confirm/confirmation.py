@@ -272,10 +272,12 @@ def steps_worth_their_time(steps: Sequence[GlobalStep], *, noise: float, fixed_s
     smaller where launches hardly differ.
 
     Args:
-        steps: Counted steps, at least two.
+        steps: Counted steps; a single step tells nothing of the variance between steps, and another one follows.
         noise: Relative standard deviation between launches; 0 if unknown.
         fixed_s: Seconds of the launch besides its counted steps.
     """
+    if len(steps) < 2:
+        return math.inf
     times = [step.latency_s for step in steps]
     mean = statistics.fmean(times)
     return statistics.stdev(times) / mean / (noise or USUAL_NOISE) * math.sqrt(max(fixed_s, 0.0) / mean)

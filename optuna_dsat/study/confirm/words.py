@@ -42,10 +42,14 @@ def _at_same_batch(verdict: Verdict) -> str:
         return ""
     batch = f"At your global batch of {things_in_words(same.train_batch_size, 'sample')}"
     if not same.is_user_config and same.speed_up is not None:
-        return f"{batch}: trial {same.number} is {ratio_in_words(same.speed_up, to='your config')}."
-    if best.is_user_config:
+        confirmed = "" if same.speed_up.rounds else ", not confirmed"
+        return f"{batch}: trial {same.number} is {ratio_in_words(same.speed_up, to='your config')}{confirmed}."
+    if not best.is_user_config:
+        return f"{batch}: nothing is surely faster than your config.{_runner_up_in_words(verdict, best)}"
+    alike = [measured for measured in verdict.measured.values() if measured.train_batch_size == best.train_batch_size]
+    if len(alike) > 1:
         return f"{batch}: nothing faster than your config was measured."
-    return f"{batch}: nothing is surely faster than your config.{_runner_up_in_words(best)}"
+    return f"{batch}: nothing but your config was measured."
 
 
 def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
@@ -62,11 +66,12 @@ def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
                 f"Your config is the result: {value}. By the rounds alone trial {other.number} is "
                 f"{ratio_in_words(other.speed_up)}; search and rounds together do not confirm it."
             )
-        return f"Your config is the fastest: {value}.{_runner_up_in_words(other)}"
+        return f"Nothing was confirmed to be faster than your config: {value}.{_runner_up_in_words(verdict, other)}"
     if verdict.kind is VerdictKind.NOT_CONFIRMED:
         return (
             f"No config was confirmed to be faster than yours, {value}: the time for the confirmation ran out."
-            f"{_runner_up_in_words(_runner_up(verdict))} `optuna-dsat resume` with a larger --confirm-time goes on."
+            f"{_runner_up_in_words(verdict, _runner_up(verdict))} "
+            "Continue with `optuna-dsat resume` and a larger --confirm-time."
         )
     if verdict.kind is VerdictKind.NO_BASELINE:
         words = f"{name} is the fastest in the rounds: {value}."
@@ -76,6 +81,8 @@ def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
             f"{words} Your config could not be measured again; compared with its {user} in the search this is "
             f"{ratio_in_words(verdict.speed_up)}."
         )
+    if len(verdict.measured) == 1:
+        return f"{name} is all that was measured: {value}."
     words = f"{name} was the fastest in the search: {value}, not confirmed."
     if verdict.speed_up is None or verdict.is_baseline:
         return words
@@ -120,10 +127,13 @@ def _runner_up(verdict: Verdict) -> Measured | None:
     )
 
 
-def _runner_up_in_words(other: Measured | None) -> str:
+def _runner_up_in_words(verdict: Verdict, other: Measured | None) -> str:
     if other is None or other.speed_up is None:
         return ""
-    return f" The best other, trial {other.number}, is {ratio_in_words(other.speed_up)}."
+    name, own = f"trial {other.number}", verdict.baseline
+    if own is not None and other.train_batch_size != own.train_batch_size:
+        name += f" with a global batch of {things_in_words(other.train_batch_size, 'sample')}"
+    return f" The best other, {name}, is {ratio_in_words(other.speed_up)}."
 
 
 def _ties(verdict: Verdict) -> str:
