@@ -44,8 +44,6 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         return
     for line in answers_in_words(result.verdict, metric=result.metric, device=result.device):
         say_prose(line)
-    if result.model_change:
-        say_prose(result.model_change)
     _show_configs(result)
     if result.changes:
         say_prose(changes_in_words(result.changes))
