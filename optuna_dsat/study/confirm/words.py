@@ -48,7 +48,8 @@ def _at_same_batch(verdict: Verdict) -> str:
         return f"{batch}: nothing is surely faster than your config.{_runner_up_in_words(verdict, best)}"
     alike = [measured for measured in verdict.measured.values() if measured.train_batch_size == best.train_batch_size]
     if len(alike) > 1:
-        return f"{batch}: nothing faster than your config was measured."
+        known = "confirmed" if verdict.is_by_rounds else "measured"
+        return f"{batch}: nothing faster than your config was {known}."
     return f"{batch}: nothing but your config was measured."
 
 
