@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optuna_dsat.cli.parsing.commands import origins_of
+from optuna_dsat.cli.parsing.parameters import stored_command
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import StorageError, StudyDeletedError
-from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, of_output
+from optuna_dsat.study.options.declaration import of_output
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import (
     AshaOptions,
@@ -181,8 +181,9 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
     show_by_gpus(rows, best=result, as_json=as_json)
     measured = [row.study for row in rows if row.result is not None]
     if len(measured) > 1 and not as_json:
-        request = studies[0].request
-        say(f"Side by side: {_command('report', *measured, request=request, shown_url=display_url(request.storage))}")
+        storage = studies[0].request.storage
+        command = stored_command("report", *measured, storage=storage, shown_url=display_url(storage))
+        say(f"Side by side: {command}")
     if options.run_full_experiment:
         _train(best, as_json=as_json)
 
@@ -231,7 +232,9 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
             say(f"Interrupted. Continue with: {_resume_command(request, ended.storage)}", file=sys.stderr)
         raise KeyboardInterrupt
     if not request.conclude and not quiet:
-        show_it = _command("show", request.spec.name, request=request, shown_url=display_url(request.storage))
+        show_it = stored_command(
+            "show", request.spec.name, storage=request.storage, shown_url=display_url(request.storage)
+        )
         notify(
             f"Nothing is left for this worker: whoever started the study measures its finalists again, or "
             f"`{stopping.remedy}` where that one is gone. `{show_it}` shows the study."
@@ -241,10 +244,4 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
 
 def _resume_command(request: StudyRequest, shown_url: str) -> str:
     """Return the command that continues a study; a URL's password is not shown."""
-    return _command("resume", request.spec.name, request=request, shown_url=shown_url)
-
-
-def _command(*words: str, request: StudyRequest, shown_url: str) -> str:
-    """Return a command on stored studies, with their storage unless it is the default."""
-    storage = [] if request.storage == DEFAULT_STORAGE else ["--storage", shown_url]
-    return shell_line(["optuna-dsat", *words, *storage])
+    return stored_command("resume", request.spec.name, storage=request.storage, shown_url=shown_url)

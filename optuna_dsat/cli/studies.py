@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from optuna_dsat.cli.parsing.parameters import (
     confirm_replacing,
     option,
     say_written,
+    stored_command,
 )
 from optuna_dsat.cli.tables import UNBOUNDED, notify, print_table
 from optuna_dsat.errors import UnreadableStudyError, UsageError
@@ -201,18 +203,16 @@ def result_lines(study: StoredStudy) -> Iterator[str]:
 
 def _training_lines(study: StoredStudy, storage: str) -> Iterator[str]:
     """Yield the commands that train with the result, and with the answer at the user's global batch if that differs."""
-    from optuna_dsat.escape.shell import shell_line
     from optuna_dsat.store import display_url
 
     verdict = study.verdict
     if verdict is None:
         return
-    where = [] if storage == DEFAULT_STORAGE else ["--storage", display_url(storage)]
+    train = partial(stored_command, "train", study.spec.name, storage=storage, shown_url=display_url(storage))
     same = verdict.same_batch
     if same is not None and same.number != verdict.result.number:
-        command = shell_line(["optuna-dsat", "train", study.spec.name, "--trial", str(same.number), *where])
-        yield f"Train at your global batch with: {command}"
-    yield f"Train with the result: {shell_line(['optuna-dsat', 'train', study.spec.name, *where])}"
+        yield f"Train at your global batch with: {train('--trial', str(same.number))}"
+    yield f"Train with the result: {train()}"
 
 
 def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:

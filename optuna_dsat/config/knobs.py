@@ -20,6 +20,7 @@ from optuna_dsat.errors import ConfigError
 
 __all__ = [
     "KNOBS",
+    "NAMES",
     "NVME",
     "OFFLOAD_OPTIMIZER",
     "OFFLOAD_PARAM",
@@ -323,9 +324,13 @@ _MINIMUM = {"reduce_bucket_size": 1, "allgather_bucket_size": 2}
 """Smallest value that DeepSpeed accepts; 0 for the other sizes."""
 
 
+NAMES: tuple[str, ...] = (*(knob.name for knob in KNOBS if knob.name != NVME), MICRO_BATCH)
+"""Names of the knobs in options: the device of the optimizer's states on NVMe follows from its offload."""
+
+
 def known_names() -> str:
     """Return the names of all knobs, for messages."""
-    return ", ".join([*(knob.name for knob in KNOBS if knob.name != NVME), MICRO_BATCH])
+    return ", ".join(NAMES)
 
 
 _SHORT_NAMES: Mapping[str, str] = {"batch": MICRO_BATCH, "stage": ZERO_STAGE}
@@ -342,12 +347,11 @@ def resolve_names(names: Iterable[str], *, option: str) -> tuple[str, ...]:
     Raises:
         ConfigError: If a name is not a knob; suggests the knob that it resembles.
     """
-    known = [MICRO_BATCH, *(knob.name for knob in KNOBS if knob.name != NVME)]
     resolved: dict[str, None] = {}
     for name in names:
         plain = name.strip().removeprefix(f"{ZERO}.")
-        if plain not in known and plain not in _SHORT_NAMES:
-            near = near_key(plain, (*known, *_SHORT_NAMES), alike=_ALIKE)
+        if plain not in NAMES and plain not in _SHORT_NAMES:
+            near = near_key(plain, (*NAMES, *_SHORT_NAMES), alike=_ALIKE)
             hint = f"{near} is probably meant" if near else f"the knobs are {known_names()}"
             raise ConfigError(
                 f"{option} names {name!r:.60}, which is not a knob; {hint}. batch and stage are short for the "

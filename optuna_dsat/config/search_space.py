@@ -124,9 +124,12 @@ class SearchSpace:
         return self.searched_accumulation(micro_batch)
 
     def searched_accumulation(self, micro_batch: int) -> int:
-        """Return the gradient accumulation steps of trials that do not have them as a parameter."""
+        """Return the gradient accumulation steps of trials that do not have them as a parameter.
+
+        A micro-batch of another study may be larger than the kept samples; then it is 1.
+        """
         if self.samples_per_rank is not None:
-            return self.samples_per_rank // micro_batch
+            return max(1, self.samples_per_rank // micro_batch)
         if self.max_samples_per_rank is not None:
             return max(1, min(self.gradient_accumulation_steps, self.max_samples_per_rank // micro_batch))
         return self.gradient_accumulation_steps
@@ -138,9 +141,9 @@ class SearchSpace:
         nothing can have this batch, or if every configuration of this space has it already.
         """
         low, high = self.micro_batches
-        sizes = self.micro_batch_values or range(low, min(high, samples_per_rank) + 1)
+        sizes = self.micro_batch_values or range(low, high + 1)
         values = tuple(size for size in sizes if samples_per_rank % size == 0)
-        batches = {self.searched_accumulation(size) * size for size in self.micro_batch_values or range(low, high + 1)}
+        batches = {self.searched_accumulation(size) * size for size in sizes}
         if not values or batches == {samples_per_rank}:
             return None
         return replace(

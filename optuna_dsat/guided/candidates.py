@@ -349,10 +349,7 @@ class CandidateTable:
             row=np.array([row for row, _ in rows], dtype=np.int64),
             micro_batch=np.array([launch.micro_batch for _, launch in rows], dtype=np.float64),
             accumulation=np.array(
-                [
-                    launch.accumulation or max(1, self._space.searched_accumulation(launch.micro_batch))
-                    for _, launch in rows
-                ],
+                [launch.accumulation or self._space.searched_accumulation(launch.micro_batch) for _, launch in rows],
                 dtype=np.float64,
             ),
             value=np.array([value if value > 0 else math.nan for value in values], dtype=np.float64),

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from optuna_dsat.config.ds_config import AUTO, MICRO_BATCH, effective, zero_section
-from optuna_dsat.config.knobs import KNOBS, NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE, ZERO_STAGES
+from optuna_dsat.config.knobs import NAMES, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE, ZERO_STAGES
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.metrics import METRICS, direction_of
@@ -190,8 +190,7 @@ class StudySpec(_Frozen, SearchSettings):
         """Knobs that stay as the user's config has them: ``no_tune``, or all but ``only``."""
         if not self.only:
             return tuple(self.no_tune or ())
-        names = (MICRO_BATCH, *(knob.name for knob in KNOBS if knob.name != NVME))
-        return tuple(name for name in names if name not in (*self.only, *(self.fix or ())))
+        return tuple(name for name in NAMES if name not in (*self.only, *(self.fix or ())))
 
     @property
     def stages(self) -> tuple[int, ...]:
