@@ -73,7 +73,8 @@ def page() -> str:
 
 def _knobs() -> Iterator[str]:
     for knob in KNOBS:
-        yield f"| `{knob.name}` | `{'.'.join(knob.path)}` | {knob.where} | {_choices(knob)} |\n"
+        key = "none: it changes the model" if knob.is_of_model else f"`{'.'.join(knob.path)}`"
+        yield f"| `{knob.name}` | {key} | {knob.where} | {_choices(knob)} |\n"
 
 
 def _choices(knob: Knob) -> str:

@@ -257,9 +257,13 @@ def best(
     ] = False,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
+    from optuna_dsat.study.config_changes import checkpoint_every, checkpointing_in_words
+
     study = _read(storage, name)
     trial, words = study.selected(same_batch=same_batch)
     notify(f"Config of {words}")
+    if words := checkpointing_in_words(checkpoint_every(study.complete_config(trial))):
+        notify(words)
     config = study.ready_config(trial)
     if output is None:
         print(json.dumps(config, indent=2))

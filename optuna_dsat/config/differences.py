@@ -7,6 +7,7 @@ from typing import Any
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, ZERO, canonical_zero, effective, merge, zero_default
 from optuna_dsat.config.structures import Structure
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL
 
 __all__ = ["knob_differences"]
 
@@ -24,7 +25,8 @@ def knob_differences(
     ``params_count`` is the number of the model's parameters, above which all sizes are equivalent; None if unknown.
 
     Returns:
-        Dotted key within the ZeRO section, or ``gradient_accumulation_steps`` -> value; sorted by key.
+        Dotted key within the ZeRO section, ``checkpoint_every`` or ``gradient_accumulation_steps`` -> value; sorted by
+        key.
     """
     given, mine = effective(config), effective(own)
     stage = Structure.of(given).stage
@@ -35,6 +37,8 @@ def knob_differences(
     for key in sorted(here.keys() | there_zero.keys()):
         if key.rpartition(".")[2] not in _IN_THE_STRUCTURE and here.get(key) != there_zero.get(key):
             record[key] = written.get(key, zero_default(key, stage=stage))
+    if (every := (given.get(MODEL) or {}).get(CHECKPOINT_EVERY)) is not None:
+        record[CHECKPOINT_EVERY] = every
     steps = given.get(GRADIENT_ACCUMULATION, 1)
     if steps != mine.get(GRADIENT_ACCUMULATION, 1):
         record[GRADIENT_ACCUMULATION] = steps

@@ -17,9 +17,12 @@ from optuna_dsat.config.documents import as_written
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
 from optuna_dsat.config.misspelt import near_key
 from optuna_dsat.errors import ConfigError
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL
 
 __all__ = [
+    "CHECKPOINT_EVERY",
     "KNOBS",
+    "MODEL",
     "NAMES",
     "NVME",
     "OFFLOAD_OPTIMIZER",
@@ -43,7 +46,9 @@ NVME = "offload_optimizer_nvme"
 PARTITION_COPY = "zero_hpz_partition_size"
 
 Kind = str
-"""``stage``, ``flag``, ``size`` (a number of elements), ``ranks`` or ``device`` (``none``, ``cpu``, ``nvme``)."""
+"""``stage``, ``flag``, ``size`` (a number of elements), ``ranks``, ``device`` (``none``, ``cpu``, ``nvme``) or
+``blocks`` (1 for every block, 2 for every second, 0 for none).
+"""
 
 _BUCKETS = tuple(n * 10**m for m in range(6, 10) for n in (1, 5))
 """dsat's defaults: n * 10^m elements for n in (1, 5), m in 6..9."""
@@ -133,6 +138,11 @@ class Knob:
     """Whether it is useful on several nodes only: sampled on a single node only if the user lists values."""
     several_ranks: bool = False
     """Whether it is useful with several ranks only: sampled with a single rank only if the user lists values."""
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it changes the model instead of the DeepSpeed config (``runtime.adapt.checkpointing``)."""
+        return self.path[0] == MODEL
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -317,6 +327,18 @@ KNOBS: tuple[Knob, ...] = (
         applies=lambda params, _site: _stage(params) == 3 and params.get(OFFLOAD_PARAM) != "nvme",
         several_nodes=True,
     ),
+    Knob(
+        name=CHECKPOINT_EVERY,
+        path=(MODEL, CHECKPOINT_EVERY),
+        kind="blocks",
+        choices=(0, 1, 2),
+        where="models of repeated blocks whose memory is short; elsewhere where you name it",
+        used_by=(
+            "No key of DeepSpeed, whose section activation_checkpointing acts in scripts that call "
+            "deepspeed.checkpointing: optuna_dsat.checkpoint_blocks changes the model before deepspeed.initialize."
+        ),
+        applies=lambda _params, site: not site.pipeline,
+    ),
 )
 """All knobs in the order of suggestion: a condition reads only preceding knobs."""
 
@@ -380,7 +402,7 @@ def normalise(name: str, kind: Kind, value: Any) -> Any:
         if not isinstance(value, bool | str) or value not in flags:
             raise ConfigError(f"{name} is {as_written(value)}; it must be true or false.")
         return flags[value]
-    number = _whole(name, value)
+    number = 0 if kind == "blocks" and value in (None, "none") else _whole(name, value)
     if kind == "stage" and number not in ZERO_STAGES:
         raise ConfigError(f"{name} is {as_written(value)}; ZeRO stages are 0, 1, 2 and 3.")
     if kind == "ranks":

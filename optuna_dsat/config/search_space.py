@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
-from optuna_dsat.config.knobs import KNOBS, NVME, OFFLOAD_OPTIMIZER, ZERO_STAGE, Knob, Site, normalise
+from optuna_dsat.config.knobs import KNOBS, MODEL, NVME, OFFLOAD_OPTIMIZER, ZERO_STAGE, Knob, Site, normalise
 from optuna_dsat.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -185,9 +185,12 @@ class SearchSpace:
         settings = dict(self._settings(given))
         values = {tuned.name: value for tuned, value in settings.items()}
         zero: dict[str, Any] = dict.fromkeys(self.legacy_keys)
+        model: dict[str, Any] = {}
         for tuned in self.knobs:
             key = tuned.knob.path[1]
-            if tuned.name not in values:
+            if tuned.knob.is_of_model:
+                model |= {key: values[tuned.name]} if values.get(tuned.name) else {}
+            elif tuned.name not in values:
                 zero.setdefault(key, None)
             elif tuned.role is not Role.KEPT and tuned.name != NVME:
                 zero[key] = self._written(tuned, values)
@@ -196,6 +199,8 @@ class SearchSpace:
         size = params[MICRO_BATCH]
         steps = params.get(configs.GRADIENT_ACCUMULATION, self.accumulation(size))
         result: dict[str, Any] = {ZERO: zero, **configs.batch_overlay(size, steps)}
+        if model:
+            result[MODEL] = model
         if self.allow_untested_optimizer and values[ZERO_STAGE]:
             result["zero_allow_untested_optimizer"] = True
         return result
@@ -226,7 +231,7 @@ class SearchSpace:
         The config must give its micro-batch as a number. Missing values are DeepSpeed's defaults; sizes beyond the
         number of parameters are mapped to the largest choice.
         """
-        zero = configs.effective({ZERO: {}, **ds_config})[ZERO]
+        zero = {**configs.effective({ZERO: {}, **ds_config})[ZERO], **(ds_config.get(MODEL) or {})}
         try:
             result = list(self._settings(lambda tuned: self._read(tuned, zero)))
             micro_batch = normalise(MICRO_BATCH, "count", ds_config.get(MICRO_BATCH))
@@ -372,6 +377,8 @@ def present(knob: Knob, zero: Mapping[str, Any]) -> Any:
     if knob.kind == "device":
         return device_of(zero, knob.name)
     value = zero.get(knob.path[1])
+    if knob.is_of_model:
+        return normalise(knob.name, knob.kind, value)
     if value is None or value == configs.AUTO:
         value = configs.zero_default(knob.path[1], stage=zero.get("stage", 0))
     return normalise(knob.name, knob.kind, value)

@@ -111,6 +111,8 @@ class SpaceRequest:
     """Nodes of a launch."""
     ranks_per_node: int = 1
     """Ranks of a launch on each node."""
+    checkpointing: bool = False
+    """Whether activation checkpointing is searched."""
 
 
 def build_space(request: SpaceRequest) -> SearchSpace:
@@ -152,7 +154,7 @@ class _Builder:
         others = [
             self._knob(knob)
             for knob in KNOBS
-            if knob.kind in ("flag", "size", "ranks") and knob.name != NVME and self._is_searched(knob)
+            if knob.kind in ("flag", "size", "ranks", "blocks") and knob.name != NVME and self._is_searched(knob)
         ]
         knobs = sorted([stage, *offloads, *others], key=lambda tuned: KNOBS.index(tuned.knob))
         low, high = self._micro_batches()
@@ -190,12 +192,14 @@ class _Builder:
         if both:
             raise ConfigError(f"{both[0]} is given to both --fix and --no-tune; use one of them.")
         zero = self._request.ds_config.get(ZERO)
-        sections = {"stage", *(knob.path[1] for knob in KNOBS)} | _LEGACY.keys()
+        sections = {"stage", *(knob.path[1] for knob in KNOBS if not knob.is_of_model)} | _LEGACY.keys()
         for key, value in zero.items() if isinstance(zero, Mapping) else ():
             if isinstance(value, list) and key not in sections:
                 raise ConfigError(f"{ZERO}.{key} is a list, but not a knob. The knobs are {known_names()}.")
 
     def _is_searched(self, knob: Knob) -> bool:
+        if knob.is_of_model:
+            return knob.name not in self._no_tune and (self._request.checkpointing or knob.name in self._request.fix)
         one_node = min(self._request.nodes, self._request.ranks_per_node) == 1
         useless = knob.inert or (knob.several_nodes and one_node) or (knob.several_ranks and self._world_size == 1)
         return not useless or self._named(knob)

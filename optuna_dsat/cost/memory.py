@@ -25,6 +25,7 @@ from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.record import Record
 from optuna_dsat.cost.zero_states import Moment, ZeroSettings, moments, rank_host_parts
 from optuna_dsat.runtime.events import ProfileMeasured
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL
 
 __all__ = [
     "Hardware",
@@ -58,6 +59,11 @@ class ModelProfile(Record):
     optimizer: str = ""
     """Class name of the innermost optimizer, empty without an optimizer."""
     optimizer_tested: bool = True
+    blocks: int = 0
+    block_bytes_per_sample: int = 0
+    block_input_bytes_per_sample: int = 0
+    block_share: float = 0.0
+    no_checkpointing: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.trainable_params <= self.params:
@@ -66,6 +72,26 @@ class ModelProfile(Record):
             raise ValueError(f"param_bytes is {self.param_bytes}; an element has 1, 2, 4 or 8 bytes.")
         if self.activation_bytes_per_sample < 0:
             raise ValueError(f"activation_bytes_per_sample is {self.activation_bytes_per_sample}; it must be >= 0.")
+
+    def checkpointed_share(self, every: int) -> float:
+        """Return the share of the blocks that are checkpointed if every so many are; 0 for none."""
+        return -(-self.blocks // every) / self.blocks if every and self.blocks else 0.0
+
+    def activation_bytes(self, every: int) -> int:
+        """Return the activations per sample at the peak of a step with every so many blocks checkpointed.
+
+        Of a checkpointed block its inputs stay, and of one at a time all activations, which the backward pass computes
+        again (Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198, section 5). Known error: blocks are
+        assumed to be alike.
+        """
+        share = self.checkpointed_share(every)
+        if not share:
+            return self.activation_bytes_per_sample
+        inputs = min(self.block_input_bytes_per_sample, self.block_bytes_per_sample)
+        kept = self.block_bytes_per_sample - share * (self.block_bytes_per_sample - inputs)
+        again = (self.block_bytes_per_sample - inputs) / self.blocks
+        outside = self.activation_bytes_per_sample - self.block_bytes_per_sample
+        return min(self.activation_bytes_per_sample, max(0, round(outside + kept + again)))
 
     @classmethod
     def from_event(cls, event: ProfileMeasured) -> ModelProfile:
@@ -165,13 +191,15 @@ def largest_micro_batch(profile: ModelProfile, ds_config: Config, *, hardware: H
 
 def zero_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> ZeroSettings:
     """Return the inputs of the allocation formulas for a profile, a DeepSpeed config and the hardware."""
+    every = int((ds_config.get(MODEL) or {}).get(CHECKPOINT_EVERY) or 0)
     return ZeroSettings.of(
         ds_config,
         params=profile.params,
         trainable=profile.trainable_params,
         largest_layer=profile.largest_layer_params,
         param_bytes=profile.param_bytes,
-        activation_bytes=profile.activation_bytes_per_sample,
+        activation_bytes=profile.activation_bytes(every),
+        recomputed=profile.checkpointed_share(every) * profile.block_share,
         optimizer=profile.optimizer,
         ranks=hardware.world_size,
         on_cpu=hardware.device == "cpu",

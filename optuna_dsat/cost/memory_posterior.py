@@ -88,6 +88,8 @@ class MemoryInputs:
     knobs: Numbers
     """Index of each knob's value, shape (n, knobs)."""
     micro_batch: Numbers
+    activations: Numbers
+    """Activations per sample, relative to the model without checkpointing."""
     forward: Numbers
     """Predicted bytes at the end of the forward pass at micro-batch 0."""
     others: Numbers
@@ -96,6 +98,12 @@ class MemoryInputs:
     """Bytes on the device by which a knob's value may exceed its cheapest value, shape (n, any)."""
     non_contiguous: Numbers
     """1 if gradients are not contiguous, which fragments memory; else 0."""
+
+    @property
+    def samples(self) -> Numbers:
+        """Micro-batch without checkpointing that has as many bytes of activations."""
+        result: Numbers = self.micro_batch * self.activations
+        return result
 
     def take(self, index: Any) -> MemoryInputs:
         """Return the configurations at an index array."""
@@ -260,12 +268,12 @@ class MemoryPosterior:
     def _correction(self, inputs: MemoryInputs) -> Numbers:
         """Return the posterior mean error of the formulas, without the lineages' part."""
         constant, slope, hidden = self._correction_line(inputs)
-        result: Numbers = constant + slope * inputs.micro_batch + hidden * self._hidden(inputs)
+        result: Numbers = constant + slope * inputs.samples + hidden * self._hidden(inputs)
         return result
 
     def _hidden(self, inputs: MemoryInputs) -> Numbers:
         """Return the bytes of activations omitted from the formulas, because another moment of the step needs more."""
-        result: Numbers = np.clip(inputs.others - inputs.forward, 0, self._slope * inputs.micro_batch)
+        result: Numbers = np.clip(inputs.others - inputs.forward, 0, self._slope * inputs.samples)
         return result
 
     def _correction_line(self, inputs: MemoryInputs) -> tuple[Numbers, Numbers, float]:
@@ -273,7 +281,7 @@ class MemoryPosterior:
         observed, weights = self._inputs, self._weights
         if observed is None or not len(weights):
             return np.zeros(len(inputs.lineage)), np.zeros(len(inputs.lineage)), 0.0
-        samples = self._slope * observed.micro_batch
+        samples = self._slope * observed.samples
         own = sum_by_structure(observed.structure, weights, inputs.structure)
         constant = _SHARED_SD**2 * weights.sum() + _STRUCTURE_SD**2 * own
         for place, spread in enumerate(_RELATIVE_SDS):
@@ -303,7 +311,7 @@ class MemoryPosterior:
         crossing = above / max(1.0, self._slope)
         room = (limit - inputs.forward - constant - hidden * above) / np.maximum(1.0, self._slope + slope)
         below = (limit - inputs.others - constant) / np.maximum(1.0, hidden * self._slope + slope)
-        result = np.where(room >= crossing, room, np.minimum(below, crossing))
+        result = np.where(room >= crossing, room, np.minimum(below, crossing)) / inputs.activations
         result = np.where(inputs.others + constant > limit, 0, np.floor(np.clip(result, 0, 2**31)))
         return result.astype(np.int64)
 
@@ -329,14 +337,14 @@ class MemoryPosterior:
         return predicted + shared @ self._weights, free, np.sqrt(np.maximum(variance, 1.0))
 
     def _predicted(self, inputs: MemoryInputs) -> Numbers:
-        result: Numbers = np.maximum(inputs.forward + self._slope * inputs.micro_batch, inputs.others)
+        result: Numbers = np.maximum(inputs.forward + self._slope * inputs.samples, inputs.others)
         return result
 
     def _covariance(self, a: MemoryInputs, b: MemoryInputs, *, error_factor: float | None = None) -> Numbers:
         """Return the covariance of the formulas' errors; ``error_factor`` defaults to the learnt factor."""
         factor = self.error_factor if error_factor is None else error_factor
         same = a.structure[:, None] == b.structure[None, :]
-        samples = np.outer(self._slope * a.micro_batch, self._slope * b.micro_batch)
+        samples = np.outer(self._slope * a.samples, self._slope * b.samples)
         scale = self._device**2
         result: Numbers = samples * (_SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 * same)
         result += factor * self._structures_covariance(a, b) + scale * self._doubt(a.structure)[:, None] * same
@@ -356,7 +364,7 @@ class MemoryPosterior:
     def _variance(self, inputs: MemoryInputs) -> Numbers:
         structures = _SHARED_SD**2 + _STRUCTURE_SD**2 + sum(spread**2 for spread in _RELATIVE_SDS)
         errors = self.error_factor * structures + self._doubt(inputs.structure) + _KNOBS_SD**2 + _LINEAGE_SD**2
-        result: Numbers = (self._slope * inputs.micro_batch) ** 2 * (
+        result: Numbers = (self._slope * inputs.samples) ** 2 * (
             _SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 + _CURVE_SD**2
         ) + errors * self._device**2
         result += _BUFFER_SD**2 * (inputs.buffers**2).sum(axis=1) + _HIDDEN_SD**2 * self._hidden(inputs) ** 2

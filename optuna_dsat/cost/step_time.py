@@ -5,10 +5,12 @@ The four phases of a step are
 
 - forward: ``g (c (m + h) + hooks + gathers)``: seconds per sample ``c``, and a fixed part ``c h`` for the device's
   under-utilisation at small batches; hooks in Python, of ZeRO 3 in both passes, of ZeRO 2 in the backward pass;
-- backward: the same with a different ``c``, and the reduction of the gradients: ``T b (N - 1) / N`` bytes over the link
-  for a reduce-scatter, twice that for an all-reduce, and a latency per bucket. ZeRO 2 and 3 reduce in every
-  micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host if they are offloaded; with a
-  second copy in each node (``zero_hpz_partition_size``) only the first gather after an optimizer step leaves it;
+- backward: the same with a different ``c``, the checkpointed share of the forward pass and of ZeRO 3's gathers again
+  (Chen et al., arXiv:1604.06174: at most a forward pass more), and the reduction of the gradients:
+  ``T b (N - 1) / N`` bytes over the link for a reduce-scatter, twice that for an all-reduce, and a latency per bucket.
+  ZeRO 2 and 3 reduce in every micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host if
+  they are offloaded; with a second copy in each node (``zero_hpz_partition_size``) only the first gather after an
+  optimizer step leaves it;
 - step: the optimizer on the device, or copies both ways over PCIe and the update on the host's CPUs; ZeRO 1 and 2 then
   gather all parameters once, ZeRO 3 works in sub-groups;
 - other: data loading and Python.
@@ -126,6 +128,8 @@ class Columns:
     sub_group: Numbers
     copy_ranks: Numbers
     """Ranks that share a second copy of the parameters; 1 without a second copy."""
+    recomputed: Numbers
+    """Share of the forward pass that the backward pass repeats."""
 
     @classmethod
     def of(cls, settings: Sequence[ZeroSettings]) -> Columns:
@@ -149,6 +153,7 @@ class Columns:
             persistence=column([s.persistence for s in settings]),
             sub_group=column([max(1, s.sub_group) for s in settings]),
             copy_ranks=column([s.copy_ranks for s in settings]),
+            recomputed=column([s.recomputed for s in settings]),
         )
 
     def take(self, index: Any) -> Columns:
@@ -246,9 +251,10 @@ class StepTimeModel:
         per_sample = max(1, self.flops_per_sample) / 3 / x["speed"]
         crowded = x["pressure"] * fill ** x["steepness"] + x["edge"] * fill**_EDGE_POWER
         compute = per_sample * (micro_batch + x["idle"]) * (1 + crowded)
-        after = x["backward"] * compute
+        after = (x["backward"] + c.recomputed) * compute
         reduced, messages = self._reduction(x, c)
         forward_gathers, gathers, gather_messages, covered = self._gathers(x, c, accumulation)
+        gathers = gathers * (1 + c.recomputed)
         hooks = third * (x["hooks"] + x["fetch"] * c.offload_param)
         reduction_hooks = np.where(c.stage == 2, _REDUCTION_HOOKS * x["hooks"], hooks)
 

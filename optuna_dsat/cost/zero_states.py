@@ -103,6 +103,8 @@ class ZeroSettings:
     """Elements of the parameter swap buffers (count x size)."""
     copy_ranks: int = 1
     """Ranks that share a second copy of the parameters (``zero_hpz_partition_size`` of ZeRO 3); 1 without a copy."""
+    recomputed: float = 0.0
+    """Share of the forward pass that the backward pass repeats (activation checkpointing)."""
 
     @property
     def partition(self) -> int:
@@ -122,6 +124,7 @@ class ZeroSettings:
         optimizer: str,
         ranks: int,
         on_cpu: bool,
+        recomputed: float = 0.0,
     ) -> ZeroSettings:
         """Read a DeepSpeed config; ``"auto"`` means DeepSpeed's default, a list its first value."""
         plain = configs.effective(config)
@@ -166,6 +169,7 @@ class ZeroSettings:
             persistence=_size(zero, "stage3_param_persistence_threshold"),
             sub_group=_size(zero, "sub_group_size"),
             nvme_buffers=_number(swap, "buffer_count", 5) * _number(swap, "buffer_size", 100_000_000),
+            recomputed=recomputed,
             copy_ranks=min(ranks, max(1, _size(zero, "zero_hpz_partition_size"))) if stage == 3 else 1,
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import NVME, OFFLOAD_PARAM
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY, NVME, OFFLOAD_PARAM
 from optuna_dsat.config.live import is_live
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import Hardware, ModelProfile, zero_settings
@@ -152,6 +152,10 @@ class CandidateTable:
         """Inputs of the step-time model."""
         self.kinds = np.column_stack([self.columns.stage == 3, self.columns.offload, self.columns.offload_param])
         """Whether each row has ZeRO 3, an offloaded optimizer, offloaded parameters: 0 or 1, shape (rows, 3)."""
+        self.activations = np.array([setting.activation_bytes for setting in settings], dtype=np.float64)
+        """Activations per sample of each row, relative to the model without checkpointing."""
+        self.activations /= max(1.0, profile.activation_bytes_per_sample)
+        self.activations = np.where(self.activations > 0, self.activations, 1.0)
         needs = np.array([self._bytes(setting) for setting in settings], dtype=np.float64).reshape(-1, 3)
         self.forward, self.others, self.host = needs.T
         """Predicted bytes: on the device at the end of the forward pass without activations, on the device at other
@@ -211,6 +215,7 @@ class CandidateTable:
             relatives=self.relatives[rows],
             knobs=self.knobs[rows],
             micro_batch=np.asarray(micro_batch, dtype=np.float64),
+            activations=self.activations[rows],
             forward=self.forward[rows],
             others=self.others[rows],
             buffers=self.buffers[rows],
@@ -337,9 +342,15 @@ class CandidateTable:
             used={row: frozenset(sizes) for row, sizes in used.items()},
         )
 
+    def _of_this_space(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return params of an earlier study, which searched activation checkpointing or left the model as it was."""
+        if any(tuned.name == CHECKPOINT_EVERY for tuned in self._space.knobs):
+            return {CHECKPOINT_EVERY: 0, **params}
+        return {name: value for name, value in params.items() if (name, value) != (CHECKPOINT_EVERY, 0)}
+
     def observations_of_launches(self, launches: Sequence[EarlierLaunch], *, metric: str) -> Observations:
         """Return the observations of an earlier study's launches; launches outside the space are skipped."""
-        result = [(self._index.get(lineage_key(launch.params)), launch) for launch in launches]
+        result = [(self._index.get(lineage_key(self._of_this_space(launch.params))), launch) for launch in launches]
         rows = [(row, launch) for row, launch in result if row is not None]
         count = len(rows)
         values = [launch.metrics.get(metric, math.nan) if launch.fits else math.nan for _, launch in rows]

@@ -87,7 +87,7 @@ def ranks_of_a_launch(view: StudyView) -> str:
 
 def advice_on(result: StudyResult) -> list[str]:
     """Return advice for the use of a result: learning rate, changes of the script."""
-    return list(filter(None, (result.learning_rate_advice, result.advice)))
+    return list(filter(None, (result.model_change, result.learning_rate_advice, result.advice)))
 
 
 def versions(view: StudyView) -> str:

@@ -192,6 +192,16 @@ class ProfileMeasured(Event, kind="profile_measured"):
     """Class name of the innermost optimizer; empty without an optimizer."""
     optimizer_tested: bool = True
     """Whether DeepSpeed lists the optimizer's class as tested with ZeRO; True without an optimizer."""
+    blocks: int = 0
+    """Repeated blocks whose activations can be checkpointed; 0 for none, or without a measurement."""
+    block_bytes_per_sample: int = 0
+    """Activations saved within these blocks, per sample."""
+    block_input_bytes_per_sample: int = 0
+    """Inputs of these blocks, per sample: the part that stays when they are checkpointed."""
+    block_share: float = 0.0
+    """Share of the forward pass's FLOPs within these blocks."""
+    no_checkpointing: str = ""
+    """Why activations cannot be checkpointed; empty if they can, or without a measurement."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.adapt.checkpointing import CheckpointingError
 from optuna_dsat.runtime.files import shortened
 
 __all__ = [
@@ -140,7 +141,7 @@ def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) ->
     cause = error.__cause__ if isinstance(error, RuntimeError) else error
     if isinstance(error, TooFewSamplesError) or isinstance(cause, StopIteration):
         return Diagnosis(outcome=Outcome.OUT_OF_DATA, missing_bytes=None)
-    if _is_config_rejection(error, phase):
+    if isinstance(error, CheckpointingError) or _is_config_rejection(error, phase):
         return Diagnosis(outcome=Outcome.INVALID_CONFIG, missing_bytes=None)
     return Diagnosis(outcome=Outcome.SCRIPT_ERROR, missing_bytes=None)
 

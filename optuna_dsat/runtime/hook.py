@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
 from operator import index
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.accelerate import how_to_train_with_deepspeed, join_ranks
 from optuna_dsat.runtime.adapt.batch_sources import BatchSources
+from optuna_dsat.runtime.adapt.checkpointing import MODEL_KNOBS, CheckpointingError
 from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
 from optuna_dsat.runtime.adapt.lightning import LightningHook
 from optuna_dsat.runtime.adapt.ranks import join_group, spawn_in_place
@@ -56,7 +57,7 @@ from optuna_dsat.runtime.measure.memory import (
 )
 from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler, count_parameters
-from optuna_dsat.runtime.overlay import MICRO_BATCH, read_config, without_impossible_zero
+from optuna_dsat.runtime.overlay import MICRO_BATCH, MODEL, read_config, without_impossible_zero
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
 from optuna_dsat.runtime.writer import EventWriter
@@ -91,6 +92,7 @@ class DeepSpeedHook:
         self._deepspeed: Any = None
         self._memory: CpuMemory | CudaMemory | None = None
         self._engine: Any = None
+        self._changed_model = False
         self._meter: Meter | None = None
         self._config = TrialConfig(plan, world_size=rank.world_size)
         self._batch_sources = BatchSources(
@@ -255,6 +257,7 @@ class DeepSpeedHook:
         before, self._state.phase = self._state.phase, "initialize"
         self._unwatch_optimizers()
         differences = self._apply_overlay(bound.arguments)
+        self._change_model(bound.arguments.get("model"))
         started = time.time()
         if differences and self._plan.measures and self._engine is None:
             self._writer.write(ConfigDiffers(rank=self._rank.rank, time=started, differences=differences))
@@ -268,6 +271,22 @@ class DeepSpeedHook:
             else:
                 self._watch_engine(result[0], span, differences)
         return result
+
+    def _change_model(self, model: Any) -> None:
+        """Apply the trial's settings of the model to one that is trained.
+
+        A script may build several engines: they must fit the first such model only.
+
+        Raises:
+            CheckpointingError: If the first model cannot be changed so.
+        """
+        settings = self._plan.overlay.get(MODEL) or {}
+        if not settings or not any(parameter.requires_grad for parameter in getattr(model, "parameters", list)()):
+            return
+        with suppress(CheckpointingError) if self._changed_model else nullcontext():
+            for name, value in settings.items():
+                MODEL_KNOBS[name](value).apply(model)
+        self._changed_model = True
 
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
         """Replace the config among bound arguments of ``deepspeed.initialize`` without mutating the script's objects.

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "CHECKPOINT_EVERY",
     "GRADIENT_ACCUMULATION",
     "MICRO_BATCH",
+    "MODEL",
     "TRAIN_BATCH",
     "LaidConfig",
     "effective_config",
@@ -20,6 +22,7 @@ __all__ = [
     "read_config",
     "scripts_own",
     "without_impossible_zero",
+    "without_model",
 ]
 
 
@@ -50,6 +53,8 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 TRAIN_BATCH, MICRO_BATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
 GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
+MODEL, CHECKPOINT_EVERY = "optuna_dsat", "checkpoint_every"
+"""Section of settings that change the model, which DeepSpeed never gets, and its key for activation checkpointing."""
 _BATCH_KEYS = (TRAIN_BATCH, GRADIENT_ACCUMULATION, MICRO_BATCH)
 """Any two determine the third; in the order in which the script's value is dropped."""
 
@@ -79,6 +84,11 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]
         elif value != "auto" or key not in merged:
             merged[key] = _deep_copy(value)
     return merged
+
+
+def without_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the settings that change the model."""
+    return {key: value for key, value in config.items() if key != MODEL}
 
 
 class LaidConfig(dict[str, Any]):
@@ -132,7 +142,7 @@ def effective_config(
     - Offload with a client optimizer is allowed by ``zero_force_ds_cpu_optimizer``, as DeepSpeed's message advises.
     - The ``autotuning`` section is removed: DeepSpeed's own autotuning hooks end the process.
     """
-    config = merge(base, overlay)
+    config = without_model(merge(base, overlay))
     config.pop("autotuning", None)
     if all(key in config for key in _BATCH_KEYS) and any(key in overlay for key in _BATCH_KEYS):
         own = next((key for key in _BATCH_KEYS if overlay.get(key) is None), None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.escape.shell import in_folder, program
 from optuna_dsat.runtime.adapt.config import with_option
+from optuna_dsat.runtime.overlay import MODEL
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.own_ranks import says_where_to_meet
 from optuna_dsat.script.config_location import find_config_key
@@ -125,7 +126,8 @@ def command_to_train(
 ) -> str:
     """Return the shell command that trains with a config of a study, without any change of the script.
 
-    It is the script's own command where that applies all of the exported config, else ``optuna-dsat train``. The
+    It is the script's own command where that applies all of the config, which no file does for settings that change the
+    model; else ``optuna-dsat train``. The
     script's settings file has one copy only, for the result.
 
     Args:
@@ -140,7 +142,7 @@ def command_to_train(
     own, names_config = training_command(spec, config, path, profiled=profiled, host_threads=host_threads)
     copy = best_settings(spec, config, spec.study_dir)
     written = copy is not None and copy.sets_batch
-    applies = names_config and (same_batch is None or copy is None)
+    applies = names_config and (same_batch is None or copy is None) and MODEL not in config
     if applies and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
         return own
     trial = [] if same_batch is None else ["--trial", str(same_batch)]

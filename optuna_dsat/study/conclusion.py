@@ -119,7 +119,7 @@ class Conclusion:
         try:
             return check_loss(
                 self._spec,
-                study.ready_config(verdict.result.trial),
+                study.overlay_of(verdict.result.trial),
                 data_parallel_size=attributes.data_parallel_size(
                     verdict.result.trial, slots=self._spec.slots_per_trial
                 ),

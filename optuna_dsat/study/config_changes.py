@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL, without_model
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import setting_in_words
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Change",
     "changes_in_words",
+    "checkpoint_every",
+    "checkpointing_in_words",
     "complete_config",
     "config_changes",
     "ready_config",
@@ -72,6 +75,23 @@ def shown_settings(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def checkpoint_every(config: Mapping[str, Any]) -> int:
+    """Return the activation checkpointing of a complete config: of every so many blocks, 0 for none."""
+    return int((config.get(MODEL) or {}).get(CHECKPOINT_EVERY) or 0)
+
+
+def checkpointing_in_words(every: int) -> str:
+    """Return where to write activation checkpointing, which no DeepSpeed config sets; empty for none."""
+    if not every:
+        return ""
+    blocks = "every block" if every == 1 else f"one of {every} blocks"
+    return (
+        f"The activations of {blocks} are checkpointed, which no DeepSpeed config can. optuna-dsat train does it; for "
+        f"your own command, write optuna_dsat.checkpoint_blocks(model, every={every}) before deepspeed.initialize "
+        "(with the Hugging Face Trainer, for every block: gradient_checkpointing=True in its arguments)."
+    )
+
+
 def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
     """Return ``config`` without any tuning key and with a consistent batch triangle, ready to train with."""
     clean = ds_config.effective(config)
@@ -112,5 +132,5 @@ def ready_config(
     """
     keys = (ds_config.TRAIN_BATCH, ds_config.GRADIENT_ACCUMULATION)
     implied = next((key for key in keys if key not in own), None)
-    config = complete if trainer is None else trainer.trainable(complete)
+    config = without_model(complete if trainer is None else trainer.trainable(complete))
     return {key: value for key, value in config.items() if key != implied}

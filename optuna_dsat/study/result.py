@@ -19,7 +19,13 @@ from optuna_dsat.secrecy.references import names_in, resolved
 from optuna_dsat.secrecy.shapes import find_secrets, hidden_data
 from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG, best_settings, command_to_train
-from optuna_dsat.study.config_changes import Change, config_changes, trainable_config
+from optuna_dsat.study.config_changes import (
+    Change,
+    checkpoint_every,
+    checkpointing_in_words,
+    config_changes,
+    trainable_config,
+)
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.end_reason import describe_structure_failures
@@ -69,6 +75,8 @@ class SameBatch:
     """Path of the file with ``config``."""
     command: str
     """Shell command that trains with it."""
+    checkpoint_every: int = 0
+    """Activation checkpointing of every so many repeated blocks, which no DeepSpeed config sets; 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +125,10 @@ class StudyResult:
     """Path of the file with ``metrics``, the interval and the finalists."""
     command: str
     """Shell command that trains with it: the script's command if that is enough, else ``optuna-dsat train``."""
+    checkpoint_every: int = 0
+    """Activation checkpointing of every so many repeated blocks; 0 for none. No key of ``config``: ``command`` does it,
+    or ``optuna_dsat.checkpoint_blocks`` in the script.
+    """
     train_batch_size: int
     """Global batch of ``config``, in samples."""
     user_train_batch_size: int
@@ -169,10 +181,16 @@ class StudyResult:
             "user_config_value": self.user_value,
             "speed_up": self.speed_up,
             "metrics": self.metrics,
+            "checkpoint_every": self.checkpoint_every,
             "verdict": self.verdict.to_json(),
             "finalists": finalists,
             "loss_check": self.loss_check,
         }
+
+    @property
+    def model_change(self) -> str:
+        """Sentence on the change of the model that the result needs, and where to write it; empty without any."""
+        return checkpointing_in_words(self.checkpoint_every)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""
@@ -276,6 +294,7 @@ def result_of(
             host_threads=trial.user_attrs.get(attributes.HOST_THREADS),
             storage=storage,
         ),
+        checkpoint_every=checkpoint_every(complete),
         train_batch_size=batch,
         user_train_batch_size=own_batch,
         same_batch=_same_batch(study, storage=storage),
@@ -331,6 +350,7 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
             storage=storage,
             same_batch=measured.number,
         ),
+        checkpoint_every=checkpoint_every(study.complete_config(measured.trial)),
     )
 
 

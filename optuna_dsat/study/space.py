@@ -7,11 +7,12 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.config.knobs import KNOBS, ZERO_STAGE
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, MODEL, ZERO_STAGE
 from optuna_dsat.config.space_builder import Role, SearchSpace, SpaceRequest, build_space
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import ConfigError
+from optuna_dsat.guided.problem import REACH
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.spec import StudySpec
@@ -21,10 +22,12 @@ __all__ = [
     "dataset_size",
     "epoch_samples",
     "hardware_of",
+    "is_memory_bound",
     "largest_global_batch",
     "largest_micro_batches",
     "micro_batch_cap",
     "objective",
+    "searches_checkpointing",
     "space_of",
 ]
 
@@ -91,8 +94,39 @@ def objective(spec: StudySpec, profiled: Profiled) -> str:
     return spec.metric
 
 
-def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int, bool], int]:
+def is_memory_bound(spec: StudySpec, profiled: Profiled) -> bool:
+    """Return whether memory ends the micro-batches of a search, by the memory model.
+
+    It does if the largest that a search may reach from the user's (``REACH``) is predicted not to fit at the lowest
+    stage without offload. Higher stages, offload or activation checkpointing then buy larger ones.
+    """
+    own, _ = user_config(spec, data_parallel_size=profiled.data_parallel_size)
+    config = ds_config.merge(own, {ds_config.ZERO: Structure(stage=min(spec.stages)).zero_section()})
+    largest = memory.largest_micro_batch(profiled.profile, config, hardware=hardware_of(spec, profiled))
+    return bool(largest < REACH * own[MICRO_BATCH])
+
+
+def searches_checkpointing(spec: StudySpec, profiled: Profiled | None) -> bool:
+    """Return whether activation checkpointing is searched: where it is named, or memory is short.
+
+    Raises:
+        ConfigError: If it is named, and activations cannot be checkpointed.
+    """
+    is_named = CHECKPOINT_EVERY in (*(spec.only or ()), *(spec.fix or ()))
+    if CHECKPOINT_EVERY in spec.kept_knobs:
+        return False
+    if profiled is None or not is_named:
+        return is_named or (profiled is not None and profiled.profile.blocks > 0 and is_memory_bound(spec, profiled))
+    if not profiled.profile.blocks:
+        reason = profiled.profile.no_checkpointing or "its profile has none (--no-profile-reuse)"
+        raise ConfigError(f"{CHECKPOINT_EVERY} is given, but the model's activations cannot be checkpointed: {reason}.")
+    return True
+
+
+def largest_micro_batches(spec: StudySpec, profiled: Profiled, *, every: int = 0) -> dict[tuple[int, bool], int]:
     """Return the largest micro-batch of each structure by the memory model, with the smallest searched buckets.
+
+    ``every`` is 0 without activation checkpointing, 1 with that of every block.
 
     Returns:
         (ZeRO stage, whether everything possible is offloaded) -> samples per rank, 0 if nothing fits.
@@ -110,7 +144,8 @@ def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int
         for offloaded in (False, True) if stage > 0 else (False,):
             device = "cpu" if offloaded else "none"
             structure = Structure(stage=stage, offload_optimizer=device, offload_param=device if stage == 3 else "none")
-            config = ds_config.merge(base, {"zero_optimization": {**sizes, **structure.zero_section()}})
+            zero = {**sizes, **structure.zero_section()}
+            config = ds_config.merge(base, {ds_config.ZERO: zero, MODEL: {CHECKPOINT_EVERY: every}})
             result[stage, offloaded] = memory.largest_micro_batch(profiled.profile, config, hardware=hardware)
     return result
 
@@ -121,8 +156,9 @@ def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
     The factor of two allows for errors of the memory model. If the predicted bound is very small, the error in the
     model states dominates: the bound is then at least the micro-batch that fits without states, up to ``_LEAST_CAP``.
     """
-    best = max(1, *largest_micro_batches(spec, profiled).values())
-    alone = hardware_of(spec, profiled).device_memory_bytes // max(1, profiled.profile.activation_bytes_per_sample)
+    every = 1 if searches_checkpointing(spec, profiled) else 0
+    best = max(1, *largest_micro_batches(spec, profiled, every=every).values())
+    alone = hardware_of(spec, profiled).device_memory_bytes // max(1, profiled.profile.activation_bytes(every))
     wanted = max(2, min(_LEAST_CAP, alone), int(2 * best * spec.options.search_range_factor))
     limit = ds_config.parse_autotuning(spec.ds_config).max_train_micro_batch_size_per_gpu or ds_config.MICRO_BATCH_CAP
     return min(wanted, limit, profiled.samples_per_rank or limit, ds_config.MICRO_BATCH_CAP)
@@ -235,5 +271,6 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         least_micro_batch=1 if profiled is None else profiled.least_micro_batch,
         nodes=spec.nodes_per_trial,
         ranks_per_node=spec.slots_per_node,
+        checkpointing=searches_checkpointing(spec, profiled),
     )
     return build_space(request)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.errors import ConfigError, NothingRunnableError, StudyConflictError, UnreadableStudyError, UsageError
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.overlay import MODEL
 from optuna_dsat.script.interpreter import script_versions
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
@@ -244,6 +245,11 @@ class StoredStudy:
     def ready_config(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's DeepSpeed config as the script trains with it."""
         return ready_config(self.complete_config(trial), own=self.spec.ds_config, trainer=self.trainer)
+
+    def overlay_of(self, trial: FrozenTrial) -> dict[str, Any]:
+        """Return a trial's DeepSpeed config with its settings that change the model, as a launch takes them."""
+        complete = self.complete_config(trial)
+        return {**self.ready_config(trial), **{key: complete[key] for key in (MODEL,) if key in complete}}
 
 
 _COLUMNS = (

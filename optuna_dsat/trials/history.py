@@ -1,4 +1,4 @@
-"""A study's history for samplers and pruners, and what its lineages show together.
+"""A study's history for samplers and pruners, and the common evidence of its lineages.
 
 Decisions are functions of the history only, so any worker can continue any study.
 """

@@ -44,7 +44,7 @@ def keys_of(deepspeed: Path) -> dict[tuple[str, str], str]:
 @pytest.mark.parametrize("deepspeed", [HERE, *ELSEWHERE], ids=lambda path: path.parents[3].name)
 def test_a_version_has_the_key_of_every_knob(deepspeed: Path) -> None:
     installed, newest = keys_of(deepspeed), keys_of(HERE)
-    for knob in KNOBS:
+    for knob in (item for item in KNOBS if not item.is_of_model):
         key = (CLASSES[knob.path[:-1]], knob.path[-1])
         assert key in installed, f"{knob.name} is {key}, which this version does not read"
         assert installed[key] == newest[key], f"{knob.name} has another default"

@@ -21,6 +21,7 @@ def loads(
     knobs: tuple[int, ...] = (0, 0),
     buffers: float = 0.0,
     others: float = 12 * GIB,
+    activations: float = 1.0,
 ) -> MemoryInputs:
     count = len(sizes)
     return MemoryInputs(
@@ -29,6 +30,7 @@ def loads(
         relatives=np.array([relatives or (structure,) * 3] * count),
         knobs=np.array([knobs] * count),
         micro_batch=np.array(sizes, dtype=np.float64),
+        activations=np.full(count, activations),
         forward=np.full(count, 10 * GIB),
         others=np.full(count, others),
         buffers=np.full((count, len(knobs)), buffers),

@@ -96,6 +96,11 @@ class SimulatedProfile:
     device_name: str = "simulated"
     optimizer: str = "AdamW"
     optimizer_tested: bool = True
+    blocks: int = 0
+    block_bytes_per_sample: int = 0
+    block_input_bytes_per_sample: int = 0
+    block_share: float = 0.0
+    no_checkpointing: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import optuna_dsat
-from optuna_dsat.runtime.adapt.checkpointing import CheckpointingError, repeated_blocks
+from optuna_dsat.runtime.adapt.checkpointing import CheckpointingError
+from optuna_dsat.runtime.measure.blocks import BlockWatch, repeated_blocks
 from tests.runtime.checkpointed_engines import BLOCKS, HIDDEN, Block, Model, gpt2
 
 SCRIPT = Path(__file__).with_name("checkpointed_engines.py")
@@ -212,3 +213,52 @@ def test_a_model_of_transformers_checkpoints_by_its_own_method() -> None:
 def test_every_is_a_positive_number(every: Any) -> None:
     with pytest.raises(ValueError, match="write 1 for every block"):
         optuna_dsat.checkpoint_blocks(Model(), every)
+
+
+def observed(model: nn.Module, *, again: bool = False) -> BlockWatch:
+    """Return the watch of a model after a forward and a backward pass, which runs the blocks again on request."""
+    watch = BlockWatch(model)
+    counts = {"saved": 0, "flops": 0}
+
+    def count(*_: Any) -> None:
+        counts["saved"] += 100
+        counts["flops"] += 10
+
+    for block in watch.blocks:
+        block.register_forward_hook(count)  # between the watch's hooks, as it runs before them
+    with watch.forward(saved_bytes=lambda: counts["saved"], flops=lambda: counts["flops"]):
+        loss = model(torch.ones(2, 4))
+    with watch.backward():
+        loss.backward()
+        if again:
+            model(torch.ones(2, 4))
+    assert not any(block._forward_pre_hooks for block in watch.blocks)
+    return watch
+
+
+def plain(block: Any, x: Tensor) -> Tensor:
+    return block.part(x)  # type: ignore[no-any-return]
+
+
+def test_a_profile_learns_the_share_of_the_blocks() -> None:
+    watch = observed(Chain(Composite(plain), Composite(plain), Composite(plain)))
+    assert (watch.reason, len(watch.blocks)) == ("", 3)
+    assert (watch.saved_bytes, watch.flops) == (300, 30)
+    assert watch.input_bytes == 2 * (2 * 4 * 4)  # the first input needs no gradient
+    watch.discard()
+    assert (watch.saved_bytes, watch.input_bytes, watch.flops) == (0, 0, 0)
+
+
+def test_a_profile_gives_the_reasons_against_it() -> None:
+    assert "updates its buffer" in observed(Chain(Composite(counting), Composite(counting))).reason
+    assert observed(Chain(Composite(plain), Composite(plain)), again=True).reason.endswith("its blocks already")
+    assert "fewer than two" in observed(Chain(Composite(plain))).reason
+
+
+def test_a_model_that_cannot_be_examined_trains_as_it_did() -> None:
+    class Touchy(Composite):
+        def named_buffers(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("not now")
+
+    watch = observed(Chain(Touchy(plain), Touchy(plain)))
+    assert watch.reason == "its blocks cannot be examined (RuntimeError)"

@@ -17,6 +17,7 @@ from optuna_dsat.runtime.adapt.journal import note
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.agent.torchrun import LOOPBACK, LOOPBACK_ENVIRONMENT
 from optuna_dsat.runtime.isolation.world import WorldPlan
+from optuna_dsat.runtime.overlay import without_model
 from optuna_dsat.runtime.rank import LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.interception import is_of_rank
@@ -240,7 +241,7 @@ def write_run_directory(
         OutputError: If it cannot be written.
     """
     directory = replace(RunDirectory.create(output_dir, request.launch_id), leavings=leavings)
-    directory.write_json(directory.config, request.ds_config)
+    directory.write_json(directory.config, without_model(request.ds_config))
     directory.write_json(directory.overlay, request.overlay)
     plan = _plan(request, directory)
     if changes is not None:

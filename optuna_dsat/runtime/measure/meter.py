@@ -52,7 +52,7 @@ class RankState:
     limited: bool = False
     """Whether this rank's host memory is limited."""
     script_facts: dict[str, Any] = field(default_factory=dict)
-    """Fields of ``EngineReady`` with what the runtime has found out about the script."""
+    """Fields of ``EngineReady`` that the runtime has found out about the script."""
     fed: int = 0
     """Number of training inputs of the engine or its module."""
     fed_size: int = 0

@@ -15,11 +15,12 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, ProfileMeasured
+from optuna_dsat.runtime.measure.blocks import BlockWatch
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
@@ -66,7 +67,9 @@ class Profiler:
         self._step = plan.end_profile_step
         self._flops = 0
         self._flops_known = True
+        self._forward_flops = 0
         self._activations = 0
+        self._blocks = BlockWatch(engine.module)
 
     @contextmanager
     def observe(self, phase: str, step: int) -> Iterator[None]:
@@ -84,13 +87,26 @@ class Profiler:
                     stack.enter_context(_saved_tensors(module, saved))
                 else:
                     before = int(self._accelerator.memory_allocated()) - _parameter_bytes(module)
+            if phase == "forward":
+                held = self._saved_on_cpu(saved) if self._on_cpu else self._held_on_device
+                stack.enter_context(self._blocks.forward(saved_bytes=held, flops=counter.get_total_flops))
+            elif phase == "backward":
+                stack.enter_context(self._blocks.backward())
             yield
             if phase == "forward" and not self._on_cpu:
                 after = int(self._accelerator.memory_allocated()) - _parameter_bytes(module)
                 self._activations += max(0, after - before)
         self._activations += sum(saved.values())
+        self._forward_flops += counter.get_total_flops() if phase == "forward" else 0
         self._flops += counter.get_total_flops()
         self._flops_known &= not counter.failed
+
+    @staticmethod
+    def _saved_on_cpu(saved: Mapping[int, int]) -> Callable[[], int]:
+        return lambda: sum(saved.values())
+
+    def _held_on_device(self) -> int:
+        return int(self._accelerator.memory_allocated()) - _parameter_bytes(self._engine.module)
 
     def boundary(self, step: int, samples: int) -> None:
         """Record the profile after the profiled step."""
@@ -99,7 +115,7 @@ class Profiler:
         module, optimizer = self._engine.module, getattr(self._engine, "basic_optimizer", None)
         zero = sys.modules.get("deepspeed.runtime.zero.utils")
         params, trainable = count_parameters(module)
-        divisor = max(1, samples)
+        divisor, watch = max(1, samples), self._blocks
         host = host_memory_bytes()
         self._write(
             ProfileMeasured(
@@ -119,12 +135,18 @@ class Profiler:
                 device_name=self._device_name(),
                 optimizer="" if optimizer is None else type(optimizer).__name__,
                 optimizer_tested=optimizer is None or zero is None or bool(zero.is_zero_supported_optimizer(optimizer)),
+                blocks=0 if watch.reason else len(watch.blocks),
+                block_bytes_per_sample=watch.saved_bytes // divisor,
+                block_input_bytes_per_sample=watch.input_bytes // divisor,
+                block_share=min(1.0, watch.flops / self._forward_flops) if self._forward_flops else 1.0,
+                no_checkpointing=watch.reason,
             )
         )
 
     def discard(self) -> None:
         """Discard the observations of a skipped step; the next step is profiled instead."""
-        self._flops = self._activations = 0
+        self._flops = self._forward_flops = self._activations = 0
+        self._blocks.discard()
         self._flops_known = True
 
     def _device_memory(self, host: int) -> int:

@@ -291,6 +291,8 @@ def _per_sample(profile: ModelProfile, batch: BatchRule | None) -> ModelProfile:
     return replace(
         profile,
         activation_bytes_per_sample=batch.scaled(profile.activation_bytes_per_sample),
+        block_bytes_per_sample=batch.scaled(profile.block_bytes_per_sample),
+        block_input_bytes_per_sample=batch.scaled(profile.block_input_bytes_per_sample),
         flops_per_sample=batch.scaled(profile.flops_per_sample),
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY
 from optuna_dsat.config.misspelt import misspelt_in_words
 from optuna_dsat.config.op_builders import operators_at_start
 from optuna_dsat.launch.measurement import LaunchRecord
@@ -27,10 +28,12 @@ from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.progress import ProfileFinished, ProfileStarted
 from optuna_dsat.study.space import (
     dataset_size,
+    is_memory_bound,
     largest_global_batch,
     largest_micro_batches,
     micro_batch_cap,
     objective,
+    searches_checkpointing,
 )
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import attributes_of, has_trials
@@ -96,6 +99,8 @@ class ProfileTurn:
                 "Enter zero.Init at ZeRO 3 only (enabled=...) to have the other stages searched, too."
             )
         if words := self._optimizer_in_words(profiled):
+            self._context.say(words)
+        if words := _checkpointing_in_words(profiled.followed_by(self._spec), profiled):
             self._context.say(words)
         if text := _data_in_words(profiled.followed_by(self._spec), profiled):
             self._context.say(text)
@@ -271,6 +276,20 @@ def _passes_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady)
         "accumulates by itself, let it call engine.step() after every backward and set gradient_accumulation_steps to "
         f"{passes * configured}."
     )
+
+
+def _checkpointing_in_words(spec: StudySpec, profiled: Profiled) -> str:
+    """Return whether activation checkpointing is searched; empty where memory is not short and nobody asks."""
+    is_short = is_memory_bound(spec, profiled)
+    if searches_checkpointing(spec, profiled):
+        return (
+            f"Activation checkpointing of the model's {things_in_words(profiled.profile.blocks, 'repeated block')} is "
+            f"searched{', as memory is short' * is_short}. --no-tune {CHECKPOINT_EVERY} leaves the model as it is."
+        )
+    if CHECKPOINT_EVERY in spec.kept_knobs or not is_short:
+        return ""
+    reason = profiled.profile.no_checkpointing
+    return f"Memory is short, and activation checkpointing is not searched: {reason}." if reason else ""
 
 
 def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:

@@ -1,0 +1,242 @@
+"""Finds the repeated blocks of a model, and measures how much checkpointing their activations would save.
+
+The backward pass of a checkpointed block repeats its forward pass. It computes the same values only if the first pass
+left its inputs as they were. Reasons against it are updated buffers, changed inputs, and objects that may keep state,
+such as caches of keys and values. Some show by their type, others after a forward pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+__all__ = ["BlockWatch", "ForwardCheck", "library_model", "reason_against", "repeated_blocks"]
+
+_SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpoint")
+"""Attributes by which models switch their own checkpointing on."""
+
+
+def repeated_blocks(model: Any) -> list[Any]:
+    """Return the blocks that a model repeats, in order: modules of a type in ``ModuleList`` or ``Sequential``.
+
+    The type is the one with most parameters, among modules that have children and are in no other such block.
+    """
+    groups: dict[type, dict[int, Any]] = {}
+    inside: set[int] = set()
+    for module in model.modules():  # parents come before their children
+        if id(module) in inside or type(module).__name__ not in ("ModuleList", "Sequential"):
+            continue
+        kinds: dict[type, dict[int, Any]] = {}
+        for child in module.children():
+            if any(True for _ in child.children()) and type(child).__name__ not in ("ModuleList", "Sequential"):
+                kinds.setdefault(type(child), {})[id(child)] = child
+        for kind, children in kinds.items():
+            if len(children) > 1:
+                groups.setdefault(kind, {}).update(children)
+                inside.update(id(part) for child in children.values() for part in child.modules())
+    return max(([*group.values()] for group in groups.values()), key=_parameters_of, default=[])
+
+
+def _parameters_of(blocks: list[Any]) -> int:
+    # ZeRO 3 keeps the size of a partitioned parameter in ds_numel.
+    return sum(int(getattr(p, "ds_numel", None) or p.numel()) for block in blocks for p in block.parameters())
+
+
+def reason_against(model: Any) -> str:
+    """Return why a model's activations cannot be checkpointed; empty if nothing is known against it."""
+    modules = list(model.modules())
+    names = {cls.__name__ for module in modules for cls in type(module).__mro__}
+    library = library_model(model)
+    blocks = repeated_blocks(model)
+    if "PipelineModule" in names:
+        return "it is a pipeline, which checkpoints by pipeline.activation_checkpoint_interval of its config"
+    deepspeed: Any = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+    if deepspeed is not None and deepspeed.is_configured():
+        return "the script checkpoints by deepspeed.checkpointing, which follows the config's section"
+    if _is_on(library) or "CheckpointWrapper" in names or any(_is_checkpointed(block) for block in blocks):
+        return "it is checkpointed already"
+    for module in modules:
+        if library is None and any(getattr(module, name, None) is True for name in _SWITCHES):
+            return f"{type(module).__name__} checkpoints its activations already"
+    if library is not None:
+        supported = getattr(library, "supports_gradient_checkpointing", True)
+        return "" if supported else f"{type(library).__name__} does not support it"
+    if len(blocks) < 2:
+        return "it has fewer than two repeated blocks"
+    if "OptimizedModule" in names or any(getattr(m, "_compiled_call_impl", None) is not None for m in modules):
+        return "it is compiled before deepspeed.initialize"
+    for part in (part for block in blocks for part in block.modules()):
+        kinds = [cls.__name__ for cls in type(part).__mro__]
+        if "_BatchNorm" in kinds and part.training and part.track_running_stats:
+            return f"its blocks contain {kinds[0]}, whose statistics would be updated twice"
+        if type(part).__module__.startswith("deepspeed.moe"):
+            return "its blocks contain a mixture of experts, whose ranks exchange tokens in the forward pass"
+    return ""
+
+
+def library_model(model: Any) -> Any | None:
+    """Return the outermost model of transformers or diffusers, which have a method of their own; None without any."""
+    return (
+        next((m for m in model.modules() if hasattr(m, "gradient_checkpointing_enable")), None)
+        if ("transformers" in sys.modules)
+        else None
+    )
+
+
+def _is_on(library: Any | None) -> bool:
+    """Return whether a library's model checkpoints; the name of the property was changed in transformers 5."""
+    names = [f"is_{kind}_checkpointing" for kind in ("activation", "gradient")]
+    name = next((name for name in names if hasattr(library, name)), None)
+    return name is not None and bool(getattr(library, name))
+
+
+def _is_checkpointed(block: Any) -> bool:
+    return getattr(vars(block).get("forward"), "checkpoints", False) is True
+
+
+class ForwardCheck:
+    """Compares inputs and buffers of a block before and after its forward pass.
+
+    Args:
+        block: The module.
+        args: Arguments of ``forward``.
+        kwargs: Its keywords.
+    """
+
+    def __init__(self, block: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._block = block
+        self._inputs = (args, dict(kwargs))
+        self._versions = self._versions_now()
+        self._buffers = dict(block.named_buffers())
+        self._buffer_versions = {name: _version(buffer) for name, buffer in self._buffers.items()}
+
+    def _versions_now(self) -> list[Any]:
+        return [_version(leaf) if _is_tensor(leaf) else type(leaf).__name__ for leaf in _leaves(self._inputs)]
+
+    def reason_against(self, output: Any) -> str:
+        """Return why the forward pass that returned ``output`` cannot be repeated; empty if nothing shows."""
+        name = type(self._block).__name__
+        for buffer_name, buffer in self._block.named_buffers():
+            before = self._buffers.get(buffer_name)
+            is_replaced = before is not None and buffer is not before and buffer.shape == before.shape
+            if is_replaced or (buffer is before and _version(buffer) != self._buffer_versions[buffer_name]):
+                return f"the forward pass of {name} updates its buffer {buffer_name}, which would happen twice"
+        if self._versions_now() != self._versions:
+            return f"the forward pass of {name} changes its inputs"
+        for verb, data in (("takes", self._inputs), ("returns", output)):
+            for leaf in _leaves(data):
+                if not (_is_tensor(leaf) or _is_plain(leaf)):
+                    return f"{name} {verb} a {type(leaf).__name__}, which may keep state between the two forward passes"
+        return ""
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    """Yield the values of nested containers, and the size of each, which a forward pass may change."""
+    if isinstance(data, (list, tuple, Mapping)):
+        yield len(data)
+        for item in data.values() if isinstance(data, Mapping) else data:
+            yield from _leaves(item)
+    else:
+        yield data
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, complex, str, bytes))
+        or (
+            type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device", "layout", "memory_format")
+        )
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    torch: Any = sys.modules["torch"]
+    return isinstance(value, torch.Tensor)
+
+
+def _version(tensor: Any) -> int:
+    """Return how often a tensor was changed in place; 0 for tensors of inference mode, which do not count it."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+class BlockWatch:
+    """Observes the blocks of a model during a step, by hooks that are removed afterwards.
+
+    Args:
+        model: The engine's module.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.reason = ""
+        """Why activations cannot be checkpointed; empty if nothing shows."""
+        self.blocks: list[Any] = []
+        self._checks = True
+        with self._guarded():
+            self.reason = reason_against(model)
+            self.blocks = [] if self.reason else repeated_blocks(model)
+            self._checks = library_model(model) is None  # a library's method knows its own caches and buffers
+        if not self.reason and len(self.blocks) < 2:
+            self.reason = "it has fewer than two repeated blocks"
+        self.saved_bytes = self.input_bytes = self.flops = 0
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Turn an error in the block into a reason: a model that cannot be examined trains as it did."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - modules of scripts may raise anything when they are looked at
+            self.reason = f"its blocks cannot be examined ({type(error).__name__})"
+
+    def discard(self) -> None:
+        """Discard the measurements of a step; a reason against checkpointing stays."""
+        self.saved_bytes = self.input_bytes = self.flops = 0
+
+    @contextmanager
+    def forward(self, *, saved_bytes: Callable[[], int], flops: Callable[[], int]) -> Iterator[None]:
+        """Observe a forward pass.
+
+        Args:
+            saved_bytes: Returns the bytes saved for the backward pass so far.
+            flops: Returns the FLOPs so far.
+        """
+        started: dict[int, tuple[int, int, ForwardCheck | None]] = {}
+
+        def before(block: Any, args: Any, kwargs: Any) -> None:
+            with self._guarded():
+                check = ForwardCheck(block, args, kwargs) if self._checks else None
+                tensors = [item for item in (*args, *kwargs.values()) if getattr(item, "requires_grad", False)]
+                self.input_bytes += sum(int(tensor.nbytes) for tensor in tensors)
+                started[id(block)] = (saved_bytes(), flops(), check)
+
+        def after(block: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+            begun = started.pop(id(block), None)
+            if begun is None:
+                return
+            saved, counted, check = begun
+            with self._guarded():
+                self.saved_bytes += max(0, saved_bytes() - saved)
+                self.flops += flops() - counted
+                self.reason = self.reason or ("" if check is None else check.reason_against(output))
+
+        with ExitStack() as stack:
+            with self._guarded():
+                for block in self.blocks:
+                    stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+                    stack.callback(block.register_forward_hook(after, with_kwargs=True).remove)
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Observe a backward pass, in which blocks run again if the script checkpoints them itself."""
+
+        def again(_block: Any, _args: Any) -> None:
+            self.reason = "the script checkpoints its blocks already"
+
+        with ExitStack() as stack:
+            with self._guarded():
+                for block in self.blocks:
+                    stack.callback(block.register_forward_pre_hook(again).remove)
+            yield

@@ -1,0 +1,56 @@
+"""Activation checkpointing of an unchanged script: it is measured, saves memory, and keeps the losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL
+
+from .conftest import CONFIG, Launch
+
+pytestmark = pytest.mark.torchrun
+EXAMPLE = "gpt"
+LAYERS = 8
+ARGS = ("train.py", f"--layers={LAYERS}", "--seq=256", "--deepspeed_config", CONFIG)
+
+
+def overlay(every: int, *, micro_batch: int = 4, stage: int = 2) -> dict[str, Any]:
+    model = {MODEL: {CHECKPOINT_EVERY: every}} if every else {}
+    return {"train_micro_batch_size_per_gpu": micro_batch, "zero_optimization": {"stage": stage}, **model}
+
+
+def test_the_blocks_of_a_script_are_measured_and_checkpointed(launch: Launch) -> None:
+    profiled = launch(*ARGS, overlay=overlay(0, micro_batch=1), launch_id="profile", purpose="profile")
+    assert profiled.report.outcome is Outcome.MEASURED, profiled.report
+    profile = ModelProfile.from_event(profiled.profile)
+    assert (profile.blocks, profile.no_checkpointing) == (LAYERS, "")
+    assert 0.8 < profile.block_share < 1
+    assert profile.block_bytes_per_sample < profile.activation_bytes_per_sample
+    assert profile.block_input_bytes_per_sample == LAYERS * 256 * 160 * 4
+    launches = [launch(*ARGS, overlay=overlay(every), launch_id=f"every-{every}") for every in (0, 1, 2)]
+    for launched in launches:
+        assert launched.report.outcome is Outcome.MEASURED, launched.report
+        assert MODEL not in launched.directory.config.read_text(encoding="utf-8")
+    none, every, second = (max(step.peak_allocated_bytes for step in launched.steps) for launched in launches)
+    assert every < second < none
+    saved = 4 * (profile.activation_bytes(0) - profile.activation_bytes(1))
+    assert none - every > saved / 2  # the peak of every block is that of the optimizer's step
+    assert len({tuple(sorted(step.loss or 0.0 for step in launched.steps)) for launched in launches}) == 1
+
+
+def test_a_launch_fits_with_it_that_does_not_fit_without(launch: Launch) -> None:
+    limited = {"device_memory_bytes": 150 * 2**20}
+    without = launch(*ARGS, overlay=overlay(0, micro_batch=5), launch_id="without", **limited)
+    assert without.report.outcome is Outcome.OUT_OF_MEMORY
+    fits = launch(*ARGS, overlay=overlay(1, micro_batch=5), launch_id="with", **limited)
+    assert fits.report.outcome is Outcome.MEASURED, fits.report
+
+
+def test_a_model_without_repeated_blocks_ends_as_an_invalid_configuration(launch: Launch) -> None:
+    launched = launch("train.py", "--layers=1", "--deepspeed_config", CONFIG, overlay=overlay(1))
+    assert launched.report.outcome is Outcome.INVALID_CONFIG, launched.report
+    assert "fewer than two repeated blocks" in launched.report.message
