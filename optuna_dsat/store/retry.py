@@ -198,7 +198,7 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
         try:
             done = work()
         except Exception as error:
-            if _database_error(error) is None:
+            if isinstance(error, StorageError) or _database_error(error) is None:
                 raise
             if _is_orphan(error):
                 raise StudyDeletedError(f"The study was deleted from {database} while it was searched.") from error

@@ -99,6 +99,19 @@ def test_a_database_that_stays_away_is_one_clear_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_wait_that_was_in_vain_is_not_repeated_by_the_caller_of_its_caller() -> None:
+    tried = failing(1000, LOCKED)
+    calls = []
+
+    def work() -> str:
+        calls.append(1)
+        return retrying(tried, database="db", limit_s=0.1)
+
+    with pytest.raises(StorageError, match=r"did not come back within 0\.1 s"):
+        retrying(work, database="db", limit_s=60)
+    assert len(calls) == 1
+
+
 def test_a_wait_is_said_once_for_all_who_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
