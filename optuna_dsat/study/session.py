@@ -138,8 +138,8 @@ class Session:
         if posterior is not None and not self.interrupted:
             left = posterior.remaining(context.trials())
         study.set_user_attr(attributes.HEADROOM, left if math.isfinite(left) else None)
-        if math.isfinite(left):
-            context.say(headroom_in_words(left, spent=reason in BUDGETS))
+        if math.isfinite(left) and reason not in BUDGETS:  # the result says it otherwise
+            context.say(headroom_in_words(left, spent=False))
         return reason
 
     def _prior_knowledge(self, profiled: Profiled, mark: str) -> PriorKnowledge | None:

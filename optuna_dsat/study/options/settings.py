@@ -215,7 +215,6 @@ class ResultSettings:
             none="it follows the micro-batch",
             python_help="Global batch, in samples, that every trial keeps: gradient accumulation makes up what a "
             "micro-batch lacks. None to let it follow the micro-batch.",
-            first=True,
         ),
         Field(ge=1),
     ] = None
@@ -226,6 +225,7 @@ class ResultSettings:
             "batch of your config. free: the first only. keep: the second only, in every launch.",
             python_help="``both``: the global batch follows the micro-batch, then a fifth of the launches search at "
             "the global batch of the user's config. ``free``: the first only. ``keep``: the second only.",
+            first=True,
         ),
     ] = "both"
     max_train_batch_size: Annotated[
@@ -308,7 +308,6 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
             python_help="Knob -> the one value that it keeps.",
             parse=split_fixed,
             metavar="KEY=VALUE",
-            first=True,
         ),
         VALUES,
     ] = None
@@ -332,6 +331,7 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
             parse=split_names,
             metavar="KEY,...",
             choices=("batch", "stage", *(knob.name for knob in KNOBS)),
+            first=True,
         ),
         AfterValidator(partial(resolve_names, option="--only")),
     ] = None
@@ -354,8 +354,8 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
     max_trials: Annotated[
         int,
         limit(
-            help="Launches of trials.",
-            python_help="Launches of trials; the profile launch and those of the finalists are not counted.",
+            help="Trials to measure.",
+            python_help="Trials to measure; the profile launch and the launches of the finalists are not counted.",
             autotuning="tuner_num_trials",
             first=True,
         ),
