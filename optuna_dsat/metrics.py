@@ -68,24 +68,14 @@ def direction_of(metric: str) -> Literal["maximize", "minimize"]:
 
 
 def speed_up(value: float | None, baseline: float | None, *, maximize: bool) -> float | None:
-    """Return the ratio by which a value is better than a baseline; None if either is missing or 0.
-
-    Args:
-        value: The metric of a configuration.
-        baseline: The metric of the configuration to compare with.
-        maximize: Whether a larger metric is better.
-    """
+    """Return the ratio by which a value is better than a baseline; None if either is missing or 0."""
     if not value or not baseline:
         return None
     return value / baseline if maximize else baseline / value
 
 
 def shares_of_linear(rates: Sequence[float | None]) -> list[float | None]:
-    """Return the scaling efficiency at each number of devices: the rate of a device over that at the first number.
-
-    Args:
-        rates: Samples/s per device, by ascending number of devices; None where nothing was measured.
-    """
+    """Return the scaling efficiency at each number of devices: the rate of a device over that at the first number."""
     least = next((rate for rate in rates if rate), None)
     return [rate / least if rate and least else None for rate in rates]
 

@@ -38,10 +38,6 @@ def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
 
     A signal that is ignored, as nohup ignores SIGHUP and a shell SIGINT for what runs in its background, stays ignored;
     a handler that Python did not install stays. Only the main thread gets signals; in others this does nothing.
-
-    Args:
-        numbers: The signals.
-        handler: Called as ``signal.signal`` has it.
     """
     before = {}
     try:

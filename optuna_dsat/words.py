@@ -91,12 +91,7 @@ def setting_in_words(value: Any) -> str:
 
 
 def count_in_words(count: float, *, digits: int = 4) -> str:
-    """Return a number as a person writes it: thousands set apart (``13,984``), and rounded if it is measured.
-
-    Args:
-        count: The number; whole numbers are not rounded.
-        digits: Significant digits of a measured number; fewer for a predicted number.
-    """
+    """Return a number as a person writes it: thousands set apart (``13,984``), and rounded if it is measured."""
     if isinstance(count, int):
         return f"{count:,}"
     rounded = f"{count:.{digits}g}"
@@ -148,12 +143,7 @@ def times_in_words(ratio: float) -> str:
 
 
 def range_in_words(low: str, high: str) -> str:
-    """Return two ends in words as a range, with their unit once where it is the same: ``6,564 to 17,770 samples/s``.
-
-    Args:
-        low: The lower end with its unit.
-        high: The upper end with its unit.
-    """
+    """Return two ends in words as a range, with their unit once where it is the same: ``6,564 to 17,770 samples/s``."""
     number, _, unit = low.partition(" ")
     return f"{number} to {high}" if unit == high.partition(" ")[2] else f"{low} to {high}"
 
@@ -306,12 +296,7 @@ def duration_in_words(seconds: float) -> str:
 
 
 def step_time_in_words(seconds: float, *, digits: int = 4) -> str:
-    """Return the duration of a step or of a part of it, such as ``1.2 s``, ``29.6 ms`` or ``5.23 µs``.
-
-    Args:
-        seconds: The duration.
-        digits: Significant digits, as for ``count_in_words``.
-    """
+    """Return the duration of a step or of a part of it, such as ``1.2 s``, ``29.6 ms`` or ``5.23 µs``."""
     scales = ((1.0, 1.0, "s"), (1e-4, 1e3, "ms"), (0.0, 1e6, "\u00b5s"))
     fitting = ((factor, unit) for least, factor, unit in scales if abs(seconds) >= least)
     factor, unit = next(fitting, (1e3, "ms"))
@@ -319,13 +304,7 @@ def step_time_in_words(seconds: float, *, digits: int = 4) -> str:
 
 
 def metric_in_words(metric: str, value: float, *, device: str = "cuda") -> str:
-    """Return a metric's value with its unit, such as ``141.2 samples/s``.
-
-    Args:
-        metric: The metric.
-        value: Its value.
-        device: ``cuda`` or ``cpu``: whether values per rank are labelled as per GPU.
-    """
+    """Return a metric's value with its unit, such as ``141.2 samples/s``."""
     if metric == "throughput":
         return f"{count_in_words(value)} samples/s"
     if metric in PER_ELEMENT:

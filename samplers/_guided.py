@@ -52,9 +52,7 @@ class GuidedSampler(BinarySearchSampler):
     def exhausted(self, study: Study, classes: int | None = None) -> bool:
         """Return whether no candidate is worth a launch, with running launches counted as measured.
 
-        Args:
-            study: The study.
-            classes: Number of lineages of the space; used without a planner only.
+        Without a planner, ``classes`` is the number of lineages of the space.
         """
         if self._planner is None:
             return super().exhausted(study, classes)

@@ -102,12 +102,7 @@ def run_search(context: typer.Context, options: AutotuningOptions, output: Outpu
 
 
 def run(method: str | None, given: Given, output: OutputOptions) -> None:
-    """Run a search with the given options; print the result.
-
-    Args:
-        method: Search method; None to take it from the options or the config.
-        given: The options with their origins.
-        output: What to print.
+    """Run a search with the given options; print the result. The options or the config select a missing method.
 
     Raises:
         DsatError: With the exit code of the command.
@@ -198,12 +193,6 @@ def _train(ended: StudyRun, *, as_json: bool) -> None:
 
 def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool = True) -> StudyRun:
     """Tune, show the result, and return the outcome.
-
-    Args:
-        request: The study with its storage and limits.
-        quiet: Whether to show only the result.
-        as_json: Whether to print the result as JSON.
-        show: Whether to print the result at all.
 
     Raises:
         StorageError: If the database failed; the message ends with the command that continues the study.

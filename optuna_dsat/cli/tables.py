@@ -38,15 +38,12 @@ def print_table(
     right: Sequence[str] = (),
     piped_width: int = _PIPED_WIDTH,
 ) -> None:
-    """Print a table as wide as the terminal; long cells are folded between words. Markup in data is not interpreted.
+    """Print a table as wide as the terminal; long cells are folded between words.
+
+    Markup in data is not interpreted. Columns whose heading is in ``right`` are right-aligned; ``piped_width`` applies
+    if stdout is not a terminal.
 
     If the terminal is too narrow, each row becomes a paragraph with one line per cell.
-
-    Args:
-        headings: Headings of the columns.
-        rows: Cells by row; None is an empty cell.
-        right: Headings of the right-aligned columns.
-        piped_width: Width in characters if stdout is not a terminal.
     """
     shown = [["" if value is None else one_line(value) for value in row] for row in rows]
     least = [_longest_word([heading, *(row[at] for row in shown)]) for at, heading in enumerate(headings)]
@@ -66,11 +63,7 @@ def print_table(
 
 
 def console_of(width: int | None = None) -> Console:
-    """Return a console for stdout.
-
-    Args:
-        width: Width in characters; None for the width of the terminal.
-    """
+    """Return a console for stdout, by default as wide as the terminal."""
     from rich.console import Console
 
     size = shutil.get_terminal_size()

@@ -15,12 +15,7 @@ _FOREIGN_TAG = re.compile(r"<(?!/?(?:b|br|extra|i|sub|sup)>)", re.IGNORECASE)
 
 
 def figure_text(value: object, *, limit_chars: int = 300) -> str:
-    """Return text that a figure shows literally, in a single line.
-
-    Args:
-        value: The text.
-        limit_chars: Maximum length; longer text is cut.
-    """
+    """Return text that a figure shows literally, in a single line of limited length."""
     return html.escape(one_line(value, limit_chars=limit_chars), quote=False)
 
 

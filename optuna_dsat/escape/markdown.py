@@ -37,13 +37,7 @@ def code(value: object) -> Markdown:
 
 
 def fenced(value: object, language: str = "", *, limit_chars: int = TEXT_CHARS) -> Markdown:
-    """Return text as a code block.
-
-    Args:
-        value: The text.
-        language: Language for syntax highlighting.
-        limit_chars: Maximum length; longer text is cut.
-    """
+    """Return text as a code block of limited length."""
     shown = plain(shortened(str(value).rstrip(), limit_chars))
     longest = max((len(run) for run in _RUN.findall(shown)), default=0)
     fence = "`" * max(3, longest + 1)

@@ -15,10 +15,6 @@ class OutsideError(ValueError):
 def held_inside(folder: Path, *names: str) -> Path:
     """Return the path of a file in a folder, with symlinks resolved.
 
-    Args:
-        folder: The folder, which may be a symlink.
-        names: Names of the subfolders, and of the file.
-
     Raises:
         OutsideError: If the path is outside of the folder; the message contains the path.
     """
@@ -33,12 +29,6 @@ def held_inside(folder: Path, *names: str) -> Path:
 
 
 def page_address(host: str, port: int, *path: object) -> str:
-    """Return the URL of a page, such as ``http://[::1]:8080/dashboard/studies/1``.
-
-    Args:
-        host: Name or IP address of the host.
-        port: Port.
-        path: Parts of the path.
-    """
+    """Return the URL of a page, such as ``http://[::1]:8080/dashboard/studies/1``."""
     shown = f"[{host}]" if ":" in host else quote(host, safe=".-")
     return f"http://{shown}:{port}/" + "/".join(quote(str(part), safe="") for part in path)

@@ -33,12 +33,7 @@ def in_folder(folder: str) -> list[str]:
 
 
 def program(name: str, python: str | None = None) -> str:
-    """Return the name of a program of a Python's environment, or its path if ``PATH`` finds another program.
-
-    Args:
-        name: Name of the program.
-        python: The interpreter; None for the one of this process.
-    """
+    """Return the name of a program of a Python environment, by default this one, or its path if ``PATH`` finds another."""
     own, result = Path(python or sys.executable).with_name(name), shutil.which(name)
     is_found = result is not None and Path(result).parent.resolve() == own.parent.resolve()
     return name if is_found or not own.exists() else str(own)
@@ -50,12 +45,7 @@ def shell_line(words: Iterable[str]) -> str:
 
 
 def folded(line: str, *, width: int) -> str:
-    """Fold a command line into equivalent lines; a word longer than the width gets a separate line.
-
-    Args:
-        line: The command line.
-        width: Maximum length of a line.
-    """
+    """Fold a command line into equivalent lines; a word longer than the width gets a separate line."""
     words = _WORD.findall(line)
     if " ".join(words) != line:  # not created by this module
         return line

@@ -52,12 +52,7 @@ def _written_out(character: str) -> str:
 
 
 def one_line(text: object, *, limit_chars: int = CELL_CHARS) -> str:
-    """Return text as ``plain``, in a single line of limited length.
-
-    Args:
-        text: The text.
-        limit_chars: Maximum length; longer text is cut.
-    """
+    """Return text as ``plain``, in a single line of limited length."""
     whole = str(text)
     return plain(shortened(" ".join(whole.split()) if "\n" in whole or "\t" in whole else whole, limit_chars))
 
@@ -70,12 +65,7 @@ def cell(value: object) -> Text:
 
 
 def say(text: object, *, file: TextIO | None = None) -> None:
-    """Print text as ``plain``; characters missing in the stream's encoding are escaped, closed terminals are ignored.
-
-    Args:
-        text: The text.
-        file: The stream; None for stdout.
-    """
+    """Print text as ``plain``; characters missing in the stream's encoding are escaped, closed terminals are ignored."""
     stream = sys.stdout if file is None else file
     encoding = stream.encoding or "utf-8"
     with outliving_the_terminal():
@@ -111,12 +101,7 @@ def outliving_the_terminal() -> Iterator[None]:
 
 
 def say_prose(text: str, *, file: TextIO | None = None) -> None:
-    """Print sentences as ``say``; a terminal folds them between words, but not within commands in backquotes.
-
-    Args:
-        text: The sentences.
-        file: The stream; None for stdout.
-    """
+    """Print sentences as ``say``; a terminal folds them between words, but not within commands in backquotes."""
     stream = sys.stdout if file is None else file
     if stream.isatty():
         kept = _COMMAND.sub(lambda match: match[0].replace(" ", _NO_BREAK), plain(text))

@@ -68,11 +68,7 @@ class GrowingFile:
         return data
 
     def skip_to(self, behind_bytes: int) -> int:
-        """Skip all but the last bytes of the file; return the number of bytes skipped.
-
-        Args:
-            behind_bytes: Most bytes that remain to be read.
-        """
+        """Skip all but the last bytes of the file; return the number of bytes skipped."""
         with contextlib.suppress(FileNotFoundError):
             skipped = self.path.stat().st_size - behind_bytes - self.offset
             if skipped > 0:
@@ -260,11 +256,7 @@ class LogLimit:
         self._checked_at = float("-inf")
 
     def check(self, now: float) -> None:
-        """Free the middle of logs that are too long, at most once per second.
-
-        Args:
-            now: Monotonic time, in seconds.
-        """
+        """Free the middle of logs that are too long, at most once per second."""
         if now - self._checked_at < _INTERVAL_S:
             return
         self._checked_at = now

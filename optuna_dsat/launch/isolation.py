@@ -146,12 +146,7 @@ def _open_in_this_pipeline() -> frozenset[tuple[int, ...]]:
 
 
 def snapshot(folders: Collection[str], *, without: Collection[str]) -> Mapping[str, State]:
-    """Return path -> state of the files below folders.
-
-    Args:
-        folders: Absolute paths.
-        without: Absolute paths that are left out, with all below them.
-    """
+    """Return path -> state of the files below folders, except for ``without`` and all below."""
     result: dict[str, State] = {}
     ahead, ends = [*dict.fromkeys(folders)], time.monotonic() + _LIMIT_S
     left_out = {os.path.realpath(path) for path in without}

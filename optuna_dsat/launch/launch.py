@@ -94,12 +94,7 @@ class Processes(Protocol):
         """Facts of the end; None while a process lives."""
 
     def advance(self, now: float, read: Callable[[float], list[Event]]) -> list[Event]:
-        """Look at the processes, then read the events: they include the last ones of the dead ranks.
-
-        Args:
-            now: Monotonic time.
-            read: Reads new events from the run directory.
-        """
+        """Look at the processes, then read the events: they include the last ones of the dead ranks."""
 
     def usage(self) -> Mapping[ProcessKey, ProcessUsage]:
         """Return the resources used by the ranks and all their descendants."""

@@ -98,10 +98,7 @@ class Places(Protocol):
     def continue_with(self, request: LaunchRequest, launch: Launch, changes: Mapping[str, Any]) -> Launch:
         """Have the ranks of a launch that wait for an order measure another trial.
 
-        Args:
-            request: The trial.
-            launch: The launch.
-            changes: Changes of the running engine: dotted key of the config -> value.
+        ``changes`` maps config keys to values.
 
         Raises:
             OutputError: If the run directory cannot be written.
@@ -123,11 +120,7 @@ class Places(Protocol):
         """
 
     def ended(self, launch: Launch, *, note: str) -> None:
-        """Forget a launch whose processes are gone.
-
-        Args:
-            launch: The launch.
-            note: Not empty if its devices are not free.
+        """Forget a launch whose processes are gone; a note means that its devices are not free.
 
         Raises:
             ScriptFailedError: If it changed the user's files.
@@ -199,12 +192,7 @@ class TorchrunLauncher:
         return RunDirectory(self._output_dir.resolve() / launch_id)
 
     def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
-        """Set the modules to import before a fork, and the operators that are compiled before the next launch.
-
-        Args:
-            preload: Modules imported by launches.
-            operators: Class names of DeepSpeed's builders whose operators they may need.
-        """
+        """Set the modules to import before a fork, and the operators that are compiled before the next launch."""
         self._places.prepare(operators)
         self._forking.prepare(preload)
 

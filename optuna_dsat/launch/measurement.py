@@ -121,9 +121,6 @@ def without_rare_evaluation(steps: Sequence[GlobalStep]) -> list[GlobalStep]:
 
     Work in every step, such as generation in reinforcement learning, is part of the training. The first step is not
     considered, because scripts evaluate before they train.
-
-    Args:
-        steps: All steps of a launch so far, in order.
     """
     if all(step.evaluation_s > 0 for step in steps[1:]):
         return list(steps)
@@ -272,10 +269,6 @@ def is_certain(steps: Sequence[GlobalStep], *, tolerance: float) -> bool:
     """Return whether the step time is known well enough to end a launch before its last profile step.
 
     Never if inputs vary in size: configurations are then compared over the same steps.
-
-    Args:
-        steps: Counted steps.
-        tolerance: Largest ``step_time_uncertainty``.
     """
     if len(steps) < _FEWEST_STEPS or input_variation(steps):
         return False
@@ -345,9 +338,6 @@ class LaunchRecord:
 
         The last batch of an epoch may be smaller. If the end of an epoch is unknown, batches count as equal if at least
         half of them have the largest size, including the first batch of each rank.
-
-        Args:
-            samples: Samples per rank and epoch; None if unknown.
         """
         seen = [event for event in self.events if event.observed_micro_batch is not None]
         sizes = tuple(event.observed_micro_batch for event in seen if event.observed_micro_batch is not None)

@@ -37,15 +37,7 @@ _CLOCK_SET_S = 2.0
 
 
 def report_of(launch: Launch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
-    """Return the report of a launch that ran.
-
-    Args:
-        launch: The launch.
-        facts: Observations of it.
-        verdict: Its outcome.
-        note: Text added to the message.
-        exit_s: Seconds from the last event of a rank to the end.
-    """
+    """Return the report of a launch that ended ``exit_s`` after the last event of a rank."""
     recorded = [event for events in facts.events.values() for event in events]
     startup_s, measured_s = _spent(launch, recorded)
     log = _log_of(launch.directory, verdict.rank)
@@ -116,14 +108,7 @@ def report_of_unstarted(
 
 
 def complete_report(settled: LaunchReport, directory: RunDirectory, *, note: str, exit_s: float) -> LaunchReport:
-    """Return the final report of a launch that was settled before it ended; also write it if possible.
-
-    Args:
-        settled: Its report so far.
-        directory: Its run directory.
-        note: Text added to the message.
-        exit_s: Seconds from the last event of a rank to the end.
-    """
+    """Return the final report of a launch that was settled before it ended; also write it if possible."""
     report = replace(settled, message=settled.message + note, exit_s=exit_s)
     with contextlib.suppress(OutputError):  # returned anyway; the next launch will find the same disk
         directory.write_report(report)
@@ -132,12 +117,6 @@ def complete_report(settled: LaunchReport, directory: RunDirectory, *, note: str
 
 def write_report(report: LaunchReport, directory: RunDirectory, *, facts: LaunchFacts, output_dir: Path) -> None:
     """Write the report of a launch that ran.
-
-    Args:
-        report: The report.
-        directory: The launch's run directory.
-        facts: Observations of the launch.
-        output_dir: Folder of the run directories.
 
     Raises:
         OutputError: If a full disk or a folder that is not writable explains a failure that no rank recorded.

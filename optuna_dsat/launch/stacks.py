@@ -91,12 +91,7 @@ class StackWatch:
 
 
 def request_stacks(log_dir: Path, ranks: Mapping[int, ProcessKey]) -> None:
-    """Have the ranks of this machine that can write their stacks.
-
-    Args:
-        log_dir: Folder of the ranks' files.
-        ranks: Rank -> process.
-    """
+    """Have the ranks of this machine that can write their stacks."""
     for rank, key in ranks.items():
         # Without its file, a rank has no handler and the signal would end it.
         if STACK_SIGNAL is not None and key.alive and stacks_path(log_dir, rank).exists():

@@ -248,12 +248,7 @@ class DeepSpeedHook:
             self._build(bound, build)
 
     def _build(self, bound: inspect.BoundArguments, build: Callable[[], Any]) -> Any:
-        """Build an engine with the trial's config and measure it.
-
-        Args:
-            bound: The arguments, whose config is replaced.
-            build: Builds the engine with the arguments; returns a tuple that starts with it.
-        """
+        """Build an engine, the first value that ``build`` returns, with the trial's config and measure it."""
         before, self._state.phase = self._state.phase, "initialize"
         self._unwatch_optimizers()
         differences = self._apply_overlay(bound.arguments)

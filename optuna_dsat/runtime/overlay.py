@@ -108,12 +108,7 @@ class LaidConfig(dict[str, Any]):
         }
 
     def note_own(self, key: str, value: Any) -> None:
-        """Record the script's value of a setting that its config leaves to the library; the first call counts.
-
-        Args:
-            key: Dotted key of the config.
-            value: The value that the library would fill in without the overlay.
-        """
+        """Record the script's value of a setting that its config leaves to the library; the first call counts."""
         if key not in self.noted:
             self.noted.add(key)
             self._replaced[key] = (value, flatten(self).get(key))

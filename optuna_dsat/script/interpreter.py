@@ -193,10 +193,7 @@ def default_python() -> str:
 
 
 def script_python(named: str | None) -> str | None:
-    """Return the interpreter of a script; None if it belongs to the environment of this process.
-
-    Args:
-        named: The interpreter that the user or the launcher names; None for neither.
+    """Return the named interpreter of a script; None if it belongs to the environment of this process.
 
     Raises:
         UsageError: If it cannot run launches, or there is none.
@@ -206,12 +203,7 @@ def script_python(named: str | None) -> str | None:
 
 
 def script_versions(python: str | None, *, on: str) -> dict[str, str]:
-    """Return the versions of Python, torch and DeepSpeed in launches; empty if only the nodes of a cluster know them.
-
-    Args:
-        python: The interpreter; None for the one of this process.
-        on: ``here``, or the kind of cluster.
-    """
+    """Return the versions of Python, torch and DeepSpeed in launches; empty if only the nodes of a cluster know them."""
     try:
         return examined(python or sys.executable).all_versions
     except UsageError:
@@ -251,12 +243,7 @@ def with_package(python_path: str | None) -> str:
 
 
 def package_folders(top: str, python: str | None) -> tuple[Path, ...]:
-    """Return the folders in which an interpreter finds a top-level module or package; imports nothing.
-
-    Args:
-        top: Name of the module or package.
-        python: The interpreter; None for the one of this process.
-    """
+    """Return the folders in which an interpreter finds a top-level module or package; imports nothing."""
     if python is None or python == sys.executable:
         places = module_places(top)
     else:
@@ -295,12 +282,7 @@ def has_console_script(name: str, module: str, *, python: str) -> bool:
 
 
 def why_python_does_not_start(variables: Mapping[str, str], *, python: str) -> str | None:
-    """Return why Python does not start with these variables, such as an invalid ``PYTHONHASHSEED``; None if it does.
-
-    Args:
-        variables: Variables added to the environment of this process.
-        python: The interpreter.
-    """
+    """Return why Python does not start with these variables, such as an invalid ``PYTHONHASHSEED``; None if it does."""
     try:
         ended = subprocess.run(
             [python, "-c", ""],

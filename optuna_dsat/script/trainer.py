@@ -72,12 +72,7 @@ class ScriptTrainer(Record):
         return f"The script trains with {trainer}: {' and '.join(parts)} {follow} each configuration."
 
     def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
-        """Return what to change in the script before it trains with a config; empty if its options set everything.
-
-        Args:
-            config: The config.
-            settings_written: Whether a copy of the script's settings file sets its micro-batch.
-        """
+        """Return what to change in the script before it trains with a config; empty if its options set everything."""
         fields = {
             key: field
             for key, field in _FIELDS[self.framework].items()

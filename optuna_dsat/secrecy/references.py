@@ -47,12 +47,7 @@ def keep(values: Mapping[str, str]) -> None:
 
 
 def value_of(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the value of a reference; None if it is unknown in this process.
-
-    Args:
-        name: The variable.
-        environ: The environment; None for this process's.
-    """
+    """Return the value of a reference; None if it is unknown in this process."""
     environ = os.environ if environ is None else environ
     if name in _given:
         return _given[name]
@@ -79,12 +74,7 @@ def values_for(data: Any, environ: Mapping[str, str] | None = None) -> dict[str,
 
 
 def resolved(data: Any, environ: Mapping[str, str] | None = None) -> Any:
-    """Return data with references replaced by their values; unknown references stay.
-
-    Args:
-        data: A text, or JSON data.
-        environ: The environment; None for this process's.
-    """
+    """Return data with references replaced by their values; unknown references stay."""
 
     def resolve(text: str) -> str:
         return _REFERENCE.sub(lambda match: value_of(match["name"], environ) or match[0], text)
@@ -120,12 +110,7 @@ def _quoted(text: str) -> list[str]:
 
 
 def hidden_text(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return a message without secrets, both detected by shape and known in this process.
-
-    Args:
-        text: The message, for example of an exception.
-        environ: The environment, whose secrets are known by their names; None for this process's.
-    """
+    """Return a message without secrets, both detected by shape and known in the environment, by default this process's."""
     environ = os.environ if environ is None else environ
     known = {value for name, value in environ.items() if is_secret_name(name) and is_secret(name, value)}
     known |= {value for name, value in environ.items() if name.startswith(PREFIX)}

@@ -85,11 +85,6 @@ def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator
     The session holds a second lock with a random number, which is free if the session is gone. A transaction checks it
     only after it shares a third lock, for which each new owner of the first lock waits once.
 
-    Args:
-        engine: An engine on the database.
-        purpose: Purpose as a verb phrase, for the error message.
-        timeout_s: Maximum wait, in seconds.
-
     Raises:
         StorageError: If the lock was not free in time.
         sqlalchemy.exc.DBAPIError: If the server is unreachable.
@@ -323,9 +318,6 @@ class Database:
         It is released when the process ends, for any reason. On SQLite it locks the file ``FILE-lock`` next to the
         database, on PostgreSQL it is an advisory lock in a separate session. It is not reentrant.
 
-        Args:
-            purpose: Purpose as a verb phrase ("create the tables"), for the error message.
-
         Raises:
             StorageError: If the lock was not free within two minutes, or the database is unreachable.
             LockLostError: By a transaction of the block, if the server released the lock meanwhile.
@@ -345,11 +337,9 @@ class Database:
             yield
 
     def exclusively(self, purpose: str, work: Callable[[], T]) -> T:
-        """Run ``work`` under the exclusive lock and return its result; repeat it if the server released the lock.
+        """Run idempotent ``work`` under the exclusive lock and return its result.
 
-        Args:
-            purpose: See ``exclusive``.
-            work: Must be idempotent: its writes before the loss of the lock are kept when it runs again.
+        It is repeated if the server released the lock.
 
         Raises:
             StorageError: As ``exclusive``, or if the lock is lost repeatedly.

@@ -136,11 +136,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def add(self, trial: optuna.Trial) -> None:
-        """Start the heartbeat of a trial; the first heartbeat is stored before this returns.
-
-        Args:
-            trial: A running trial of a study that the store created.
-        """
+        """Start the heartbeat of a trial; the first heartbeat is stored before this returns."""
         self.add_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def add_number(self, study_uuid: str, number: int) -> None:
@@ -171,13 +167,7 @@ class Heartbeat:
         self.remove_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def remove_number(self, study_uuid: str, number: int, *, limit_s: float | None = None) -> None:
-        """Stop and delete a heartbeat that ``add_number`` started; keep it if another worker has taken it over.
-
-        Args:
-            study_uuid: The study.
-            number: The trial, or the task, which has a negative number.
-            limit_s: Seconds to wait for the database; None for the database's limit.
-        """
+        """Stop and delete a heartbeat that ``add_number`` started; keep it if another worker has taken it over."""
         key = (study_uuid, number)
         with self._guard:
             self._trials.discard(key)
@@ -272,9 +262,6 @@ class Turn:
     @contextmanager
     def held(self, purpose: str) -> Iterator[None]:
         """Hold the turn for a block, so that no other worker can take it over; keep it brief and never nest it.
-
-        Args:
-            purpose: Purpose as a verb phrase ("store a round"), for the error message on a timeout.
 
         Raises:
             TurnLostError: If another worker has taken it over.

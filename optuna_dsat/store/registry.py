@@ -61,12 +61,6 @@ class Registry:
     ) -> StudyRecord:
         """Create a study, or return the existing study if its spec (JSON values only) is equal.
 
-        Args:
-            name: Its name.
-            spec: The validated spec.
-            direction: Whether the metric is maximized or minimized.
-            versions: Versions of Python, torch and DeepSpeed in launches.
-
         Raises:
             StudyConflictError: If a study of this name exists with another spec, or was not created by
                 optuna-dsat.

@@ -177,12 +177,7 @@ _outages = _Outages()
 
 
 def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIMIT_S) -> T:
-    """Run ``work``; retry with exponential backoff while it raises transient database errors.
-
-    Args:
-        work: Must be idempotent.
-        database: Name of the database in messages, without password.
-        limit_s: Seconds after which a transient error is final.
+    """Run idempotent ``work``; retry with exponential backoff while it raises transient database errors.
 
     Returns:
         The result of ``work``.

@@ -180,12 +180,7 @@ class Store(Registry, Measurements):
         self._database.run(lambda session: release_trial(session, study_uuid, trial_number))
 
     def exclusively(self, purpose: str, work: Callable[[], T]) -> T:
-        """Run brief ``work`` under the exclusive lock of the database and return its result; never nest it.
-
-        Args:
-            purpose: Purpose as a verb phrase ("ask for a trial"), for the error message on a timeout.
-            work: Must be idempotent: it runs again if the server released the lock meanwhile.
-        """
+        """Run brief, idempotent ``work`` under the exclusive lock of the database and return its result; never nest it."""
         return self._database.exclusively(purpose, work)
 
     def finish(self, trial: optuna.Trial, work: Callable[[], None]) -> bool:
@@ -268,10 +263,6 @@ def _usable_tables(database: Database) -> RDBStorage:
 
 def load_study(url: str, name: str) -> optuna.Study:
     """Return a stored study that keeps no connection open between calls, so it need not be closed.
-
-    Args:
-        url: See ``Store.open``; the database must exist.
-        name: Name of the study.
 
     Raises:
         StorageUrlError: If the URL cannot be opened, or its schema is older or newer than this version's.

@@ -69,13 +69,7 @@ def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -
 
 
 def cluster_training_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[str]) -> str:
-    """Return the shell command that runs torchrun on each of as many nodes as a trial had.
-
-    Args:
-        spec: The study.
-        settings: Variables of the ranks, as ``NAME=VALUE``.
-        words: What follows torchrun's own options: the script and its arguments.
-    """
+    """Return the shell command that runs torchrun on each of as many nodes as a trial had."""
     return (_ray_command if spec.on == "ray" else _srun_command)(spec, settings=settings, words=words)
 
 

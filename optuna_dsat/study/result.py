@@ -167,11 +167,7 @@ class StudyResult:
     then has the most samples per second. Empty otherwise."""
 
     def metrics_file(self, finalists: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the content of ``best_ds_metrics.json``.
-
-        Args:
-            finalists: The finalists' launches, as ``Rounds.finalists`` returns them.
-        """
+        """Return the content of ``best_ds_metrics.json``."""
         return {
             "study": self.study,
             "trial": self.trial,
@@ -248,15 +244,7 @@ def result_of(
     reason: str,
     loss_check: Mapping[str, Any] | None = None,
 ) -> StudyResult | None:
-    """Return the result of a study as stored, for all views of it; None if nothing was measured.
-
-    Args:
-        study: The study.
-        launches: Its launches.
-        storage: URL of its database, without a password.
-        reason: Why the search ended.
-        loss_check: Comparison of first losses, or None.
-    """
+    """Return the result of a study as stored, for all views of it; None if nothing was measured."""
     verdict, spec, profiled = study.verdict, study.spec, study.profiled
     if verdict is None:
         return None
@@ -355,12 +343,7 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
 
 
 def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) -> str:
-    """Return a sentence on the steps of a trial's launch; empty if every step counts and all are alike.
-
-    Args:
-        trial: The trial.
-        metrics: Its metrics, from the confirmation if available.
-    """
+    """Return a sentence on the steps of a trial's launch; empty if every step counts and all are alike."""
     facts = {**attributes.step_facts(trial), "metrics": metrics}
     words = steps_in_words(**facts)
     if facts["variation"]:
@@ -444,15 +427,10 @@ def learning_rate_advice(
 ) -> str | None:
     """Return advice on learning rate and steps for a changed global batch; None if it did not change.
 
+    A batch that the user chose needs no advice on keeping the previous one.
+
     The square root of the ratio for Adam and its variants (Malladi et al. 2022, arXiv:2205.10287), the ratio for SGD
     (Goyal et al. 2017, arXiv:1706.02677). Both are rules of thumb, valid up to a task-dependent batch size.
-
-    Args:
-        config: The selected DeepSpeed config.
-        batch: Its global batch, in samples.
-        user_batch: The global batch of the user's config.
-        samples: Samples of the training data; None if unknown.
-        is_chosen: Whether the user asked for this batch, and needs no advice on keeping the previous batch.
     """
     if batch == user_batch:
         return None

@@ -63,11 +63,6 @@ _REASON_CHARS = 200
 def reading(name: str, what: str, versions: Mapping[str, str]) -> Iterator[None]:
     """Convert errors from reading a study's data to an error that names the study.
 
-    Args:
-        name: The study.
-        what: Description of the data, such as ``its spec``.
-        versions: Package -> version that the study was created with; empty if unknown.
-
     Raises:
         UnreadableStudyError: If this version cannot read the data.
     """
@@ -196,8 +191,7 @@ class StoredStudy:
     def selected(self, *, same_batch: bool = False) -> tuple[FrozenTrial, str]:
         """Return the trial of the result, and a line with its number, its metric and the source of the metric.
 
-        Args:
-            same_batch: Whether to return the answer at the user's global batch instead.
+        The alternative is the answer at the user's global batch.
 
         Raises:
             NothingRunnableError: If nothing was measured, or with ``same_batch`` the user's config was not.

@@ -126,16 +126,7 @@ def engine_of(
     agent_python: str | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> Engine:
-    """Return the engine that allocates nodes in a cluster.
-
-    Args:
-        on: ``slurm`` or ``ray``.
-        slurm_arg: Options for srun.
-        ray_address: Address of the Ray cluster; None for the cluster of this machine.
-        ray_node: Nodes of the Ray cluster that may be used; empty for all.
-        agent_python: Interpreter of the agents; None for this process's, or for that of Ray's workers.
-        on_notice: Called with lines for the user.
-    """
+    """Return the engine that allocates nodes in a cluster."""
     if on == "slurm":
         from optuna_dsat.launch.places.slurm import SlurmEngine
 

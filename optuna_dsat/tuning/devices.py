@@ -31,13 +31,7 @@ def search_devices(options: TuneOptions) -> Devices:
 
 
 def choose_devices(wanted: int | None, cpu_ranks: int | None, *, option: str, free_only: bool = False) -> Devices:
-    """Return the GPUs that may be used, or CPU ranks.
-
-    Args:
-        wanted: GPUs of a launch; None for all.
-        cpu_ranks: Ranks of a launch on the CPU; None for GPUs.
-        option: Name of the option for ``wanted``, for messages.
-        free_only: Whether to exclude GPUs that are currently in use.
+    """Return the GPUs that may be used (all if no number is wanted), or CPU ranks.
 
     Raises:
         UsageError: If more GPUs are requested than exist, or both GPUs and CPU ranks.

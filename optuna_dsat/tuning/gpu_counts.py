@@ -44,11 +44,6 @@ def search_each(
 ) -> Iterator[AtGpus]:
     """Run searches one after another and yield each outcome; a search without a runnable config does not stop the rest.
 
-    Args:
-        studies: Searches at different numbers of GPUs.
-        search: Runs a single search.
-        on_notice: Called with a line for each search without a result.
-
     Raises:
         DsatError: As ``search``, except for ``NothingRunnableError``.
     """

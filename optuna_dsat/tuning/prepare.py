@@ -42,13 +42,11 @@ class Prepared:
 def prepare_each(method: str | None, given: Given) -> list[Prepared]:
     """Check the options and return the requested studies in the order in which they run.
 
+    The options or the config select a missing method.
+
     There is one study, or one for each number of GPUs or CPU ranks that an option or the config's
     ``autotuning.num_gpus`` lists, named ``NAME-8gpu`` or ``NAME-2rank``; on a cluster ``NAME-2x8gpu`` or
     ``NAME-2node``.
-
-    Args:
-        method: Search method; None to take it from the options or the config.
-        given: The options with their origins.
 
     Raises:
         UsageError: At the first invalid option.
@@ -81,11 +79,7 @@ def _at_count(method: str | None, given: Given, sweep: Sweep, *, count: int) -> 
 
 
 def prepare(method: str | None, given: Given) -> Prepared:
-    """Check the options and return the requested study.
-
-    Args:
-        method: Search method; None to take it from the options or the config.
-        given: The options with their origins.
+    """Check the options and return the requested study. The options or the config select a missing method.
 
     Raises:
         UsageError: At the first invalid option.

@@ -104,13 +104,6 @@ def spec_here(
 ) -> StudySpec:
     """Return a stored study's spec with this machine's paths, once the user has approved its commands.
 
-    Args:
-        study: The study.
-        spec: Its spec with new limits; None for the stored one.
-        workdir: Working directory on this machine; None for the stored one.
-        python: Interpreter of the script on this machine; None for the stored one.
-        approve: As in ``resume_request``.
-
     Raises:
         UsageError: If the script is not on this machine, or is not approved.
     """

@@ -115,10 +115,6 @@ class StudyRun:
 def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     """Start or continue a search and return its outcome.
 
-    Args:
-        request: The study with its storage and limits.
-        observer: Called with each progress event.
-
     Raises:
         DsatError: As ``Session.run``. An interruption raises nothing: see ``StudyRun.interrupted``.
     """
@@ -207,13 +203,7 @@ def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
 
 
 def train_with_best(run: StudyRun, result: StudyResult, *, stdout: TextIO | None = None) -> int:
-    """Train in the foreground with the result of a run; return the exit code of the training.
-
-    Args:
-        run: The run.
-        result: Its result.
-        stdout: Stream for the output of the training; None for this process's stdout.
-    """
+    """Train in the foreground with the result of a run; return the exit code of the training."""
     with Store.open(run.request.storage, create=False) as store:
         study = read_stored(store, run.request.spec.name)
     return train_trial(

@@ -46,10 +46,6 @@ class Target:
 def find_target(options: TuneOptions, *, python: str | None) -> Target:
     """Return the target that the ranks run.
 
-    Args:
-        options: The options.
-        python: Interpreter of the ranks; None for the one of this process.
-
     Raises:
         UsageError: If it does not exist, or is not Python.
     """

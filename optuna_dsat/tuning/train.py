@@ -44,17 +44,6 @@ def train_study(
 ) -> int:
     """Train a stored study's script to its end in the foreground; return its exit code.
 
-    Args:
-        name: The study.
-        storage: URL of its database.
-        trial: Number of the trial whose configuration is used; None for the selected configuration.
-        args: Arguments appended to the script's.
-        workdir: Working directory on this machine; None for the stored one.
-        python: Interpreter of the script on this machine; None for the stored one.
-        on_notice: Called with each line for the user.
-        approve: As in ``resume_request``.
-        ask_for_secrets: Called before the secrets of the study are required.
-
     Raises:
         UsageError: If the study or trial does not exist, or script or devices do not meet its requirements.
         NothingRunnableError: If nothing was measured yet.
@@ -84,15 +73,6 @@ def train_trial(
     on_notice: Callable[[str], None],
 ) -> int:
     """Train with the configuration of a trial, applied as in its launch; return the exit code.
-
-    Args:
-        study: The study.
-        trial: A trial that was launched.
-        spec: The study's spec with this machine's paths, following its script.
-        devices: The devices to use.
-        args: Arguments appended to the script's.
-        stdout: Stream for the output of the training; None for this process's stdout.
-        on_notice: Called with each line for the user.
 
     Raises:
         DeviceError: If other processes use the devices for too long.

@@ -37,11 +37,6 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     Arguments with an explicit script and config, and arguments of other commands, are returned unchanged. Parts without
     effect are reported on stderr.
 
-    Args:
-        argv: Arguments of ``optuna-dsat``.
-        root: The command with its sub-commands.
-        cwd: The working directory.
-
     Raises:
         UsageError: If the launcher rejects its options, or options of the search would be lost.
     """

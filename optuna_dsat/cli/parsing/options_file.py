@@ -56,10 +56,6 @@ class OptionsFile:
     def default_map(self, root: TyperGroup, context: typer.Context) -> dict[str, Any]:
         """Return the checked values as a ``default_map``: command -> option -> value, groups of commands nested.
 
-        Args:
-            root: The group of all commands.
-            context: The group's context.
-
         Raises:
             UsageError: If a key is not an option, or a value is invalid; names the file and the key.
         """
@@ -88,12 +84,7 @@ class OptionsFile:
         return defaults
 
     def value_of(self, command: str, name: str) -> Any:
-        """Return the unchecked value of a command's option; None if it is not set.
-
-        Args:
-            command: Name of a command that is not in a group.
-            name: Long name of the option, without leading dashes.
-        """
+        """Return the unchecked value of a command's option; None if it is not set."""
         own = self.table.get(command)
         for table in (own if isinstance(own, dict) else {}, self.table):
             for key in (name, name.replace("-", "_")):
@@ -152,11 +143,6 @@ def file_of(
     options: Path | None, *, cwd: Path, on_ignored: Callable[[str], None] = lambda _: None
 ) -> OptionsFile | None:
     """Return the file given by ``--options``, else the options file of a folder; None if there is none.
-
-    Args:
-        options: The file given by ``--options``.
-        cwd: The folder.
-        on_ignored: As in ``find_options``.
 
     Raises:
         UsageError: If it cannot be read, or is not a table of options.

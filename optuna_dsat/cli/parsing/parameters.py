@@ -107,13 +107,7 @@ def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
 
 
 def stored_command(*words: str, storage: str, shown_url: str) -> str:
-    """Return a command on stored studies, with their storage unless it is the default.
-
-    Args:
-        words: Command and arguments.
-        storage: URL of the database.
-        shown_url: The URL without a password.
-    """
+    """Return a command on stored studies, with their storage unless it is the default."""
     return shell_line(["optuna-dsat", *words, *([] if storage == DEFAULT_STORAGE else ["--storage", shown_url])])
 
 

@@ -183,11 +183,6 @@ def device_environment(base: Mapping[str, str], *, kind: str, python: str) -> di
 
     The interpreter's folder is appended to ``PATH``: DeepSpeed looks there for ninja when it compiles its operators,
     and the virtual environment may not be activated.
-
-    Args:
-        base: The environment to change.
-        kind: ``cuda`` or ``cpu``.
-        python: The interpreter.
     """
     environ = {**base, "PYTHONPATH": with_package(base.get("PYTHONPATH"))}
     if kind == "cuda":
@@ -263,15 +258,6 @@ def prepare_launch(
     rendezvous: Rendezvous | None = None,
 ) -> PreparedLaunch:
     """Return command and environment of a launch on its slots, after writing both to the run directory.
-
-    Args:
-        request: The launch.
-        directory: Its run directory.
-        lease: Its slots.
-        pool: The pool they are from.
-        base_env: Environment to inherit from.
-        mark: Mark of the launch's processes.
-        rendezvous: Rendezvous of the launch's nodes; None for a launch on this machine alone.
 
     Raises:
         OutputError: If they cannot be written.

@@ -58,10 +58,9 @@ class LaunchFiles:
     def log_texts(self, *, last: bool = False) -> Iterator[tuple[str, str]]:
         """Yield (file name, text) for each log that grew since the last call.
 
-        Text in the middle of a log is skipped if it is written faster than forwarded.
+        The last call skips all text that does not fit.
 
-        Args:
-            last: Whether this is the last call, which skips all text that does not fit.
+        Text in the middle of a log is skipped if it is written faster than forwarded.
         """
         for name, file in self._logs.items():
             behind = _MOST_AT_ONCE if last else _MOST_BEHIND
@@ -87,12 +86,7 @@ class TrackerFiles:
         self._notify = on_notice
 
     def hand_over(self, target: Path, token: str) -> Iterator[dict[str, Any]]:
-        """Move all files to the head's folder if it is visible from here, else yield them in pieces.
-
-        Args:
-            target: The head's folder.
-            token: Content of ``TOKEN`` there.
-        """
+        """Move all files to the head's folder if it is visible here (by ``token``), else yield them in pieces."""
         files = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and not path.is_symlink()]
         if files and _content(target / TOKEN) == token:
             for path in files:

@@ -159,11 +159,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def own_folder(*below: str, parent: Path | None = None) -> Path:
-    """Return a folder that no other user can read or write; create it if missing.
-
-    Args:
-        below: Names of nested folders in it.
-        parent: Its parent; None for the system's folder for temporary files.
+    """Return a folder, by default for temporary files, that no other user can read or write; create it if missing.
 
     Raises:
         UsageError: If another user, or a link, has taken its name.

@@ -112,21 +112,14 @@ class GoneTuner:
 
 
 def any_gone(folder: Path | None = None) -> bool:
-    """Return whether there are journals of tuners that have ended; cheap.
-
-    Args:
-        folder: As for ``gone_tuners``.
-    """
+    """Return whether there are journals of tuners that have ended; cheap."""
     with _gone(folder) as result:
         return bool(result)
 
 
 @contextlib.contextmanager
 def gone_tuners(folder: Path | None = None) -> Iterator[tuple[GoneTuner, ...]]:
-    """Yield the locked journals of tuners that have ended; remove them at the end.
-
-    Args:
-        folder: Folder of all tuners' journals; None for the user's folder.
+    """Yield the locked journals of tuners that have ended, by default in the user's folder; remove them at the end.
 
     Raises:
         UsageError: If the user's folder cannot be used.
@@ -293,10 +286,6 @@ class LeftoverWatch:
 def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -> Removed:
     """Remove leftovers of this user's ended tuners on this machine, and build locks that nobody holds.
 
-    Args:
-        environ: Environment of launches.
-        notes: Folder of all tuners' journals; None for the user's folder.
-
     Raises:
         UsageError: If the user's folder cannot be used.
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
@@ -312,11 +301,9 @@ def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -
 
 
 def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
-    """Remove the leftovers in a launch's journal, and the journal. All processes with its mark must be gone.
+    """Remove the leftovers in a launch's journal, those in shared memory that were ``seen``, and the journal.
 
-    Args:
-        record: Journal file of the launch.
-        seen: Files in shared memory that its processes made.
+    All processes with its mark must be gone.
 
     Raises:
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.

@@ -29,20 +29,12 @@ __all__ = [
 
 
 def remove_stale_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """Remove build locks that no process holds; return them.
-
-    Args:
-        environ: Environment of the launches.
-    """
+    """Remove build locks that no process holds; return them."""
     return tuple(path for path in _locks(environ) if remove_if_abandoned(path))
 
 
 def held_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """Return the locks of running builds, each in the folder of its operator.
-
-    Args:
-        environ: Environment of the launches.
-    """
+    """Return the locks of running builds, each in the folder of its operator."""
     return tuple(path for path in _locks(environ) if is_held(path))
 
 
@@ -66,14 +58,7 @@ def compile_operators(
     python: str,
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> dict[str, str]:
-    """Compile the missing operators; return builder -> error for those that failed.
-
-    Args:
-        builders: Class names of DeepSpeed's builders.
-        environ: Environment of the launches.
-        python: Interpreter of the launches.
-        on_phase: Called with the current activity, and with an empty string at the end.
-    """
+    """Compile the missing operators; return builder -> error for those that failed."""
     command = [*module_command(python, "optuna_dsat.runtime.agent.operators"), str(os.getpid()), *builders]
     mark = new_mark()
     with (

@@ -49,12 +49,7 @@ class LockOwner:
 
 
 def lock_path(folder: Path, device_id: str) -> Path:
-    """Return the lock file of a device.
-
-    Args:
-        folder: Folder of the lock files.
-        device_id: Name of the device that all tuners of the machine agree on.
-    """
+    """Return the lock file of a device."""
     return folder / f"optuna-dsat-gpu-{device_id.replace('/', '_')}.lock"
 
 
@@ -216,12 +211,7 @@ class GpuMonitor:
         return use is None or bool(foreign_holders(device, use, self._nvml))
 
     def holders(self, device: Device, owner: LockOwner | None) -> list[Holder]:
-        """Return the holders of a GPU not used by our launches.
-
-        Args:
-            device: The GPU.
-            owner: Owner of its lock; None if it is not locked.
-        """
+        """Return the holders of a GPU not used by our launches."""
         use = self._use(device)
         if owner is not None:
             return [another_tuner(device, owner, use)]
@@ -251,10 +241,6 @@ class GpuMonitor:
 
         If NVML lists none of the launch's processes, as in a container with a separate PID namespace, others cannot be
         identified.
-
-        Args:
-            device: The GPU.
-            own: PIDs of the launch's processes.
         """
         use, gpu = self._use(device), label(device, kind="cuda")
         if use is None:

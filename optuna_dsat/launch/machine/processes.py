@@ -176,10 +176,6 @@ def kill_leftovers(mark: str | None = None, *, timeout_s: float = KILL_LIMIT_S) 
 
     Repeats until none is found, since a process may start another while it is ended.
 
-    Args:
-        mark: Mark of a launch.
-        timeout_s: Time limit in seconds.
-
     Returns:
         The PIDs of the ended processes.
 

@@ -129,12 +129,7 @@ class SlotPool:
         return self._gpus.holders(device, lock_owner(self._lock_path(device)))
 
     def sight(self, lease: SlotLease, own: Collection[int]) -> GpuSight:
-        """Return the activity of other processes on a launch's GPUs; nothing on the CPU.
-
-        Args:
-            lease: The launch's devices.
-            own: PIDs of its processes.
-        """
+        """Return the activity of other processes on a launch's GPUs; nothing on the CPU."""
         seen = [] if self._gpus is None else [self._gpus.sight(device, own) for device in lease.devices]
         return GpuSight(
             processes=tuple(process for sight in seen for process in sight.processes),
@@ -222,11 +217,6 @@ class SlotPool:
 
 def only_free(devices: Devices, *, nvml: Nvml | None = None, lock_dir: Path | None = None) -> Devices:
     """Return the GPUs that are not in use, with a notice about the others; CPU ranks are returned unchanged.
-
-    Args:
-        devices: All devices.
-        nvml: NVML interface; None for this machine's.
-        lock_dir: As for ``SlotPool``.
 
     Raises:
         DeviceError: If none is free; names their holders.

@@ -141,10 +141,7 @@ class OrphanWatch:
 
 
 def end_noted(values: Iterable[Any]) -> int:
-    """End the processes listed in a journal and their descendants; wait for their end and return their number.
-
-    Args:
-        values: JSON values of the journal's lines; lines that do not name a process of this machine are skipped.
+    """End the processes listed in a journal, if they are of this machine, and their descendants; return their number.
 
     Raises:
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.

@@ -105,9 +105,7 @@ class Engine(Protocol):
     def check(self, *, nodes: int, slots: int) -> None:
         """Raise within five seconds if the cluster can never grant such an allocation.
 
-        Args:
-            nodes: Nodes of an allocation.
-            slots: GPUs per node; 0 for none.
+        ``slots`` are GPUs per node; 0 for none.
 
         Raises:
             ClusterError: A single line with the cluster's reason.
@@ -115,12 +113,7 @@ class Engine(Protocol):
         ...
 
     def request(self, *, nodes: int, slots: int) -> Place:
-        """Request an allocation without waiting. It is ready once ``news`` has returned a ``hello`` of every node.
-
-        Args:
-            nodes: Nodes of the allocation.
-            slots: GPUs per node; 0 for none.
-        """
+        """Request an allocation without waiting. It is ready once ``news`` has returned a ``hello`` of every node."""
         ...
 
     def order(self, place: Place, order: Order, *, node: int | None = None) -> None:

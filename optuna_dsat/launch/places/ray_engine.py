@@ -79,10 +79,6 @@ class RayEngine:
     def check(self, *, nodes: int, slots: int) -> None:
         """Raise if the cluster can never grant such an allocation: Ray itself would wait forever.
 
-        Args:
-            nodes: Nodes of an allocation.
-            slots: GPUs per node; 0 for none.
-
         Raises:
             ClusterError: A single-line message.
         """
@@ -91,10 +87,6 @@ class RayEngine:
 
     def request(self, *, nodes: int, slots: int) -> Place:
         """Request an allocation without waiting.
-
-        Args:
-            nodes: Nodes of the allocation.
-            slots: GPUs per node; 0 for none.
 
         Raises:
             ClusterError: If no cluster answers.

@@ -35,12 +35,7 @@ _LAST_WORDS_S = 1.0
 
 
 def node_environment(of_head: Mapping[str, str], of_worker: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an agent: the head's, as under SLURM, except for node-specific variables.
-
-    Args:
-        of_head: Environment of the process that tunes.
-        of_worker: Environment of Ray's worker on the node.
-    """
+    """Return the environment of an agent: the head's, as under SLURM, except for node-specific variables."""
 
     def is_own(name: str) -> bool:
         return name in _KEPT or name.startswith(_KEPT_PREFIXES)
@@ -72,14 +67,10 @@ class NodeRelay:
         errors: bool = False,
         python: str | None = None,
     ) -> None:
-        """Start a Python process.
+        """Start a Python process, by default with the interpreter of Ray's worker.
 
-        Args:
-            words: Options and arguments of Python.
-            environment: Environment of the head.
-            cwd: Working directory of the head, used if it exists on this node.
-            errors: Whether to forward standard error together with standard output.
-            python: The interpreter; None for the one of Ray's worker on this node.
+        It has the head's environment and, if that exists here, its working directory. With ``errors``, standard error
+        is forwarded together with standard output.
         """
         self._process = subprocess.Popen(
             [python or sys.executable, *words],
@@ -101,12 +92,7 @@ class NodeRelay:
             return int(result.getsockname()[1])
 
     def exchange(self, orders: bytes, wait_s: float) -> tuple[bytes, int | None]:
-        """Write to the process; return its new output, and its exit code once it has ended and all output was read.
-
-        Args:
-            orders: Lines for the process.
-            wait_s: Longest wait for output.
-        """
+        """Write to the process; return its new output, and its exit code once it has ended and all output was read."""
         process, reader = self._process, self._reader
         if process is None or process.stdin is None or reader is None:
             raise RuntimeError("no process was started")

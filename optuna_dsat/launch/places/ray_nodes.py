@@ -67,11 +67,6 @@ def _at(address: str, alive: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] |
 def refuse_impossible(*, nodes: int, slots: int, names: Sequence[str] = ()) -> None:
     """Raise if this driver's cluster can never grant such an allocation.
 
-    Args:
-        nodes: Nodes of an allocation.
-        slots: GPUs per node; 0 for none.
-        names: Nodes that may be used; all for none.
-
     Raises:
         ClusterError: A single line with the cluster's resources.
     """

@@ -154,11 +154,7 @@ class RayPlace:
                 item.orders.append(line)
 
     def advance(self, ready: Sequence[Any]) -> Iterator[News]:
-        """Process answers; yield messages of agents.
-
-        Args:
-            ready: Items of ``references`` that Ray has completed.
-        """
+        """Process answers; yield messages of agents."""
         now = time.monotonic()
         if self._phase is _Phase.PENDING:
             self._ask_for_it(ready, now)

@@ -84,17 +84,7 @@ def _end(number: int, _frame: object) -> NoReturn:
 def torchrun_words(
     words: Sequence[str], *, nodes: int, node: int, ranks: int, address: str, port: int, python: str | None = None
 ) -> list[str]:
-    """Return the arguments of Python on a node.
-
-    Args:
-        words: The script, or ``-m`` and a module, with arguments.
-        nodes: Total number of nodes.
-        node: Number of this node, from 0.
-        ranks: Ranks per node.
-        address: Address of node 0.
-        port: Free port of node 0.
-        python: Interpreter of the script; None for the node's.
-    """
+    """Return the arguments of Python on a node; address and port are those of node 0."""
     where = ["--rdzv_backend", "static", "--master_addr", address, "--master_port", str(port)]
     shape = ["--nnodes", str(nodes), "--node_rank", str(node), "--nproc_per_node", str(ranks)]
     command = [python or "", "-m", "torch.distributed.run", *shape, *where, *words]

@@ -76,9 +76,6 @@ def use_named_gpu_count(torch: Any) -> None:
 
     For imports before a fork: the count is valid for the ranks and needs no ``cuInit``. Does nothing if the variable is
     not set.
-
-    Args:
-        torch: The torch module.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:

@@ -72,11 +72,7 @@ class ParentState:
                 os.environ[name] = value
 
     def restore(self, *, reopened: frozenset[int]) -> None:
-        """Reset signals, open files and the thread's name of this process.
-
-        Args:
-            reopened: Descriptors that ``fork_child`` found reopened.
-        """
+        """Reset signals, open files and the thread's name of this process."""
         gc.freeze()  # collecting the parent's garbage here would close descriptors that others use by then
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if signal.getsignal(number) is signal.SIG_IGN:
@@ -134,16 +130,7 @@ def become_agent(
     cwd: str,
     log: str,
 ) -> NoReturn:
-    """Turn this forked process into a launch's agent: call ``run`` and exit with its return code.
-
-    Args:
-        run: The agent.
-        parent_state: State of the fork server after the imports.
-        reopened: Descriptors that ``fork_child`` found reopened.
-        environ: The launch's environment.
-        cwd: Working directory.
-        log: File for standard output and error.
-    """
+    """Turn this forked process into a launch's agent: call ``run`` and exit with its return code."""
     os.setsid()
     parent_state.restore(reopened=reopened)
     _replace_environment(environ)

@@ -41,12 +41,7 @@ def operator_name(builder: str) -> str:
 
 
 def is_built(builder: str, environ: Mapping[str, str]) -> bool:
-    """Return whether torch's folder of compiled extensions has the operator of a builder.
-
-    Args:
-        builder: Class name of DeepSpeed's builder.
-        environ: Environment of the launches.
-    """
+    """Return whether torch's folder of compiled extensions has the operator of a builder."""
     name, root = operator_name(builder), extensions_dir(environ)
     return any(True for pattern in (f"{name}/{name}.so", f"*/{name}/{name}.so") for _ in root.glob(pattern))
 

@@ -223,11 +223,7 @@ def own_children() -> set[ProcessKey]:
 
 
 def end_children(*, but: Collection[ProcessKey] = ()) -> None:
-    """End the descendants of this process, and wait until they are gone.
-
-    Args:
-        but: Children to spare, with all their descendants.
-    """
+    """End the descendants of this process, except for some children and theirs, and wait until they are gone."""
     began, ending = time.monotonic(), Ending()
     while time.monotonic() - began < KILL_LIMIT_S and (left := own_children() - {*but}):
         ending.end(left | children_of(left))

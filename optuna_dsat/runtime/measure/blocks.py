@@ -196,12 +196,7 @@ class BlockWatch:
 
     @contextmanager
     def forward(self, *, saved_bytes: Callable[[], int], flops: Callable[[], int]) -> Iterator[None]:
-        """Observe a forward pass.
-
-        Args:
-            saved_bytes: Returns the bytes saved for the backward pass so far.
-            flops: Returns the FLOPs so far.
-        """
+        """Observe a forward pass."""
         started: dict[int, tuple[int, int, ForwardCheck | None]] = {}
 
         def before(block: Any, args: Any, kwargs: Any) -> None:

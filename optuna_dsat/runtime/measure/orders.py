@@ -17,11 +17,7 @@ _LONGEST_WAIT_S = 600.0
 
 
 def order_next(root: Path, launch: Path | None) -> None:
-    """Order the ranks of a launch to go on; None to leave.
-
-    Args:
-        root: The launch's run directory.
-        launch: Launch description of the next trial.
+    """Order the ranks of a launch to go on with the trial that ``launch`` describes; None to leave.
 
     Raises:
         OSError: If it cannot be written.

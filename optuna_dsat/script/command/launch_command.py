@@ -182,13 +182,7 @@ def _with_environment(command: LaunchCommand, variables: Mapping[str, str]) -> L
 
 
 def _program(word: str, *, cwd: Path, python: str | None) -> Path | None:
-    """Return the file of a command's first word; the environment of an interpreter need not be activated.
-
-    Args:
-        word: The first word.
-        cwd: Working directory of the command.
-        python: Interpreter that the user named, in whose environment programs are searched for first.
-    """
+    """Return the file of a command's first word; the environment of an interpreter need not be activated."""
     path = cwd / word
     if "/" in word or path.is_file():
         return path if path.is_file() else None
@@ -276,15 +270,7 @@ def _python(
     on_notice: Callable[[str], None] = lambda _: None,
     is_rank: bool = False,
 ) -> LaunchCommand:
-    """Parse ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``.
-
-    Args:
-        words: The command.
-        cwd: Its working directory.
-        python: The interpreter.
-        on_notice: Called with the command that is run.
-        is_rank: Whether a script is known to train in this process.
-    """
+    """Parse ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``."""
     rest = list(words[1:])
     ignored = []
     while rest and rest[0].startswith("-") and not rest[0].startswith("-m"):

@@ -36,12 +36,6 @@ def module_file(name: str, cwd: Path, *, of_package: str = "__main__.py", python
     The file is ``package/module.py``, or ``package/module/__main__.py`` for a package. As in Python, the working
     directory precedes installed packages. Nothing is imported, so submodules of a package that extends its ``__path__``
     on import are not found. With ``__init__.py`` as file of a package, it is the file that ``import name`` runs.
-
-    Args:
-        name: Dotted name of a module.
-        cwd: Working directory of the launch.
-        of_package: File that runs for a package.
-        python: The interpreter; None for the one of this process.
     """
     top, *rest = name.split(".")
     for folder in (cwd, *package_folders(top, python)):

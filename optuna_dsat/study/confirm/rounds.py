@@ -143,13 +143,7 @@ class Rounds(Record):
 
 
 def order_of_round(numbers: Sequence[int], *, round_number: int, seed: int) -> list[int]:
-    """Return the random order of a round; the same for every worker that continues it.
-
-    Args:
-        numbers: The trials of the round.
-        round_number: From 1.
-        seed: Seed of the study.
-    """
+    """Return the random order of a round; the same for every worker that continues it."""
     order = sorted(numbers)
     random.Random(f"{seed}/round/{round_number}").shuffle(order)
     return order

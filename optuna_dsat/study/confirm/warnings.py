@@ -25,15 +25,7 @@ _OTHERS_SHARE = 0.05
 def warnings_of(
     rounds: Rounds, *, searched: Mapping[int, float], baseline: int | None, noise: Noise | None, tie: float
 ) -> tuple[str, ...]:
-    """Return the warnings on a confirmation.
-
-    Args:
-        rounds: Rounds of the confirmation.
-        searched: Trial -> metric of the search, for the user's config and the selected config.
-        baseline: The trial of the user's config; None if it was not measured.
-        noise: Noise between launches; None if unknown.
-        tie: Relative difference that is too small to report.
-    """
+    """Return the warnings on a confirmation."""
     values = rounds.values()
     least = max(tie, 0.0 if noise is None else _DRIFT * noise.relative_sd)
     names = [] if baseline is None else _drift(values.get(baseline, {}), least=least, noise=noise)

@@ -105,12 +105,7 @@ def how_known(verdict: Verdict) -> str:
 
 
 def ratio_in_words(ratio: Interval, *, to: str = "") -> str:
-    """Return a speed-up such as ``1.52x as fast as your config (95% CI 1.49 to 1.55, 4 rounds)``.
-
-    Args:
-        ratio: The speed-up, with or without an interval.
-        to: The config it is compared with; empty to leave that out.
-    """
+    """Return a speed-up such as ``1.52x as fast as your config (95% CI 1.49 to 1.55, 4 rounds)``."""
     words = f"{times_in_words(ratio.value)}x as fast" + (f" as {to}" if to else "")
     if ratio.low is None or ratio.high is None:
         return words

@@ -36,10 +36,6 @@ def named_config(path: Path | None) -> Path | None:
 def share(value: str | float, *, option: str = "--tie") -> float:
     """Parse a share given as ``1%`` or ``0.01``.
 
-    Args:
-        value: The text, or the share.
-        option: Name of the option, for messages.
-
     Raises:
         UsageError: If it is neither.
     """
@@ -73,10 +69,6 @@ def split_names(texts: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def split_counts(text: str | None, *, option: str) -> int | tuple[int, ...] | None:
     """Parse a number such as ``8``, or several numbers such as ``1,2,4,8``; None without a text.
-
-    Args:
-        text: The text, also in the list form of an options file (``[1, 2]``).
-        option: Name of the option, for messages.
 
     Raises:
         UsageError: If a part is not a number.

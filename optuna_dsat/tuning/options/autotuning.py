@@ -33,9 +33,6 @@ _METHODS = {"random": "random", "gridsearch": "binary", "model_based": "asha"}
 def options_of(section: Autotuning) -> tuple[dict[str, Any], list[str]]:
     """Return the options that an ``autotuning`` section sets, and a line for each unsupported key.
 
-    Args:
-        section: The section.
-
     Returns:
         Options by name (including ``method``), to be used where no other origin sets them; and lines such as
         ``autotuning.results_dir is not used: --output-dir is used``.
