@@ -119,12 +119,7 @@ def _has_terminal() -> bool:
 
 
 class Approval:
-    """Show what a study would run; prompt unless this user ran exactly that on this machine before.
-
-    Args:
-        trust: Whether to run without a prompt.
-        quiet: Whether to show nothing for studies that ran here before.
-    """
+    """Show what a study would run; prompt unless this user ran exactly that on this machine before."""
 
     def __init__(self, trust: bool, quiet: bool) -> None:
         self._trust = trust

@@ -157,7 +157,7 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
 
 
 def launch_lines(outcomes: Mapping[str, int], *, used: int, most: int) -> Iterator[str]:
-    """Yield the number of launches by outcome; launches lost to a stop or a crash are separate, as they do not count."""
+    """Yield the number of launches by outcome; launches lost to a stop or a crash do not count, and are separate."""
     from optuna_dsat.outcome import Outcome
     from optuna_dsat.words import outcomes_in_words, things_in_words
 

@@ -65,7 +65,7 @@ def cell(value: object) -> Text:
 
 
 def say(text: object, *, file: TextIO | None = None) -> None:
-    """Print text as ``plain``; characters missing in the stream's encoding are escaped, closed terminals are ignored."""
+    """Print text as ``plain``; characters missing in the stream's encoding are escaped, closed terminals ignored."""
     stream = sys.stdout if file is None else file
     encoding = stream.encoding or "utf-8"
     with outliving_the_terminal():
@@ -101,7 +101,7 @@ def outliving_the_terminal() -> Iterator[None]:
 
 
 def say_prose(text: str, *, file: TextIO | None = None) -> None:
-    """Print sentences as ``say``; a terminal folds them between words, but not within commands in backquotes."""
+    """Print sentences as ``say``; a terminal folds them between words, except within commands in backquotes."""
     stream = sys.stdout if file is None else file
     if stream.isatty():
         kept = _COMMAND.sub(lambda match: match[0].replace(" ", _NO_BREAK), plain(text))

@@ -466,7 +466,7 @@ def _measured_message(facts: LaunchFacts) -> str:
 
 
 def _remarks(facts: LaunchFacts) -> str:
-    """Return remarks on the counted steps; empty if there are none."""
+    """Return remarks on the counted steps; empty without remarks."""
     record = _record(facts)
     counted = [step for step in record.steps if step.step >= facts.start_profile_step]
     evaluation_s = [step.evaluation_s for step in counted]

@@ -104,13 +104,7 @@ class EventTail:
 
 
 class EventLog:
-    """Events of all ranks so far.
-
-    Args:
-        directory: The launch's run directory.
-        slots: Ranks of the launch.
-        started: Start of the launch. All times are monotonic.
-    """
+    """Events of all ranks so far."""
 
     def __init__(self, directory: RunDirectory, *, slots: int, started: float) -> None:
         self.events: dict[int, list[Event]] = {}

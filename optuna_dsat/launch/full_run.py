@@ -88,11 +88,7 @@ def run_full(
 
 
 def _take(pool: SlotPool, slots: int, wait: SlotWait) -> SlotLease:
-    """Take slots; wait until they are free.
-
-    Raises:
-        DeviceError: If others hold them for too long.
-    """
+    """Take slots; wait until they are free."""
     while True:
         try:
             return pool.take(slots)

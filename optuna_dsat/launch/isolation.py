@@ -91,10 +91,6 @@ class FolderWatch:
     """Compares the user's folders before and after the profile launch.
 
     On a cluster these are the head's: what nodes change in folders that they do not share with it is not seen.
-
-    Args:
-        output_dir: Folder of the study's launches.
-        own_files: Absolute paths of files that the tuner writes.
     """
 
     def __init__(self, output_dir: Path, *, own_files: Collection[str] = ()) -> None:

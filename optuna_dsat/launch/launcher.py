@@ -131,14 +131,7 @@ class Places(Protocol):
 
 
 class TorchrunLauncher:
-    """Starts launches, each a ``torchrun``, and follows their event files (a ``Launcher``).
-
-    Args:
-        output_dir: Folder of the run directories, one per launch.
-        places: The slots.
-        forking: Whether launches are forked, as long as that works.
-        on_notice: Called with each notice for the user.
-    """
+    """Starts launches, each a ``torchrun``, and follows their event files (a ``Launcher``)."""
 
     def __init__(
         self, output_dir: Path | str, places: Places, *, forking: Forking, on_notice: Callable[[str], None]
@@ -388,11 +381,7 @@ class TorchrunLauncher:
             launch.end(StopReason(outcome=outcome, message=message))
 
     def close(self) -> None:
-        """End everything still running, and wait until its processes on this machine are gone.
-
-        Raises:
-            TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
-        """
+        """End everything still running, and wait until its processes on this machine are gone."""
         self._places.close()
         for launch in self._running.values():
             launch.shorten_logs()

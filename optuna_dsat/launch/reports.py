@@ -70,7 +70,7 @@ def isolation_notice(launch: Launch) -> str:
 
 
 def _spent(launch: Launch, recorded: Sequence[Event]) -> tuple[float, float]:
-    """Return the seconds of a launch before the end of its first step, and those from there to its last event.
+    """Return the seconds of a launch before the end of its first step, and from there to its last event.
 
     Ranks date their events by the system clock. If that was set, or the machine slept, the monotonic times at which
     the events were read are used instead.

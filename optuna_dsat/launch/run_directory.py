@@ -232,9 +232,6 @@ class RunDirectory:
         """Write ``text`` to ``path``, atomically.
 
         Recreates a directory that the script has removed; does not follow a link put in its place.
-
-        Raises:
-            OutputError: If it cannot be written.
         """
         with readable_errors(path):
             if path.parent.is_symlink():
@@ -245,11 +242,7 @@ class RunDirectory:
     def write_command(
         self, command: Sequence[str], *, cwd: str, devices: Sequence[int], environ: Mapping[str, str]
     ) -> None:
-        """Write command and environment, both without secrets.
-
-        Raises:
-            OutputError: If they cannot be written.
-        """
+        """Write command and environment, both without secrets."""
         shown = without_secrets(command)
         environment = recorded_environment(environ)
         self.write_json(self.command_json, {"command": shown, "cwd": cwd, "devices": list(devices)})
@@ -258,20 +251,12 @@ class RunDirectory:
         self.write_text(self.command_text, f"cd {shlex.quote(cwd)}\nenv {settings} {shell_join(shown)}\n")
 
     def copy_command(self, other: RunDirectory) -> None:
-        """Copy command and environment from the launch that this one continues.
-
-        Raises:
-            OutputError: If they cannot be written.
-        """
+        """Copy command and environment from the launch that this one continues."""
         for name in (self.command_json.name, self.command_text.name, self.environment.name):
             self.write_text(self.root / name, (other.root / name).read_text(encoding="utf-8"))
 
     def write_report(self, report: LaunchReport) -> None:
-        """Write the launch's report.
-
-        Raises:
-            OutputError: If it cannot be written.
-        """
+        """Write the launch's report."""
         self.write_json(self.report, asdict(report))
 
 

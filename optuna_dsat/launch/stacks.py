@@ -23,11 +23,7 @@ _COLLECTIVE = re.compile(r"/(torch/distributed/(?!run|launch|elastic)|deepspeed/
 
 
 class StackWatch:
-    """Takes two stacks of every rank during a silence, half a limit apart.
-
-    Args:
-        log_dir: Folder of the ranks' files.
-    """
+    """Takes two stacks of every rank during a silence, half a limit apart."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir

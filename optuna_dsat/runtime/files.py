@@ -93,11 +93,7 @@ def stream_of(path: Path) -> TextIO | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file or folder to ``NAME.old-N``, with the first free N; return the new path.
-
-    Raises:
-        OSError: If renaming fails.
-    """
+    """Rename a file or folder to ``NAME.old-N``, with the first free N; return the new path."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.old-{number}")):
         number += 1

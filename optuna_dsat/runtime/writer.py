@@ -33,11 +33,7 @@ class EventWriter:
         self.begin(path)
 
     def begin(self, path: Path) -> None:
-        """Write to another file from here on.
-
-        Raises:
-            EventWriteError: If the file cannot be opened.
-        """
+        """Write to another file from here on."""
         self._path = path
         self._torn = False
         try:

@@ -203,7 +203,7 @@ def script_python(named: str | None) -> str | None:
 
 
 def script_versions(python: str | None, *, on: str) -> dict[str, str]:
-    """Return the versions of Python, torch and DeepSpeed in launches; empty if only the nodes of a cluster know them."""
+    """Return the versions of Python, torch and DeepSpeed in launches; empty if only nodes of a cluster know them."""
     try:
         return examined(python or sys.executable).all_versions
     except UsageError:
@@ -282,7 +282,7 @@ def has_console_script(name: str, module: str, *, python: str) -> bool:
 
 
 def why_python_does_not_start(variables: Mapping[str, str], *, python: str) -> str | None:
-    """Return why Python does not start with these variables, such as an invalid ``PYTHONHASHSEED``; None if it does."""
+    """Return why Python does not start with these variables, such as an invalid ``PYTHONHASHSEED``, if so."""
     try:
         ended = subprocess.run(
             [python, "-c", ""],

@@ -110,7 +110,7 @@ def _quoted(text: str) -> list[str]:
 
 
 def hidden_text(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return a message without secrets, both detected by shape and known in the environment, by default this process's."""
+    """Return a message without secrets, detected by shape or known in the environment, by default this process's."""
     environ = os.environ if environ is None else environ
     known = {value for name, value in environ.items() if is_secret_name(name) and is_secret(name, value)}
     known |= {value for name, value in environ.items() if name.startswith(PREFIX)}
@@ -121,11 +121,7 @@ def hidden_text(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 class References:
-    """Replace secrets by references, and collect their values; names are reproducible.
-
-    Args:
-        taken: Data whose references keep their names.
-    """
+    """Replace secrets by references, and collect their values; names are reproducible, and names in ``taken`` stay."""
 
     def __init__(self, *taken: Any) -> None:
         self.values: dict[str, str] = {}

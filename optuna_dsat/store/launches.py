@@ -130,11 +130,7 @@ class Measurements:
 
 
 def _launch(row: LaunchRow) -> StoredLaunch:
-    """Return a stored launch.
-
-    Raises:
-        ValueError: If the row contains an invalid value; the message names it.
-    """
+    """Return a stored launch."""
     if not is_launch_id(row.launch_id):  # it is used as a folder name
         raise ValueError(f"launch_id is {row.launch_id[:60]!r}")
     stored = {field_.name: getattr(row, field_.name) for field_ in fields(LaunchReport)}

@@ -76,15 +76,6 @@ class _Beat:
 class Reclaimer:
     """Requeues the lost trials of a study.
 
-    Args:
-        database: Our tables.
-        storage: Optuna's storage in the same database.
-        study_uuid: The study.
-        grace_s: Age from which a heartbeat is stale, in seconds.
-        interval_s: Time between two heartbeats, in seconds.
-        max_losses: Maximum times that a configuration is requeued after its worker died.
-        clock: Returns monotonic time in seconds.
-
     Raises:
         ValueError: If the grace period is not longer than the interval.
     """

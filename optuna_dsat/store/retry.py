@@ -251,12 +251,6 @@ class RetryingStorage(BaseStorage):
     """Storage that retries the calls of the wrapped storage after transient errors.
 
     It does not implement Optuna's heartbeat; ``Heartbeat`` replaces it, survives errors and works with ask and tell.
-
-    Args:
-        backend: The wrapped storage.
-        database: Name of the database in messages, without password.
-        retry_limit_s: Seconds for which calls are retried after a transient error.
-        require_present: Called before each call; raises ``StorageError`` if the database is gone.
     """
 
     def __init__(

@@ -180,7 +180,7 @@ class Store(Registry, Measurements):
         self._database.run(lambda session: release_trial(session, study_uuid, trial_number))
 
     def exclusively(self, purpose: str, work: Callable[[], T]) -> T:
-        """Run brief, idempotent ``work`` under the exclusive lock of the database and return its result; never nest it."""
+        """Run brief, idempotent ``work`` under the database's exclusive lock and return its result; never nest it."""
         return self._database.exclusively(purpose, work)
 
     def finish(self, trial: optuna.Trial, work: Callable[[], None]) -> bool:

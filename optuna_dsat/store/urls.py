@@ -73,21 +73,13 @@ def parse_url(url: str) -> URL:
 
 
 def database_exists(url: str) -> bool:
-    """Return whether an SQLite file exists; True for databases on a server, which are not checked.
-
-    Raises:
-        StorageUrlError: See :func:`parse_url`.
-    """
+    """Return whether an SQLite file exists; True for databases on a server, which are not checked."""
     parsed = parse_url(url)
     return parsed.get_backend_name() != "sqlite" or Path(str(parsed.database)).exists()
 
 
 def database_files(url: str) -> tuple[str, ...]:
-    """Return the files that a database in SQLite may have, as absolute paths; empty for a database on a server.
-
-    Raises:
-        StorageUrlError: See :func:`parse_url`.
-    """
+    """Return the files that a database in SQLite may have, as absolute paths; empty for a database on a server."""
     parsed = parse_url(url)
     if parsed.get_backend_name() != "sqlite":
         return ()

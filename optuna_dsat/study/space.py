@@ -169,9 +169,6 @@ def _max_samples_per_rank(spec: StudySpec, profiled: Profiled | None, ranks: int
 
     The limit is the smaller of ``--max-train-batch-size`` (by default a share of the data) and the limit in the
     config's autotuning section.
-
-    Raises:
-        ConfigError: If the limit is below one sample per rank.
     """
     if spec.train_batch_size is not None:
         return None

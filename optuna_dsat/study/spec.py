@@ -77,7 +77,7 @@ class ScriptSpec(_Frozen):
     arg_mappings: dict[str, str] = Field(default_factory=dict)
     """Key of the DeepSpeed config -> option of the script that follows it."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables of the environment that the script is given beside those of the tuner's own."""
+    """Variables of the environment that the script is given in addition to the tuner's environment."""
     batch_source: dict[str, Any] = Field(default_factory=dict)
     """Source of the batch size, apart from options: see ``optuna_dsat.runtime.adapt.batch_sources``."""
 

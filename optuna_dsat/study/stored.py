@@ -334,11 +334,7 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
 
 
 def check_study(store: Store, spec: StudySpec) -> None:
-    """Raise if the name of a spec belongs to a study with other settings; budgets may differ.
-
-    Raises:
-        StudyConflictError: Lists the differences.
-    """
+    """Raise if the name of a spec belongs to a study with other settings; budgets may differ."""
     record = store.find_study(spec.name)
     if record is None:
         return
@@ -389,11 +385,7 @@ def latest_study(store: Store) -> str:
 
 
 def spec_of(record: StudyRecord) -> StudySpec:
-    """Return the spec of a study as stored, without batch sizes of the script's trainer.
-
-    Raises:
-        UnreadableStudyError: If this version cannot read it.
-    """
+    """Return the spec of a study as stored, without batch sizes of the script's trainer."""
     with reading(record.name, "its spec", record.versions):
         spec = StudySpec.model_validate(dict(record.spec))
         if spec.name != record.name:
@@ -447,11 +439,7 @@ def read_stored(store: Store, name: str) -> StoredStudy:
 
 
 def read_launches(store: Store, record: StudyRecord) -> tuple[StoredLaunch, ...]:
-    """Return the launches of a study, the earliest first.
-
-    Raises:
-        UnreadableStudyError: If this version cannot read a launch.
-    """
+    """Return the launches of a study, the earliest first."""
     with reading(record.name, "its launches", record.versions):
         return tuple(store.launches(record.uuid))
 

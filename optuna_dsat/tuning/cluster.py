@@ -54,11 +54,7 @@ def _devices(kind: str, count: int, name: str) -> Devices:
 
 
 def check_cluster(spec: StudySpec) -> None:
-    """Raise if the cluster can never satisfy the request.
-
-    Raises:
-        ClusterError: With the cluster's reason.
-    """
+    """Raise if the cluster can never satisfy the request."""
     with closing(_engine(spec)) as engine:
         engine.check(nodes=spec.nodes_per_trial, slots=spec.gpus_per_node or 0)
 

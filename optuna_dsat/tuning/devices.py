@@ -12,12 +12,7 @@ __all__ = ["choose_devices", "search_devices"]
 
 
 def search_devices(options: TuneOptions) -> Devices:
-    """Return the devices to tune on.
-
-    Raises:
-        UsageError: If more GPUs are requested than exist, or both GPUs and CPU ranks.
-        DeviceError: If GPUs do not respond, or only free GPUs were requested and all are in use.
-    """
+    """Return the devices to tune on."""
     if options.on != "here":
         from optuna_dsat.tuning.cluster import cluster_devices
 

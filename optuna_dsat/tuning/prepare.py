@@ -79,11 +79,7 @@ def _at_count(method: str | None, given: Given, sweep: Sweep, *, count: int) -> 
 
 
 def prepare(method: str | None, given: Given) -> Prepared:
-    """Check the options and return the requested study. The options or the config select a missing method.
-
-    Raises:
-        UsageError: At the first invalid option.
-    """
+    """Check the options and return the requested study. The options or the config select a missing method."""
     given, notes = with_autotuning(_one_kind_of_device(given), keep_values=method is None)
     _check_places(given)
     options = given.options

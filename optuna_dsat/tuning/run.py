@@ -51,11 +51,7 @@ KEPT = "kept_results.json"
 
 
 class KeptResults:
-    """Forward progress events and keep the measurements in them.
-
-    Args:
-        observer: Called with each event.
-    """
+    """Forward progress events and keep the measurements in them."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -164,11 +160,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
 
 
 def _require_python(spec: StudySpec) -> None:
-    """Raise for a study whose script's Python does not start here, or has no torch or DeepSpeed.
-
-    Raises:
-        UsageError: With the reason.
-    """
+    """Raise for a study whose script's Python does not start here, or has no torch or DeepSpeed."""
     if spec.on != "here":
         return  # the nodes check it
     python = spec.python or sys.executable

@@ -72,12 +72,7 @@ def train_trial(
     stdout: TextIO | None = None,
     on_notice: Callable[[str], None],
 ) -> int:
-    """Train with the configuration of a trial, applied as in its launch; return the exit code.
-
-    Raises:
-        DeviceError: If other processes use the devices for too long.
-        OutputError: If the run directory cannot be written.
-    """
+    """Train with the configuration of a trial, applied as in its launch; return the exit code."""
     request = full_request(
         spec,
         config=study.complete_config(trial),

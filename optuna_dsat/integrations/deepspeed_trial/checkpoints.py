@@ -43,12 +43,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 class Checkpoints:
-    """Checkpoints of a training run. A folder without the suffix ``.partial`` is complete.
-
-    Args:
-        folder: Contains the checkpoints; on a file system that all ranks share.
-        rank: Global rank.
-    """
+    """Checkpoints of a training run. A folder without the suffix ``.partial`` is complete."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         self.folder = folder

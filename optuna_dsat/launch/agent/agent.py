@@ -62,14 +62,7 @@ def digest_of(path: Path) -> str:
 
 
 class NodeAgent:
-    """Runs launches on this node as commanded by a head. The first message is its hello.
-
-    Args:
-        node: Number of the node in its allocation.
-        name: The cluster's name of the node.
-        environ: Environment inherited by launches; None for this process's environment.
-        clock: Monotonic time in seconds.
-    """
+    """Runs launches on this node as commanded by a head. The first message is its hello."""
 
     def __init__(
         self,

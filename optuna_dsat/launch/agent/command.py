@@ -231,9 +231,6 @@ def write_run_directory(
         leavings: Journal for leftovers of its processes elsewhere; None for none.
         changes: Changes of the running engine by a continued launch, which keeps the first one's view of the file
             system; None for a launch that starts processes.
-
-    Raises:
-        OutputError: If it cannot be written.
     """
     directory = replace(RunDirectory.create(output_dir, request.launch_id), leavings=leavings)
     directory.write_json(directory.config, without_model(request.ds_config))
@@ -257,11 +254,7 @@ def prepare_launch(
     mark: str,
     rendezvous: Rendezvous | None = None,
 ) -> PreparedLaunch:
-    """Return command and environment of a launch on its slots, after writing both to the run directory.
-
-    Raises:
-        OutputError: If they cannot be written.
-    """
+    """Return command and environment of a launch on its slots, after writing both to the run directory."""
     command = torchrun_command(request, directory=directory, rendezvous=rendezvous)
     environ = launch_environment(
         base_env,

@@ -32,13 +32,7 @@ _MOST_OF_TRACKERS = 32 * 2**20
 
 
 class LaunchFiles:
-    """Event files and logs of the ranks on a node, and the log of its torchrun.
-
-    Args:
-        directory: The run directory on the node.
-        ranks: Global numbers of the node's ranks.
-        node: Number of the node.
-    """
+    """Event files and logs of the ranks on a node, and the log of its torchrun."""
 
     def __init__(self, directory: RunDirectory, *, ranks: Sequence[int], node: int) -> None:
         self._events = {rank: GrowingFile(directory.events(rank), most_bytes=_MOST_AT_ONCE) for rank in ranks}
@@ -72,13 +66,7 @@ class LaunchFiles:
 
 
 class TrackerFiles:
-    """Forwards this node's tracker files to the head's tracker folder; files of node 1 are put in its ``node1``.
-
-    Args:
-        folder: Folder for trackers of the launch on this node.
-        node: Number of the node.
-        on_notice: Called with a description of files that are left out.
-    """
+    """Forwards this node's tracker files to the head's tracker folder; files of node 1 are put in its ``node1``."""
 
     def __init__(self, folder: Path, *, node: int, on_notice: Callable[[str], None]) -> None:
         self._folder = folder

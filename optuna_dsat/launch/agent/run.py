@@ -60,16 +60,7 @@ _FREE_DEADLINE_S = 60.0
 
 
 class MachineLaunch:
-    """The processes of a launch on this machine (``Processes`` of ``launch/launch.py``).
-
-    Args:
-        request: The launch.
-        directory: Its run directory.
-        lease: Its slots.
-        pool: The pool that they are from.
-        mark: Mark of its processes.
-        started: Its processes, just started.
-    """
+    """The processes of a launch on this machine (``Processes`` of ``launch/launch.py``)."""
 
     def __init__(
         self,
@@ -108,11 +99,7 @@ class MachineLaunch:
         )
 
     def take_on(self, request: LaunchRequest, directory: RunDirectory) -> None:
-        """Order the ranks, which wait for it, to measure another trial.
-
-        Raises:
-            OutputError: If that cannot be written.
-        """
+        """Order the ranks, which wait for it, to measure another trial."""
         with readable_errors(self._present.root):
             order_next(self._present.root, directory.launch)
         self.name, self._present, self._beside = request.launch_id, directory, self._beside_watch(request)
@@ -255,11 +242,7 @@ class MachineLaunch:
         self._pool.give_back(self._lease)
 
     def close(self) -> None:
-        """Kill everything, wait until it is gone, clean up and give the devices back.
-
-        Raises:
-            TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
-        """
+        """Kill everything, wait until it is gone, clean up and give the devices back."""
         end_launch(self._tree)
         self._clean_up()
         self.give_back()
@@ -293,10 +276,6 @@ class Machine:
 
 class NodeLaunch:
     """One launch on this node by order of a head. Call ``advance`` often, until ``ended``.
-
-    Args:
-        order: The head's order.
-        machine: This node.
 
     Raises:
         SlotsBusyError: If fewer slots are free than it needs.
@@ -430,11 +409,7 @@ class NodeLaunch:
             self._machine.on_notice(f"What trackers wrote in {self.name} could not be kept: {error}.")
 
     def take_on(self, order: Mapping[str, Any]) -> None:
-        """Have the ranks, which wait for it, measure another trial.
-
-        Raises:
-            OutputError: If its files cannot be written.
-        """
+        """Have the ranks, which wait for it, measure another trial."""
         if self._processes is None:
             return
         request = self._machine.limited(request_from_json(order["request"]))

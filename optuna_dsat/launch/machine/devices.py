@@ -314,11 +314,7 @@ def detect_devices(
 
 
 def _without_nvml(error: NvmlError) -> tuple[str, ...]:
-    """Return the notices for a machine without NVML, where launches run on the CPU.
-
-    Raises:
-        DeviceError: If there is an NVIDIA driver nevertheless.
-    """
+    """Return the notices for a machine without NVML, where launches run on the CPU."""
     loaded = _DRIVER.exists()
     if error.code == LIBRARY_NOT_FOUND and _CONTROL.exists():
         raise DeviceError(
@@ -338,11 +334,7 @@ def _without_nvml(error: NvmlError) -> tuple[str, ...]:
 
 
 def _look_at(visible: Visible, nvml: Nvml, *, host_memory: int) -> Devices:
-    """Return the GPUs that respond; exclude the others with a notice.
-
-    Raises:
-        DeviceError: If no GPU responds.
-    """
+    """Return the GPUs that respond; exclude the others with a notice."""
     devices: list[Device] = []
     lost: list[str] = []
     for place, gpu in enumerate(visible.gpus):

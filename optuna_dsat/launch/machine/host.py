@@ -66,12 +66,7 @@ class ProcessUsage:
 
 
 class ActivityMonitor:
-    """Tracks when the processes of a launch were last active, from readings taken between events.
-
-    Args:
-        limit_s: Longest time without an event or activity.
-        started: Start of the launch. All times are monotonic.
-    """
+    """Tracks when the processes of a launch were last active, from readings taken between events."""
 
     def __init__(self, *, limit_s: float, started: float) -> None:
         self._interval_s = min(_READING_INTERVAL_S, limit_s / _READINGS_PER_LIMIT)

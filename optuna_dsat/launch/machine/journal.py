@@ -60,12 +60,7 @@ _OTHERS_S = 86400.0
 
 
 class TunerNotes:
-    """Clean-up journal of this process; created for the first launch.
-
-    Args:
-        output_dir: Folder of the run directories.
-        folder: Folder of all tuners' journals; None for the user's folder.
-    """
+    """Clean-up journal of this process; created for the first launch."""
 
     def __init__(self, output_dir: Path, *, folder: Path | None = None) -> None:
         self._output_dir = output_dir
@@ -75,11 +70,7 @@ class TunerNotes:
         self._count = 0
 
     def begin(self) -> Path:
-        """Return the file that will list the leftovers of the next launch.
-
-        Raises:
-            UsageError: If the user's folder cannot be used.
-        """
+        """Return the file that will list the leftovers of the next launch."""
         if self._own is None:
             self._own, self._descriptor = _claim(self._parent)
             tuner = {"pid": os.getpid(), "space": process_space(), "output_dir": str(self._output_dir.resolve())}
@@ -249,12 +240,7 @@ class Removed:
 
 
 class LeftoverWatch:
-    """Removes leftovers of killed tuners: when a launching command starts, while it runs, and when it ends.
-
-    Args:
-        environ: Environment of launches.
-        on_notice: Called with a summary of the removed items.
-    """
+    """Removes leftovers of killed tuners: when a launching command starts, while it runs, and when it ends."""
 
     def __init__(self, environ: Mapping[str, str], *, on_notice: Callable[[str], None]) -> None:
         self._environ = environ
@@ -262,11 +248,7 @@ class LeftoverWatch:
         self._looked = time.monotonic()
 
     def begin(self) -> None:
-        """Remove all leftovers.
-
-        Raises:
-            UsageError, TimeoutError: As ``remove_leftovers``.
-        """
+        """Remove all leftovers."""
         if removed := remove_leftovers(self._environ):
             self._notify(removed.in_words())
 
@@ -301,12 +283,9 @@ def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -
 
 
 def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
-    """Remove the leftovers in a launch's journal, those in shared memory that were ``seen``, and the journal.
+    """Remove the leftovers in a launch's journal, the files in shared memory that were ``seen``, and the journal.
 
     All processes with its mark must be gone.
-
-    Raises:
-        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
     """
     try:
         lines = record.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -93,9 +93,6 @@ class Nvml:
 
     GPUs are identified by index, as text, or by UUID.
 
-    Args:
-        module: A replacement for ``pynvml``, for tests; None imports the real module.
-
     Raises:
         NvmlError: If the package or the driver's library is missing, or does not respond.
     """
@@ -149,11 +146,7 @@ class Nvml:
             return ""
 
     def facts(self, gpu: str) -> GpuFacts:
-        """Return identity and size of a GPU.
-
-        Raises:
-            NvmlError: If it does not respond.
-        """
+        """Return identity and size of a GPU."""
         handle = self._handle(gpu)
         index = self._ask("nvmlDeviceGetIndex", handle)
         name = self._ask("nvmlDeviceGetName", handle)
@@ -167,11 +160,7 @@ class Nvml:
         )
 
     def use(self, gpu: str) -> GpuUse:
-        """Return the use of a GPU.
-
-        Raises:
-            NvmlError: If the GPU does not respond: lost, or in need of a reset.
-        """
+        """Return the use of a GPU."""
         handle = self._handle(gpu)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         return GpuUse(used_bytes=None if memory is None else int(memory.used), processes=self._processes(handle))
@@ -193,11 +182,7 @@ class Nvml:
         }
 
     def throttle_reasons(self, gpu: str) -> tuple[str, ...]:
-        """Describe why a busy GPU's clocks are below their setting; empty if unknown.
-
-        Raises:
-            NvmlError: If the GPU does not respond.
-        """
+        """Describe why a busy GPU's clocks are below their setting; empty if unknown."""
         handle = self._handle(gpu)
         mask = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if mask is None:  # the name in older versions of the package

@@ -58,7 +58,7 @@ def compile_operators(
     python: str,
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> dict[str, str]:
-    """Compile the missing operators; return builder -> error for those that failed."""
+    """Compile the missing operators; return builder -> error for each that failed."""
     command = [*module_command(python, "optuna_dsat.runtime.agent.operators"), str(os.getpid()), *builders]
     mark = new_mark()
     with (
@@ -129,13 +129,7 @@ _LOOK_S = 1.0
 
 
 class BuildWatch:
-    """Detects builds in torch's folder of compiled extensions.
-
-    Args:
-        environ: Environment of the launches.
-        on_phase: Called with the current builds, and with an empty string at the end.
-        clock: Monotonic time in seconds.
-    """
+    """Detects builds in torch's folder of compiled extensions."""
 
     def __init__(
         self,

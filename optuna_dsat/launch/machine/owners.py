@@ -175,12 +175,7 @@ _TOLERANCE_BYTES = 64 * 2**20
 
 
 class GpuMonitor:
-    """Measures GPUs, and reports when a GPU stops responding or responds again.
-
-    Args:
-        nvml: NVML.
-        on_notice: Called with these reports.
-    """
+    """Measures GPUs, and reports when a GPU stops responding or responds again."""
 
     def __init__(self, nvml: Nvml, *, on_notice: Callable[[str], None]) -> None:
         self._nvml = nvml

@@ -98,7 +98,7 @@ _PAUSE_S = 0.5
 
 
 class OrphanWatch:
-    """Finds the processes of a launch while they live, and records those that have lost its mark.
+    """Finds the processes of a launch while they live, and records processes that have lost its mark.
 
     Args:
         roots: Returns the processes from which all others descend.
@@ -141,11 +141,7 @@ class OrphanWatch:
 
 
 def end_noted(values: Iterable[Any]) -> int:
-    """End the processes listed in a journal, if they are of this machine, and their descendants; return their number.
-
-    Raises:
-        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
-    """
+    """End a journal's processes, if they are of this machine, and their descendants; return their number."""
     return end_with_descendants(key for value in values if (key := _noted(value)) is not None)
 
 
@@ -157,11 +153,7 @@ def _noted(value: Any) -> ProcessKey | None:
 
 
 def end_launch(processes: ProcessTree) -> None:
-    """Kill everything of a launch, and wait until it is gone.
-
-    Raises:
-        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
-    """
+    """Kill everything of a launch, and wait until it is gone."""
     began = time.monotonic()
     processes.kill_all()
     while not processes.sweep():
@@ -170,13 +162,7 @@ def end_launch(processes: ProcessTree) -> None:
 
 
 class ProcessTree:
-    """Finds and kills the processes of a launch.
-
-    Args:
-        agent: torchrun.
-        mark: Mark of the launch's processes.
-        leavings: Journal file for their leftovers (shared memory, unmarked processes); None to record nothing.
-    """
+    """Finds and kills the processes of a launch."""
 
     def __init__(self, agent: AgentHandle, *, mark: str, leavings: Path | None = None) -> None:
         self._agent = agent
@@ -227,7 +213,7 @@ class ProcessTree:
         return read_usage(self.descendants() | self.ranks)
 
     def exit_codes(self, record: Path) -> dict[int, int]:
-        """Return rank -> exit code of ranks that failed according to torchrun, except those killed here."""
+        """Return rank -> exit code of ranks that failed according to torchrun, except for ranks killed here."""
         return read_exit_codes(record, without=self.killed)
 
     def has_killed(self, pid: int) -> bool:

@@ -118,11 +118,7 @@ class Cluster:
         self._operators = tuple(operators)
 
     def admit(self, request: LaunchRequest) -> None:
-        """Check that a launch has the size of a place.
-
-        Raises:
-            ValueError: If it has another one.
-        """
+        """Check that a launch has the size of a place."""
         if request.slots != self._layout.ranks:
             has = things_in_words(self._layout.ranks, "slot")
             raise ValueError(f"A place has {has}; {request.launch_id} asks for {request.slots}.")
@@ -132,12 +128,7 @@ class Cluster:
         return write_run_directory(request, self._output_dir)
 
     def begin(self, waiting: WaitingLaunch) -> Launch:
-        """Start a launch in the first place that is idle.
-
-        Raises:
-            SlotsBusyError: If there is none.
-            OutputError: If the run directory cannot be written.
-        """
+        """Start a launch in the first place that is idle."""
         request, place = waiting.request, self._idle_place()
         if place is None:
             raise SlotsBusyError(f"A launch asks for {things_in_words(request.slots, 'slot')}; 0 are free.")
@@ -269,11 +260,7 @@ class Cluster:
             launch.end(StopReason(outcome=Outcome.KILLED, message=f"{where} could not start it: {remote.failure}"))
 
     def _lose(self, place: HeldPlace) -> None:
-        """Forget a place that is lost, and end what ran there.
-
-        Raises:
-            DeviceError: If it is one of too many.
-        """
+        """Forget a place that is lost, and end what ran there."""
         del self._held[place.place]
         why = f"{place.place.name} was lost: {place.place.why}"
         for launch, remote in self._launches.values():
@@ -288,11 +275,7 @@ class Cluster:
             )
 
     def tend(self, waiting: int) -> None:
-        """Ask for the places that waiting launches need, and give back places that nobody needs.
-
-        Raises:
-            DeviceError: If no place was granted for too long.
-        """
+        """Ask for the places that waiting launches need, and give back places that nobody needs."""
         coming = sum(place.launch_id is None for place in self._held.values())
         while coming < waiting and len(self._held) < self._limits.places:
             place = HeldPlace(self._engine, self._layout, files=self._files)
@@ -305,11 +288,7 @@ class Cluster:
             self._on_phase(phase)
 
     def _give_back_places(self, waiting: int) -> None:
-        """Give back places that nobody needs, and report and limit the wait for queued ones.
-
-        Raises:
-            DeviceError: If no place was granted for too long.
-        """
+        """Give back places that nobody needs, and report and limit the wait for queued ones."""
         now = time.monotonic()
         held = any(place.stage is Stage.USABLE for place in self._held.values())
         for place in list(self._held.values()):

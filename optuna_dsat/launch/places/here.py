@@ -27,17 +27,7 @@ __all__ = ["Here"]
 
 
 class Here:
-    """The slots of this machine (``Places`` of ``launch/launcher.py``).
-
-    Args:
-        output_dir: Folder of the run directories.
-        pool: The slots.
-        forking: Forks launches, as long as that works.
-        base_env: Environment that launches inherit from.
-        own_files: Absolute paths of files that the tuner writes outside of ``output_dir``.
-        on_notice: Called with notices for the user.
-        on_phase: Called with the name of a long activity other than a launch, and with nothing once it is over.
-    """
+    """The slots of this machine (``Places`` of ``launch/launcher.py``)."""
 
     def __init__(
         self,
@@ -193,11 +183,7 @@ class Here:
             )
 
     def close(self) -> None:
-        """End everything still running, and wait until its processes are gone.
-
-        Raises:
-            TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
-        """
+        """End everything still running, and wait until its processes are gone."""
         for processes in self._launches.values():
             processes.kill_all()
         for processes in self._launches.values():

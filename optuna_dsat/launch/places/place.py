@@ -53,13 +53,7 @@ class Stage(Enum):
 
 
 class HeldPlace:
-    """An allocation and the messages received from its nodes.
-
-    Args:
-        engine: Engine that owns the allocation.
-        layout: Its nodes and slots.
-        files: File that every node must have -> digest of its content.
-    """
+    """An allocation and the messages received from its nodes."""
 
     def __init__(self, engine: Engine, layout: Layout, *, files: Mapping[str, str]) -> None:
         self._engine = engine

@@ -25,11 +25,7 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 class ControlWatch:
-    """Watches a control service in a background thread.
-
-    Args:
-        address: ``HOST:PORT``.
-    """
+    """Watches a control service at ``HOST:PORT`` in a background thread."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -77,11 +77,7 @@ class RayEngine:
         self._is_ours = False
 
     def check(self, *, nodes: int, slots: int) -> None:
-        """Raise if the cluster can never grant such an allocation: Ray itself would wait forever.
-
-        Raises:
-            ClusterError: A single-line message.
-        """
+        """Raise if the cluster can never grant such an allocation: Ray itself would wait forever."""
         self._connect()
         refuse_impossible(nodes=nodes, slots=slots, names=self._names)
 
@@ -148,12 +144,7 @@ class RayEngine:
             self._is_ours = False
 
     def _connect(self) -> None:
-        """Make this process a driver of the cluster, and start the thread.
-
-        Raises:
-            ClusterError: If Ray is not installed, or no cluster answers.
-            DeviceError: If the cluster no longer answers.
-        """
+        """Make this process a driver of the cluster, and start the thread."""
         if self._failure:
             raise DeviceError(f"{self._failure}. Nothing is lost: resume goes on.")
         if self._thread is not None:
@@ -308,11 +299,7 @@ def _silence_ray() -> None:
 
 
 def _reach(address: str) -> None:
-    """Fail fast if the address does not respond; Ray itself would retry for minutes.
-
-    Raises:
-        ClusterError: If nothing listens there.
-    """
+    """Fail fast if the address does not respond; Ray itself would retry for minutes."""
     if "://" in address:
         raise ClusterError(f"--ray-address is {address}; give HOST:PORT of the cluster's head.")
     try:

@@ -84,7 +84,7 @@ def _end(number: int, _frame: object) -> NoReturn:
 def torchrun_words(
     words: Sequence[str], *, nodes: int, node: int, ranks: int, address: str, port: int, python: str | None = None
 ) -> list[str]:
-    """Return the arguments of Python on a node; address and port are those of node 0."""
+    """Return the arguments of Python on a node; address and port belong to node 0."""
     where = ["--rdzv_backend", "static", "--master_addr", address, "--master_port", str(port)]
     shape = ["--nnodes", str(nodes), "--node_rank", str(node), "--nproc_per_node", str(ranks)]
     command = [python or "", "-m", "torch.distributed.run", *shape, *where, *words]
@@ -140,11 +140,7 @@ def _start(given: argparse.Namespace, relays: Sequence[Any], *, address: str) ->
 
 
 def _follow(relays: Sequence[Any]) -> int:
-    """Forward the nodes' output until all have ended or one has failed; return the exit code.
-
-    Raises:
-        DeviceError: If a node stops answering.
-    """
+    """Forward the nodes' output until all have ended or one has failed; return the exit code."""
     import ray
 
     def ask(node: int) -> None:

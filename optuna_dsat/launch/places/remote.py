@@ -23,14 +23,7 @@ _NODE_BITS = 32
 
 
 class RemoteLaunch:
-    """The processes of a launch on the nodes of an allocation (``Processes`` of ``launch/launch.py``).
-
-    Args:
-        launch_id: The launch.
-        place: The allocation.
-        nodes: Its nodes.
-        slots: Ranks on all of them.
-    """
+    """The processes of a launch on the nodes of an allocation (``Processes`` of ``launch/launch.py``)."""
 
     def __init__(self, launch_id: str, *, place: HeldPlace, nodes: int, slots: int) -> None:
         self.place = place

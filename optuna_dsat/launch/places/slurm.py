@@ -245,11 +245,7 @@ class SlurmEngine:
         self._bell_out, self._bell_in = os.pipe()
 
     def check(self, *, nodes: int, slots: int) -> None:
-        """Raise if SLURM can never grant such an allocation.
-
-        Raises:
-            ClusterError: With SLURM's reason.
-        """
+        """Raise if SLURM can never grant such an allocation."""
         check_request(nodes=nodes, slots=slots, arguments=self._arguments, environ=self._environ)
 
     def request(self, *, nodes: int, slots: int) -> Place:

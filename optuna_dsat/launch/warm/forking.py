@@ -54,14 +54,7 @@ its whole environment does not count as a reader."""
 
 
 class Forking:
-    """Forks launches as long as that works.
-
-    Args:
-        log: File for the output of the imports.
-        enabled: Whether to fork at all.
-        on_notice: Called when launches will be forked differently, or no longer.
-        on_phase: Called with a description of the wait, and with an empty string at its end.
-    """
+    """Forks launches as long as that works."""
 
     def __init__(
         self,
@@ -188,7 +181,7 @@ class Forking:
         return FailedFork(preloaded=launch.preloaded, message=verdict.message)
 
     def retreat(self, failed: FailedFork) -> None:
-        """Import fewer modules before a fork, those proven to work, or fork no longer."""
+        """Import only modules that are proven to work before a fork, or fork no longer."""
         if failed.preloaded != self._preload:
             return  # a launch beside it failed alike and was dealt with
         why = failed.message
@@ -220,11 +213,7 @@ class Forking:
             server.close()
 
     def _begin(self, environ: Mapping[str, str], *, python: str) -> None:
-        """Start the server for launches in ``environ``, if it does not run, and its imports; does not wait.
-
-        Raises:
-            WarmUnavailableError: If this platform does not support it.
-        """
+        """Start the server for launches in ``environ``, if it does not run, and its imports; does not wait."""
         self._drop_if_ended()
         if self._server is not None:
             return
@@ -328,11 +317,7 @@ class Forking:
             self._restart_without(refused)
 
     def _restart_without(self, refused: Mapping[str, str]) -> None:
-        """End the server; the next one does not import the refused packages.
-
-        Raises:
-            WarmUnavailableError: If one of them is essential, or there were too many restarts.
-        """
+        """End the server; the next one does not import the refused packages."""
         self._retire()
         self._restarts += 1
         essential = {"torch", "deepspeed", "numpy"} & refused.keys()

@@ -107,11 +107,7 @@ def mount_overlay(target: str, *, lower: int, layers: int, name: str, unprivileg
 
 
 def mount_tmpfs(target: str, *, like: str | None = None) -> None:
-    """Mount an empty file system in memory, of the size of ``like`` or else of the kernel's default size.
-
-    Raises:
-        OSError: If it cannot be mounted.
-    """
+    """Mount an empty file system in memory, of the size of ``like`` or else of the kernel's default size."""
     options = None
     if like is not None:
         size = os.statvfs(like)
@@ -120,11 +116,7 @@ def mount_tmpfs(target: str, *, like: str | None = None) -> None:
 
 
 def bind(descriptor: int, target: str) -> None:
-    """Mount a descriptor's file or folder, with all mounts below it, on a path.
-
-    Raises:
-        OSError: If it cannot be mounted.
-    """
+    """Mount a descriptor's file or folder, with all mounts below it, on a path."""
     _mount(_named(descriptor), target, None, _MS_BIND | _MS_REC)
 
 

@@ -233,11 +233,7 @@ class _Layers:
         self._memory: int | None = None
 
     def mount(self, path: str, lower: int, name: str) -> None:
-        """Mount an overlay on a folder.
-
-        Raises:
-            OSError: If it cannot be mounted.
-        """
+        """Mount an overlay on a folder."""
         if path != _SHARED_MEMORY:
             with contextlib.suppress(OSError):
                 mounts.mount_overlay(path, lower=lower, layers=self._disk, name=name, unprivileged=self._unprivileged)

@@ -97,13 +97,7 @@ def _is_checkpointed(block: Any) -> bool:
 
 
 class ForwardCheck:
-    """Compares inputs and buffers of a block before and after its forward pass.
-
-    Args:
-        block: The module.
-        args: Arguments of ``forward``.
-        kwargs: Its keywords.
-    """
+    """Compares inputs and buffers of a block before and after its forward pass."""
 
     def __init__(self, block: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._block = block
@@ -163,11 +157,7 @@ def _version(tensor: Any) -> int:
 
 
 class BlockWatch:
-    """Observes the blocks of a model during a step, by hooks that are removed afterwards.
-
-    Args:
-        model: The engine's module.
-    """
+    """Observes the blocks of a model during a step, by hooks that are removed afterwards."""
 
     def __init__(self, model: Any) -> None:
         self.reason = ""

@@ -17,11 +17,7 @@ _LONGEST_WAIT_S = 600.0
 
 
 def order_next(root: Path, launch: Path | None) -> None:
-    """Order the ranks of a launch to go on with the trial that ``launch`` describes; None to leave.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Order the ranks of a launch to go on with the trial that ``launch`` describes; None to leave."""
     write_text_atomic(root / _NAME, json.dumps({"launch": None if launch is None else str(launch)}))
 
 

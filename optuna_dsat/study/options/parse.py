@@ -47,7 +47,7 @@ def share(value: str | float, *, option: str = "--tie") -> float:
 
 
 def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:
-    """Parse ZeRO stages such as ``["1,2", "3"]``, in ascending order; None if there are no texts.
+    """Parse ZeRO stages such as ``["1,2", "3"]``, in ascending order; None without texts.
 
     Raises:
         UsageError: If an entry is not a ZeRO stage.
@@ -63,7 +63,7 @@ def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:
 
 
 def split_names(texts: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Parse names such as ``["batch,stage", "overlap_comm"]``; None if there are no texts."""
+    """Parse names such as ``["batch,stage", "overlap_comm"]``; None without texts."""
     return tuple(name for text in texts for name in re.split(r"[,\s]+", text.strip(", "))) if texts else None
 
 
@@ -96,7 +96,7 @@ def one_count(value: int | Sequence[int] | None, *, option: str) -> int | None:
 
 
 def split_fixed(texts: Sequence[str] | None) -> dict[str, Any] | None:
-    """Parse ``KEY=VALUE`` texts to knob -> value, values as JSON where possible; None if there are no texts.
+    """Parse ``KEY=VALUE`` texts to knob -> value, values as JSON where possible; None without texts.
 
     Raises:
         UsageError: If a text has no key or no value.
@@ -115,7 +115,7 @@ def split_fixed(texts: Sequence[str] | None) -> dict[str, Any] | None:
 
 
 def split_mappings(texts: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse ``KEY=--OPTION`` texts to config key -> option of the script; None if there are no texts.
+    """Parse ``KEY=--OPTION`` texts to config key -> option of the script; None without texts.
 
     Raises:
         UsageError: If a text has no ``=``.
@@ -129,7 +129,7 @@ def split_mappings(texts: Sequence[str] | None) -> dict[str, str] | None:
 
 
 def split_environment(texts: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse ``NAME=VALUE`` texts to variable -> value; None if there are no texts.
+    """Parse ``NAME=VALUE`` texts to variable -> value; None without texts.
 
     Raises:
         UsageError: If a text has no name or no ``=``.

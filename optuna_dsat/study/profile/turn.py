@@ -52,15 +52,7 @@ _WAIT_S = 1.0
 
 
 class ProfileTurn:
-    """Finds or measures the profile of a study.
-
-    Args:
-        context: The running study.
-        fingerprint: Key of the profile in the store.
-        reuse: Whether a stored profile replaces the profile launch.
-        compare_zero: Whether losses with and without ZeRO are compared if DeepSpeed does not list the optimizer as
-            tested with ZeRO.
-    """
+    """Finds or measures the profile of a study."""
 
     def __init__(self, context: StudyContext, *, fingerprint: str, reuse: bool, compare_zero: bool = False) -> None:
         self._context = context
@@ -74,11 +66,7 @@ class ProfileTurn:
         """Key of the profile in use: from an earlier run if the study continues with its profile."""
 
     def run(self) -> Profiled:
-        """Return the stored profile of the same script, config and hardware, or measure a new profile; announce it.
-
-        Raises:
-            DsatError: As ``measure_profile``.
-        """
+        """Return the stored profile of the same script, config and hardware, or measure a new profile; announce it."""
         profiled, reused = self._find_or_measure()
         largest = {
             stage: size
@@ -190,11 +178,7 @@ class ProfileTurn:
         )
 
     def _with_comparison(self, profiled: Profiled, turn: Turn) -> Profiled:
-        """Compare the first losses with the least ZeRO stage to the user's; store the profile with the result.
-
-        Raises:
-            TurnLostError: If another worker took the profile over.
-        """
+        """Compare the first losses with the least ZeRO stage to the user's; store the profile with the result."""
         spec = profiled.followed_by(self._spec)
         stage = min(stage for stage in self._spec.stages if stage)
         self._context.say(

@@ -68,9 +68,6 @@ def check_warm_start(store: Store, spec: StudySpec) -> None:
     """Refuse a ``--warm-start`` that names no measured study, before anything is launched.
 
     A study that has stored its prior knowledge no longer needs the earlier study.
-
-    Raises:
-        UsageError: Names the studies of the database.
     """
     named = spec.options.warm_start
     if named is None or (

@@ -99,9 +99,6 @@ def sweep_of(given: Given) -> tuple[Sweep | None, list[str]]:
 
     The numbers are from an option that lists several, else from a list in ``autotuning.num_gpus``; on a cluster, also
     from a list in ``autotuning.num_nodes``. None if there is a single search.
-
-    Raises:
-        ConfigError: If the config cannot be read.
     """
     options = given.options
     for name in ("gpus_per_trial", "cpu_ranks"):
@@ -153,9 +150,6 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
         given: The options.
         keep_values: Whether knobs with a single value in the config stay fixed, as in DeepSpeed's autotuner, if the
             config enables autotuning.
-
-    Raises:
-        ConfigError: If the config cannot be read.
     """
     options = given.options
     user = user_config(options)

@@ -81,11 +81,7 @@ def config_path(options: TuneOptions) -> Path | None:
 
 
 def user_config(options: TuneOptions) -> user_file.UserConfig:
-    """Return the user's config, which is read unless ``with_config`` has read it.
-
-    Raises:
-        ConfigError: If it cannot be read.
-    """
+    """Return the user's config, which is read unless ``with_config`` has read it."""
     named = options.ds_config
     return named.user if isinstance(named, _Config) else user_file.load(config_path(options))
 
