@@ -11,8 +11,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.pruners._inflight import cannot_win, chosen_by_user, lineage_of
-from optuna_dsat.trials.bisection import ended
-from optuna_dsat.trials.extrapolation import optimistic_bound
+from optuna_dsat.trials.bisection import ended, optimistic_bound
 from optuna_dsat.trials.history import best_score, by_structure, read_history, same_structure
 from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage, search_interval
 from optuna_dsat.words import things_in_words
@@ -43,7 +42,7 @@ class DeepSpeedPruner(BasePruner):
 
     The last two rules replace the rule of Determined AI's ``dsat random`` that drops ZeRO 3 as soon as ZeRO 1 or 2 ran:
     a higher stage or an offload trades communication for memory, so it loses if a cheaper structure fits the same
-    micro-batch, but it may win through a larger micro-batch. See ``optuna_dsat.trials.extrapolation`` for the
+    micro-batch, but it may win through a larger micro-batch. See ``optuna_dsat.trials.bisection`` for the
     optimistic bound; it is not applied to lineages without measurements.
 
     A running trial is stopped if its mean over the reported steps is worse than the mean of the study's best trial at

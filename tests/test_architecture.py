@@ -149,7 +149,7 @@ def test_of_the_scripts_integrations_use_the_model_definition_alone() -> None:
     for name in modules():
         if part(name) == "integrations":
             used = {item for item in imports_of(name) if part(item) == "script"}
-            assert used <= {"script.trial_class", "script.determined_names"}, name
+            assert used <= {"script.trial_class"}, name
 
 
 def test_help_imports_neither_torch_nor_optuna_nor_plotly() -> None:
@@ -189,9 +189,9 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
     assert twice <= {"script", "ds_config", "method"}, "an option names what the spec's field of that name holds"
 
 
-MOST_PRODUCT_LINES = 63_520
-MOST_PRODUCT_FILES = 363
-MOST_TEST_LINES = 48_360
+MOST_PRODUCT_LINES = 63_450
+MOST_PRODUCT_FILES = 353
+MOST_TEST_LINES = 48_350
 MOST_BENCHMARK_LINES = 8_460
 """The budget. A change that needs more edits a number here; the aims are 56,000, 280, 40,000 and 6,000."""
 MOST_MODULES_OF_A_FOLDER = 15

@@ -24,8 +24,7 @@ from typer.exceptions import TyperException
 from optuna_dsat.cli.parsing.catalogue import SEARCHES, Catalogue
 from optuna_dsat.cli.parsing.help import HELP_NAMES
 from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
-from optuna_dsat.cli.parsing.password import hide_secrets
-from optuna_dsat.cli.parsing.rewriting import COUNTS, lift_option, spread_numbers
+from optuna_dsat.cli.parsing.rewriting import COUNTS, hide_secrets, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import PATH_ERRORS, DsatError, ScriptFailedError, UsageError
 from optuna_dsat.escape.terminal import drop_lost_terminal, one_line, say, say_prose

@@ -32,7 +32,7 @@ from optuna_dsat.runtime.adapt.side_effects import (
     redirect_tensorboard,
     tolerate_mismatched_checkpoints,
 )
-from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event
+from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event, EventWriter
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.imports import ImportWatch, patch
 from optuna_dsat.runtime.measure.clock import Clock, DeviceClock
@@ -60,7 +60,6 @@ from optuna_dsat.runtime.measure.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.overlay import MICRO_BATCH, MODEL, read_config, without_impossible_zero
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
-from optuna_dsat.runtime.writer import EventWriter
 
 __all__ = ["DeepSpeedHook"]
 

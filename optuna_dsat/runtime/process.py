@@ -33,11 +33,14 @@ from optuna_dsat.runtime.adapt.journal import (
 from optuna_dsat.runtime.adapt.ranks import default_local_rank, with_local_rank
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
+    EventWriteError,
+    EventWriter,
     ModulesImported,
     RankFailed,
     RankFinished,
     RankStarted,
     decode_event,
+    events_path,
 )
 from optuna_dsat.runtime.failure import diagnose, format_traceback, message_with_cause, without_runtime_frames
 from optuna_dsat.runtime.files import MESSAGE_CHARS, TEXT_CHARS, shortened
@@ -51,7 +54,6 @@ from optuna_dsat.runtime.measure.orders import await_order
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan, Rank
 from optuna_dsat.runtime.reporting import set_current_trial
 from optuna_dsat.runtime.stacks import register_stacks
-from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 from optuna_dsat.secrecy.references import PREFIX, hidden_text, keep, names_in, resolved
 
 __all__ = [

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import make_url
 
-from optuna_dsat.cli.parsing.password import STORAGE_ENV, without_password, without_secrets_of
+from optuna_dsat.cli.parsing.rewriting import STORAGE_ENV, without_password, without_secrets_of
 
 SECRET = "postgresql://me:geheim@host/db"
 PLAIN = ("optuna-dsat", "random", "train.py", "ds.json")

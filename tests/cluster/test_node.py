@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.agent import run
-from optuna_dsat.launch.agent.agent import NodeAgent, digest_of
+from optuna_dsat.launch.agent.agent import Doorbell, NodeAgent, addresses, digest_of, free_port, interface_of, reached
 from optuna_dsat.launch.agent.files import TOKEN, LaunchFiles, TrackerFiles, write_tracker
 from optuna_dsat.launch.agent.wire import HEARD_S, Joiner, request_to_json
 from optuna_dsat.launch.event_log import GrowingFile
-from optuna_dsat.launch.machine.network import Doorbell, addresses, free_port, interface_of, reached
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
 from optuna_dsat.version import __version__

@@ -18,10 +18,9 @@ import psutil
 import pytest
 
 from optuna_dsat.launch.machine.nvml import DeviceError
-from optuna_dsat.launch.places import ray_control, ray_engine, ray_nodes
+from optuna_dsat.launch.places import ray_engine, ray_nodes
 from optuna_dsat.launch.places.engine import ClusterError, PlaceState
-from optuna_dsat.launch.places.ray_control import ControlWatch
-from optuna_dsat.launch.places.ray_engine import RayEngine
+from optuna_dsat.launch.places.ray_engine import ControlWatch, RayEngine
 from optuna_dsat.launch.places.ray_node import node_environment
 from optuna_dsat.launch.places.ray_nodes import fitting_nodes, named_nodes
 from optuna_dsat.launch.places.ray_place import cause_of
@@ -129,7 +128,7 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str, words: st
 
 @with_ray
 def test_an_address_that_takes_calls_and_answers_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_control, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(ray_engine, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = f"127.0.0.1:{stopped.getsockname()[1]}"
         with pytest.raises(ClusterError, match="where no Ray cluster answers: timed out"):
@@ -163,7 +162,7 @@ def test_when_ray_fails_its_places_are_lost_and_no_more_are_asked_for(monkeypatc
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_control_service_that_answers_nothing_counts_as_gone(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
     for name, value in {"_SILENT_S": 0.5, "_LOOK_S": 0.05, "_ANSWER_S": 0.1}.items():
-        monkeypatch.setattr(ray_control, name, value)
+        monkeypatch.setattr(ray_engine, name, value)
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, as for a process that is stopped
         watch = ControlWatch(f"127.0.0.1:{server.getsockname()[1]}")
         until = time.monotonic() + 1

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from optuna_dsat.launch.machine.nvml import DeviceError
-from optuna_dsat.launch.places import ray_control, ray_place
+from optuna_dsat.launch.places import ray_engine, ray_place
 from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
 from optuna_dsat.launch.places.ray_engine import RayEngine
 
@@ -145,7 +145,7 @@ def control_frozen(engine: RayEngine, control: int) -> Seen:
     """Stop (SIGSTOP) Ray's control service."""
     place = engine.request(nodes=2, slots=2)
     pids = ready(engine, place)
-    ray_control._SILENT_S = 8.0  # only now: it is busy while agents start; longer than a check and its answer may take
+    ray_engine._SILENT_S = 8.0  # only now: it is busy while agents start; longer than a check and its answer may take
     os.kill(control, signal.SIGSTOP)
     result: Seen = {"lost_s": until(engine, lambda: place.state is PlaceState.LOST), "why": place.why}
     result["gone_s"] = until(engine, lambda: not any(map(lives, pids)))

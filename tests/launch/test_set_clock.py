@@ -15,8 +15,7 @@ from optuna_dsat.launch.launch import Launch
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.reports import report_of
 from optuna_dsat.runtime.agent.processes import MARK_ENV
-from optuna_dsat.runtime.events import Event, RankFinished, RankStarted
-from optuna_dsat.runtime.writer import EventWriter
+from optuna_dsat.runtime.events import Event, EventWriter, RankFinished, RankStarted
 from tests.harness.events import step_of
 from tests.harness.launches import followed, processes_of
 

@@ -14,10 +14,9 @@ import pytest
 from optuna_dsat.runtime.adapt.config import parse_command, replace_config_paths
 from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
 from optuna_dsat.runtime.adapt.lightning import LightningHook
-from optuna_dsat.runtime.events import RankFinished, decode_event
+from optuna_dsat.runtime.events import EventWriteError, EventWriter, RankFinished, decode_event
 from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan, Rank
-from optuna_dsat.runtime.writer import EventWriteError, EventWriter
 from tests.harness.ranks import plan_of, rank_of
 
 PLAN = plan_of(overlay={"zero_optimization": {"stage": 3, "offload_param": None}})

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.runtime.measure import orders
-from optuna_dsat.runtime.measure.live import NotLiveError
+from optuna_dsat.runtime.measure.live import NotLiveError, Transition
 from optuna_dsat.runtime.measure.orders import await_order, order_next
-from optuna_dsat.runtime.measure.transition import Transition
 
 
 def test_the_latest_order_names_the_next_trial_or_none(tmp_path: Path) -> None:

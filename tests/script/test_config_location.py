@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.script.config_location import find_config, find_config_key, looks_like_config
+from optuna_dsat.script.settings_file import find_config, find_config_key, looks_like_config
 
 CONFIG = '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}'
 

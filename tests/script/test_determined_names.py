@@ -9,8 +9,7 @@ import pytest
 import optuna_dsat.integrations.deepspeed_trial as package
 from optuna_dsat.errors import UsageError
 from optuna_dsat.integrations.deepspeed_trial import DeepSpeedTrialContext
-from optuna_dsat.script.determined_names import ATTRIBUTES, PROVIDED, REFUSED
-from optuna_dsat.script.trial_class import find_trial_class
+from optuna_dsat.script.trial_class import ATTRIBUTES, PROVIDED, REFUSED, find_trial_class
 
 CLASS = "\nclass MyTrial:\n    def __init__(self, context):\n        self.context = context\n"
 

@@ -12,9 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured
+from optuna_dsat.runtime.events import EngineReady, EventWriter, RankFinished, StepMeasured, events_path
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
-from optuna_dsat.runtime.writer import EventWriter, events_path
 
 
 def end(kind: str) -> None:

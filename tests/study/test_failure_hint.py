@@ -9,7 +9,7 @@ import pytest
 
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.profile.failure_hint import failure_hint
+from optuna_dsat.study.profile.profile import failure_hint
 from tests.harness.studies import StudyBench
 
 AUTO = {"zero_optimization": {"reduce_bucket_size": "auto", "zenflow": {"select_interval": "auto"}}}

@@ -5,7 +5,7 @@ import math
 import pytest
 from optuna.study import StudyDirection
 
-from optuna_dsat.trials.extrapolation import optimistic_bound
+from optuna_dsat.trials.bisection import optimistic_bound
 
 UP, DOWN = StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE
 

@@ -181,7 +181,7 @@ def _target(command: LaunchCommand, *, named: bool, cwd: Path) -> list[str]:
         named: Whether the user names the interpreter.
         cwd: The working directory.
     """
-    from optuna_dsat.script.config_location import find_config
+    from optuna_dsat.script.settings_file import find_config
 
     config = command.config or find_config(command.args, cwd=cwd)
     environment = [word for name, value in command.environment.items() for word in ("--env", f"{name}={value}")]

@@ -1,8 +1,29 @@
-"""Rewriting of arguments before they are parsed."""
+"""Rewriting of arguments before they are parsed.
+
+Secrets are kept out of them, as every user of the machine can read the process list.
+"""
 
 from __future__ import annotations
 
-__all__ = ["COUNTS", "lift_option", "spread_numbers"]
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from optuna_dsat.secrecy.command import refer_in_command
+from optuna_dsat.secrecy.names import is_secret_name
+from optuna_dsat.secrecy.references import References
+from optuna_dsat.study.options.declaration import STORAGE_ENV
+
+__all__ = [
+    "COUNTS",
+    "STORAGE_ENV",
+    "hide_secrets",
+    "lift_option",
+    "spread_numbers",
+    "without_password",
+    "without_secrets_of",
+]
 
 COUNTS = ("--zero-stages", "--gpus-per-trial", "--cpu-ranks")
 """Options that accept several numbers."""
@@ -45,3 +66,64 @@ def lift_option(argv: list[str], option: str) -> list[str]:
             (front if argv[index].startswith(f"{option}=") else rest).append(argv[index])
             index += 1
     return [*front, *rest, *argv[end:]]
+
+
+_OPTION = "--storage"
+_PASSWORD = re.compile(r"[\w+]+://[^:/]*:[^@]*@")
+"""Matches user and password as SQLAlchemy does: the password may contain ``/``, ``#`` and ``?``."""
+_QUERY_NAME = re.compile(r"[?&]([^=&#]+)=")
+_ONCE_ENV = "OPTUNA_DSAT_SECRETS_HIDDEN"
+"""Set while the command re-executes itself."""
+
+
+def without_password(command: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return a command without storage URLs that contain a password, and the URL; None if no URL contains a password.
+
+    Arguments after ``--`` are the script's and stay unchanged.
+    """
+    kept: list[str] = []
+    secret: str | None = None
+    words = iter(command)
+    for word in words:
+        if word == "--":
+            return [*kept, word, *words], secret
+        name, equals, value = word.partition("=")
+        if name == _OPTION:
+            given = [word] if equals else [word, *(following for following in [next(words, None)] if following)]
+            url = value if equals else given[-1]
+            if _has_password(url):
+                secret = url
+                continue
+            kept += given
+        else:
+            kept.append(word)
+    return kept, secret
+
+
+def _has_password(url: str) -> bool:
+    if _PASSWORD.match(url):
+        return True
+    return any("pass" in name.lower() or is_secret_name(name) for name in _QUERY_NAME.findall(url))
+
+
+def without_secrets_of(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return this command without its secrets, and the variables that contain them instead.
+
+    A storage URL with a password becomes a variable; secrets of the script become references.
+    """
+    kept, url = without_password(command)
+    references = References(list(command))
+    kept = list(refer_in_command(kept, references))
+    return kept, {**references.values, **({} if url is None else {STORAGE_ENV: url})}
+
+
+def hide_secrets() -> None:
+    """Re-execute this command in this process, with its secrets in the environment instead of the arguments.
+
+    Only its user can read the environment of a process. Returns if there are no secrets.
+    """
+    if os.environ.pop(_ONCE_ENV, None) is not None:
+        return
+    command, secrets = without_secrets_of(sys.orig_argv)
+    if secrets:
+        os.execve(sys.executable, command, {**os.environ, **secrets, _ONCE_ENV: "1"})

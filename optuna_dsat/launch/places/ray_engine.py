@@ -3,6 +3,9 @@
 A thread talks to Ray, so that allocations are kept alive while nobody calls ``news``. Scheduling, placement and
 queueing are left to Ray (``launch/places/ray_place.py``). This process must run on a node of the cluster, which may be
 a node without GPUs.
+
+Ray's calls wait without limit if the cluster's control service (GCS) is gone, and cannot be interrupted. So the service
+is watched alongside: it speaks gRPC, and answers an HTTP/2 connection preface (RFC 9113, 3.4).
 """
 
 from __future__ import annotations
@@ -11,19 +14,80 @@ import atexit
 import importlib.util
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places.engine import LOST_S, ClusterError, News, Order, Place
-from optuna_dsat.launch.places.ray_control import ControlWatch, control_address, greet
 from optuna_dsat.launch.places.ray_nodes import refuse_impossible
 from optuna_dsat.launch.places.ray_place import RayPlace, cause_of
 
-__all__ = ["RayEngine", "address_of", "join_cluster", "leave_cluster"]
+__all__ = ["ControlWatch", "RayEngine", "address_of", "control_address", "greet", "join_cluster", "leave_cluster"]
+
+_SILENT_S = 30.0
+"""Time without an answer after which the service counts as gone. Actors continue without it, but after 60 s Ray ends
+the driver process in the middle of its work (``gcs_rpc_server_reconnect_timeout_s``)."""
+_LOOK_S = 3.0
+"""Interval between greetings."""
+_ANSWER_S = 3.0
+"""Longest wait for an answer."""
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""HTTP/2 connection preface of a client, with an empty SETTINGS frame."""
+
+
+class ControlWatch:
+    """Watches a control service at ``HOST:PORT`` in a background thread."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._answered_at = time.monotonic()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ray control", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> str:
+        """Message that the service is gone; empty while it answers."""
+        silent = time.monotonic() - self._answered_at > _SILENT_S
+        return f"Ray's control service (GCS) has given no answer for {_SILENT_S:g} s" if silent else ""
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            with suppress(OSError):
+                greet(self._address)
+                self._answered_at = time.monotonic()
+
+
+def control_address() -> str:
+    """Return the address of the control service of this driver's cluster."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def greet(address: str) -> None:
+    """Wait up to ``_ANSWER_S`` for a control service to answer; a TLS service answers by closing the connection.
+
+    Raises:
+        OSError: If it does not answer.
+        ValueError: If the address is invalid.
+    """
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S)
+    with connection, suppress(ConnectionError):
+        connection.sendall(_GREETING)
+        connection.recv(1)
+
 
 _CONNECT_S = 30.0
 """Longest wait for Ray to accept this process as a driver, once the cluster's address answers."""

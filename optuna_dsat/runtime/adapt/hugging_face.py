@@ -6,22 +6,63 @@ Therefore the overlay is applied to their copy of the config, and the batch size
 the launch's; the script's other settings are unchanged.
 
 Measured launches do not evaluate, save, resume, push or report to trackers. This module imports neither library.
+``TrainerHook`` is the base class of such hooks, also for Lightning's trainer.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from optuna_dsat.runtime.adapt.accelerate import AccelerateConfig
-from optuna_dsat.runtime.adapt.trainer_hook import TrainerHook
-from optuna_dsat.runtime.events import Event
+from optuna_dsat.runtime.events import Event, TrainerFound
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, LaidConfig, effective_config
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
-__all__ = ["SCHEDULE_LENGTH_KEYS", "TRAINER_FIELDS", "HuggingFaceHook"]
+__all__ = ["SCHEDULE_LENGTH_KEYS", "TRAINER_FIELDS", "HuggingFaceHook", "TrainerHook"]
+
+
+class TrainerHook:
+    """Patches a library once the script has imported it."""
+
+    framework: str
+    """``TrainerFound.framework``."""
+
+    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._write = write
+        self._reported = False
+
+    def callbacks(self) -> dict[str, Callable[[Any], None]]:
+        """Return module name -> function to call with the module once it is imported."""
+        raise NotImplementedError
+
+    def _laid(self, config: Mapping[str, Any], *, without: str = "") -> LaidConfig:
+        """Return a library's copy of the config with the overlay applied, without a key that the library rejects."""
+        laid = effective_config(config, self._plan.overlay)
+        laid.pop(without, None)
+        return LaidConfig(config, laid)
+
+    def _report(self, *, micro_batch: int | None, accumulation: int, options: Mapping[str, str]) -> bool:
+        """Record the trainer with the script's values, once; return whether this was the first call."""
+        is_first, self._reported = not self._reported, True
+        if is_first:
+            self._write(
+                TrainerFound(
+                    rank=self._rank.rank,
+                    time=time.time(),
+                    framework=self.framework,
+                    micro_batch=micro_batch,
+                    gradient_accumulation_steps=accumulation,
+                    options=options,
+                )
+            )
+        return is_first
+
 
 TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", GRADIENT_ACCUMULATION: "gradient_accumulation_steps"}
 """Key of the DeepSpeed config -> field of ``TrainingArguments`` that must have the same value."""

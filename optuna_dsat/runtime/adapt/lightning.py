@@ -13,8 +13,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from optuna_dsat.runtime.adapt.hugging_face import TrainerHook
 from optuna_dsat.runtime.adapt.ranks import wrong_number
-from optuna_dsat.runtime.adapt.trainer_hook import TrainerHook
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION
 

@@ -26,10 +26,9 @@ from optuna_dsat.runtime.measure.engine import (
     loss_of,
 )
 from optuna_dsat.runtime.measure.inputs import InputSize, size_of
-from optuna_dsat.runtime.measure.live import forget_shapes
+from optuna_dsat.runtime.measure.live import Transition, forget_shapes
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory
 from optuna_dsat.runtime.measure.profiler import Profiler
-from optuna_dsat.runtime.measure.transition import Transition
 from optuna_dsat.runtime.user_code import Place, places_of
 
 __all__ = ["Meter", "RankState"]
