@@ -134,7 +134,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
 def _preview(prepared: Prepared, *, shown: bool) -> dict[str, Any]:
     """Return the preview of a search with its options as plain values, and print it if ``shown``."""
     from optuna_dsat.cli.show import options_given, show_options, show_preview
-    from optuna_dsat.tuning.preview import preview
+    from optuna_dsat.tuning.run import preview
 
     space, values = preview(prepared.request.spec)
     if shown:
@@ -156,7 +156,7 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
     """Search at each number of GPUs, show all results, and train with the best if requested."""
     from optuna_dsat.cli.show import show_by_gpus
     from optuna_dsat.store import display_url
-    from optuna_dsat.tuning.gpu_counts import best_of, search_each
+    from optuna_dsat.tuning.run import best_of, search_each
 
     options, as_json = studies[0].given.options, output.json_output
     searches = search_each(

@@ -27,8 +27,8 @@ from optuna_dsat.words import (
 
 if TYPE_CHECKING:
     from optuna_dsat.config.search_space import SearchSpace
-    from optuna_dsat.tuning.gpu_counts import AtGpus
     from optuna_dsat.tuning.options.given import Given
+    from optuna_dsat.tuning.run import AtGpus
 
 __all__ = ["options_given", "show_by_gpus", "show_options", "show_preview", "show_result"]
 

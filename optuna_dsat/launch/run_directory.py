@@ -11,7 +11,7 @@ The directory of a launch:
       env.json            environment variables, by an allow-list
       agent.json          exit codes and signals of failed ranks, as seen by torchrun
       report.json         the launch's report
-      next.json           the next trial of the same ranks, or the order to leave (``runtime/measure/orders.py``)
+      next.json           the next trial of the same ranks, or the order to leave (``runtime/measure/live.py``)
       events/rank0.jsonl  events of rank 0
       logs/agent.log      output of torchrun itself
       logs/rank0.stdout.log, logs/rank0.stderr.log

@@ -48,9 +48,9 @@ from optuna_dsat.runtime.hook import DeepSpeedHook
 from optuna_dsat.runtime.imports import EnvironmentWatch, ImportWatch, imported_modules, loaded_operators
 from optuna_dsat.runtime.isolation.redirection import redirect_writes
 from optuna_dsat.runtime.isolation.world import World, rename_across_layers
+from optuna_dsat.runtime.measure.live import await_order
 from optuna_dsat.runtime.measure.memory import out_of_memory_errors, process_limit_lifted, unlink_shared_buffers
 from optuna_dsat.runtime.measure.meter import RankState
-from optuna_dsat.runtime.measure.orders import await_order
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan, Rank
 from optuna_dsat.runtime.reporting import set_current_trial
 from optuna_dsat.runtime.stacks import register_stacks

@@ -63,7 +63,7 @@ class LaunchPlan:
     device_memory_bytes: int | None = None
     """Memory limit per rank; None for no limit."""
     continues: bool = False
-    """Whether ranks wait for an order after the last profile step (``runtime/measure/orders.py``)."""
+    """Whether ranks wait for an order after the last profile step (``runtime/measure/live.py``)."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the running engine by a continued launch: dotted key of the config -> value."""
 

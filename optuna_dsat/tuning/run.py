@@ -1,13 +1,14 @@
 """Run a study request on this machine: open the store, start the launcher, and close both.
 
-Shared by the commands and ``optuna_dsat.tune``, which differ only in how they show the result.
+Also: searches at several numbers of GPUs, one after another, and the preview of a search without a launch. Shared by
+the commands and ``optuna_dsat.tune``, which differ only in how they show the result.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import Any, TextIO
 
 import optuna
 
+from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import write_json_atomic
-from optuna_dsat.errors import StorageError, StudyDeletedError, UsageError
+from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.config.structures import Structure
+from optuna_dsat.errors import NothingRunnableError, StorageError, StudyDeletedError, UsageError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.journal import LeftoverWatch
@@ -27,6 +31,8 @@ from optuna_dsat.store import Store
 from optuna_dsat.store.urls import database_files
 from optuna_dsat.study.folder import set_others_aside
 from optuna_dsat.study.live_state import LiveNotes
+from optuna_dsat.study.profile.profile import profile_attempts
+from optuna_dsat.study.profile.script import user_config
 from optuna_dsat.study.progress import (
     FinalistMeasured,
     LaunchEnded,
@@ -39,12 +45,27 @@ from optuna_dsat.study.progress import (
 )
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
+from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.study.trust import remember, require_secrets
+from optuna_dsat.tuning.prepare import Prepared
 from optuna_dsat.tuning.train import train_trial
+from optuna_dsat.words import config_in_words
 
-__all__ = ["KEPT", "KeptResults", "StudyRun", "fill_dashboard", "quiet_optuna", "run_study", "train_with_best"]
+__all__ = [
+    "KEPT",
+    "AtGpus",
+    "KeptResults",
+    "StudyRun",
+    "best_of",
+    "fill_dashboard",
+    "preview",
+    "quiet_optuna",
+    "run_study",
+    "search_each",
+    "train_with_best",
+]
 
 KEPT = "kept_results.json"
 """File in the study's folder with the measurements of a run whose database failed."""
@@ -229,3 +250,109 @@ def quiet_optuna() -> Iterator[None]:
         yield
     finally:
         optuna.logging.set_verbosity(before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtGpus:
+    """Outcome of the search at one number of GPUs."""
+
+    gpus: int
+    """GPUs, or CPU ranks, of a launch."""
+    study: str
+    run: StudyRun | None
+    """None if no configuration could run on this number of GPUs."""
+
+    @property
+    def result(self) -> StudyResult | None:
+        """Result of the search; None if nothing was measured."""
+        return None if self.run is None else self.run.result
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Throughput of the winner over all GPUs; None if nothing was measured."""
+        return None if self.result is None else self.result.metrics.get("throughput")
+
+    @property
+    def samples_per_s_per_gpu(self) -> float | None:
+        """Throughput per GPU; None if nothing was measured."""
+        return None if self.samples_per_s is None else self.samples_per_s / self.gpus
+
+
+def search_each(
+    studies: Sequence[Prepared], search: Callable[[Prepared], StudyRun], *, on_notice: Callable[[str], None]
+) -> Iterator[AtGpus]:
+    """Run searches one after another and yield each outcome; a search without a runnable config does not stop the rest.
+
+    Raises:
+        DsatError: As ``search``, except for ``NothingRunnableError``.
+    """
+    for prepared in studies:
+        spec = prepared.request.spec
+        gpus = spec.slots_per_trial
+        try:
+            ended: StudyRun | None = search(prepared)
+        except NothingRunnableError as error:
+            what = "GPU" if spec.device == "cuda" else "CPU rank"
+            on_notice(f"{gpus} {what}{'s' * (gpus > 1)}: {error}")
+            ended = None
+        yield AtGpus(gpus=gpus, study=spec.name, run=ended)
+        if ended is not None and ended.interrupted:
+            return
+
+
+def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, StudyResult]:
+    """Return the search with the highest total samples per second, and its result including the other results.
+
+    Ties go to the fewest GPUs.
+
+    Raises:
+        NothingRunnableError: If no search measured anything.
+    """
+    results = {row.gpus: row.result for row in found if row.result is not None}
+    if not results:
+        raise NothingRunnableError("No configuration could be measured at any of these numbers of ranks.")
+    best = max(found, key=lambda row: (row.samples_per_s or 0.0, -row.gpus))
+    assert best.run is not None
+    return best.run, replace(results[best.gpus], by_gpus=results)
+
+
+_SAMPLES = 3
+
+
+def preview(spec: StudySpec) -> tuple[SearchSpace, dict[str, Any]]:
+    """Return the space of a search that is not started, and its preview as plain values.
+
+    Bucket sizes are not capped by the model's size yet. The samples are DeepSpeed configs drawn at random from the
+    space, without a micro-batch.
+    """
+    space = space_of(spec, None)
+    with quiet_optuna():
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=spec.random_seed))
+        drawn = [space.overlay(space.suggest(study.ask())) for _ in range(_SAMPLES)]
+    samples = [ds_config.merge(ds_config.effective(spec.ds_config), overlay) for overlay in drawn]
+    for sample in samples:
+        sample.pop(ds_config.MICRO_BATCH, None)
+    attempts = list(profile_attempts(spec))
+    return space, {
+        "study": spec.name,
+        "space": [
+            {"knob": row.knob, "role": row.role, "applies": row.where, "choices": list(row.choices)}
+            for row in space.describe()
+        ],
+        "profile_launch": {
+            "micro_batch": attempts[0].micro_batch,
+            "attempts": [attempt.words for attempt in attempts],
+        },
+        "baseline": _user_config_in_words(spec),
+        "samples": samples,
+    }
+
+
+def _user_config_in_words(spec: StudySpec) -> str:
+    if not spec.script.config_path:
+        return "what your script passes to DeepSpeed; the profile launch reads it"
+    config = ds_config.effective(spec.ds_config)
+    if all(config.get(key) in (None, ds_config.AUTO) for key in (ds_config.TRAIN_BATCH, ds_config.MICRO_BATCH)):
+        return f"{Structure.of(config).words}, at the micro-batch that your script sets; the profile launch reads it"
+    own, _ = user_config(spec)
+    return config_in_words(own)

@@ -165,8 +165,7 @@ def tune(given: Given) -> TuneResult:
     studies = prepare_each(None, given)
     options = studies[0].given.options
 
-    from optuna_dsat.tuning.gpu_counts import best_of, search_each
-    from optuna_dsat.tuning.run import train_with_best
+    from optuna_dsat.tuning.run import best_of, search_each, train_with_best
 
     def notice(text: str) -> None:
         if not options.quiet:

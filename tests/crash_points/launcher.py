@@ -1,6 +1,6 @@
 """Simulated launches that leave what real ones would if nobody cleared up: a run directory and a process.
 
-A trial that continues a launch is ordered as from real ranks: ``optuna_dsat.runtime.measure.orders``.
+A trial that continues a launch is ordered as from real ranks: ``optuna_dsat.runtime.measure.live``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import ProcessKey, end_processes
-from optuna_dsat.runtime.measure.orders import order_next
+from optuna_dsat.runtime.measure.live import order_next
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLaunch, SimulatedLauncher, SimulatedResult
 

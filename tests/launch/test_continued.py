@@ -19,7 +19,7 @@ from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
-from optuna_dsat.runtime.measure.orders import order_next
+from optuna_dsat.runtime.measure.live import order_next
 from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
 
 from .test_torchrun import BASE_ENV, assert_gone

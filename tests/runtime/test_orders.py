@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.runtime.measure import orders
-from optuna_dsat.runtime.measure.live import NotLiveError, Transition
-from optuna_dsat.runtime.measure.orders import await_order, order_next
+from optuna_dsat.runtime.measure import live
+from optuna_dsat.runtime.measure.live import NotLiveError, Transition, await_order, order_next
 
 
 def test_the_latest_order_names_the_next_trial_or_none(tmp_path: Path) -> None:
@@ -20,18 +19,18 @@ def test_the_latest_order_names_the_next_trial_or_none(tmp_path: Path) -> None:
 
 
 def test_a_rank_leaves_a_tuner_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "_LONGEST_WAIT_S", 0.02)
+    monkeypatch.setattr(live, "_LONGEST_WAIT_S", 0.02)
     assert await_order(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"launch": 7}', "\0"])
 def test_a_rank_leaves_if_the_order_is_not_one(tmp_path: Path, text: str) -> None:
-    (tmp_path / orders._NAME).write_text(text)
+    (tmp_path / live._ORDER).write_text(text)
     assert await_order(tmp_path) is None
 
 
 def test_a_folder_in_the_place_of_an_order_is_not_waited_for(tmp_path: Path) -> None:
-    (tmp_path / orders._NAME).mkdir()
+    (tmp_path / live._ORDER).mkdir()
     assert await_order(tmp_path) is None
 
 

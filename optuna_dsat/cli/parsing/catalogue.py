@@ -37,7 +37,7 @@ class _Entry:
 COMMANDS: dict[str, _Entry] = {
     name: _Entry(module=module, attribute=attribute, panel=panel)
     for panel, entries in {
-        _BEFORE: (("doctor", "doctor", "doctor"), ("check", "check", "check"), ("plan", "plan", "plan")),
+        _BEFORE: (("doctor", "doctor", "doctor"), ("check", "doctor", "check"), ("plan", "plan", "plan")),
         _SEARCH: (
             ("guided", "search", "guided_search"),
             ("asha", "search", "asha_search"),

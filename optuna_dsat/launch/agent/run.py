@@ -34,7 +34,7 @@ from optuna_dsat.launch.warm.server import WarmOrder
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event, RankStarted, decode_event
-from optuna_dsat.runtime.measure.orders import order_next
+from optuna_dsat.runtime.measure.live import order_next
 
 __all__ = ["Machine", "MachineLaunch", "NodeLaunch", "Started"]
 

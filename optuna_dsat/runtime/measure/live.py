@@ -3,21 +3,36 @@
 DeepSpeed reads them at each step from the attributes below; ``optuna_dsat.config.live`` has the ZeRO stages at which it
 does. Updated parameters and collectives after a change equal a fresh engine's
 (``tests/runtime/test_live.py``). The first steps after a change may still have the earlier batch size (``Transition``).
+
+Ranks that have measured their trial wait for an order: to go on with another in the running engine, or to leave.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
+from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.measure.engine import is_pipeline
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH
 
-__all__ = ["SETTERS", "NotLiveError", "Transition", "change_settings", "forget_shapes", "release_cached_memory"]
+__all__ = [
+    "SETTERS",
+    "NotLiveError",
+    "Transition",
+    "await_order",
+    "change_settings",
+    "forget_shapes",
+    "order_next",
+    "release_cached_memory",
+]
 
 _ZERO = "zero_optimization."
 _COORDINATOR = "_PartitionedParameterCoordinator__"
@@ -269,3 +284,28 @@ class Transition:
             expected = self._expected_passes
             raise NotLiveError(f"the forward passes of a step are {passes}, not {expected}")
         return False
+
+
+_ORDER = "next.json"
+_PAUSE_S = 0.003
+_LONGEST_WAIT_S = 600.0
+"""Wait for an order after which a rank leaves: the tuner stands still."""
+
+
+def order_next(root: Path, launch: Path | None) -> None:
+    """Order the ranks of a launch to go on with the trial that ``launch`` describes; None to leave."""
+    write_text_atomic(root / _ORDER, json.dumps({"launch": None if launch is None else str(launch)}))
+
+
+def await_order(root: Path) -> Path | None:
+    """Wait for the order to the ranks of a launch; return the next trial's launch description, None to leave."""
+    deadline = monotonic() + _LONGEST_WAIT_S
+    while monotonic() < deadline:
+        try:
+            launch = json.loads((root / _ORDER).read_text(encoding="utf-8"))["launch"]
+            return None if launch is None else Path(launch)
+        except FileNotFoundError:
+            sleep(_PAUSE_S)
+        except (OSError, ValueError, KeyError, TypeError):  # the script has put something else there
+            return None
+    return None
