@@ -1,7 +1,7 @@
-"""Rank of ``test_checkpointing.py``: engines with and without checkpointed blocks, at one ZeRO stage.
+"""Rank of ``test_checkpointing.py``: engines with and without checkpointed blocks, at several ZeRO stages.
 
-Prints, as JSON, the losses of the steps, the norm of the last gradients and the bytes that autograd keeps, for each
-``every``; 0 is none.
+Prints, as JSON, for each model the losses of the steps, the norm of the last gradients and the bytes that autograd
+keeps, for each ``every``; 0 is none.
 """
 
 from __future__ import annotations
@@ -82,8 +82,10 @@ def trained(config: dict[str, Any], every: int, *, library: bool) -> list[Any]:
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    results = {every: trained(asked["config"], every, library=asked["library"]) for every in (0, 1, 2)}
+    results = [
+        {every: trained(asked["config"], every, library=asked["library"]) for every in (0, 1, 2)}
+        for asked in json.loads(sys.argv[1])
+    ]
     torch.distributed.barrier()
     if os.environ["RANK"] == "0":
         print(json.dumps(results))
