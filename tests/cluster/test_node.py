@@ -1,9 +1,10 @@
-"""The agent of a node, taken by the hand: what it answers, and when it leaves."""
+"""The agent of a node: what it answers, when it leaves; its messages, and commands that leave no process behind."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -19,14 +20,15 @@ import pytest
 from optuna_dsat.launch.agent import run
 from optuna_dsat.launch.agent.agent import Doorbell, NodeAgent, addresses, digest_of, free_port, interface_of, reached
 from optuna_dsat.launch.agent.files import TOKEN, LaunchFiles, TrackerFiles, write_tracker
-from optuna_dsat.launch.agent.wire import HEARD_S, Joiner, request_to_json
+from optuna_dsat.launch.agent.wire import HEARD_S, Joiner, request_from_json, request_to_json, to_lines
 from optuna_dsat.launch.event_log import GrowingFile
+from optuna_dsat.launch.places.slurm import cause_in, job_in, place_arguments
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
 from optuna_dsat.version import __version__
 from tests.harness.commands import ROOT
 from tests.harness.launches import DS_CONFIG, STUB, request
-from tests.harness.workers import wait_until
+from tests.harness.workers import ended, wait_until
 
 
 class Clock:
@@ -312,3 +314,101 @@ def test_a_log_that_grows_faster_than_it_is_passed_on_keeps_its_beginning_and_it
     kept = re.sub(r"\noptuna-dsat dropped \d+ bytes here\n", "", received)
     assert len(kept) + sum(dropped) == written
     assert "\x00" not in received
+
+
+PARENT = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[2] == "stubborn" else signal.SIG_DFL)
+child = subprocess.Popen(["sh", "-c", "sleep 600 & echo $! $$; wait"], stdout=subprocess.PIPE, start_new_session=True)
+with open(sys.argv[1], "w") as file:
+    file.write(f"{os.getpid()} {child.stdout.readline().decode()}")
+if sys.argv[2] == "ends":
+    sys.exit(7)
+time.sleep(600)
+"""
+
+
+def started(folder: Path, how: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """Return a guarded command, and the processes that it has started: itself, a child and a grandchild."""
+    noted = folder / "pids"
+    words = ["-m", "optuna_dsat.launch.places.guarded", "", "-c", PARENT, str(noted), how]
+    process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdin=subprocess.PIPE)
+    wait_until(lambda: noted.exists() and noted.read_text().endswith("\n"), what="it has started its child")
+    return process, [int(word) for word in noted.read_text().split()]
+
+
+@pytest.mark.parametrize("how", ["obeys", "stubborn"])
+def test_it_ends_with_its_input_though_the_process_that_was_started_is_killed(tmp_path: Path, how: str) -> None:
+    process, pids = started(tmp_path, how)
+    assert len(pids) == 3
+    assert not any(map(ended, pids))
+    process.kill()  # as Ray does with the children of a worker that ends
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
+    wait_until(lambda: all(map(ended, pids)), what="all of it is gone")
+
+
+def test_what_it_leaves_behind_is_killed_and_its_exit_code_is_passed_on(tmp_path: Path) -> None:
+    process, pids = started(tmp_path, "ends")
+    assert process.wait(60) == 7
+    assert all(map(ended, pids))
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def test_messages_of_many_nodes_are_joined_from_one_stream_cut_anywhere() -> None:
+    chance = random.Random(7)
+    sent = {node: [{"news": "log", "text": "ä\n" * chance.randrange(3000)} for _ in range(5)] for node in range(12)}
+    queues = [[line for message in all_ for line in to_lines(node, message)] for node, all_ in sent.items()]
+    stream = b""
+    while any(queues):
+        stream += chance.choice([queue for queue in queues if queue]).pop(0)
+    joiner, got = Joiner(), []
+    while stream:
+        size = chance.randrange(1, 5000)
+        got += joiner.feed(stream[:size])
+        stream = stream[size:]
+    assert {node: [message for item, message in got if item == node] for node in sent} == sent
+    assert not joiner.strays
+
+
+def test_no_line_is_longer_than_slurm_passes_on_whole() -> None:
+    assert max(map(len, to_lines(99999, {"text": "x" * 10_000}))) <= 1024
+
+
+def test_what_a_nodes_shell_prints_is_no_message() -> None:
+    joiner = Joiner()
+    own = b"".join(to_lines(3, {"news": "hello"}))
+    assert joiner.feed(b"Welcome to n1.\n" + own + b"1.no json\n") == [(3, {"news": "hello"})]
+    assert joiner.strays == ["Welcome to n1.", "1.no json"]
+
+
+def test_a_request_comes_back_as_it_was(tmp_path: Path) -> None:
+    sent = request(tmp_path, args=("--lr", "1e-4"), timeout_s=4.0)
+    assert request_from_json(json.loads(json.dumps(request_to_json(sent)))) == sent
+
+
+def test_what_srun_says_is_told_without_its_prefixes() -> None:
+    lines = [
+        "srun: Required node not available (down, drained or reserved)",
+        "srun: job 17 queued and waiting for resources",
+        "srun: error: Unable to allocate resources: Invalid account",
+    ]
+    assert job_in(lines) == "17"
+    assert cause_in(lines) == "Unable to allocate resources: Invalid account"
+    assert cause_in(["allocation failure: Invalid partition name specified"]) == "Invalid partition name specified"
+    assert cause_in(["srun: job 17 has been allocated resources"]) == ""
+    ended = "srun: error: n1: task 0: Exited with exit code 2"
+    assert cause_in([ended]) == "n1: task 0: Exited with exit code 2"
+    assert cause_in([ended, "slurmstepd: error: execve(): /opt/python: No such file or directory"]) == (
+        "execve(): /opt/python: No such file or directory"
+    )
+    preempted = "slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-23T03:22:47 DUE TO PREEMPTION ***"
+    assert cause_in([ended, preempted]) == "*** STEP 1.0 ON n1 CANCELLED AT 2026-11-23T03:22:47 DUE TO PREEMPTION ***"
+
+
+def test_options_of_the_user_come_last_and_take_precedence() -> None:
+    asked = place_arguments(nodes=2, slots=8, arguments=["--gpus-per-node=a100:8"])
+    assert asked == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--gpus-per-node=a100:8"]
+    assert "--gpus-per-node" not in " ".join(place_arguments(nodes=1, slots=0, arguments=[]))

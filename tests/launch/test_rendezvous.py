@@ -1,16 +1,22 @@
-"""A node's part of a launch on several nodes: its command, its environment, its port."""
+"""A node's part of a launch on several nodes, and the ports of a launch on one."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import psutil
 import pytest
 
 from optuna_dsat.launch.agent.command import launch_environment, torchrun_command
+from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.machine.processes import find_marked
 from optuna_dsat.launch.protocol import Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory
-from tests.harness.launches import request
+from tests.harness.launches import DS_CONFIG, request
+from tests.harness.workers import wait_until
+from tests.launch.test_torchrun import BASE_ENV
 
 
 def part(**changes: object) -> Rendezvous:
@@ -62,3 +68,49 @@ def test_ranks_are_told_the_interface_on_which_nodes_reach_each_other(
 
 def test_it_comes_back_from_json_as_it_was() -> None:
     assert Rendezvous.from_json(part().to_json()) == part()
+
+
+def listening(pid: int) -> set[str]:
+    try:
+        return {
+            connection.laddr.ip
+            for connection in psutil.Process(pid).net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+    except psutil.Error:
+        return set()
+
+
+@pytest.mark.torchrun
+def test_every_port_of_a_launch_listens_on_loopback(tmp_path: Path) -> None:
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
+    before = {item.key for item in find_marked()}  # what a test that ran out of time may have left
+    launcher = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=True)
+    try:
+        launcher.start(request(tmp_path, args=("--end", "sleep", "--at", "2")))
+        wait_until(lambda: launcher.poll(0.2) is not None and "training starts" in output(tmp_path), what="they train")
+        marked = [item for item in find_marked() if item.key not in before]
+        own = [item.key.pid for item in marked if str(item.mark).split(":")[1] == str(psutil.Process().pid)]
+        seen = set().union(*map(listening, own))
+        assert seen
+        assert seen <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    finally:
+        launcher.close()
+
+
+def output(folder: Path) -> str:
+    path = folder / "out" / "trial-0000" / "logs" / "rank1.stdout.log"
+    return path.read_text() if path.exists() else ""
+
+
+def test_what_the_user_says_of_the_network_is_kept(tmp_path: Path) -> None:
+    made = launch_environment(
+        {"GLOO_SOCKET_IFNAME": "eth0"},
+        request=request(tmp_path),
+        directory=RunDirectory(tmp_path),
+        devices=cpu_devices(2).devices,
+        kind="cpu",
+        total_slots=2,
+        mark="mark",
+    )
+    assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("eth0", "lo")

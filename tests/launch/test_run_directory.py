@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from optuna_dsat.errors import DsatError
+from optuna_dsat.launch.isolation import changed_paths, snapshot
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory, recorded_environment
 from tests.harness.events import report_of
 
@@ -93,3 +95,25 @@ def test_only_listed_variables_are_recorded(tmp_path: Path) -> None:
     assert directory.command_text.read_text() == (
         "cd '/x y'\nenv NCCL_DEBUG=INFO OMP_NUM_THREADS=1 python --token '***'\n"
     )
+
+
+def test_changes_are_found_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("same", "changed", "removed", "mode", "below/deep", "output/log", "__pycache__/x.pyc"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def look() -> object:
+        return snapshot([str(tmp_path)], without=[str(tmp_path / "output")])
+
+    before = snapshot([str(tmp_path)], without=[str(tmp_path / "output")])
+    assert look() == before
+    (tmp_path / "changed").write_text("longer than before")
+    (tmp_path / "removed").unlink()
+    (tmp_path / "mode").chmod(0o700)
+    (tmp_path / "made").touch()
+    os.utime(tmp_path / "below" / "deep", (0, 0))
+    for name in ("output/log", "__pycache__/x.pyc"):
+        (tmp_path / name).write_text("changed, too")
+    after = snapshot([str(tmp_path)], without=[str(tmp_path / "output")])
+    names = ["below/deep", "changed", "made", "mode", "removed"]
+    assert changed_paths(before, after) == [str(tmp_path / name) for name in names]

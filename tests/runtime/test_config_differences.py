@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
+import os
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.runtime.adapt.config import reads_redirected
 from optuna_dsat.runtime.overlay import LaidConfig, effective_config
 from optuna_dsat.runtime.trial_config import TrialConfig, config_differences
 from optuna_dsat.words import differences_in_words
@@ -206,3 +210,64 @@ def test_an_engine_that_the_script_built_must_run_the_trials_config(tmp_path: Pa
         config.check_engine(engine(stage=2, micro_batch=4))
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps is 1, not 2.*get_ds_config_from_hparams"):
         config.check_engine(engine(accumulation=1))
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ds.json").write_text("user")
+    (tmp_path / "trial.json").write_text("trial")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "ds.json").write_text("other")
+    (tmp_path / "link.ds.json").symlink_to("ds.json")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_way_of_reading_the_users_config_gives_the_launchs(files: Path) -> None:
+    with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json")):
+        with open("ds.json") as stream:  # noqa: PTH123 - tests the builtin
+            assert stream.read() == "trial"
+        assert Path("ds.json").read_text() == "trial"
+        assert (files / "ds.json").read_bytes() == b"trial"
+        assert Path("link.ds.json").read_text() == "trial"
+        with io.open(files / "other" / ".." / "ds.json", encoding="utf-8") as stream:  # noqa: UP020 - likewise
+            assert stream.read() == "trial"
+
+
+def test_a_config_that_is_gone_is_the_launchs(files: Path) -> None:
+    (files / "ds.json").unlink()
+    with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json")):
+        assert Path("ds.json").read_text() == "trial"
+        assert Path("other/ds.json").read_text() == "other"
+        with pytest.raises(FileNotFoundError):
+            Path("other/gone/ds.json").read_text()
+
+
+def test_other_files_descriptors_and_writing_are_left_alone(files: Path) -> None:
+    with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json")):
+        assert Path("other/ds.json").read_text() == "other"
+        with open(os.open("ds.json", os.O_RDONLY)) as stream:  # noqa: PTH123 - likewise
+            assert stream.read() == "user"
+        with pytest.raises(FileNotFoundError):
+            Path("missing/ds.json").read_text()
+        Path("ds.json").write_text("changed")
+    assert Path("ds.json").read_text() == "changed"
+    assert Path("trial.json").read_text() == "trial"
+
+
+@pytest.mark.usefixtures("files")
+def test_open_is_itself_again_afterwards() -> None:
+    before = builtins.open
+    with pytest.raises(ZeroDivisionError), reads_redirected(user_config="ds.json", config="trial.json"):
+        raise ZeroDivisionError
+    assert builtins.open is before
+    assert io.open is before
+
+
+def test_who_names_the_file_that_is_read_is_told(files: Path) -> None:
+    words: list[bool] = []
+    with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json"), on_read=words.append):
+        Path("ds.json").read_text()
+        Path("trial.json").read_text()
+        (files / "other" / "ds.json").read_text()
+    assert words == [False, True]

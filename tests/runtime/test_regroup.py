@@ -1,8 +1,8 @@
-"""Batches of another size than a loader's: every sample once, in the script's order."""
+"""Batches of another size than a loader's, and the number of samples in a model's inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices, RepeatedInputs
+from optuna_dsat.runtime.measure.inputs import BatchNumbers, sample_counter
 from optuna_dsat.runtime.measure.live import NotLiveError
 
 
@@ -91,3 +92,52 @@ def test_inputs_that_the_script_makes_in_every_pass_stay_as_they_are() -> None:
         assert fed is made
         assert others["mask"] is mask
     assert repeated((), {}) == ((), {})
+
+
+TOKENS = torch.zeros(12, 6, dtype=torch.long)
+
+
+def samples(
+    batch: Any, *, configured: Set[int], named: Set[int] = frozenset(), loaded: int | None = None
+) -> int | None:
+    numbers = BatchNumbers(configured=configured, named=named, loaded=loaded)
+    size = sample_counter(lambda: numbers)(batch)
+    return None if size is None else size.samples
+
+
+@pytest.mark.parametrize(
+    ("batch", "named", "expected"),
+    [
+        (TOKENS, {6}, 6),
+        (torch.zeros(12, 6, 32), {6}, 6),
+        (TOKENS, {6, 12}, 12),  # an option has the value of the leading dimension
+        (TOKENS, {24}, 12),
+        (TOKENS.float(), {6}, 12),  # vectors of six features
+        (torch.zeros(12, 6, 8, 8), {6}, 12),  # images of six channels
+        (torch.zeros(12, 1, dtype=torch.long), {1}, 12),
+    ],
+)
+def test_time_may_come_first(batch: torch.Tensor, named: set[int], expected: int) -> None:
+    assert samples(((batch,), {}), configured={1}, named=named) == expected
+
+
+def test_a_loaders_batch_size_tells_which_dimension_samples_are() -> None:
+    assert samples(TOKENS, configured={6}, loaded=12) == 12
+    assert samples(TOKENS, configured={1}, loaded=6) == 6
+
+
+def test_several_rows_of_each_sample_are_all_counted() -> None:
+    assert samples(torch.zeros(16, 3), configured={1, 8}, loaded=8) == 16
+
+
+def test_what_has_no_tensor_has_no_size() -> None:
+    assert samples({"text": "a"}, configured={1}) is None
+
+
+@pytest.mark.parametrize(("fed", "rows", "expected"), [(8, (2, 1), 4), (7, (2, 1), 4), (6, (3, 2), 4), (8, (1, 1), 8)])
+def test_rows_that_are_not_samples_are_counted_as_samples(fed: int, rows: tuple[int, int], expected: int) -> None:
+    size = sample_counter(lambda: BatchNumbers(configured={4}, named=set(), loaded=None), rows=rows)(
+        torch.zeros(fed, 3)
+    )
+    assert size is not None
+    assert size.samples == expected

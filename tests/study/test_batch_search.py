@@ -1,9 +1,10 @@
-"""What the batch size follows by, decided from a profile launch's record."""
+"""What the batch size follows by, decided from a profile launch's record; data and batches that are fed."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
 from optuna_dsat.script.arg_mapping import STAGE, map_arguments
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.study.profile import batch_search
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.search import recorder
+from optuna_dsat.study.space import dataset_size, epoch_samples, largest_global_batch
 from tests.harness.studies import StudyBench
 
 MAPPED = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json", "arg_mappings": {MICRO_BATCH: "--bs"}}
@@ -283,3 +287,25 @@ def test_an_option_that_sets_the_stage_is_proven(
     for other in (mapped, bench.spec(script=script, ds_config={}, follow_batch=False)):
         assert batch_search.find_stage_option(other, launch, profile, **asked) == ""
     assert given == []
+
+
+@pytest.mark.parametrize(("loads_all", "given", "expected"), [
+    (False, None, (8000, 8000, 800)),
+    (True, None, (4000, 8000, 400)),
+    (True, 6000, (6000, 6000, 600)),
+])  # fmt: skip
+def test_data_that_each_rank_loads_as_a_whole_count_once(
+    bench: StudyBench, profiled: Profiled, loads_all: bool, given: int | None, expected: tuple[int, int, int]
+) -> None:
+    profiled = Profiled.from_json(replace(profiled, samples_per_rank=4000, loads_all=loads_all).to_json())
+    spec = bench.spec(dataset_size=given)
+    sizes = dataset_size(spec, profiled), epoch_samples(spec, profiled), largest_global_batch(spec, profiled, own=8)
+    assert sizes == expected
+
+
+@pytest.mark.parametrize(("fed", "limit"), [(16, 32), (64, 127), (None, 127)])
+def test_a_script_that_feeds_less_than_its_micro_batch_is_asked_for_no_more(fed: int | None, limit: int) -> None:
+    config = {"train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 2}
+    record = SimpleNamespace(observed_micro_batch=fed, data_at_most=lambda batch: 5 * batch)
+    flight: Any = SimpleNamespace(request=SimpleNamespace(ds_config=config, end_profile_step=3), record=record)
+    assert recorder._data_limit(flight) == limit

@@ -1,11 +1,17 @@
-"""Differences between the exported config and the user's."""
+"""The exported config: its differences to the user's, scaled steps, and what trainers take."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from optuna_dsat.config.ds_config import flatten
-from optuna_dsat.study.config_changes import Change, changes_in_words, config_changes
+from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.study.config_changes import Change, changes_in_words, config_changes, ready_config
+from optuna_dsat.study.requests import full_request
+from optuna_dsat.study.result import learning_rate_advice
+from optuna_dsat.study.spec import make_spec
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
@@ -49,3 +55,65 @@ def test_a_result_accounts_for_every_key_of_the_users_config(bench: StudyBench) 
     assert {key for key, value in flatten(config).items() if after.get(key) != value} <= changed.keys()
     written = {*after, "train_batch_size"}  # which both configs leave to DeepSpeed
     assert all(result_value == "" for key, (_, result_value) in changed.items() if key not in written)
+
+
+TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+COMPLETE = {"zero_optimization": {"stage": 3}, TRAIN: 12, MICRO: 3, ACCUMULATION: 2}
+
+
+@pytest.mark.parametrize(
+    ("own", "left_out"),
+    [
+        ((), {TRAIN}),
+        ((MICRO,), {TRAIN}),
+        ((MICRO, ACCUMULATION), {TRAIN}),
+        ((TRAIN,), {ACCUMULATION}),
+        ((TRAIN, MICRO), {ACCUMULATION}),
+        ((TRAIN, MICRO, ACCUMULATION), set()),
+    ],
+)
+def test_two_batch_sizes_are_written_unless_the_users_config_has_all_three(
+    own: tuple[str, ...], left_out: set[str]
+) -> None:
+    config = ready_config(COMPLETE, own=dict.fromkeys(own, 1), trainer=None)
+    assert config == {key: value for key, value in COMPLETE.items() if key not in left_out}
+
+
+def test_the_trainers_refusals_are_left_out_too() -> None:
+    trainer = ScriptTrainer(framework="lightning", micro_batch=3, gradient_accumulation_steps=2, options={})
+    config = ready_config(COMPLETE, own={MICRO: 1}, trainer=trainer)
+    assert config.keys() & {TRAIN, MICRO, ACCUMULATION} == {MICRO}
+
+
+def test_training_by_the_tuner_leaves_the_global_batch_to_deepspeed_as_its_launches_do() -> None:
+    script: dict[str, Any] = {"script": "train.py", "args": (), "cwd": "/project", "config_path": ""}
+    spec = make_spec(
+        name="s", method="random", script=script, ds_config={}, device="cpu", slots_per_trial=2, output_dir="o"
+    )
+    request = full_request(spec, config=COMPLETE, overlay={})
+    assert request.ds_config == {key: value for key, value in COMPLETE.items() if key != TRAIN}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": 500}}},
+            ("params.warmup_num_steps from 5 to 1", "params.total_num_steps from 500 to 125"),
+        ),
+        ({"scheduler": {"params": {"cycle_first_step_size": 40}}}, ("cycle_first_step_size from 40 to 10",)),
+        ({"scheduler": {"params": {"lr_range_test_step_size": 200}}}, ("lr_range_test_step_size from 200 to 50",)),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}}, ("freeze_step from 400 to 100",)),
+    ],
+)
+def test_numbers_of_steps_are_scaled_with_the_batch(config: dict[str, Any], expected: tuple[str, ...]) -> None:
+    advice = learning_rate_advice(config, batch=16, user_batch=4)
+    assert advice is not None
+    assert all(text in advice for text in expected)
+
+
+def test_what_the_trainer_computes_is_not_scaled() -> None:
+    config = {"scheduler": {"params": {"total_num_steps": "auto"}}, "steps_per_print": 10}
+    advice = learning_rate_advice(config, batch=16, user_batch=4)
+    assert advice is not None
+    assert "counts these in steps" not in advice

@@ -14,11 +14,12 @@ from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.escape import shell
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.settings_file import SettingsCopy
-from optuna_dsat.study.command import command_to_train, training_command
+from optuna_dsat.study.command import cluster_training_command, command_to_train, training_command
 from optuna_dsat.study.config_changes import complete_config
 from optuna_dsat.study.result import learning_rate_advice, write_settings
 from optuna_dsat.study.spec import StudySpec, make_spec
 from tests.harness.small_model import profiled_of
+from tests.harness.studies import spec_of
 
 BEST = Path("/out/s/best_ds_config.json")
 STORAGE = "sqlite:////out/study.db"
@@ -252,3 +253,8 @@ def test_a_copy_with_the_value_of_a_reference_is_read_by_nobody_else(tmp_path: P
     write_settings(copy, {"tracker": {"key": key}})
     assert copy.path.read_text() == copy.text
     assert copy.path.stat().st_mode & 0o777 == mode
+
+
+def test_the_command_for_ray_names_the_interpreter_that_has_the_package(tmp_path: Path) -> None:
+    command = cluster_training_command(spec_of(tmp_path, on="ray"), settings=["A=1"], words=["train.py"])
+    assert shlex.split(command)[3:7] == ["A=1", sys.executable, "-m", "optuna_dsat.launch.places.ray_train"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from optuna.trial import TrialState
 
@@ -15,7 +16,9 @@ from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds
 from optuna_dsat.study.progress import FinalistMeasured, Message, ProfileFinished, ProfileStarted, TrialFinished
+from optuna_dsat.study.search.proposals import _reason
 from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import FIXED_ATTR, PLAN_ATTR, RETRY_ATTR
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
@@ -442,3 +445,25 @@ def test_a_finalist_of_long_steps_counts_fewer_of_them(
     counted = [launch.steps for launch in launches_of(bench)]
     assert counted
     assert all(abs(count - steps) <= 2 for count in counted), counted
+
+
+PLAN = {PLAN_ATTR: {"reason": "larger micro-batch"}}
+FIXED: dict[str, Any] = {FIXED_ATTR: {}}
+
+
+@pytest.mark.parametrize(
+    ("system", "user", "reason"),
+    [
+        (PLAN, {}, "larger micro-batch"),
+        ({**PLAN, **FIXED, RETRY_ATTR: 3}, {}, "larger micro-batch"),
+        (FIXED, {}, "enqueued"),
+        (FIXED, {attributes.PURPOSE: attributes.USER_CONFIG}, "your config"),
+        (FIXED, {attributes.SIMPLIFIES: 4}, "trial 4 without settings that may have no effect"),
+        ({}, {}, ""),
+    ],
+)
+def test_a_trial_has_the_reason_of_its_plan_also_when_it_is_tried_again(
+    system: dict[str, Any], user: dict[str, Any], reason: str
+) -> None:
+    trial = optuna.trial.create_trial(value=1.0, system_attrs=system, user_attrs=user)
+    assert _reason(trial) == reason

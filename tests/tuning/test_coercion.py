@@ -1,15 +1,17 @@
-"""What Python code may give for an argument, and what is said where it may not."""
+"""What Python code and texts of a command line may give for an argument, and what is said where they may not."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from optuna_dsat.errors import UsageError
+from optuna_dsat.study.options.parse import split_fixed, split_mappings, split_stages
 from optuna_dsat.tuning.options.keywords import coerced, plain_data
 
 STAGES = Sequence[int] | int | None
@@ -95,3 +97,31 @@ def test_what_may_be_secret_is_not_shown() -> None:
 def test_data_become_those_of_json() -> None:
     given = {"a": (1, np.float64(0.5)), "b": {"c": np.int16(3), "d": Path("x")}, "e": [None, "t", True]}
     assert plain_data(given, "it") == {"a": [1, 0.5], "b": {"c": 3, "d": "x"}, "e": [None, "t", True]}
+
+
+@pytest.mark.parametrize(
+    ("split", "texts", "value"),
+    [
+        (split_stages, ["3", "1,2 1"], (1, 2, 3)),
+        (split_fixed, ["overlap_comm=true", "reduce_bucket_size=5e7", "name=a=b"],
+         {"overlap_comm": True, "reduce_bucket_size": 5e7, "name": "a=b"}),
+        (split_mappings, ["train_batch_size=--batch"], {"train_batch_size": "--batch"}),
+    ],
+)  # fmt: skip
+def test_texts_become_values(split: Callable[[Any], Any], texts: list[str], value: Any) -> None:
+    assert split(texts) == value
+    assert split(None) is split([]) is None
+
+
+@pytest.mark.parametrize(
+    ("split", "text", "message"),
+    [
+        (split_stages, "4", "--zero-stages names '4'"),
+        (split_fixed, "=1", "--fix is '=1'; write KEY=VALUE"),
+        (split_fixed, "overlap_comm=", "write KEY=VALUE"),
+        (split_mappings, "train_batch_size", "--arg-mapping is 'train_batch_size'; write KEY=--OPTION"),
+    ],
+)
+def test_what_cannot_be_read_is_named(split: Callable[[Any], Any], text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        split([text])
