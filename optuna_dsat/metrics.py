@@ -7,19 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "LARGER_IS_BETTER",
-    "METRICS",
-    "PER_ELEMENT",
-    "SMALLER_IS_BETTER",
-    "UTILISATION",
-    "Interval",
-    "direction_of",
-    "shares_of_linear",
-    "speed_up",
-    "student_t_975",
-]
-
 LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput")
 """FLOP/s per GPU, and samples/s over all ranks."""
 SMALLER_IS_BETTER = ("latency", "forward", "backward", "step")

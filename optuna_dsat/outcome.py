@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Outcome"]
-
 
 class Outcome(str, Enum):
     """Outcome of a launch; its value is stored and shown."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["ENDING", "KEYBOARD", "handling", "is_told_again"]
-
 KEYBOARD = frozenset({signal.SIGINT, signal.SIGQUIT})
 """Signals that a person sends by a terminal, to all of its foreground processes: Ctrl-C and Ctrl-\\."""
 

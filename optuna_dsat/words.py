@@ -15,35 +15,6 @@ from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.metrics import PER_ELEMENT
 
-__all__ = [
-    "KNOBS_APART",
-    "bytes_in_words",
-    "choices_in_words",
-    "combinations_in_words",
-    "config_in_words",
-    "count_in_words",
-    "date_in_words",
-    "differences_in_words",
-    "duration_in_words",
-    "faster_in_words",
-    "flops_in_words",
-    "knob_in_words",
-    "metric_in_words",
-    "outcome_in_words",
-    "outcomes_in_words",
-    "params_in_words",
-    "range_in_words",
-    "rule_in_words",
-    "setting_in_words",
-    "share_in_words",
-    "slot_name",
-    "slot_time_in_words",
-    "step_time_in_words",
-    "steps_in_words",
-    "things_in_words",
-    "times_in_words",
-]
-
 _LAST_DATE_S = 2**35
 """Unix times from here on (a thousand years ahead) are not plausible dates."""
 _SHOWN_DIFFERENCES = 6

@@ -20,8 +20,6 @@ from optuna_dsat.trials.history import best_score, read_history
 from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage
 from optuna_dsat.words import things_in_words
 
-__all__ = ["AshaPruner", "Rung", "Rungs", "build_rungs"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rungs:

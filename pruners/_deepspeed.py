@@ -16,8 +16,6 @@ from optuna_dsat.trials.history import best_score, by_structure, read_history, s
 from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage, search_interval
 from optuna_dsat.words import things_in_words
 
-__all__ = ["DeepSpeedPruner"]
-
 _NOISE = 0.03
 """Largest relative difference at which metrics of a lineage count as equal."""
 _SPREAD = 0.2

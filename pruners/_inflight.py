@@ -11,8 +11,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.trials.lineage import RETRY_ATTR, Feasibility, Lineage, feasibility, group
 
-__all__ = ["below_rung", "cannot_win", "chosen_by_user", "lineage_of", "step_noise"]
-
 _SIGMAS = 3.0
 """Standard errors within which a trial is not stopped."""
 

@@ -37,8 +37,6 @@ from optuna_dsat.trials.lineage import (
     unused_micro_batches,
 )
 
-__all__ = ["LineageSampler", "Proposal"]
-
 _SEED_ATTR = "dsat:sampler_seed"
 _PLAN_ATTEMPTS = 3
 _MISSING = object()

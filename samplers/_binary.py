@@ -13,8 +13,6 @@ from optuna_dsat.trials.bisection import edge_interval, refine
 from optuna_dsat.trials.history import StudyHistory, best_lineage, best_score, same_structure, structure_edge
 from optuna_dsat.trials.lineage import Lineage, middle, past_peak, search_interval, unused_micro_batches
 
-__all__ = ["BinarySearchSampler"]
-
 
 class BinarySearchSampler(LineageSampler):
     """Sampler that draws lineages at random and bisects the micro-batch inside each.

@@ -11,8 +11,6 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.samplers._binary import BinarySearchSampler
 from optuna_dsat.trials.history import StudyHistory, read_history
 
-__all__ = ["GuidedSampler"]
-
 
 class GuidedSampler(BinarySearchSampler):
     """Sampler that plans launches with models of DeepSpeed's memory and step time, fitted to all launches so far.

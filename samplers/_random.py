@@ -12,8 +12,6 @@ from optuna_dsat.samplers._base import LineageSampler, Proposal
 from optuna_dsat.trials.history import StudyHistory, structure_edge
 from optuna_dsat.trials.lineage import MICRO_BATCH, PLAN_ATTR, Feasibility, Lineage, feasibility, unused_micro_batches
 
-__all__ = ["LineageRandomSampler"]
-
 
 class LineageRandomSampler(LineageSampler):
     """Sampler that draws lineages at random and a few micro-batches in each, around the middle of its bounds.

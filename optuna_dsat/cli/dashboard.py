@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from optuna_dsat.report.dashboard.publish import Published
     from optuna_dsat.store import Store
 
-__all__ = ["dashboard"]
-
 _MOST_NAMED = 5
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

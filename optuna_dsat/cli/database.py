@@ -11,8 +11,6 @@ from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Storage
 from optuna_dsat.errors import StorageUrlError, UnreadableStudyError
 from optuna_dsat.escape.terminal import say_prose
 
-__all__ = ["database"]
-
 
 def _upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
     """Bring a database made by an older version up to date."""

@@ -20,8 +20,6 @@ from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, OUTPUT_DIR
 if TYPE_CHECKING:
     from optuna_dsat.doctor.finding import Finding
 
-__all__ = ["check", "doctor", "print_findings"]
-
 
 class _Cluster(StrEnum):
     """Clusters whose nodes can be examined."""

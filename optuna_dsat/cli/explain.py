@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from optuna_dsat.report.explain.explanation import Explanation
     from optuna_dsat.report.explain.prediction_gap import PredictionGap
 
-__all__ = ["explain"]
-
 
 def explain(
     name: LatestName = None,

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from optuna_dsat.plan.scaling import AtCount
     from optuna_dsat.plan.transformer import TransformerShape
 
-__all__ = ["PlanOptions", "plan"]
-
 _model = partial(typer.Option, rich_help_panel="Without a launch: the model")
 _machine = partial(typer.Option, rich_help_panel="Without a launch: the machine")
 _launch = partial(typer.Option, rich_help_panel="With a launch")

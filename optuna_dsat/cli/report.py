@@ -21,8 +21,6 @@ from optuna_dsat.errors import UsageError
 if TYPE_CHECKING:
     from optuna_dsat.report.view import StudyView
 
-__all__ = ["report"]
-
 _ELSEWHERE = re.compile(r"(?P<name>[^/]+)@(?P<url>[a-z][\w+]*://.*)", re.DOTALL)
 """A study in another database. Study names contain no slash."""
 

@@ -18,8 +18,6 @@ from optuna_dsat.escape.terminal import say
 if TYPE_CHECKING:
     from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["Approval", "Python", "Trust", "Workdir", "ask_for_secrets", "resume", "worker"]
-
 _MaxTrials = Annotated[int | None, option("--max-trials", help="New number of launches of trials.")]
 _MinGain = Annotated[
     float | None,

@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from optuna_dsat.tuning.prepare import Prepared
     from optuna_dsat.tuning.run import StudyRun
 
-__all__ = [
-    "OutputOptions",
-    "asha_search",
-    "binary_search",
-    "guided_search",
-    "random_search",
-    "run",
-    "run_request",
-    "run_search",
-    "tune_search",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from optuna_dsat.tuning.options.given import Given
     from optuna_dsat.tuning.run import AtGpus
 
-__all__ = ["options_given", "show_by_gpus", "show_options", "show_preview", "show_result"]
-
 _POSITIONAL = frozenset({"script", "ds_config", "script_args"})
 _BAR_CELLS = 40
 """Width of the longest bar."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from optuna_dsat.store import Store
     from optuna_dsat.study.stored import StoredStudy
 
-__all__ = ["best", "delete", "export", "show", "studies", "trials"]
-
 _COLUMNS = ("study", "method", "script", "launches", "metric", "best", "trial", "known by", "speed-up", "created")
 _MOST_SHOWN = 5
 """Maximum number of search trials in ``show``."""

@@ -13,8 +13,6 @@ from optuna_dsat.escape.terminal import cell, one_line, say, say_prose
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["UNBOUNDED", "console_of", "notify", "print_table"]
-
 UNBOUNDED = 10_000
 """Width in characters at which lines are never folded."""
 

@@ -16,8 +16,6 @@ from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Length, is_trial_class
 
-__all__ = ["TrainOptions", "train"]
-
 _LENGTH = "LENGTH"
 _OF_CLASS = (
     *("hparams", "max_length", "validation_period", "checkpoint_period", "report_period", "checkpoint_dir", "resume"),

@@ -21,8 +21,6 @@ from optuna_dsat.words import (
     times_in_words,
 )
 
-__all__ = ["LineView", "lines_of"]
-
 _QUIET_S = 2.0
 """Shortest phase to print, in seconds."""
 

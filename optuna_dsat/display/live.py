@@ -27,8 +27,6 @@ from optuna_dsat.study import progress
 from optuna_dsat.study.live_state import LaunchInFlight, LiveState, time_left_in_words
 from optuna_dsat.words import count_in_words, duration_in_words, metric_in_words, times_in_words
 
-__all__ = ["LiveView", "make_observer", "render"]
-
 _BAR_CELLS = 10
 _PADDING = 2
 _WORDS = 1

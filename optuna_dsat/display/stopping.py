@@ -12,8 +12,6 @@ from types import FrameType
 from optuna_dsat.escape.terminal import drop_lost_terminal
 from optuna_dsat.signals import ENDING, handling, is_told_again
 
-__all__ = ["EXIT_INTERRUPTED", "STOP_MESSAGE", "Stopping", "stopping_on_signals"]
-
 EXIT_INTERRUPTED = 130
 """Exit code of an interrupted command, as in shells."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from optuna_dsat.escape.terminal import one_line
 
-__all__ = ["figure_text", "safe_figure"]
-
 _FOREIGN_TAG = re.compile(r"<(?!/?(?:b|br|extra|i|sub|sup)>)", re.IGNORECASE)
 """Start of a tag that our figures do not use."""
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from optuna_dsat.escape.terminal import one_line, plain
 from optuna_dsat.runtime.files import MESSAGE_CHARS, TEXT_CHARS, shortened
 
-__all__ = ["Markdown", "code", "fenced", "literal", "table"]
-
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&!])")
 _LIST_MARK = re.compile(r"^(\s*)(\d*)([-+=.)])(?=[-=\s]|$)")
 _RUN = re.compile("`+")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-__all__ = ["OutsideError", "held_inside", "page_address"]
-
 
 class OutsideError(ValueError):
     """A name leads out of its folder, directly or by a symlink."""

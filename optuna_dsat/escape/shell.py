@@ -12,8 +12,6 @@ from pathlib import Path
 
 from optuna_dsat.escape.terminal import plain
 
-__all__ = ["enter", "folded", "in_folder", "program", "shell_line"]
-
 _WORD = re.compile(r"""(?:\$'(?:\\.|[^'\\])*'|'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""", re.DOTALL)
 _GOES_ON = " \\\n  "
 _left: list[Path] = []

@@ -17,17 +17,6 @@ from optuna_dsat.runtime.files import shortened
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = [
-    "CELL_CHARS",
-    "cell",
-    "drop_lost_terminal",
-    "one_line",
-    "outliving_the_terminal",
-    "plain",
-    "say",
-    "say_prose",
-]
-
 CELL_CHARS = 600
 """Longest text in a cell of a table."""
 

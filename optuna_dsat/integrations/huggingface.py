@@ -19,8 +19,6 @@ from optuna_dsat.runtime.adapt.hugging_face import TRAINER_FIELDS
 from optuna_dsat.runtime.overlay import effective_config, nest, read_config
 from optuna_dsat.runtime.rank import current_plan
 
-__all__ = ["DsatCallback", "get_hf_args_with_overwrites"]
-
 _CONFIG_OPTION = "--deepspeed"
 _OVERWRITES = "overwrite_deepspeed_args"
 _CONFIG = "deepspeed_config"

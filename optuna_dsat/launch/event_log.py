@@ -24,8 +24,6 @@ from optuna_dsat.runtime.events import (
 )
 from optuna_dsat.runtime.files import open_regular
 
-__all__ = ["END_BYTES", "START_BYTES", "EventLog", "EventTail", "GrowingFile", "LogLimit", "dropped_in_words"]
-
 _EVENT_WORDS = {
     RankStarted: "the start of the script",
     EngineReady: "the end of deepspeed.initialize",

@@ -10,8 +10,6 @@ from optuna_dsat.runtime.events import (
     Event,
 )
 
-__all__ = []
-
 
 @dataclass(frozen=True, kw_only=True)
 class StopReason:

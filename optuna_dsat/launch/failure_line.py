@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from optuna_dsat.runtime.files import shortened
 
-__all__ = ["failure_line", "refused_values"]
-
 _VALIDATION = re.compile(r"\d+ validation errors? for (\w+)")
 _REASON = re.compile(
     r"\s+(?P<text>.*?)(?: \[type=(?P<type>\w+), input_value=(?P<value>.*), input_type=(?P<of>\w+)\])?$"

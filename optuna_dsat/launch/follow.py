@@ -19,8 +19,6 @@ from optuna_dsat.launch.protocol import (
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 
-__all__ = ["DEFAULT_LIMIT_S", "MOST_KILLED", "SlotWait", "follow"]
-
 DEFAULT_LIMIT_S = 600.0
 _QUIET_S = 2.0
 """Shortest reported wait."""

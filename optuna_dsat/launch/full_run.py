@@ -21,8 +21,6 @@ from optuna_dsat.launch.machine.tree import first_failure_code
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.signals import ENDING, KEYBOARD, handling, is_told_again
 
-__all__ = ["run_full"]
-
 _WAIT_S = 0.5
 """Interval between attempts to take devices."""
 

@@ -20,16 +20,6 @@ from optuna_dsat.launch.launch import Launch
 from optuna_dsat.launch.protocol import Conditions, LaunchRequest
 from optuna_dsat.runtime.isolation import mounts
 
-__all__ = [
-    "FolderWatch",
-    "State",
-    "changed_paths",
-    "describe_isolation",
-    "snapshot",
-    "weakest_isolation",
-    "why_no_overlay",
-]
-
 _PROBE_S = 10.0
 _STRENGTH = ("off", "python", "mount")
 

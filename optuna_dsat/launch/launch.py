@@ -20,8 +20,6 @@ from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event, RankFinished
 from optuna_dsat.runtime.process import EXIT_LIMIT_S
 
-__all__ = ["FailedFork", "Launch", "Processes", "WaitingLaunch"]
-
 _EXIT_GRACE_S = EXIT_LIMIT_S + 1.0
 """Time for ranks to exit after their last record, before they are killed: they end themselves at ``EXIT_LIMIT_S``."""
 

@@ -36,8 +36,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.measure.live import NotLiveError
 
-__all__ = ["Places", "TorchrunLauncher", "local_launcher"]
-
 _NOT_OF_THE_CONFIGURATION = frozenset(
     {
         Outcome.COMMUNICATION_ERROR,

@@ -33,19 +33,6 @@ from optuna_dsat.runtime.events import (
 )
 from optuna_dsat.runtime.trial_config import PartitionedModelError
 
-__all__ = [
-    "GlobalStep",
-    "LaunchRecord",
-    "confidence_interval",
-    "input_variation",
-    "is_certain",
-    "merge_ranks",
-    "metrics_of",
-    "per_element_metric",
-    "step_time_uncertainty",
-    "without_rare_evaluation",
-]
-
 _LEAST_VARIATION = 0.05
 """Relative variation (range divided by mean) up to which input sizes count as equal."""
 

@@ -16,24 +16,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import Event
 
-__all__ = [
-    "Conditions",
-    "Finished",
-    "Holder",
-    "LaunchReport",
-    "LaunchRequest",
-    "LaunchUpdate",
-    "Launcher",
-    "Observed",
-    "Rendezvous",
-    "ScriptCommand",
-    "Settled",
-    "SlotsBusyError",
-    "SlotsTakenError",
-    "dropped_in_words",
-    "is_launch_id",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions(Record):

@@ -22,8 +22,6 @@ from optuna_dsat.runtime.files import open_regular
 from optuna_dsat.runtime.process import EXIT_EVENTS_LOST
 from optuna_dsat.secrecy.references import hidden_text
 
-__all__ = ["complete_report", "isolation_notice", "report_of", "report_of_unstarted", "write_report"]
-
 _EXPLAINED_BY_LOG = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
 """Outcomes whose report quotes the end of the log if no rank recorded a traceback."""
 

@@ -39,15 +39,6 @@ from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.references import hidden_text, shell_join
 
-__all__ = [
-    "RANK_VARIABLES",
-    "TRACKER_FOLDERS",
-    "OutputError",
-    "RunDirectory",
-    "readable_errors",
-    "recorded_environment",
-]
-
 _RECORDED_NAMES = frozenset(
     {
         "CLEARML_OFFLINE_MODE",

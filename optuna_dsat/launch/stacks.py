@@ -13,8 +13,6 @@ from optuna_dsat.runtime.files import open_regular
 from optuna_dsat.runtime.stacks import STACK_SIGNAL, stacks_path
 from optuna_dsat.runtime.user_code import is_installed
 
-__all__ = ["StackWatch", "describe_stacks", "request_stacks"]
-
 _ANSWER_S = 3.0
 """Time for a rank to write its stacks, and for a node to send them."""
 _MOST_BYTES = 2**20

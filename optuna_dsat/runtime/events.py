@@ -16,26 +16,6 @@ from typing import Any, ClassVar
 
 from optuna_dsat.runtime.files import TEXT_CHARS, shortened, storable
 
-__all__ = [
-    "STEPS_SKIPPED",
-    "BatchSourcesFound",
-    "EngineReady",
-    "EnvironmentSet",
-    "Event",
-    "EventWriteError",
-    "EventWriter",
-    "ModulesImported",
-    "ProfileMeasured",
-    "RankFailed",
-    "RankFinished",
-    "RankStarted",
-    "StepMeasured",
-    "TrainerFound",
-    "decode_event",
-    "encode_event",
-    "events_path",
-]
-
 STEPS_SKIPPED = "steps_skipped"
 """Reason of ``RankFinished``: the loss scaler skipped ``MOST_SKIPPED_STEPS``, the maximum per launch."""
 

@@ -24,17 +24,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.checkpointing import CheckpointingError
 from optuna_dsat.runtime.files import shortened
 
-__all__ = [
-    "Diagnosis",
-    "TooFewSamplesError",
-    "diagnose",
-    "format_traceback",
-    "message_of",
-    "message_with_cause",
-    "missing_bytes",
-    "without_runtime_frames",
-]
-
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ALLOCATION = re.compile(
     r"(?:allocate|[cm]?alloc|requested size:)(?: async)? ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE

@@ -17,19 +17,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TextIO
 
-__all__ = [
-    "MESSAGE_CHARS",
-    "TEXT_CHARS",
-    "open_regular",
-    "read_regular",
-    "set_aside",
-    "shortened",
-    "storable",
-    "stream_of",
-    "write_output",
-    "write_text_atomic",
-]
-
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int | None = None) -> None:
     """Write a UTF-8 file atomically: readers see either the old or the new content.

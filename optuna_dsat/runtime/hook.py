@@ -61,8 +61,6 @@ from optuna_dsat.runtime.overlay import MICRO_BATCH, MODEL, read_config, without
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
 
-__all__ = ["DeepSpeedHook"]
-
 _MOST_STEPS_WITHOUT_ENGINE = 3
 """Number of optimizer steps before ``deepspeed.initialize`` after which a script counts as not using DeepSpeed."""
 _TRAINERS = (HuggingFaceHook, LightningHook)  # they read the config before ``deepspeed.initialize`` does

@@ -18,17 +18,6 @@ from pathlib import Path
 from types import FrameType, MethodType, ModuleType
 from typing import Any, TypeVar
 
-__all__ = [
-    "EnvironmentWatch",
-    "ImportWatch",
-    "as_text",
-    "imported_modules",
-    "installed_folders",
-    "loaded_operators",
-    "patch",
-    "replace_function",
-]
-
 
 def imported_modules() -> list[str]:
     """Return the installed modules that this process has imported, in import order.

@@ -8,23 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "CHECKPOINT_EVERY",
-    "GRADIENT_ACCUMULATION",
-    "MICRO_BATCH",
-    "MODEL",
-    "TRAIN_BATCH",
-    "LaidConfig",
-    "effective_config",
-    "flatten",
-    "merge",
-    "nest",
-    "read_config",
-    "scripts_own",
-    "without_impossible_zero",
-    "without_model",
-]
-
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a nested config as dotted key -> value, without empty objects; lists are values."""

@@ -56,18 +56,6 @@ from optuna_dsat.runtime.reporting import set_current_trial
 from optuna_dsat.runtime.stacks import register_stacks
 from optuna_dsat.secrecy.references import PREFIX, hidden_text, keep, names_in, resolved
 
-__all__ = [
-    "AGENT_ENV",
-    "EXIT_EVENTS_LOST",
-    "EXIT_LIMIT_S",
-    "FailedExit",
-    "exit_as_python",
-    "exit_code",
-    "run_rank",
-    "take_secrets",
-    "with_secrets",
-]
-
 EXIT_EVENTS_LOST = 74
 """Exit code of a rank whose events could not be written (``EX_IOERR`` of ``sysexits.h``)."""
 

@@ -6,8 +6,6 @@ import functools
 import socket
 from pathlib import Path
 
-__all__ = ["START_TIME_FIELD", "process_space", "start_ticks", "stat_fields"]
-
 START_TIME_FIELD = 19
 """Index of the start time (clock ticks since boot) in ``stat_fields``."""
 

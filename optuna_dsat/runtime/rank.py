@@ -14,16 +14,6 @@ from typing import Any
 from optuna_dsat.runtime.isolation.world import WorldPlan
 from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
 
-__all__ = [
-    "LAUNCH_ENV",
-    "MANUAL_INIT_ENV",
-    "GroupRank",
-    "LaunchPlan",
-    "Rank",
-    "current_plan",
-    "initializes_distributed_manually",
-]
-
 _MOST_CONTINUED_STEPS = 100_000
 """Bound on the steps of a launch that may measure further trials."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from optuna_dsat.runtime.overlay import merge, nest, read_config
 
-__all__ = ["dsat_reporting_context", "get_ds_config_from_hparams", "set_current_trial", "trial_config"]
-
 
 class _Current:
     """The launch of this process; None outside of a launch."""

@@ -8,8 +8,6 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["STACK_SIGNAL", "register_stacks", "stacks_path"]
-
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 """Signal that makes a rank append the stacks of its threads to its file; None on systems without a free signal."""
 

@@ -21,8 +21,6 @@ from optuna_dsat.runtime.overlay import (
 from optuna_dsat.runtime.rank import LaunchPlan
 from optuna_dsat.secrecy.shapes import hidden_data
 
-__all__ = ["PartitionedModelError", "TrialConfig", "config_differences", "settings_told"]
-
 # Differences between the config that a script passes to DeepSpeed and the user's config file.
 #
 # The tuner only knows the file. A script that builds its config in code, or reads another file, trains with different

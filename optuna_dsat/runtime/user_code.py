@@ -14,8 +14,6 @@ from typing import Any
 
 from optuna_dsat.runtime.files import read_regular
 
-__all__ = ["LARGEST_SIZE", "Place", "is_installed", "is_size", "is_stage", "parsed_source", "place_of", "places_of"]
-
 Place = tuple[str, int]
 """File and line."""
 

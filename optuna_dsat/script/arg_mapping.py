@@ -9,8 +9,6 @@ from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRA
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.adapt.config import with_option
 
-__all__ = ["MAPPABLE", "STAGE", "map_arguments", "parse_mappings"]
-
 STAGE = "zero_optimization.stage"
 MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH, STAGE)
 """Keys of a DeepSpeed config that an option of the script may follow."""

@@ -13,8 +13,6 @@ from optuna_dsat.config.record import Record
 from optuna_dsat.runtime.adapt.parsers import means_batch, means_elsewhere, means_length, names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound
 
-__all__ = ["BatchRule", "guesses", "held", "loads_all", "samples_per_rank", "varying"]
-
 _MOST_GUESSES = 6
 """Maximum number of guesses; each costs a launch."""
 

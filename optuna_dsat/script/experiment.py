@@ -12,8 +12,6 @@ from optuna_dsat.config.documents import as_written
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.trial_class import CONFIG, is_trial_class, read_settings
 
-__all__ = ["Experiment", "read_experiment", "training_options"]
-
 _LENGTHS = {
     "--max-length": ("searcher", "max_length"),
     "--validation-period": ("min_validation_period",),

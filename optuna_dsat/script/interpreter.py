@@ -20,22 +20,6 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, shortened
 from optuna_dsat.secrecy.shapes import hidden
 
-__all__ = [
-    "Installation",
-    "default_python",
-    "examined",
-    "has_console_script",
-    "interpreter_of",
-    "module_command",
-    "named_python",
-    "package_folders",
-    "script_python",
-    "script_versions",
-    "usable",
-    "why_python_does_not_start",
-    "with_package",
-]
-
 OLDEST = (3, 9)
 """Oldest Python on which a launch runs."""
 _SAFE_PATH = (3, 11)

@@ -20,17 +20,6 @@ from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.runtime.overlay import flatten, merge, nest
 from optuna_dsat.runtime.trial_config import settings_told
 
-__all__ = [
-    "SettingsCopy",
-    "find_config",
-    "find_config_key",
-    "holds_config",
-    "looks_like_config",
-    "names_file",
-    "parsed_settings",
-    "settings_copy",
-]
-
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config", "--deepspeed")
 """Options that name the config by convention: DeepSpeed's and the Hugging Face Trainer's."""
 _KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")

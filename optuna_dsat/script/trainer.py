@@ -19,8 +19,6 @@ from optuna_dsat.runtime.adapt.parsers import names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
 from optuna_dsat.script.batch_rule import guesses
 
-__all__ = ["ScriptTrainer", "trainer_guesses"]
-
 _FIELDS = {
     "transformers": TRAINER_FIELDS,
     "lightning": {ds_config.GRADIENT_ACCUMULATION: "accumulate_grad_batches"},

@@ -20,26 +20,6 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.overlay import merge, nest, read_config
 from optuna_dsat.script.command.module_file import module_file, python_tree
 
-__all__ = [
-    "ATTRIBUTES",
-    "CHECKPOINTS",
-    "DEFAULT_LENGTH",
-    "PROVIDED",
-    "REFUSED",
-    "RUNNER",
-    "Hparams",
-    "Length",
-    "check_imports",
-    "complete_training",
-    "find_trial_class",
-    "hparams_of",
-    "is_trial_class",
-    "overwrites_of",
-    "read_settings",
-    "runner_arguments",
-    "train_command",
-]
-
 RUNNER = "optuna_dsat.integrations.deepspeed_trial"
 """The module that the ranks run; its first argument is ``NAME:CLASS``."""
 

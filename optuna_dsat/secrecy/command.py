@@ -11,8 +11,6 @@ from optuna_dsat.secrecy.names import is_secret, is_secret_name
 from optuna_dsat.secrecy.references import References, shell_join
 from optuna_dsat.secrecy.shapes import HIDDEN, replaced
 
-__all__ = ["hidden_command", "refer_in_command", "without_secrets"]
-
 _ASSIGNMENT = re.compile(r"(?P<head>[-+~]{0,2}(?P<name>[A-Za-z][\w./@-]*)=)(?P<value>.*)", re.DOTALL)
 """``--token=x``, Hydra's ``+hub.token=x``, ``NAME=x``."""
 _OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)")

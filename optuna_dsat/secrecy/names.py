@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["is_secret", "is_secret_name", "looks_random"]
-
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())

@@ -16,18 +16,6 @@ from typing import Any
 from optuna_dsat.secrecy.names import is_secret, is_secret_name
 from optuna_dsat.secrecy.shapes import HIDDEN, find_secrets, hidden
 
-__all__ = [
-    "PREFIX",
-    "References",
-    "hidden_text",
-    "keep",
-    "names_in",
-    "resolved",
-    "shell_join",
-    "value_of",
-    "values_for",
-]
-
 PREFIX = "OPTUNA_DSAT_SECRET_"
 """Prefix of the variables' names."""
 

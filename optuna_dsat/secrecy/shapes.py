@@ -9,8 +9,6 @@ from typing import Any
 
 from optuna_dsat.secrecy.names import is_secret, is_secret_name, looks_random
 
-__all__ = ["HIDDEN", "Found", "find_secrets", "hidden", "hidden_data", "replaced"]
-
 HIDDEN = "***"
 _MOST_CHARS = 1_000_000
 """Longest text to search: arguments of commands are never longer."""

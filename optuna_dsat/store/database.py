@@ -27,8 +27,6 @@ from optuna_dsat.store.retry import RETRY_LIMIT_S, leave_read_only_servers, one_
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 from optuna_dsat.words import things_in_words
 
-__all__ = ["Database", "LockLostError", "advisory_lock", "engine_options", "file_lock", "install_events"]
-
 _PAUSE_S = 0.02
 
 _ADVISORY_KEY = 0x64736174

@@ -17,8 +17,6 @@ from optuna_dsat.runtime.files import MESSAGE_CHARS, TEXT_CHARS, shortened, stor
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.tables import LaunchRow, ProfileRow, StepRow, insert_or_update
 
-__all__ = ["Measurements", "StoredLaunch", "StoredProfile"]
-
 _MEASURED = [field_.name for field_ in fields(StepMeasured) if field_.name in StepRow.__table__.columns]
 """Fields of a step's event that are stored."""
 

@@ -27,18 +27,6 @@ from optuna_dsat.store.registry import STUDY_UUID
 from optuna_dsat.store.retry import one_line_reason
 from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, insert_or_update
 
-__all__ = [
-    "HEARTBEAT_INTERVAL_S",
-    "Heartbeat",
-    "Turn",
-    "TurnLostError",
-    "Worker",
-    "delete_beat",
-    "release_trial",
-    "server_time",
-    "this_worker",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:

@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from alembic.config import Config
     from alembic.script import ScriptDirectory
 
-__all__ = [
-    "VERSION_TABLE",
-    "SchemaState",
-    "check",
-    "current",
-    "head",
-    "migrations_path",
-    "require_usable",
-    "scripts_in",
-    "upgrade",
-]
-
 VERSION_TABLE = "dsat_alembic_version"
 """Version table of our schema; ``alembic_version`` is Optuna's."""
 

@@ -21,8 +21,6 @@ from optuna_dsat.store.migrate import VERSION_TABLE, scripts_in
 from optuna_dsat.store.retry import is_transient, one_line_reason, retrying, tell_lost_commits
 from optuna_dsat.store.urls import display_url, parse_url
 
-__all__ = ["has_our_tables", "open_optuna_tables", "refuse_others_database", "refuse_unusable_tables"]
-
 _VERSION_TABLE = "alembic_version"
 _MIGRATIONS = Path(optuna.storages.__file__).parent / "_rdb" / "alembic"
 

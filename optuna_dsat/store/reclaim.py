@@ -33,8 +33,6 @@ from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S, Heartbeat, Worker, de
 from optuna_dsat.store.tables import HeartbeatRow, insert_or_skip
 from optuna_dsat.trials import attributes
 
-__all__ = ["GRACE_S", "MAX_LOSSES", "Reclaimer"]
-
 GRACE_S = 60.0
 """Age from which a heartbeat is stale, in seconds."""
 

@@ -23,8 +23,6 @@ from optuna_dsat.store.database import Database
 from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, LaunchRow, StepRow, StudyRow, insert_or_skip
 from optuna_dsat.version import __version__
 
-__all__ = ["STUDY_UUID", "Registry", "StudyRecord"]
-
 STUDY_UUID = "dsat_study_uuid"
 """User attribute of the Optuna study with the UUID by which our rows refer to it."""
 

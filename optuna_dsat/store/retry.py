@@ -26,18 +26,6 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Pending
 
 from optuna_dsat.errors import StorageError, StudyDeletedError
 
-__all__ = [
-    "REQUEST",
-    "RETRY_LIMIT_S",
-    "CommitLostError",
-    "RetryingStorage",
-    "is_transient",
-    "leave_read_only_servers",
-    "one_line_reason",
-    "retrying",
-    "tell_lost_commits",
-]
-
 T = TypeVar("T")
 
 RETRY_LIMIT_S = 60.0

@@ -27,8 +27,6 @@ from optuna_dsat.store.retry import RETRY_LIMIT_S, RetryingStorage
 from optuna_dsat.store.tables import ClaimRow, insert_or_skip
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 
-__all__ = ["Store", "load_study"]
-
 T = TypeVar("T")
 
 _PROFILE_TASK, _CONCLUSION_TASK = -1, -2

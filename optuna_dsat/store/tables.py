@@ -19,19 +19,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite
 
-__all__ = [
-    "KEY_LENGTH",
-    "Base",
-    "ClaimRow",
-    "HeartbeatRow",
-    "LaunchRow",
-    "ProfileRow",
-    "StepRow",
-    "StudyRow",
-    "insert_or_skip",
-    "insert_or_update",
-]
-
 KEY_LENGTH = 255
 """Maximum length of a stored name or key, in characters."""
 

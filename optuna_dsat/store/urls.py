@@ -16,8 +16,6 @@ from optuna_dsat.runtime.files import open_regular, shortened, storable
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.shapes import hidden
 
-__all__ = ["database_exists", "database_files", "display_url", "parse_url"]
-
 _POSTGRES_DRIVERS = frozenset({"postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"})
 _SQLITE_DRIVERS = frozenset({"sqlite", "sqlite+pysqlite"})
 _SQLITE_MAGIC = b"SQLite format 3\0"

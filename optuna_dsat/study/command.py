@@ -21,17 +21,6 @@ from optuna_dsat.study.spec import ScriptSpec, StudySpec
 if TYPE_CHECKING:
     from optuna_dsat.study.profile.profiled import Profiled
 
-__all__ = [
-    "BEST_CONFIG",
-    "SAME_BATCH_CONFIG",
-    "best_settings",
-    "cluster_training_command",
-    "command_to_train",
-    "device_settings",
-    "environment_words",
-    "training_command",
-]
-
 BEST_CONFIG = "best_ds_config.json"
 SAME_BATCH_CONFIG = "best_ds_config.same-batch.json"
 """File of the fastest config at the user's global batch (``--batch both``)."""

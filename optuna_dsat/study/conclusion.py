@@ -22,8 +22,6 @@ from optuna_dsat.study.result import BEST_METRICS, StudyResult, result_of, write
 from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.trials import attributes
 
-__all__ = ["Conclusion"]
-
 _WAIT_S = 1.0
 """Polling interval while another worker concludes the study, in seconds."""
 

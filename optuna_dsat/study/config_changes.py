@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from optuna_dsat.config.search_space import SearchSpace
     from optuna_dsat.script.trainer import ScriptTrainer
 
-__all__ = [
-    "Change",
-    "changes_in_words",
-    "checkpoint_every",
-    "checkpointing_in_words",
-    "complete_config",
-    "config_changes",
-    "ready_config",
-    "shown_settings",
-    "trainable_config",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Change:

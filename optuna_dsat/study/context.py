@@ -22,8 +22,6 @@ from optuna_dsat.study.search.methods import Method
 from optuna_dsat.study.space import objective
 from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["SearchContext", "StudyContext"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StudyContext:

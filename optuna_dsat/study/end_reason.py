@@ -12,8 +12,6 @@ from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.trials.failures import error_of, structure_failures
 from optuna_dsat.trials.lineage import ZERO_STAGE, Feasibility, feasibility
 
-__all__ = ["BUDGETS", "EndReason", "describe_structure_failures", "headroom_in_words"]
-
 
 class EndReason(StrEnum):
     """Why a search ended."""

@@ -21,8 +21,6 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.files import read_regular, set_aside, write_text_atomic
 from optuna_dsat.store import StoredLaunch
 
-__all__ = ["BEING_WRITTEN", "MARK", "digests", "held_folder", "is_folder_of", "is_held", "set_others_aside"]
-
 MARK = "study.json"
 """File that identifies the study of a folder."""
 BEING_WRITTEN = "being written"

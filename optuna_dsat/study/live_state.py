@@ -27,8 +27,6 @@ from optuna_dsat.store.leases import Worker, this_worker
 from optuna_dsat.study import progress
 from optuna_dsat.words import bytes_in_words, duration_in_words
 
-__all__ = ["LaunchInFlight", "LiveNotes", "LiveState", "read_states", "time_left_in_words"]
-
 _PROFILE = "profile"
 """Name of the profile launch."""
 _WINDOW = 20

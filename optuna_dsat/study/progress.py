@@ -14,26 +14,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.signals import ENDING, handling, is_told_again
 from optuna_dsat.study.confirm.speeds import Speed
 
-__all__ = [
-    "BestSoFar",
-    "FinalistMeasured",
-    "FinalistStarted",
-    "LaunchEnded",
-    "Message",
-    "Observer",
-    "Phase",
-    "ProfileFinished",
-    "ProfileStarted",
-    "ProgressEvent",
-    "SearchStarted",
-    "TrialDropped",
-    "TrialFinished",
-    "TrialPhase",
-    "TrialStarted",
-    "TrialStepped",
-    "uninterrupted",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressEvent:

@@ -13,8 +13,6 @@ from optuna_dsat.runtime.events import EngineReady, Event, RankStarted
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training
 from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["full_request", "launch_request", "phase_of", "script_command"]
-
 
 def script_command(spec: StudySpec) -> ScriptCommand:
     """Return the launch command of the user's script."""

@@ -40,18 +40,6 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-__all__ = [
-    "BEST_METRICS",
-    "SameBatch",
-    "StudyResult",
-    "learning_rate_advice",
-    "measurement_in_words",
-    "result_of",
-    "write_best",
-    "write_config",
-    "write_settings",
-]
-
 BEST_METRICS = "best_ds_metrics.json"
 
 

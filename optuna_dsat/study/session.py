@@ -29,8 +29,6 @@ from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.study.stored import is_spent, open_study
 from optuna_dsat.trials import attributes
 
-__all__ = ["Session"]
-
 
 class Session:
     """Runs the study of a request.

@@ -17,20 +17,6 @@ from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.spec import StudySpec
 
-__all__ = [
-    "LARGEST_SHARE",
-    "dataset_size",
-    "epoch_samples",
-    "hardware_of",
-    "is_memory_bound",
-    "largest_global_batch",
-    "largest_micro_batches",
-    "micro_batch_cap",
-    "objective",
-    "searches_checkpointing",
-    "space_of",
-]
-
 LARGEST_SHARE = 10
 """Minimum steps per epoch of the largest global batch searched by default: fewer steps do not train a model."""
 

@@ -23,15 +23,6 @@ from optuna_dsat.study.options.methods import METHODS, AshaSettings, GuidedSetti
 from optuna_dsat.study.options.settings import SearchSettings
 from optuna_dsat.words import rule_in_words
 
-__all__ = [
-    "MethodOptions",
-    "ScriptSpec",
-    "StudyRequest",
-    "StudySpec",
-    "make_spec",
-    "parse_bytes",
-]
-
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS |= {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
 _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", start=1)}

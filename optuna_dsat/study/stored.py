@@ -35,27 +35,6 @@ if TYPE_CHECKING:
     from optuna_dsat.guided.planner import GuidedPlanner
     from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 
-__all__ = [
-    "StoredStudy",
-    "UnreadableStudy",
-    "attributes_of",
-    "check_study",
-    "columns_of",
-    "flat_rows",
-    "has_trials",
-    "is_spent",
-    "latest_study",
-    "open_study",
-    "read_launches",
-    "read_stored",
-    "readable_studies",
-    "reading",
-    "record_of",
-    "spec_of",
-    "trial_row",
-]
-
-
 _REASON_CHARS = 200
 
 

@@ -29,8 +29,6 @@ from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import things_in_words
 
-__all__ = ["missing_secrets", "ran_here", "remember", "require_secrets", "script_file", "what_runs"]
-
 _FOLDER = "studies"
 _SHOWN_CHARS = 1000
 

@@ -27,8 +27,6 @@ from optuna.study import StudyDirection
 
 from optuna_dsat.trials.lineage import PEAK_MARGIN, Lineage, past_peak, peak_gap, search_interval, unused_micro_batches
 
-__all__ = ["EDGE_WIDTH", "edge_interval", "ended", "optimistic_bound", "refine"]
-
 
 def optimistic_bound(
     points: Sequence[tuple[int, float]],

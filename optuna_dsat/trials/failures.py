@@ -30,8 +30,6 @@ from optuna_dsat.trials.lineage import (
     structure,
 )
 
-__all__ = ["StructureFailures", "error_of", "structure_failures"]
-
 _RANK = re.compile(r"^rank \d+: ")
 _VARYING = re.compile(r"(_?[Ss]tage)?\d+")
 """Parts of a message that may differ between structures and micro-batches: ``DeepSpeedZeroOptimizer_Stage3``."""

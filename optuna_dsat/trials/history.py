@@ -25,17 +25,6 @@ from optuna_dsat.trials.lineage import (
     unreachable,
 )
 
-__all__ = [
-    "StudyHistory",
-    "all_opened",
-    "best_lineage",
-    "best_score",
-    "by_structure",
-    "read_history",
-    "same_structure",
-    "structure_edge",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StudyHistory:

@@ -19,8 +19,6 @@ from optuna_dsat.study.options.parse import one_count
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 
-__all__ = ["check_cluster", "cluster_devices", "cluster_launcher", "devices_of", "engine_of"]
-
 
 def cluster_devices(options: TuneOptions) -> Devices:
     """Return the slots of one launch on a cluster; the actual devices are known once a node is allocated.

@@ -8,8 +8,6 @@ from optuna_dsat.launch.machine.slots import only_free
 from optuna_dsat.study.options.parse import one_count
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 
-__all__ = ["choose_devices", "search_devices"]
-
 
 def search_devices(options: TuneOptions) -> Devices:
     """Return the devices to tune on."""

@@ -17,8 +17,6 @@ from optuna_dsat.tuning.options.given import Given, with_config
 from optuna_dsat.tuning.options.tune_options import DEFAULT_METHOD
 from optuna_dsat.tuning.spec_builder import build_spec
 
-__all__ = ["Prepared", "check_storage", "prepare", "prepare_each"]
-
 _DEVICES = ("gpus_per_trial", "cpu_ranks")
 _OF_THIS_SEARCH = ("command line", "argument")
 """Origins of options given for this search only; files and the environment apply to all searches."""

@@ -21,8 +21,6 @@ from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
 from optuna_dsat.study.trust import ran_here, remember, script_file, what_runs
 from optuna_dsat.words import things_in_words
 
-__all__ = ["devices_for", "resume_request", "spec_here"]
-
 
 def resume_request(
     name: str,

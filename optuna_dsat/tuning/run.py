@@ -53,20 +53,6 @@ from optuna_dsat.tuning.prepare import Prepared
 from optuna_dsat.tuning.train import train_trial
 from optuna_dsat.words import config_in_words
 
-__all__ = [
-    "KEPT",
-    "AtGpus",
-    "KeptResults",
-    "StudyRun",
-    "best_of",
-    "fill_dashboard",
-    "preview",
-    "quiet_optuna",
-    "run_study",
-    "search_each",
-    "train_with_best",
-]
-
 KEPT = "kept_results.json"
 """File in the study's folder with the measurements of a run whose database failed."""
 

@@ -27,8 +27,6 @@ from optuna_dsat.tuning.options.given import config_path, user_config
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 from optuna_dsat.tuning.target import find_target, writable
 
-__all__ = ["build_spec"]
-
 
 def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
     """Check all options and return the spec; nothing is launched or written.

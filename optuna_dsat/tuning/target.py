@@ -23,8 +23,6 @@ from optuna_dsat.script.trial_class import (
 from optuna_dsat.tuning.options.given import config_path
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 
-__all__ = ["Target", "find_target", "trial_target", "writable"]
-
 _OF_CONFIGS = (".hjson", ".json", ".jsonc", ".toml", ".yaml", ".yml")
 """Suffixes of settings files."""
 

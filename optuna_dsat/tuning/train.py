@@ -27,8 +27,6 @@ from optuna_dsat.study.trust import require_secrets
 from optuna_dsat.trials import attributes
 from optuna_dsat.tuning.resume import devices_for, spec_here
 
-__all__ = ["train_study", "train_trial"]
-
 
 def train_study(
     name: str,

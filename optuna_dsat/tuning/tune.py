@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from optuna_dsat.tuning.run import StudyRun
 
-__all__ = ["SearchInterrupted", "TuneResult", "tune"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(StudyResult):

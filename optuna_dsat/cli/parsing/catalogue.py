@@ -14,8 +14,6 @@ import typer
 
 from optuna_dsat.cli.parsing.help import HelpCommand, HelpGroup
 
-__all__ = ["COMMANDS", "SEARCHES", "Catalogue"]
-
 _BEFORE = "Before a search"
 _SEARCH = "Search and train"
 _LOOK = "Look at a result"

@@ -11,8 +11,6 @@ import typer
 
 from optuna_dsat.study.options.declaration import PANELS, Option, fields_of, option_of, options_in
 
-__all__ = ["first_options", "origins_of", "takes_options", "with_options"]
-
 
 def takes_options(run: Callable[..., None]) -> bool:
     """Return whether a function takes a class of options, see ``with_options``."""

@@ -15,8 +15,6 @@ from optuna_dsat.script.experiment import Experiment, read_experiment
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.study.options.parse import NO_CONFIG
 
-__all__ = ["Unfolded", "is_experiment", "kept_places", "unfold_experiment", "value_given"]
-
 _SUFFIXES = (".yaml", ".yml")
 _DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
 

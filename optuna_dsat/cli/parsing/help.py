@@ -17,8 +17,6 @@ from typing import Any, get_args
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-__all__ = ["HELP_NAMES", "HelpCommand", "HelpGroup", "placeholder", "shown_default"]
-
 _ALL = "--help-all"
 HELP_NAMES = ("--help", "-h", _ALL)
 """Spellings of the help option, for every command."""

@@ -26,8 +26,6 @@ from optuna_dsat.study.options.parse import NO_CONFIG
 if TYPE_CHECKING:
     from optuna_dsat.launch.machine.devices import Devices
 
-__all__ = ["unfold_command"]
-
 _DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
 
 

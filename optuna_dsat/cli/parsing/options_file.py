@@ -33,8 +33,6 @@ from optuna_dsat.config.documents import checked, read_document
 from optuna_dsat.errors import UsageError
 from optuna_dsat.words import rule_in_words
 
-__all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "read_options"]
-
 OPTIONS_ENV = "OPTUNA_DSAT_OPTIONS"
 """Environment variable with the path of an options file."""
 _TABLE = "optuna-dsat"

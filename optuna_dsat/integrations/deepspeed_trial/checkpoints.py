@@ -14,16 +14,6 @@ import numpy as np
 import torch
 import torch.distributed
 
-__all__ = [
-    "STEPS_COMPLETED",
-    "Checkpoints",
-    "newest_checkpoint",
-    "random_states",
-    "restore_random_states",
-    "seed_everything",
-    "steps_completed_of",
-]
-
 STEPS_COMPLETED = "steps_completed"
 """Key of the completed global batches in records and checkpoints, as Determined names and counts them."""
 

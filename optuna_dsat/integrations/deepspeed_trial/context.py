@@ -17,8 +17,6 @@ from optuna_dsat.runtime.overlay import merge, read_config
 from optuna_dsat.runtime.rank import GroupRank
 from optuna_dsat.runtime.reporting import trial_config
 
-__all__ = ["AttrDict", "DeepSpeedTrialContext", "check_engine", "overwrite_deepspeed_config"]
-
 
 class SilentWriter:
     """Replacement for a ``SummaryWriter`` that writes nothing and needs no TensorBoard."""

@@ -16,18 +16,6 @@ from optuna_dsat.integrations.deepspeed_trial.checkpoints import random_states, 
 from optuna_dsat.runtime.failure import TooFewSamplesError
 from optuna_dsat.runtime.measure.inputs import leading_dimension
 
-__all__ = [
-    "BatchPlan",
-    "DataLoader",
-    "EndlessBatches",
-    "PlainBatches",
-    "Position",
-    "Shard",
-    "ValidationBatches",
-    "length_of",
-    "training_batches",
-]
-
 
 @dataclass(frozen=True)
 class Shard:

@@ -17,8 +17,6 @@ from optuna_dsat.integrations.deepspeed_trial.checkpoints import steps_completed
 from optuna_dsat.integrations.deepspeed_trial.ranks import DistributedContext
 from optuna_dsat.runtime.files import write_text_atomic
 
-__all__ = ["Averages", "FunctionReducer", "MetricReducer", "MetricsFile", "RegisteredReducer", "by_name", "reduced"]
-
 
 class MetricReducer(ABC):
     """Collects values on every rank and reduces them over the ranks."""

@@ -10,14 +10,6 @@ import torch.distributed
 from optuna_dsat.runtime.measure.engine import is_pipeline
 from optuna_dsat.runtime.rank import GroupRank
 
-__all__ = [
-    "DistributedContext",
-    "ModelParallelUnit",
-    "make_data_parallel_mpu",
-    "make_deepspeed_mpu",
-    "model_parallel_unit",
-]
-
 
 class DistributedContext:
     """Rank and size of the process group; gathers and broadcasts picklable objects, with Determined's method names.

@@ -30,8 +30,6 @@ from optuna_dsat.integrations.deepspeed_trial.metrics import Averages, MetricsFi
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial, PyTorchCallback
 from optuna_dsat.script.trial_class import Length
 
-__all__ = ["Periods", "Training"]
-
 METRICS = "metrics.jsonl"
 
 

@@ -12,8 +12,6 @@ import torch
 if TYPE_CHECKING:
     from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
 
-__all__ = ["DeepSpeedTrial", "PyTorchCallback", "TorchData"]
-
 TorchData = torch.Tensor | Mapping[str, Any] | Sequence[Any]
 """A batch: a tensor, or mappings and sequences of tensors."""
 

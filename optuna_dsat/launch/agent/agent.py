@@ -52,8 +52,6 @@ from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.script.interpreter import usable
 from optuna_dsat.version import __version__
 
-__all__ = ["Doorbell", "NodeAgent", "addresses", "digest_of", "free_port", "interface_of", "machine_id", "reached"]
-
 _REACH_S = 3.0
 """Longest wait for a connection."""
 

@@ -25,19 +25,6 @@ from optuna_dsat.script.interpreter import module_command, with_package
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import resolved, values_for
 
-__all__ = [
-    "PreparedLaunch",
-    "agent_command",
-    "device_environment",
-    "launch_environment",
-    "prepare_launch",
-    "rank_variables",
-    "rank_words",
-    "start_torchrun",
-    "torchrun_command",
-    "write_run_directory",
-]
-
 _OWN_PREFIXES = ("OPTUNA_DSAT_", "PET_", "TORCHELASTIC_")
 """Prefixes of variables of the tuner, or of a parent torchrun, that a launch must not inherit (PET_*: torchrun's
 defaults)."""

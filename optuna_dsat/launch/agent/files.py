@@ -18,8 +18,6 @@ from optuna_dsat.launch.event_log import START_BYTES, GrowingFile, LogLimit, dro
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.stacks import stacks_path
 
-__all__ = ["TOKEN", "LaunchFiles", "TrackerFiles", "append_events", "append_log", "write_tracker"]
-
 TOKEN = ".token"
 """File in the head's tracker folder by whose content a node recognises that it sees the same folder."""
 

@@ -36,8 +36,6 @@ from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event, RankStarted, decode_event
 from optuna_dsat.runtime.measure.live import order_next
 
-__all__ = ["Machine", "MachineLaunch", "NodeLaunch", "Started"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Started:

@@ -13,8 +13,6 @@ from typing import Any
 
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 
-__all__ = ["HEARD_S", "Joiner", "decode_line", "request_from_json", "request_to_json", "to_lines"]
-
 _PIECE = 960
 """Message bytes per line: SLURM forwards lines of up to 1,024 bytes whole."""
 

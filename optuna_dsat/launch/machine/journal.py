@@ -33,17 +33,6 @@ from optuna_dsat.launch.machine.tree import end_noted
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
 from optuna_dsat.runtime.process_identity import process_space
 
-__all__ = [
-    "GoneTuner",
-    "LeftoverWatch",
-    "Removed",
-    "TunerNotes",
-    "any_gone",
-    "gone_tuners",
-    "remove_leftovers",
-    "remove_noted",
-]
-
 # Clean-up journal of a tuner: lists possible leftovers of its launches, in a folder of the user, until removed.
 #
 # launches/NAME.lock     locked by the tuner while it lives, however it ends; visible from every namespace

@@ -14,16 +14,6 @@ from typing import Any
 
 from optuna_dsat.errors import DsatError
 
-__all__ = [
-    "DRIVER_NOT_LOADED",
-    "LIBRARY_NOT_FOUND",
-    "DeviceError",
-    "GpuFacts",
-    "GpuUse",
-    "Nvml",
-    "NvmlError",
-]
-
 DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 9, 12
 """Values of ``nvmlReturn_t``."""
 

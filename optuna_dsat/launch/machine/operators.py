@@ -19,14 +19,6 @@ from optuna_dsat.runtime.agent.operators import extensions_dir, operator_name
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.script.interpreter import module_command
 
-__all__ = [
-    "BUILDING",
-    "BuildWatch",
-    "compile_operators",
-    "held_locks",
-    "remove_stale_locks",
-]
-
 
 def remove_stale_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
     """Remove build locks that no process holds; return them."""

@@ -19,21 +19,6 @@ from optuna_dsat.launch.protocol import Holder
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.words import bytes_in_words
 
-__all__ = [
-    "UNNAMED",
-    "GpuMonitor",
-    "LockOwner",
-    "another_tuner",
-    "foreign_holders",
-    "holders_in_words",
-    "label",
-    "lock",
-    "lock_owner",
-    "lock_path",
-    "unlock",
-    "users_in_words",
-]
-
 _TRY_S, _PAUSE_S = 0.012, 0.004
 """Time limit of an attempt, and pause within it: ``lock_owner`` of another tuner holds the lock for an instant."""
 

@@ -20,19 +20,6 @@ from pathlib import Path
 from optuna_dsat.runtime.agent.processes import KILL_LIMIT_S, MARK_ENV, Ending, ProcessKey, children_of
 from optuna_dsat.runtime.process_identity import START_TIME_FIELD, process_space, stat_fields
 
-__all__ = [
-    "LaunchProcess",
-    "end_with_descendants",
-    "exit_code_of",
-    "find_leftovers",
-    "find_marked",
-    "has_mark",
-    "kernel_oom_kills",
-    "kill_leftovers",
-    "new_mark",
-    "refuse_survivors",
-]
-
 _EXIT_STATUS_FIELD = 49
 """Index of the exit status, as of ``wait``, in ``stat_fields``."""
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
 
-__all__ = ["MAKERS", "SharedMemoryWatch", "free_shared_bytes", "noted_path", "shared_memory_of"]
-
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 """Intervals between checks of the processes while files of unknown creators exist: first, doubled up to the last."""
 

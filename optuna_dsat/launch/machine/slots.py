@@ -18,8 +18,6 @@ from optuna_dsat.launch.protocol import Holder, SlotsBusyError, SlotsTakenError
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.words import things_in_words
 
-__all__ = ["SlotLease", "SlotPool", "only_free"]
-
 _SURVEY_S = 1.0
 """Time for which a survey of the GPUs used by other processes is reused."""
 

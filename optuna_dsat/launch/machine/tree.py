@@ -24,16 +24,6 @@ from optuna_dsat.runtime.agent.processes import (
 from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.runtime.process_identity import process_space
 
-__all__ = [
-    "AgentHandle",
-    "OrphanWatch",
-    "ProcessTree",
-    "end_launch",
-    "end_noted",
-    "first_failure_code",
-    "read_exit_codes",
-]
-
 
 class AgentHandle(Protocol):
     """A running torchrun, such as a ``subprocess.Popen``."""

@@ -27,8 +27,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.secrecy.references import resolved, values_for
 from optuna_dsat.words import things_in_words
 
-__all__ = ["Cluster", "Limits"]
-
 _MOST_LOSSES = 4
 """Places lost one after another, without a launch that ended in one, after which the search ends."""
 _QUIET_S = 2.0

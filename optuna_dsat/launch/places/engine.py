@@ -15,18 +15,6 @@ from typing import Any, Protocol
 
 from optuna_dsat.errors import DsatError
 
-__all__ = [
-    "LOST_S",
-    "PING_S",
-    "ClusterError",
-    "Engine",
-    "News",
-    "Order",
-    "Place",
-    "PlaceState",
-    "ping_order",
-]
-
 PING_S = 2.0
 """Interval between pings of an agent."""
 LOST_S = 20.0

@@ -20,8 +20,6 @@ from contextlib import suppress
 from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 
-__all__ = ["main"]
-
 _LOOK_S = 0.2
 """Interval between checks for the end."""
 _GRACE_S = 3.0

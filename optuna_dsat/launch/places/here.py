@@ -23,8 +23,6 @@ from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.runtime.agent.operators import COMMUNICATION, operator_name
 from optuna_dsat.runtime.isolation.world import NEW_CACHES
 
-__all__ = ["Here"]
-
 
 class Here:
     """The slots of this machine (``Places`` of ``launch/launcher.py``)."""

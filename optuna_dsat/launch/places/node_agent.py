@@ -20,8 +20,6 @@ from optuna_dsat.launch.agent.agent import NodeAgent
 from optuna_dsat.launch.agent.wire import decode_line, to_lines
 from optuna_dsat.signals import ENDING
 
-__all__ = ["main"]
-
 _PAUSE_S = 0.02
 """Interval between checks of the launches."""
 _MOST_UNSENT = 2**22

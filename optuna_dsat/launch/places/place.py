@@ -14,8 +14,6 @@ from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.torchrun import LOOPBACK
 from optuna_dsat.version import __version__
 
-__all__ = ["HeldPlace", "Layout", "Stage"]
-
 _LEAST_OFFSET_S = 0.001
 """Clock offsets below this are not corrected: a round trip cannot measure them."""
 

@@ -27,8 +27,6 @@ from optuna_dsat.launch.places.engine import LOST_S, ClusterError, News, Order, 
 from optuna_dsat.launch.places.ray_nodes import refuse_impossible
 from optuna_dsat.launch.places.ray_place import RayPlace, cause_of
 
-__all__ = ["ControlWatch", "RayEngine", "address_of", "control_address", "greet", "join_cluster", "leave_cluster"]
-
 _SILENT_S = 30.0
 """Time without an answer after which the service counts as gone. Actors continue without it, but after 60 s Ray ends
 the driver process in the middle of its work (``gcs_rpc_server_reconnect_timeout_s``)."""

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["NodeRelay", "node_environment"]
-
 _KEPT = ("CUDA_VISIBLE_DEVICES", "HOSTNAME")
 _KEPT_PREFIXES = ("RAY_", "NVIDIA_")
 """Variables whose values are specific to the node."""

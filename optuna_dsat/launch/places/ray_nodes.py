@@ -10,8 +10,6 @@ from typing import Any
 from optuna_dsat.launch.places.engine import ClusterError
 from optuna_dsat.words import things_in_words
 
-__all__ = ["bundle_of", "fitting_nodes", "group_of", "named_nodes", "refuse_impossible"]
-
 _ID = "ray.io/node-id"
 """Label that Ray gives each node."""
 

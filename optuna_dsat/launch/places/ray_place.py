@@ -18,8 +18,6 @@ from optuna_dsat.launch.places.ray_node import NodeRelay
 from optuna_dsat.launch.places.ray_nodes import group_of
 from optuna_dsat.launch.places.slurm import agent_environment
 
-__all__ = ["RayPlace", "cause_of", "relay_on"]
-
 _WAIT_S = 0.05
 """Longest wait of a node for output of its agent, per exchange."""
 _BEGIN_S = 120.0

@@ -28,8 +28,6 @@ from optuna_dsat.launch.places.slurm import agent_environment
 from optuna_dsat.signals import ENDING
 from optuna_dsat.words import things_in_words
 
-__all__ = ["main", "torchrun_words"]
-
 _WAIT_S = 0.5
 _WORD_S = 10.0
 """Interval between messages while waiting for nodes."""

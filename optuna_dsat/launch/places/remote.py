@@ -14,8 +14,6 @@ from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event
 
-__all__ = ["RemoteLaunch"]
-
 _OTHERS_S = 3.0
 """Time for torchrun to end on the other nodes after it failed on one."""
 _NODE_BITS = 32

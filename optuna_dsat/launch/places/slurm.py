@@ -23,18 +23,6 @@ from optuna_dsat.launch.places.engine import LOST_S, PING_S, ClusterError, News,
 from optuna_dsat.script.interpreter import with_package
 from optuna_dsat.words import things_in_words
 
-__all__ = [
-    "SlurmEngine",
-    "SlurmPlace",
-    "agent_environment",
-    "cause_in",
-    "check_request",
-    "job_in",
-    "place_arguments",
-    "reason_command",
-    "srun_command",
-]
-
 _ANSWER_S = 4.0
 """Longest wait for SLURM's controller before a search is refused."""
 _JOB = re.compile(r"\bjob (\d+)", re.IGNORECASE)

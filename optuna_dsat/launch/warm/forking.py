@@ -23,8 +23,6 @@ from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.rank import LAUNCH_ENV
 
-__all__ = ["IMPORTING", "Forking"]
-
 IMPORTING = "importing torch, DeepSpeed and what the script imports"
 """Phase shown while the first forked launch waits for imports."""
 

@@ -26,8 +26,6 @@ from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey, children_of
 from optuna_dsat.script.interpreter import module_command
 
-__all__ = ["ForkServer", "WarmAgent", "WarmOrder", "WarmUnavailableError", "can_fork"]
-
 _PRELOAD_LIMIT_S = 300.0
 """Longest wait for the imports; a cold disk takes minutes."""
 

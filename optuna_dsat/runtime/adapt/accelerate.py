@@ -19,8 +19,6 @@ from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, LaidConfig, flatten, read_config
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
-__all__ = ["AccelerateConfig", "how_to_train_with_deepspeed", "join_ranks"]
-
 _USE = "ACCELERATE_USE_DEEPSPEED"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _OTHER_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")

@@ -27,8 +27,6 @@ from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.inputs import BatchNumbers, leading_dimension
 from optuna_dsat.runtime.user_code import Place, is_installed, is_size, place_of
 
-__all__ = ["BatchSources"]
-
 _MOST = 400
 """Maximum number of recorded numbers per kind of source."""
 _READ_AHEAD = 8

@@ -19,14 +19,6 @@ from typing import Any, Protocol
 from optuna_dsat.runtime.measure.blocks import ForwardCheck, library_model, reason_against, repeated_blocks
 from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY
 
-__all__ = [
-    "MODEL_KNOBS",
-    "CheckpointEvery",
-    "CheckpointingError",
-    "ModelKnob",
-    "checkpoint_blocks",
-]
-
 
 class CheckpointingError(ValueError):
     """The activations of a model cannot be checkpointed; the message has the reason."""

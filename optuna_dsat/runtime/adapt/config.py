@@ -24,16 +24,6 @@ from typing import Any
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import read_config
 
-__all__ = [
-    "ScriptCommand",
-    "default_config_option",
-    "is_same_file",
-    "parse_command",
-    "reads_redirected",
-    "replace_config_paths",
-    "with_option",
-]
-
 _CONFIG = re.compile(r"--(deepspeed|deepscale|ds)([-_]?(config|cfg))([-_]?(file|path|json))?$", re.IGNORECASE)
 """Options for the path of a DeepSpeed config."""
 _SWITCH = "--deepspeed"

@@ -22,8 +22,6 @@ from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, LaidConfig, effective_config
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
-__all__ = ["SCHEDULE_LENGTH_KEYS", "TRAINER_FIELDS", "HuggingFaceHook", "TrainerHook"]
-
 
 class TrainerHook:
     """Patches a library once the script has imported it."""

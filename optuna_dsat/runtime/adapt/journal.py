@@ -22,17 +22,6 @@ from typing import Any
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
 
-__all__ = [
-    "SHARED_MEMORY",
-    "guard_builds",
-    "is_held",
-    "note",
-    "note_created_files",
-    "note_shared_buffer",
-    "remove_if_abandoned",
-    "share_multiprocessing_folder",
-]
-
 SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -18,8 +18,6 @@ from optuna_dsat.runtime.adapt.ranks import wrong_number
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION
 
-__all__ = ["LightningHook"]
-
 _NEEDS_VALIDATION = frozenset({"Checkpoint", "EarlyStopping", "ModelCheckpoint"})
 """Class names of callbacks that save checkpoints or require validation metrics."""
 

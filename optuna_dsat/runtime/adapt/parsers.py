@@ -15,16 +15,6 @@ from typing import Any
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.user_code import is_size, is_stage
 
-__all__ = [
-    "ParserWatch",
-    "means_batch",
-    "means_elsewhere",
-    "means_length",
-    "means_stage",
-    "names_training_batch",
-    "numbers",
-]
-
 _BATCH = re.compile(r"batch|(^|[-_.])(m?bsz?|mbs|b)(=?$|[-_.=])", re.IGNORECASE)
 """Names of batch sizes."""
 _ELSEWHERE = re.compile(r"eval|valid|test|predict|infer|generat", re.IGNORECASE)

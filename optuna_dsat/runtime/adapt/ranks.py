@@ -27,8 +27,6 @@ from optuna_dsat.runtime.imports import ImportWatch, patch
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.user_code import declares_option, parsed_source
 
-__all__ = ["default_local_rank", "join_group", "spawn_in_place", "with_local_rank", "wrong_number"]
-
 _NAME = "local_rank"
 _OPTIONS = frozenset({"--local_rank", "--local-rank"})
 _BY_HAND = re.compile(r"--local_rank(?![\w-])")

@@ -15,8 +15,6 @@ from weakref import ref
 from optuna_dsat.runtime.measure.inputs import leading_dimension, tensors_of
 from optuna_dsat.runtime.measure.live import NotLiveError
 
-__all__ = ["RegroupedBatches", "RegroupedIndices", "RepeatedInputs"]
-
 
 class RegroupedIndices:
     """The batches of indices of a data loader.

@@ -14,14 +14,6 @@ from typing import Any
 
 from optuna_dsat.runtime.imports import patch
 
-__all__ = [
-    "disable_checkpoints",
-    "redirect_accelerates_tensorboard",
-    "redirect_tensorboard",
-    "tolerate_mismatched_checkpoints",
-    "without_monitors",
-]
-
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
 """Optional sections of a DeepSpeed config that make DeepSpeed write outside the run directory."""
 

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cuda_hidden", "driver_is_initialised", "restore_cuda", "use_named_gpu_count"]
-
 _DRIVER_LIBRARY = "libcuda.so.1"
 _NOT_INITIALISED = 3
 """``CUDA_ERROR_NOT_INITIALIZED`` of ``cuda.h``, returned by ``cuCtxGetCurrent`` before ``cuInit``."""

@@ -26,8 +26,6 @@ from optuna_dsat.runtime.agent.preload import Preload, load
 from optuna_dsat.runtime.agent.processes import ProcessKey, adopt_orphans, end_children, own_children, take_mark
 from optuna_dsat.runtime.process import die_with_parent
 
-__all__ = ["main"]
-
 
 class _ForkServer:
     def __init__(self, control: socket.socket) -> None:

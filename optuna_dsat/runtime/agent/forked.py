@@ -26,8 +26,6 @@ from typing import Any, NoReturn
 
 from optuna_dsat.runtime.agent.cuda import driver_is_initialised, restore_cuda
 
-__all__ = ["ParentState", "become_agent", "fork_child", "forked_ranks", "resolve_python_path"]
-
 _RUNTIME = "optuna_dsat.runtime"
 
 _EXIT_CANNOT_FORK = 71

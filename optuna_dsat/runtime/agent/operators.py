@@ -17,8 +17,6 @@ from pathlib import Path
 
 from optuna_dsat.runtime.adapt.journal import guard_builds
 
-__all__ = ["COMMUNICATION", "extensions_dir", "is_built", "operator_name"]
-
 COMMUNICATION = "ShareMemCommBuilder"
 """Builder of the operator for communication on the CPU, which DeepSpeed loads wherever it has no other device."""
 

@@ -31,8 +31,6 @@ from optuna_dsat.runtime.agent.cuda import driver_is_initialised, restore_cuda, 
 from optuna_dsat.runtime.events import ModulesImported
 from optuna_dsat.runtime.imports import ImportWatch, as_text
 
-__all__ = ["BASE_MODULES", "Preload", "PreloadResult", "load"]
-
 BASE_MODULES = (
     "numpy",
     "torch",

@@ -18,22 +18,6 @@ from pathlib import Path
 
 from optuna_dsat.runtime.process_identity import start_ticks, stat_fields
 
-__all__ = [
-    "KILL_LIMIT_S",
-    "MARK_ENV",
-    "Ending",
-    "ProcessKey",
-    "adopt_orphans",
-    "child_pids",
-    "children_of",
-    "end_children",
-    "end_processes",
-    "own_children",
-    "read_command",
-    "stop_processes",
-    "take_mark",
-]
-
 MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
 """Environment variable that marks every process of a launch:
 ``<uuid>:<pid of the tuner>:<its start time>:<boot id>:<PID namespace>``.

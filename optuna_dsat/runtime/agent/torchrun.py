@@ -32,8 +32,6 @@ from optuna_dsat.runtime.isolation.world import enter_world
 from optuna_dsat.runtime.process import AGENT_ENV, die_with_parent
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
 
-__all__ = ["LOOPBACK", "LOOPBACK_ENVIRONMENT", "main", "store_on_loopback"]
-
 # Ports of a launch listen on the loopback address, or for several machines on the address of node 0 only.
 #
 # torch's store, which the agent creates for the rendezvous and shares with the ranks, listens on all addresses of the

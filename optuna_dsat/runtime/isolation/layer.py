@@ -25,8 +25,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-__all__ = ["Layer", "Location", "native"]
-
 MARK = ".optuna-dsat-removed."
 REFERENCE = "/.//"
 """Equivalent to ``/`` for the kernel; scripts do not create links in this form."""

@@ -13,8 +13,6 @@ import stat
 import sys
 import tempfile
 
-__all__ = ["bind", "enter_namespace", "mount_overlay", "mount_points", "mount_tmpfs", "open_path", "unmount"]
-
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2

@@ -22,8 +22,6 @@ from typing import Any
 from optuna_dsat.runtime.imports import ImportWatch, replace_function
 from optuna_dsat.runtime.isolation.layer import Layer, Location, native
 
-__all__ = ["redirect_writes"]
-
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _READERS = ("stat", "lstat", "access", "readlink", "statvfs", "getxattr", "listxattr")
 _CHANGERS = ("chmod", "lchmod", "chown", "lchown", "utime", "setxattr", "removexattr")

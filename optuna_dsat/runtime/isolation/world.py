@@ -24,8 +24,6 @@ from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.imports import replace_function
 from optuna_dsat.runtime.isolation import mounts
 
-__all__ = ["NEW_CACHES", "World", "WorldPlan", "enter_world", "rename_across_layers"]
-
 _SYSTEM = frozenset(
     {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "lost+found", "nix", "proc", "run", "sbin", "snap"}
     | {"sys", "usr", "var"}

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["BlockWatch", "ForwardCheck", "library_model", "reason_against", "repeated_blocks"]
-
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpoint")
 """Attributes by which models switch their own checkpointing on."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from time import perf_counter  # the function itself: a script may replace it in the module
 from typing import Any
 
-__all__ = ["Clock", "DeviceClock"]
-
 
 class Clock:
     """Clock of devices that execute synchronously (the CPU)."""

@@ -19,21 +19,6 @@ from typing import Any
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.memory import process_limit_lifted
 
-__all__ = [
-    "MOST_SKIPPED_STEPS",
-    "SHM_OPERATOR",
-    "UPDATES_ALONE",
-    "OtherEngine",
-    "SkipDetector",
-    "compile_without_limit",
-    "global_steps",
-    "import_dependencies_of_initialize",
-    "is_engine",
-    "is_pipeline",
-    "is_update_step",
-    "loss_of",
-]
-
 
 def is_pipeline(engine: Any) -> bool:
     """Return whether an engine is a pipeline engine, whose ``train_batch`` runs a whole step."""

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["BatchNumbers", "InputSize", "leading_dimension", "sample_counter", "size_of", "tensors_of"]
-
 _DEPTH = 4
 """Maximum nesting depth at which a batch is searched for tensors; deeper tensors count as not observed."""
 

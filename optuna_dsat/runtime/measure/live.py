@@ -23,17 +23,6 @@ from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.measure.engine import is_pipeline
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH
 
-__all__ = [
-    "SETTERS",
-    "NotLiveError",
-    "Transition",
-    "await_order",
-    "change_settings",
-    "forget_shapes",
-    "order_next",
-    "release_cached_memory",
-]
-
 _ZERO = "zero_optimization."
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 """Prefix of its private attributes (``zero/partitioned_param_coordinator.py``)."""

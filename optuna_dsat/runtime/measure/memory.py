@@ -21,23 +21,6 @@ from typing import Any
 
 from optuna_dsat.runtime.imports import patch
 
-__all__ = [
-    "CpuMemory",
-    "CudaMemory",
-    "MemoryPeaks",
-    "ProcessMemory",
-    "count_out_of_memory_errors",
-    "host_memory_bytes",
-    "limit_cuda_memory",
-    "limit_process_memory",
-    "memory_limits",
-    "out_of_memory_errors",
-    "process_limit_lifted",
-    "read_process_memory",
-    "support_uuid_visible_devices",
-    "unlink_shared_buffers",
-]
-
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _MEMBERSHIP = Path("/proc/self/cgroup")

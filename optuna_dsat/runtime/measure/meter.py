@@ -31,8 +31,6 @@ from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory
 from optuna_dsat.runtime.measure.profiler import Profiler
 from optuna_dsat.runtime.user_code import Place, places_of
 
-__all__ = ["Meter", "RankState"]
-
 
 @dataclass
 class RankState:

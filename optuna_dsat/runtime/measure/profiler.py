@@ -24,8 +24,6 @@ from optuna_dsat.runtime.measure.blocks import BlockWatch
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
-__all__ = ["Profiler", "count_parameters"]
-
 _BLOCK_BYTES = 512
 """Block size to which torch's CUDA allocator rounds up (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.cpp)."""
 

@@ -29,8 +29,6 @@ from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.command import interceptor
 from optuna_dsat.secrecy.command import without_secrets
 
-__all__ = ["REMEDY", "InterceptedRank", "intercept", "is_of_rank", "is_wrapper", "starts_launcher"]
-
 REMEDY = "Name the script and its config instead: optuna-dsat METHOD SCRIPT CONFIG -- ARGUMENTS."
 """What to do where a command cannot be run here."""
 _POLL_S = 0.05

@@ -28,8 +28,6 @@ from optuna_dsat.script.command.module_file import module_file
 from optuna_dsat.script.interpreter import has_console_script, interpreter_of, module_command, package_folders
 from optuna_dsat.secrecy.command import without_secrets
 
-__all__ = ["LaunchCommand", "of_rank", "read_command"]
-
 MAINS = {
     "deepspeed.launcher.runner": "deepspeed",
     "deepspeed.launcher.launch": "deepspeed.launcher.launch",

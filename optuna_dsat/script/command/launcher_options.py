@@ -12,8 +12,6 @@ from typing import Any
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.command.interceptor import MOST_SLOTS
 
-__all__ = ["facts_of"]
-
 _DEVICES = frozenset({"auto", "cpu", "gpu", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "privateuseone"})
 """Device names accepted by ``--nproc-per-node`` instead of a number: torch's own, and third-party backends."""
 _LONGEST_COUNT = 20

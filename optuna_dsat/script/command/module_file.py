@@ -12,8 +12,6 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.interpreter import package_folders
 
-__all__ = ["is_importable", "module_file", "python_tree"]
-
 
 def python_tree(file: Path, what: str) -> ast.Module:
     """Return the syntax tree of a Python file.

@@ -12,8 +12,6 @@ from pathlib import Path
 from optuna_dsat.runtime.user_code import called_name, declares_option, parsed_source
 from optuna_dsat.script.command.module_file import module_file
 
-__all__ = ["declared_options", "imported_packages", "says_where_to_meet", "starts_own_ranks"]
-
 _LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchrunx"})
 """Packages that start one process per device themselves."""
 _SPAWNERS = frozenset({"spawn", "start_processes"})

@@ -37,8 +37,6 @@ from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
-__all__ = ["SEARCH_SHARE", "Confirmation", "is_known", "next_in_rounds", "staying", "steps_worth_their_time"]
-
 SEARCH_SHARE = 0.25
 """Share of the search's device time for rounds beyond the first few, unless ``--confirm-time`` allows more.
 

@@ -17,16 +17,6 @@ from optuna_dsat.study.confirm.verdict import VerdictKind, are_alike, verdict_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
-__all__ = [
-    "USUAL_NOISE",
-    "choose_finalists",
-    "confirmation_end",
-    "refuted",
-    "trial_steps",
-    "with_next_best",
-    "without_failed",
-]
-
 USUAL_NOISE = 0.02
 """Assumed relative standard deviation between equal launches before any repetition: launches of this project's examples
 differ by 1 or 2%.

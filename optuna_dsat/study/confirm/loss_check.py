@@ -20,8 +20,6 @@ from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import outcome_in_words
 
-__all__ = ["TOLERANCES", "LossCheck", "check_loss", "compare", "is_of_losses", "nothing_to_compare"]
-
 STEPS = 5
 """First global steps whose losses are compared."""
 

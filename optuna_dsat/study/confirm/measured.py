@@ -13,8 +13,6 @@ from optuna_dsat.study.confirm.speeds import Speed, speed_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import config_in_words
 
-__all__ = ["Measured", "configuration_of"]
-
 
 def configuration_of(trial: FrozenTrial) -> str:
     """Describe a launched trial's configuration, with the knobs that differ from the user's config."""

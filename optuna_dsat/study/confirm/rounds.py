@@ -20,21 +20,6 @@ from optuna_dsat.metrics import Interval, student_t_975
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
 
-__all__ = [
-    "MIN_ROUNDS",
-    "PRECISION",
-    "Noise",
-    "RoundLaunch",
-    "Rounds",
-    "is_precise",
-    "mean_in_rounds",
-    "mean_metrics",
-    "noise_of_search",
-    "order_of_round",
-    "paired_ratio",
-    "pooled_noise",
-]
-
 MIN_ROUNDS = 3
 """Minimum number of rounds before any decision."""
 _MOST_FAILURES = 2

@@ -14,8 +14,6 @@ from optuna_dsat.words import metric_in_words, range_in_words
 if TYPE_CHECKING:
     from optuna_dsat.launch.measurement import LaunchRecord
 
-__all__ = ["Speed", "Speeds", "speed_of", "with_utilisation"]
-
 _PHASES = {"latency": "per step", "forward": "forward", "backward": "backward", "step": "in the optimizer"}
 """Metric of a duration -> the phase that it measures."""
 

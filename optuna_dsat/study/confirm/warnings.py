@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from optuna_dsat.study.confirm.rounds import Noise, Rounds
 from optuna_dsat.words import things_in_words
 
-__all__ = ["warnings_of"]
-
 _DRIFT = 3.0
 """Allowed drift of the user's config between rounds, as a multiple of the noise between launches."""
 _SINCE_SEARCH = 0.05

@@ -10,8 +10,6 @@ from optuna_dsat.study.confirm.rounds import Undecided
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
 from optuna_dsat.words import things_in_words, times_in_words
 
-__all__ = ["answers_in_words", "how_known", "ratio_in_words", "remarks_in_words", "value_in_words", "verdict_in_words"]
-
 
 def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
     """Return a verdict as lines of text: its answers, then its remarks."""

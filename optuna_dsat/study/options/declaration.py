@@ -7,25 +7,6 @@ from dataclasses import Field, dataclass, fields
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
-__all__ = [
-    "DEFAULT_OUTPUT_DIR",
-    "DEFAULT_STORAGE",
-    "OUTPUT_DIR_ENV",
-    "PANELS",
-    "STORAGE_ENV",
-    "Option",
-    "fields_of",
-    "limit",
-    "measured",
-    "of_method",
-    "of_output",
-    "option_of",
-    "options_in",
-    "running",
-    "what",
-    "where",
-]
-
 DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
 STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
 """Environment variable that commands read ``--storage`` from if it is not given."""

@@ -10,16 +10,6 @@ from optuna_dsat.config.knobs import ZERO_STAGES
 from optuna_dsat.study.options.declaration import of_method
 from optuna_dsat.study.options.parse import share
 
-__all__ = [
-    "METHODS",
-    "AshaSettings",
-    "BinarySettings",
-    "GuidedSettings",
-    "LineageSettings",
-    "RandomSettings",
-    "default_stages",
-]
-
 METHODS = ("random", "binary", "asha", "guided")
 MOST_RUNGS = 64
 """Most rungs, and most by which they start higher: the top one of 64 would take ``2**63`` launches."""

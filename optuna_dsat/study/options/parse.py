@@ -11,19 +11,6 @@ from typing import Any
 from optuna_dsat.config.documents import checked
 from optuna_dsat.errors import UsageError
 
-__all__ = [
-    "NO_CONFIG",
-    "named_config",
-    "one_count",
-    "share",
-    "split_counts",
-    "split_environment",
-    "split_fixed",
-    "split_mappings",
-    "split_names",
-    "split_stages",
-]
-
 NO_CONFIG = "-"
 """Word on a command line for a DeepSpeed config that only the script has."""
 

@@ -28,8 +28,6 @@ from optuna_dsat.study.options.declaration import (
 from optuna_dsat.study.options.methods import default_stages
 from optuna_dsat.study.options.parse import share, split_fixed, split_names, split_stages
 
-__all__ = ["ClusterSettings", "PlaceSettings", "ResultSettings", "SearchSettings", "StrPath"]
-
 StrPath = str | os.PathLike[str]
 
 SEQUENCE = AfterValidator(lambda given: () if given is None else tuple(given) if isinstance(given, list) else given)

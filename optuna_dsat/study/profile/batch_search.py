@@ -23,8 +23,6 @@ from optuna_dsat.study.profile.script import follow_batch, follow_trainer
 from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["find_batch_rule", "find_stage_option", "find_trainer"]
-
 Launch = Callable[[LaunchRequest], tuple[LaunchRecord, LaunchReport]]
 """Runs a launch to its end and reports it."""
 

@@ -15,8 +15,6 @@ from optuna_dsat.script.interpreter import script_versions
 from optuna_dsat.script.trial_class import RUNNER, find_trial_class, hparams_of
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 
-__all__ = ["fingerprint"]
-
 _KNOB_SECTIONS = {
     ds_config.ZERO, ds_config.TRAIN_BATCH, ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION, "autotuning",
 }  # fmt: skip

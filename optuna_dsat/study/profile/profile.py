@@ -36,8 +36,6 @@ from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import outcome_in_words, things_in_words
 
-__all__ = ["ProfileAttempt", "failure_hint", "measure_profile", "own_batch", "profile_attempts"]
-
 _SMALL_BUCKET = 5_000_000
 """Elements. DeepSpeed's default of 5e8 takes gigabytes for any model."""
 _NEVER_OF_BATCHES = frozenset(

@@ -18,8 +18,6 @@ from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profile.script import follow_script
 from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["Profiled"]
-
 _NAME_THE_BACKEND = (
     "Name a backend, as accelerate selects none without a GPU and each rank trains alone: by a Trainer's use_cpu=True, "
     'else by Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]).'

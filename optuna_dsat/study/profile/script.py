@@ -19,15 +19,6 @@ from optuna_dsat.store import Store
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
-__all__ = [
-    "enqueue_user_config",
-    "follow_batch",
-    "follow_script",
-    "follow_trainer",
-    "own_train_batch_size",
-    "user_config",
-]
-
 
 def own_train_batch_size(spec: StudySpec, *, ranks: int) -> int:
     """Return the global batch of the original user config, in samples, before ``--train-batch-size``."""

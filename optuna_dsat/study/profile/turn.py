@@ -40,8 +40,6 @@ from optuna_dsat.study.stored import attributes_of, has_trials
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import count_in_words, differences_in_words, things_in_words
 
-__all__ = ["ProfileTurn"]
-
 _COMPARED = "+zero"
 """Suffix of a profile's fingerprint if losses with and without ZeRO were compared: its search space may be larger, so
 that studies without this comparison keep another profile."""

@@ -24,8 +24,6 @@ from optuna_dsat.study.space import hardware_of, user_samples_per_rank
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
-__all__ = ["Method", "make_method", "make_planner"]
-
 _UNKNOWN_SD = 1.0
 """Standard deviation of a log objective that the search does not estimate."""
 

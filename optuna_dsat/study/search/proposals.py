@@ -23,8 +23,6 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import FIXED_ATTR, PLAN_ATTR, STRUCTURE
 from optuna_dsat.words import config_in_words
 
-__all__ = ["Proposals", "Refusal", "simplification_waits"]
-
 _MAX_REFUSALS = 200
 """Consecutive refused trials after which the search space counts as exhausted."""
 

@@ -21,8 +21,6 @@ from optuna_dsat.study.progress import BestSoFar, SearchStarted, TrialDropped, T
 from optuna_dsat.study.search.running import Flight
 from optuna_dsat.trials import attributes
 
-__all__ = ["TrialRecorder"]
-
 _STATES = {
     Outcome.MEASURED: TrialState.COMPLETE,
     Outcome.OUT_OF_MEMORY: TrialState.PRUNED,

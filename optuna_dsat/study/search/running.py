@@ -14,8 +14,6 @@ from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.progress import TrialStarted
 from optuna_dsat.trials import attributes
 
-__all__ = ["Flight", "Flights", "frozen"]
-
 
 @dataclass(kw_only=True)
 class Flight:

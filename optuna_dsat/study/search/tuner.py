@@ -29,8 +29,6 @@ from optuna_dsat.study.search.running import Flight, Flights, frozen
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words, outcomes_in_words
 
-__all__ = ["Tuner"]
-
 _POLL_S = 0.5
 """Longest wait for updates of running launches, and pause between two looks at other workers' trials, in seconds."""
 

@@ -22,8 +22,6 @@ from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import attributes_of, read_stored
 from optuna_dsat.trials import attributes
 
-__all__ = ["check_warm_start", "gather", "prior_knowledge_of"]
-
 _MOST_STUDIES = 3
 """Most earlier studies of the same fingerprint that are read, the latest first."""
 

@@ -15,8 +15,6 @@ from optuna_dsat.tuning.options.given import Given, user_config
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions, TuneOptions
 from optuna_dsat.words import things_in_words
 
-__all__ = ["Sweep", "options_of", "sweep_of", "with_autotuning"]
-
 _METRICS = {
     "flops": "FLOPS_per_gpu",
     "throughput": "throughput",

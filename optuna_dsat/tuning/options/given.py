@@ -13,8 +13,6 @@ from typing import Any
 from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 
-__all__ = ["Given", "config_path", "user_config", "with_config", "write_config"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Given:

@@ -18,8 +18,6 @@ from optuna_dsat.study.options.declaration import fields_of, option_of
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import TuneOptions, methods_of
 
-__all__ = ["coerced", "plain_data", "with_keywords"]
-
 _NO = object()
 """Stands for a value that is not of a type."""
 _LONGEST = 60

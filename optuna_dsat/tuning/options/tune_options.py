@@ -25,17 +25,6 @@ from optuna_dsat.study.options.methods import METHODS, AshaSettings, BinarySetti
 from optuna_dsat.study.options.parse import named_config, split_counts, split_environment, split_mappings
 from optuna_dsat.study.options.settings import SearchSettings, StrPath
 
-__all__ = [
-    "DEFAULT_METHOD",
-    "AshaOptions",
-    "AutotuningOptions",
-    "BinaryOptions",
-    "GuidedOptions",
-    "RandomOptions",
-    "TuneOptions",
-    "methods_of",
-]
-
 DEFAULT_METHOD = "guided"
 """Method of a search for which neither an option nor the config names one."""
 
