@@ -10,10 +10,14 @@ from optuna_dsat.escape.terminal import plain
 from optuna_dsat.report import figures
 from optuna_dsat.version import __version__
 
-__all__ = ["FILE_POLICY", "asset", "page_text", "plotly_script"]
+__all__ = ["FILE_POLICY", "PLOTLY", "asset", "page_text"]
 
 FILE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Content security policy of a self-contained page: nothing is loaded."""
+
+PLOTLY = "plotly-basic.min.js"
+"""plotly.js with scatter and bar charts: ``npm pack plotly.js-basic-dist-min``. The Python package has the whole only,
+which is four times as large."""
 
 
 @cache
@@ -60,18 +64,6 @@ def asset(name: str) -> str:
     return text
 
 
-def plotly_script() -> str:
-    """Return plotly.js.
-
-    Raises:
-        UsageError: If plotly is not installed.
-    """
-    figures.require_plotly()
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
-
-
 def page_text(template: str, *, title: str, has_figures: bool, policy: str = FILE_POLICY, **values: Any) -> str:
     """Return a page or a part of a page as text.
 
@@ -89,7 +81,7 @@ def page_text(template: str, *, title: str, has_figures: bool, policy: str = FIL
             ink=figures.INK,
             styles=Markup(asset("report.css")),
             script=Markup(asset("report.js")),
-            plotly=Markup(plotly_script()) if has_figures else "",
+            plotly=Markup(asset(PLOTLY)) if has_figures else "",
             **values,
         )
     )

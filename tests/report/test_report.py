@@ -56,6 +56,7 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView, rendered: 
     (other,) = [target for target in page.targets if target not in inside]
     assert other.startswith("data:application/json;base64,")
     assert "default-src 'none'" in text
+    assert len(text.encode()) <= 1_600_000
     winner = view.result
     assert winner is not None
     assert json.dumps(winner.config, indent=2) in "".join(page.words)

@@ -19,7 +19,7 @@ from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.report.dashboard.artifacts import log_without_secrets, tail
 from optuna_dsat.report.dashboard.live import LiveStudy
 from optuna_dsat.report.launch_files import LIVE_FILES, file_of
-from optuna_dsat.report.template import asset, plotly_script
+from optuna_dsat.report.template import PLOTLY, asset
 from optuna_dsat.secrecy.references import hidden_text
 from optuna_dsat.secrecy.shapes import hidden_data
 
@@ -155,7 +155,7 @@ def _file(study: LiveStudy, launch_id: str, name: str) -> _Answer:
 
 
 _ASSETS: Mapping[str, Callable[[], bytes]] = {
-    "plotly.js": lambda: plotly_script().encode(),
+    "plotly.js": lambda: asset(PLOTLY).encode(),
     "report.js": lambda: asset("report.js").encode(),
     "live.js": lambda: asset("live.js").encode(),
 }
