@@ -85,8 +85,9 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
     ),
     (
         "micro-batch", "Speed over micro-batch",
-        "Each line joins configurations that differ in the micro-batch only. A red cross is where one ran out of "
-        "memory. Values are those of the search; star and cross stand at what the rounds measured, where they did.",
+        "Curves are the fastest settings of a ZeRO stage as the fitted models predict them, with a 95% band and the "
+        "memory edge. Filled points were measured with these settings, open points with others, both in the search; "
+        "star and cross in the rounds, if there were any.",
         figures.plot_metric,
     ),
     (
@@ -111,14 +112,14 @@ def render(view: StudyView, *, links: Links | None = None, training: Training | 
     Raises:
         UsageError: If plotly is not installed.
     """
-    values = page_values(view, links=links, training=training or Training(), with_why=True)
+    values = page_values(view, links=links, training=training or Training(), with_models=True)
     return page_text("report.html", title=f"{view.spec.name}: report of optuna-dsat", **values)
 
 
-def page_values(view: StudyView, *, links: Links | None, training: Training, with_why: bool) -> dict[str, Any]:
+def page_values(view: StudyView, *, links: Links | None, training: Training, with_models: bool) -> dict[str, Any]:
     """Return the variables of the templates that show a study.
 
-    ``with_why`` tells whether to explain the winner, which fits models to all launches.
+    ``with_models`` tells whether to fit the models to all launches, which explain the winner and draw the curves.
 
     Raises:
         UsageError: If plotly is not installed.
@@ -126,11 +127,11 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
     figures.require_plotly()
     values = _facts(view, links, training)
     tables = {"finalists": values["contenders"] or values["unconfirmed"], "memory": values["memory_rows"]}
-    sections = sections_of(view)
+    sections = sections_of(view, with_models=with_models)
     shown = [section for section in sections if section.missing is None or tables.get(section.id)]
     return {
         **values,
-        "why": why_of(view) if with_why else None,
+        "why": why_of(view) if with_models else None,
         "sections": shown,
         "left_out": [section for section in sections if section not in shown],
         "has_rates": any(row["rate"] for row in values["launches"]),
@@ -140,11 +141,14 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
     }
 
 
-def sections_of(view: StudyView) -> tuple[Section, ...]:
-    """Return the figures of a study with their texts, in the order of the page."""
-    return tuple(
-        figure_section(id=id, heading=heading, lead=lead, figure=plot(view)) for id, heading, lead, plot in _SECTIONS
-    )
+def sections_of(view: StudyView, *, with_models: bool = True) -> tuple[Section, ...]:
+    """Return the figures of a study with their texts, in the order of the page; curves only ``with_models``."""
+    sections = []
+    for id, heading, lead, plot in _SECTIONS:
+        is_plain = plot is figures.plot_metric and not with_models
+        figure = figures.metric_figure(figures.history_of(view)) if is_plain else plot(view)
+        sections.append(figure_section(id=id, heading=heading, lead=lead, figure=figure))
+    return tuple(sections)
 
 
 def figure_section(*, id: str, heading: str, lead: str, figure: go.Figure) -> Section:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,6 +27,8 @@ from optuna_dsat.report.figures import (
     missing,
     note_of,
 )
+from optuna_dsat.report.figures._curves import curves_of
+from optuna_dsat.report.figures._metric import MEMORY_EDGE
 from optuna_dsat.report.slot_time import account
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import hardware_of
@@ -57,6 +60,26 @@ def test_one_line_per_lineage_with_its_out_of_memory_edge(view: StudyView) -> No
     drawn = {x for x, text in zip(edge.x, edge.hovertext, strict=True) if "out of memory at" in text}
     assert drawn == {item.smallest_too_large for item in lineages if item.smallest_too_large is not None}
     assert drawn
+
+
+def test_the_posterior_is_drawn_as_curves_with_their_bands_up_to_the_memory_edge(view: StudyView) -> None:
+    curves, planner = curves_of(view), view.planner
+    assert planner is not None
+    assert len(curves) == len({curve.words for curve in curves}) > 1
+    lineages = lineage.group(view.trials)
+    for curve in curves:
+        own = lineages[curve.lineage]
+        expected = planner.predict(view.trials, [(own.params, size) for size in curve.sizes])
+        assert curve.values == pytest.approx([0 if item is None else item.value for item in expected], rel=1e-4)
+        assert all(low < value < high for low, value, high in zip(curve.low, curve.values, curve.high, strict=True))
+        assert (own.largest_fit or 0) <= (curve.edge or curve.sizes[-1]) < (own.smallest_too_large or math.inf)
+    traces = by_name(figures.plot_metric(view))
+    assert {curve.edge for curve in curves} - {None} == set(traces[MEMORY_EDGE][0].x) - {None} != set()
+    assert view.best is not None
+    markers = [trace for trace in traces[curves[0].words] if trace.mode == "markers"]
+    filled = [trace for trace in markers if "open" not in trace.marker.symbol]
+    assert view.best.trial.params[lineage.MICRO_BATCH] in {x for trace in filled for x in trace.x}
+    assert not curves_of(replace(view, profiled=None))
 
 
 def test_best_and_the_users_config_are_marked(view: StudyView) -> None:

@@ -120,7 +120,7 @@ class LiveStudy:
         began_s = time.thread_time()
         view = read_view(self._store, self._name)
         values = page_values(
-            view, links=Links(view=view, page=None), training=Training(), with_why=view.end_reason is not None
+            view, links=Links(view=view, page=None), training=Training(), with_models=view.end_reason is not None
         )
         html = page_text("_study.html", title=self._name, **{**values, "has_figures": False})
         self._view, self._html, self._version = view, html, version

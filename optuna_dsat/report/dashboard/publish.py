@@ -21,7 +21,7 @@ from optuna_dsat.escape.html import safe_figure
 from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.report.dashboard.artifacts import FOLDER, artifacts_of, save_artifacts
 from optuna_dsat.report.dashboard.notes import keep_own_text, study_note, trial_note
-from optuna_dsat.report.figures import plot_memory, plot_metric
+from optuna_dsat.report.figures import history_of, metric_figure, plot_memory
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.store.retry import RetryingStorage
@@ -171,7 +171,7 @@ def _save_note(target: optuna.Study | Trial, text: str) -> bool:
 def _save_plots(study: optuna.Study, view: StudyView) -> None:
     from optuna_dashboard import save_plotly_graph_object
 
-    figures = {METRIC_PLOT: plot_metric(view)}
+    figures = {METRIC_PLOT: metric_figure(history_of(view))}
     if view.profiled is not None:
         figures[MEMORY_PLOT] = plot_memory(view)
     for name, figure in figures.items():

@@ -40,6 +40,8 @@ def plot_finalists(study: Source) -> go.Figure:
     title, x = "Finalists, measured again with more steps", measure.title
     if not points:
         return empty_figure(_why_no_finalist(view), title=title, x=x)
+    if len(points) == 1:
+        return empty_figure("One configuration was measured again.", title=title, x=x)
     scale, rows = measure.scale, list(range(len(points)))
     figure = new_figure()
     figure.add_scatter(

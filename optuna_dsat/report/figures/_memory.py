@@ -44,6 +44,8 @@ def plot_memory(study: Source) -> go.Figure:
         if view.profiled is None:
             why = "The profile launch has not ended yet: without a profile nothing is predicted."
         return empty_figure(why, title=_TITLE, x=x, y=y)
+    if len(points) == 1:
+        return empty_figure("One trial has both a predicted and a measured peak.", title=_TITLE, x=x, y=y)
     figure = new_figure()
     palette = Palette(point.words for point in points)
     for words in dict.fromkeys(point.words for point in points):
@@ -70,8 +72,8 @@ def plot_memory(study: Source) -> go.Figure:
             annotation_position="top left",
         )
     error = statistics.median(abs(p.measured - p.predicted) / p.measured for p in points)
-    whose = "the prediction was" if len(points) == 1 else f"half of the {len(points)} predictions were"
-    lay_out(figure, title=_TITLE, note=f"{whose} within {share_in_words(error)} of the measured peak", x=x, y=y)
+    note = f"half of the {len(points)} predictions were within {share_in_words(error)} of the measured peak"
+    lay_out(figure, title=_TITLE, note=note, x=x, y=y)
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
     return figure

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION
 from optuna_dsat.config.structures import Structure
+from optuna_dsat.report.figures._curves import Curve, curves_of
 from optuna_dsat.report.figures._source import History, Source, history_of
 from optuna_dsat.report.figures._style import (
     INK,
@@ -19,6 +21,7 @@ from optuna_dsat.report.figures._style import (
     lay_out,
     lineage_words,
     new_figure,
+    translucent,
 )
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, score
@@ -26,33 +29,52 @@ from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, s
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["BEST", "CONFIRMED", "EDGE", "USER", "metric_figure", "micro_batch_ticks", "plot_metric"]
+__all__ = [
+    "BEST",
+    "CONFIRMED",
+    "EDGE",
+    "MEMORY_EDGE",
+    "USER",
+    "_OTHER_BATCH",
+    "metric_figure",
+    "micro_batch_ticks",
+    "plot_metric",
+]
 
 EDGE = "out of memory"
 """Name of the trace that shows the lineages' memory limits."""
+MEMORY_EDGE = "memory edge (predicted)"
+_OTHER_BATCH = "at your global batch"
+"""Name of the trials that accumulate to the global batch of the user's config, in a search of other batches."""
 USER = "your config"
 BEST = "best"
-CONFIRMED = ", as the rounds measured it"
+CONFIRMED = ", measured in rounds"
 """Suffix of these names if rounds decided."""
 
 _LEAST_TICKS = 3
 _MOST_TICKS = 6
+_BAND = 0.15
+"""Opacity of a curve's band: bands of several structures overlap."""
 
 
 def plot_metric(study: Source) -> go.Figure:
-    """Plot the metric over the micro-batch (samples per GPU and pass): a line per lineage, with its memory limit.
+    """Plot the metric over the micro-batch (samples per GPU and pass), with the models' curves and memory edges.
 
-    A lineage is a set of trials that differ in the micro-batch only. Throughput is in samples/s over all ranks,
-    FLOPS_per_gpu in FLOP/s, times in ms. A cross marks the smallest micro-batch that ran out of memory.
+    A curve is the prediction of the models fitted to the study (the posterior of ``guided``) for the fastest settings
+    of a ZeRO structure, with its 95% band, up to the memory edge. Filled points have the settings of the curve, open
+    points others. Structures without a curve have a line per lineage: trials that differ in the micro-batch only.
+    Throughput is in samples/s over all ranks, FLOPS_per_gpu in FLOP/s, times in ms. A cross marks the smallest
+    micro-batch of a lineage that ran out of memory.
 
     Args:
         study: Any Optuna study whose trials have a micro-batch, or a ``StudyView``.
     """
-    return metric_figure(history_of(study))
+    history = history_of(study)
+    return metric_figure(history, curves_of(history.view))
 
 
-def metric_figure(history: History) -> go.Figure:
-    """Return the metric over the micro-batch: a line per lineage, with its memory limit.
+def metric_figure(history: History, curves: Sequence[Curve] = ()) -> go.Figure:
+    """Return the metric over the micro-batch: curves, points and memory limits.
 
     Lineages of the same ZeRO stage and offload share a colour and a legend entry. The memory limit of a lineage is the
     smallest micro-batch that did not fit, drawn at the height of the largest that fitted, or on the axis without any.
@@ -61,32 +83,89 @@ def metric_figure(history: History) -> go.Figure:
     trials, measure = history.trials, Measure(history.metric, history.device)
     title = f"{measure.title.split(' (')[0].capitalize()} over micro-batch"
     x_title = "micro-batch (samples per rank and pass, log scale)"
-    figure = new_figure()
+    measured = attributes.best_trials(trials, maximize=history.maximize)
     lineages = [lineage for lineage in group(trials).values() if _points(lineage) or lineage.smallest_too_large]
-    palette = Palette(lineage_words(lineage.trials) for lineage in lineages)
+    if not measured and not any(_points(lineage) for lineage in lineages):
+        return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=measure.title)
+    if history.view is not None and len(measured) == 1:
+        return empty_figure("One configuration was measured.", title=title, x=x_title, y=measure.title)
+    figure = new_figure()
+    drawn = {curve.words: curve for curve in curves}
+    palette = Palette([*drawn, *(lineage_words(lineage.trials) for lineage in lineages)])
+    for curve in curves:
+        _add_curve(figure, curve, palette[curve.words], measure)
     named: set[str] = set()
-    for lineage in lineages:
+    on_curve = {curve.lineage for curve in curves}
+    for lineage in sorted(lineages, key=lambda item: item.key not in on_curve):
         words = lineage_words(lineage.trials)
         if _points(lineage):
-            _add_line(figure, lineage, words, palette, measure=measure, named=words not in named)
+            mode = "lines+markers" if len(_points(lineage)) > 1 else "markers"
+            if words in drawn:
+                mode = "markers" if lineage.key in on_curve else "open"
+            _add_points(figure, lineage, words, palette, measure=measure, named=words not in named, mode=mode)
             named.add(words)
+    _add_other_batch(figure, trials, palette, measure)
+    if any(curve.edge is not None for curve in curves):
+        _add_memory_edges(figure, curves, measure.scale)
     edges = [lineage for lineage in lineages if lineage.smallest_too_large is not None]
     if edges:
         _add_edges(figure, edges, measure.scale)
-    measured = attributes.best_trials(trials, maximize=history.maximize)
     best = next((t for t in measured if t.number == history.winner), measured[0] if measured else None)
     user = attributes.user_config_trial(trials)
     for trial, name, symbol in ((user, USER, "x-open"), (best, BEST, "star")):
         if trial is not None and attributes.CONFIG in trial.user_attrs:
             again = history.confirmed.get(trial.number)
             _add_mark(figure, trial, name, symbol, measure=measure, again=again)
-    if not measured and not any(_points(lineage) for lineage in lineages):
-        return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=measure.title)
     lay_out(figure, title=title, x=x_title, y=measure.title)
     micro_batches = [int(x) for trace in figure.data for x in trace.x if x is not None]
     figure.update_xaxes(type="log", tickvals=micro_batch_ticks(micro_batches))
-    figure.update_yaxes(tickformat=measure.ticks)
+    figure.update_yaxes(tickformat=measure.ticks, rangemode="tozero")
     return figure
+
+
+def _add_curve(figure: go.Figure, curve: Curve, colour: str, measure: Measure) -> None:
+    """Add the band and the curve of a structure."""
+    common: dict[str, Any] = {"mode": "lines", "legendgroup": curve.words, "name": curve.words, "showlegend": False}
+    figure.add_scatter(
+        x=[*curve.sizes, *reversed(curve.sizes)],
+        y=[value * measure.scale for value in (*curve.high, *reversed(curve.low))],
+        fill="toself",
+        fillcolor=translucent(colour, _BAND),
+        line={"width": 0},
+        hoverinfo="skip",
+        **common,
+    )
+    figure.add_scatter(
+        x=list(curve.sizes),
+        y=[value * measure.scale for value in curve.values],
+        line={"color": colour, "width": 2},
+        hovertext=[
+            f"<b>{curve.words}, micro-batch {size}</b><br>predicted {measure.shown(value)}"
+            f"<br>95% credible {measure.shown(low)} to {measure.shown(high)}"
+            for size, value, low, high in zip(curve.sizes, curve.values, curve.low, curve.high, strict=True)
+        ],
+        hoverinfo="text",
+        **common,
+    )
+
+
+def _add_memory_edges(figure: go.Figure, curves: Sequence[Curve], scale: float) -> None:
+    """Add a vertical line at the largest micro-batch that is expected to fit, for each curve that ends there."""
+    ends = [(curve, curve.edge) for curve in curves if curve.edge is not None]
+    figure.add_scatter(
+        x=[x for _, edge in ends for x in (edge, edge, None)],
+        y=[y for curve, _ in ends for y in (0.0, curve.values[-1] * scale, None)],
+        mode="lines",
+        name=MEMORY_EDGE,
+        connectgaps=False,
+        line={"color": WARNING, "dash": "dash", "width": 1.5},
+        hovertext=[
+            text
+            for curve, edge in ends
+            for text in (*[f"<b>{curve.words}</b><br>micro-batch {edge} is the largest expected to fit"] * 2, "")
+        ],
+        hoverinfo="text",
+    )
 
 
 def _points(lineage: Lineage) -> list[tuple[int, float, FrozenTrial]]:
@@ -95,22 +174,48 @@ def _points(lineage: Lineage) -> list[tuple[int, float, FrozenTrial]]:
     return sorted(result, key=lambda point: (point[0], point[2].number))
 
 
-def _add_line(
-    figure: go.Figure, lineage: Lineage, words: str, palette: Palette, *, measure: Measure, named: bool
+def _add_points(
+    figure: go.Figure, lineage: Lineage, words: str, palette: Palette, *, measure: Measure, named: bool, mode: str
 ) -> None:
+    """Add the points of a lineage, in a ``mode`` of plotly, or ``open`` for open markers."""
     points = _points(lineage)
+    is_open = mode == "open"
     figure.add_scatter(
         x=[size for size, _, _ in points],
         y=[value * measure.scale for _, value, _ in points],
-        mode="lines+markers",
+        mode="markers" if is_open else mode,
         name=words,
         legendgroup=words,
         showlegend=named,
         line={"color": palette[words], "width": 1.5},
-        marker={"symbol": palette.symbol(words), "size": 8},
+        marker={"symbol": palette.symbol(words) + "-open" * is_open, "size": 8, "color": palette[words]},
         hovertext=[_hover(trial, words, measure, value) for _, value, trial in points],
         hoverinfo="text",
     )
+
+
+def _add_other_batch(figure: go.Figure, trials: Sequence[FrozenTrial], palette: Palette, measure: Measure) -> None:
+    """Add the trials with accumulation steps of their own, which are not part of a lineage."""
+    accumulated = [t for t in trials if GRADIENT_ACCUMULATION in t.params and score(t) is not None]
+    words = [lineage_words([trial]) for trial in accumulated]
+    if accumulated:
+        figure.add_scatter(
+            x=[trial.params[MICRO_BATCH] for trial in accumulated],
+            y=[(score(trial) or 0.0) * measure.scale for trial in accumulated],
+            mode="markers",
+            name=_OTHER_BATCH,
+            marker={
+                "symbol": "diamond-tall-open",
+                "size": 11,
+                "color": [palette[name] for name in words],
+                "line": {"width": 2},
+            },
+            hovertext=[
+                _hover(trial, name, measure, score(trial) or 0.0)
+                for trial, name in zip(accumulated, words, strict=True)
+            ],
+            hoverinfo="text",
+        )
 
 
 def _hover(trial: FrozenTrial, words: str, measure: Measure, value: float) -> str:

@@ -72,6 +72,8 @@ def plot_progress(study: Source) -> go.Figure:
         return empty_figure(_NO_LAUNCH, title=title, x=x_title, y=measure.title)
     if not any(_outcome(trial) is Outcome.MEASURED for trial in ended):
         return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=measure.title)
+    if len(ended) == 1:
+        return empty_figure("One launch has ended.", title=title, x=x_title, y=measure.title)
     places = {trial.number: place for place, trial in enumerate(ended, start=1)}
     figure = new_figure()
     for outcome in Outcome:

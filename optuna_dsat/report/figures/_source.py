@@ -36,6 +36,8 @@ class History:
     """Current outcome of the study; None if nothing was measured, or optuna-dsat did not create the study."""
     device: str = ""
     """Device of a rank, ``cuda`` or ``cpu``; empty if optuna-dsat did not create the study."""
+    view: StudyView | None = None
+    """The study; None if optuna-dsat did not create it."""
 
     @property
     def winner(self) -> int | None:
@@ -81,6 +83,7 @@ def history_of(source: Source) -> History:
             maximize=source.maximize,
             verdict=source.verdict,
             device=source.spec.device,
+            view=source,
         )
     return History(
         trials=tuple(source.get_trials(deepcopy=False)),

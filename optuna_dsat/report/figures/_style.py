@@ -37,6 +37,7 @@ __all__ = [
     "missing",
     "new_figure",
     "note_of",
+    "translucent",
     "wrapped",
 ]
 
@@ -120,11 +121,17 @@ class Palette:
         self._index = {word: index for index, word in enumerate(dict.fromkeys(words))}
 
     def __getitem__(self, words: str) -> str:
-        return _COLOURS[self._index[words] % len(_COLOURS)]
+        return _COLOURS[self._index.setdefault(words, len(self._index)) % len(_COLOURS)]
 
     def symbol(self, words: str) -> str:
         """Return the plotly symbol of a text."""
         return _SYMBOLS[self._index[words] % len(_SYMBOLS)]
+
+
+def translucent(colour: str, opacity: float) -> str:
+    """Return a colour such as ``#0072B2`` with an opacity."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
 
 
 def lineage_words(trials: Sequence[FrozenTrial]) -> str:
