@@ -29,11 +29,12 @@ What a search does with the keys of your DeepSpeed config. All that is not named
 These are searched where they change what DeepSpeed does. Hold one with `--fix NAME=VALUE`, leave it as your config has
 it with `--no-tune NAME`, tune it alone with `--only NAME`, or give a list in the config
 (`"reduce_bucket_size": [5e7, 5e8]`) to choose among its values.
-Bucket sizes are capped by the model's size after the profile launch. The places in DeepSpeed 0.19.8 from which the
-conditions were read stand in `optuna_dsat/config/knobs.py`.
+Bucket sizes are capped by the model's size after the profile launch. None of them changes what training computes, up to
+rounding. `optuna_dsat/config/knobs.py` has the places in DeepSpeed 0.19.8 from which the conditions were read, and the
+papers. A knob that is *live* at the ZeRO stage of a running engine changes without a new launch.
 
-| name | key | searched | by default among |
-|---|---|---|---|
+| name | key | searched | by default among | live at ZeRO | since DeepSpeed |
+|---|---|---|---|---|---|
 """
 _BATCH = """
 ## Batch sizes
@@ -74,7 +75,8 @@ def page() -> str:
 def _knobs() -> Iterator[str]:
     for knob in KNOBS:
         key = "none: it changes the model" if knob.is_of_model else f"`{'.'.join(knob.path)}`"
-        yield f"| `{knob.name}` | {key} | {knob.where} | {_choices(knob)} |\n"
+        live = ", ".join(map(str, knob.live)) or "none"
+        yield f"| `{knob.name}` | {key} | {knob.where} | {_choices(knob)} | {live} | {knob.since} |\n"
 
 
 def _choices(knob: Knob) -> str:

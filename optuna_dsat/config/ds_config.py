@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
+from optuna_dsat.config.knobs import KNOBS, OFFLOAD_OPTIMIZER
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.files import write_text_atomic
-from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, flatten, merge
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO, flatten, merge
 
 __all__ = [
     "ALL",
@@ -54,7 +55,6 @@ AUTO_IN_WORDS = (
 ALL = "all"
 """Value that selects every choice of a knob, as in DeepSpeed's autotuner."""
 
-ZERO = "zero_optimization"
 MICRO_BATCH_CAP = 2**16
 """Default limit of the micro-batch, in samples per rank."""
 BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
@@ -69,31 +69,12 @@ _ZERO_ALIASES = {
 }
 """Field name of ``DeepSpeedZeroConfig``, which DeepSpeed accepts as well -> documented key."""
 
-_ZERO_DEFAULTS: Mapping[str, Any] = {
-    "stage": 0,
-    "contiguous_gradients": True,
-    "reduce_scatter": True,
-    "reduce_bucket_size": 500_000_000,
-    "allgather_partitions": True,
-    "allgather_bucket_size": 500_000_000,
-    "sub_group_size": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "zero_hpz_partition_size": 1,
-}
-"""Defaults of ``deepspeed.runtime.zero.config.DeepSpeedZeroConfig`` 0.19.8, except ``overlap_comm``, which
-depends on the stage.
-"""
-
-_STAGE3_KEYS = frozenset({
-    "sub_group_size", "offload_param", "zero_hpz_partition_size",
-    *(key for key in _ZERO_DEFAULTS if key.startswith("stage3_")),
-})  # fmt: skip
-_NO_SIZES = ("stage", "zero_hpz_partition_size")
-_SIZES = frozenset(key for key, value in _ZERO_DEFAULTS.items() if type(value) is int and key not in _NO_SIZES)
-_ZERO_STAGE_KEYS = frozenset({*_ZERO_DEFAULTS, *_STAGE3_KEYS, "overlap_comm", "offload_optimizer"}) - {"stage"}
+_OF_ZERO = tuple(knob for knob in KNOBS if not knob.is_of_model)
+_ZERO_DEFAULTS: Mapping[str, Any] = {knob.path[1]: knob.default for knob in _OF_ZERO if len(knob.path) == 2}
+"""DeepSpeed's defaults of the keys without a section of their own."""
+_STAGE3_KEYS = frozenset(knob.path[1] for knob in _OF_ZERO if knob.stages == (3,)) - {OFFLOAD_OPTIMIZER}
+_SIZES = frozenset(knob.path[1] for knob in _OF_ZERO if knob.kind == "size")
+_ZERO_STAGE_KEYS = frozenset(knob.path[1] for knob in _OF_ZERO) - {"stage"}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
-from optuna_dsat.config.knobs import KNOBS, MODEL, NVME, OFFLOAD_OPTIMIZER, ZERO_STAGE, Knob, Site, normalise
+from optuna_dsat.config.knob_values import normalise
+from optuna_dsat.config.knobs import KNOBS, MODEL, NVME, OFFLOAD_OPTIMIZER, ZERO_STAGE, Knob, Site
 from optuna_dsat.errors import ConfigError
 
 if TYPE_CHECKING:

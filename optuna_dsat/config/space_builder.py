@@ -19,6 +19,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.ds_config import MICRO_BATCH, MICRO_BATCH_CAP, ZERO
+from optuna_dsat.config.knob_values import known_names, normalise
 from optuna_dsat.config.knobs import (
     KNOBS,
     NVME,
@@ -28,8 +29,6 @@ from optuna_dsat.config.knobs import (
     ZERO_STAGE,
     Knob,
     Site,
-    known_names,
-    normalise,
 )
 from optuna_dsat.config.search_space import (
     KnobRow,

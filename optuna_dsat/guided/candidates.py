@@ -11,8 +11,7 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import CHECKPOINT_EVERY, NVME, OFFLOAD_PARAM
-from optuna_dsat.config.live import is_live
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, NVME
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import Hardware, ModelProfile, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryInputs
@@ -378,15 +377,9 @@ class CandidateTable:
 
 
 def static_settings(params: Mapping[str, Any]) -> Hashable:
-    """Return the values of a lineage's knobs that a running engine cannot change (``config.live``)."""
-    engine = {
-        "stage": params[ZERO_STAGE],
-        "contiguous": params.get("contiguous_gradients") is not False,
-        "offloads_params": params.get(OFFLOAD_PARAM, "none") != "none",
-    }
-    return frozenset(
-        (name, ds_config.canonical_number(value)) for name, value in params.items() if not is_live(name, **engine)
-    )
+    """Return the values of a lineage's knobs that a running engine cannot change."""
+    live = {knob.name for knob in KNOBS if knob.is_live(params)}
+    return frozenset((name, ds_config.canonical_number(value)) for name, value in params.items() if name not in live)
 
 
 _MOST_TABLES = 4

@@ -37,7 +37,7 @@ refined once the structures that may win were measured (``optuna_dsat.guided.ord
 words (``optuna_dsat.guided.reasons``).
 
 A launch whose ranks wait for another trial measures configurations that differ in live settings only
-(``optuna_dsat.config.live``) without a start, and with less noise relative to its earlier measurements. Such a
+(``optuna_dsat.config.knobs``) without a start, and with less noise relative to its earlier measurements. Such a
 configuration costs its steps only; if it fails, the start of another launch. So settings are compared within a launch
 while that is worth most per second, and sizes near the edge of memory come last.
 

@@ -34,6 +34,7 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+ZERO = "zero_optimization"
 TRAIN_BATCH, MICRO_BATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
 GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
 MODEL, CHECKPOINT_EVERY = "optuna_dsat", "checkpoint_every"
@@ -126,9 +127,9 @@ def effective_config(
         own = next((key for key in _BATCH_KEYS if overlay.get(key) is None), None)
         if own is not None:
             del config[own]
-    zero = config.get("zero_optimization")
+    zero = config.get(ZERO)
     if isinstance(zero, dict):
-        chosen = overlay.get("zero_optimization")
+        chosen = overlay.get(ZERO)
         for key, deprecated in _DEPRECATED_OFFLOAD.items():
             if isinstance(chosen, Mapping) and key in chosen:
                 for old in deprecated:
@@ -152,11 +153,11 @@ def without_impossible_zero(laid: Mapping[str, Any], own: Mapping[str, Any]) -> 
     ``zero_optimization`` section is then kept.
     """
     config = dict(laid)
-    zero = config.get("zero_optimization")
+    zero = config.get(ZERO)
     if isinstance(zero, Mapping) and zero.get("stage") in (1, 2):
-        config.pop("zero_optimization")
-        if "zero_optimization" in own:
-            config["zero_optimization"] = _deep_copy(own["zero_optimization"])
+        config.pop(ZERO)
+        if ZERO in own:
+            config[ZERO] = _deep_copy(own[ZERO])
     return config
 
 

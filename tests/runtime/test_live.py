@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.config.live import LIVE_KNOBS
+from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.runtime.measure import live
 from optuna_dsat.runtime.measure.live import SETTERS, NotLiveError, Transition, await_order, change_settings, order_next
 
+LIVE_KNOBS = {knob.name: knob.live for knob in KNOBS if knob.live}
 SCRIPT = Path(__file__).with_name("live_engines.py")
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 OTHER_VALUES: dict[str, tuple[Any, Any]] = {

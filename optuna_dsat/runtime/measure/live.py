@@ -1,8 +1,8 @@
 """Changes settings of a running DeepSpeed engine between two optimizer steps.
 
-DeepSpeed reads them at each step from the attributes below; ``optuna_dsat.config.live`` has the ZeRO stages at which it
-does. Updated parameters and collectives after a change equal a fresh engine's
-(``tests/runtime/test_live.py``). The first steps after a change may still have the earlier batch size (``Transition``).
+DeepSpeed reads them at each step from the attributes below; ``optuna_dsat.config.knobs`` has the ZeRO stages at which
+it does. Updated parameters and collectives after a change equal a fresh engine's (``tests/runtime/test_live.py``). The
+first steps after a change may still have the earlier batch size (``Transition``).
 
 Ranks that have measured their trial wait for an order: to go on with another in the running engine, or to leave.
 """

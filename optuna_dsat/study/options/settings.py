@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from optuna_dsat.config.knobs import KNOBS, resolve_names
+from optuna_dsat.config.knob_values import resolve_names
+from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.metrics import METRICS
 from optuna_dsat.study.options.declaration import (
     DEFAULT_OUTPUT_DIR,

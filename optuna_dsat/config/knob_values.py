@@ -1,0 +1,106 @@
+"""Names and values of knobs as users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from optuna_dsat.config.documents import as_written
+from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE, ZERO_STAGES, Kind
+from optuna_dsat.config.misspelt import near_key
+from optuna_dsat.errors import ConfigError
+from optuna_dsat.runtime.overlay import MICRO_BATCH, ZERO
+
+__all__ = ["NAMES", "known_names", "normalise", "resolve_names"]
+
+_MINIMUM = {"reduce_bucket_size": 1, "allgather_bucket_size": 2}
+"""Smallest value that DeepSpeed accepts; 0 for the other sizes."""
+
+
+NAMES: tuple[str, ...] = (*(knob.name for knob in KNOBS if knob.name != NVME), MICRO_BATCH)
+"""Names of the knobs in options: the device of the optimizer's states on NVMe follows from its offload."""
+
+
+def known_names() -> str:
+    """Return the names of all knobs, for messages."""
+    return ", ".join(NAMES)
+
+
+_SHORT_NAMES: Mapping[str, str] = {"batch": MICRO_BATCH, "stage": ZERO_STAGE}
+"""Short name in an option -> the knob."""
+
+
+def resolve_names(names: Iterable[str], *, option: str) -> tuple[str, ...]:
+    """Return the names of knobs, each once, for names as given in an option.
+
+    Args:
+        names: Knobs, by name, by key of the config (``zero_optimization.stage``) or by short name (``batch``).
+        option: The option, for messages.
+
+    Raises:
+        ConfigError: If a name is not a knob; suggests the knob that it resembles.
+    """
+    resolved: dict[str, None] = {}
+    for name in names:
+        plain = name.strip().removeprefix(f"{ZERO}.")
+        if plain not in NAMES and plain not in _SHORT_NAMES:
+            near = near_key(plain, (*NAMES, *_SHORT_NAMES), alike=_ALIKE)
+            hint = f"{near} is probably meant" if near else f"the knobs are {known_names()}"
+            raise ConfigError(
+                f"{option} names {name!r:.60}, which is not a knob; {hint}. batch and stage are short for the "
+                "micro-batch and the ZeRO stage."
+            )
+        resolved[_SHORT_NAMES.get(plain, plain)] = None
+    return tuple(resolved)
+
+
+_ALIKE = 0.6
+"""Minimum similarity of a misspelt name to a knob: short names such as ``stage`` have few letters."""
+
+
+def normalise(name: str, kind: Kind, value: Any) -> Any:
+    """Return a knob's value in its suggested form: ``5e8`` becomes 500000000, ``"true"`` becomes True.
+
+    Text is read like JSON, so values from a command line can be passed unchanged.
+
+    Raises:
+        ConfigError: If the value has the wrong type or DeepSpeed would refuse it.
+    """
+    if kind == "device":
+        return _device(name, value)
+    if kind == "flag":
+        flags = {True: True, False: False, "true": True, "false": False, "True": True, "False": False}
+        if not isinstance(value, bool | str) or value not in flags:
+            raise ConfigError(f"{name} is {as_written(value)}; it must be true or false.")
+        return flags[value]
+    number = 0 if kind == "blocks" and value in (None, "none") else _whole(name, value)
+    if kind == "stage" and number not in ZERO_STAGES:
+        raise ConfigError(f"{name} is {as_written(value)}; ZeRO stages are 0, 1, 2 and 3.")
+    if kind == "ranks":
+        number = number or 1  # DeepSpeed treats 0 as 1
+    lowest = 1 if kind in ("count", "ranks") else _MINIMUM.get(name, 0)
+    if number < lowest:
+        raise ConfigError(f"{name} is {as_written(value)}; it must be at least {lowest}.")
+    if name == "allgather_bucket_size" and number % 2:
+        raise ConfigError(f"{name} is {as_written(value)}; DeepSpeed accepts even numbers only.")
+    return number
+
+
+def _device(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = value.get("device", "none")
+    if value is None or value is False or value == "auto":  # accelerate and the Trainer fill in their own value
+        return "none"
+    if value not in ("none", "cpu", "nvme"):
+        raise ConfigError(f"{name} is {as_written(value)}; it must be none, cpu or nvme.")
+    return str(value)
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+        if number is not None and number.is_integer():
+            return int(value) if isinstance(value, int) else int(number)
+    except ValueError:
+        pass
+    raise ConfigError(f"{name} is {as_written(value)}; it must be a whole number, such as 5e8 or 500000000.")
