@@ -189,7 +189,7 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
     assert twice <= {"script", "ds_config", "method"}, "an option names what the spec's field of that name holds"
 
 
-MOST_PRODUCT_LINES = 62_570
+MOST_PRODUCT_LINES = 62_590
 MOST_PRODUCT_FILES = 351
 MOST_TEST_LINES = 48_130
 MOST_BENCHMARK_LINES = 8_460

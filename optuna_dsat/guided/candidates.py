@@ -206,6 +206,14 @@ class CandidateTable:
                 result |= (np.diag(kernel)[values] > 0) & ~np.isin(values, self.knobs[measured, place])
         return result
 
+    def continues(self, rows: Numbers, observations: Observations) -> Numbers:
+        """Return a mask of rows that the ranks that wait for another trial can measure."""
+        if observations.waiting < 0:
+            return np.zeros(len(rows), dtype=bool)
+        measured = observations.row[observations.launch == observations.waiting][0]
+        result: Numbers = self.engine[rows] == self.engine[measured]
+        return result
+
     def memory_inputs(self, rows: Numbers, micro_batch: Numbers) -> MemoryInputs:
         """Return the inputs of the memory posterior for rows at micro-batches."""
         return MemoryInputs(

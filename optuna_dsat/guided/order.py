@@ -30,10 +30,10 @@ _CHANCE = 0.2
 """Least probability to exceed the incumbent of a structure that is launched before a simpler structure, and before a
 measured structure is refined.
 """
-_ROOM = 1.125
-"""Least ratio of the micro-batches of a structure that saves memory and of a simpler structure."""
 _DEFICIT = math.log1p(0.05)
 """Predicted deficit in log objective above which a configuration comes last."""
+_LITTLE = 0.1
+"""Share of the expected gain of configurations that come last, below which others do not precede them."""
 _WORTH = 0.005
 """Expected improvement of another configuration above which unlikely ones wait."""
 
@@ -67,7 +67,7 @@ def first_launched(
     - if they probably do not fit: of structures that were never measured, and of others for an expected gain below
       ``LEAST_GAIN``.
 
-    These come last:
+    These come last, unless all others are expected to gain less than ``_LITTLE`` of what they are:
 
     - of measured structures, if they are predicted to be slower than the incumbent by more than ``_DEFICIT``, and of
       others, if they are slower than the best of their structure by as much;
@@ -96,7 +96,7 @@ def first_launched(
     if posterior.incumbent is None:  # the likeliest to run comes first
         last, late, promising = np.isin(structure, waiting), np.zeros(len(rows), dtype=bool), promising[:0]
     allowed = np.ones(len(rows), dtype=bool)
-    for group, least in ((last, 0.0), (late, _WORTH)):
+    for group, least in ((last, _LITTLE * gain[last].max(initial=0.0)), (late, _WORTH)):
         if gain[allowed & ~group].max(initial=0.0) > least:
             allowed &= ~group
     first = allowed & np.isin(structure, promising)
@@ -117,8 +117,7 @@ def _structures(
     difference.
 
     It is unlikely to win if its probability to exceed the incumbent is below ``_CHANCE``; or if it has ZeRO 3 or an
-    offload, and its micro-batch hardly exceeds (``_ROOM``) a simpler measured structure's largest: in no published
-    table (``benchmarks/published``) was it faster at the same micro-batch.
+    offload, and its micro-batch hardly exceeds a simpler measured structure's largest (``Posterior.seldom``).
     """
     structure = table.structure[rows]
     likely = ~np.isin(structure, posterior.known_structures) & (acquisition.fits >= _LIKELY) & (acquisition.gain > 0)
@@ -126,21 +125,10 @@ def _structures(
     best = {int(structure[index]): int(index) for index in order[::-1] if likely[index]}
     places, groups = np.array(list(best.values()), dtype=np.int64), np.array(list(best), dtype=np.int64)
     unlikely = acquisition.chance[places] < _CHANCE
-    unlikely |= sizes[places] <= _ROOM * _edges_of_simpler(table, posterior, rows[places])
+    unlikely |= posterior.seldom(rows[places], sizes[places]) < 1
     ranks = [complexity(table.lineages[int(row)]) for row in rows[places]]
     waits = _waiting(ranks, *posterior.joint(rows[places], sizes[places]), unlikely)
     return groups[waits], groups[unlikely], groups[~waits & ~unlikely]
-
-
-def _edges_of_simpler(table: CandidateTable, posterior: Posterior, rows: Numbers) -> Numbers:
-    """Return the largest micro-batch expected to fit in a measured structure with fewer of ZeRO 3 and offloads."""
-    result = np.zeros(len(rows))
-    for group in np.unique(table.structure[posterior.measured.row]):
-        own = table.structure == group
-        kinds = table.kinds[np.argmax(own)]
-        simpler = (kinds <= table.kinds[rows]).all(axis=1) & (kinds < table.kinds[rows]).any(axis=1)
-        result[simpler] = np.maximum(result[simpler], posterior.all_edges[own].max())
-    return result
 
 
 def _waiting(ranks: Sequence[tuple[int, int]], means: Numbers, covariance: Numbers, unlikely: Numbers) -> Numbers:

@@ -10,13 +10,15 @@ import math
 import numpy as np
 
 from optuna_dsat.cost.numbers import Numbers
-from optuna_dsat.guided.candidates import Observations
+from optuna_dsat.guided.candidates import CandidateTable, Observations
 from optuna_dsat.guided.problem import Problem
 
-__all__ = ["LEAST_GAIN", "largest_size", "outgrown_size", "paying_sizes", "spread_sizes"]
+__all__ = ["LEAST_GAIN", "lacks_room", "largest_size", "outgrown_size", "paying_sizes", "spread_sizes"]
 
 LEAST_GAIN = 0.02
 """Relative gain of a doubling below which a larger micro-batch is not worth a launch."""
+_ROOM = 1.125
+"""Least ratio of the micro-batches of a structure that saves memory and of a simpler structure."""
 _NEAR_EDGE, _AROUND_EDGE = 2, (0.75, 0.9, 1.03, 1.06, 1.12)
 """Number of micro-batches evaluated on either side of the predicted edge, and additional multiples of the edge."""
 
@@ -28,6 +30,28 @@ def spread_sizes(edge: Numbers) -> Numbers:
     near = edge[:, None] + np.arange(-_NEAR_EDGE, _NEAR_EDGE + 1)
     wanted = np.concatenate([below, near, np.outer(edge, _AROUND_EDGE)], axis=1)
     result: Numbers = np.maximum(1, np.concatenate([wanted, wanted // 8 * 8], axis=1))
+    return result
+
+
+def lacks_room(table: CandidateTable, measured: Numbers, edges: Numbers, rows: Numbers, sizes: Numbers) -> Numbers:
+    """Return a mask of configurations with ZeRO 3 or an offload whose micro-batch a simpler structure nearly holds.
+
+    A micro-batch beyond the largest that is expected to fit counts as that: it is no reason to try the structure.
+
+    Args:
+        table: The candidates.
+        measured: Rows that were measured; a structure with fewer of ZeRO 3 and offloads among them is simpler.
+        edges: Largest micro-batch expected to fit of each row of the table.
+        rows: Rows of the n configurations.
+        sizes: Their micro-batches.
+    """
+    largest = np.zeros(len(rows))
+    for group in np.unique(table.structure[measured]):
+        own = table.structure == group
+        kinds = table.kinds[np.argmax(own)]
+        simpler = (kinds <= table.kinds[rows]).all(axis=1) & (kinds < table.kinds[rows]).any(axis=1)
+        largest[simpler] = np.maximum(largest[simpler], edges[own].max())
+    result: Numbers = np.minimum(sizes, edges[rows]) <= _ROOM * largest
     return result
 
 

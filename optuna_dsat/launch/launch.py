@@ -27,7 +27,7 @@ _FAILURE_GRACE_S = 2.0
 """Time for the other ranks to leave a record, after one failed for a reason that may lie with another."""
 
 _EXPLAINED_GRACE_S = 0.3
-"""The same after a rank failed for a reason of its own: others fail alike, and their record may say more."""
+"""The same after a rank failed first: others fail alike, and their record may say more."""
 
 _AGENT_GRACE_S = 1.0
 """Time for torchrun to record exit codes, after a rank died without a record."""
@@ -280,7 +280,7 @@ class Launch:
         if self.request.purpose == "profile":
             micro_batch = None  # any batch will do: measurements are divided by the observed samples
         if self.request.command.batch_source.get("kind") == "held":
-            micro_batch = None  # the script makes its batches by itself, whatever the config says
+            micro_batch = None  # the script makes its batches whatever the config says
         end = self.processes.end or EndFacts(agent_exit_code=self.processes.code)
         return LaunchFacts(
             **vars(end),

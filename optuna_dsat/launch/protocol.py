@@ -158,7 +158,7 @@ class LaunchReport(Record):
     root: str = ""
     """The launch that started its processes, if it continued another; empty if it started its own."""
     afresh: bool = False
-    """Whether it failed as a continued launch, which says nothing of its configuration: to be launched by itself."""
+    """Whether it failed as a continued launch, which says nothing of its configuration: launched afresh."""
 
     @property
     def cause(self) -> str:

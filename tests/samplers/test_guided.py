@@ -224,7 +224,7 @@ def test_where_no_launch_pays_by_itself_no_long_one_is_made(
         monkeypatch.setattr(Prospects, name, lambda *_: math.inf)
     problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space())
     study = guided(kit, GuidedPlanner(problem))
-    Machine(overhead_s=0.01).run(study, 8)
+    Machine(overhead_s=0.01).run(study, 10)
     posterior = Posterior(problem, problem.table.observations_of_trials(study.trials), samples_limit=None)
 
     def relative_cost(limit: float) -> float:
