@@ -133,6 +133,15 @@ class Settings:
     max_reuse: float
     persistence: float
     sub_group: float
+    ratio: float
+    """Share of the optimizer that is offloaded, in whole sub-groups."""
+
+    def host_share(self, owned: float) -> float:
+        """Return the share of the optimizer on the host, given the parameters that a rank owns; 0 without offload."""
+        if not self.offload_optimizer or self.ratio == 1:
+            return float(self.offload_optimizer)
+        groups = math.ceil(owned / self.sub_group)
+        return 1 - math.floor((1 - self.ratio) * groups) / groups
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Settings:
@@ -166,6 +175,7 @@ class Settings:
             max_reuse=size("stage3_max_reuse_distance", 1e9),
             persistence=size("stage3_param_persistence_threshold", 1e5),
             sub_group=size("sub_group_size", 1e9),
+            ratio=float((zero.get("offload_optimizer") or {}).get("ratio", 1.0)) if offload and stage == 3 else 1.0,
         )
 
 
@@ -194,7 +204,7 @@ def usage(model: Model, machine: Machine, quirks: Quirks, s: Settings, micro_bat
     kept = gradients if s.accumulation > 1 else 0.0
     forward = persistent + buckets + gathered + kept + activations
     backward = persistent + buckets + gathered / 2 + gradients + in_flight + _LEFT_IN_BACKWARD * activations
-    converted = 0.0 if s.offload_optimizer else 4 * (min(owned, s.sub_group) if s.stage == 3 else owned)
+    converted = 0.0 if s.host_share(owned) == 1 else 4 * (min(owned, s.sub_group) if s.stage == 3 else owned)
     step = persistent + buckets + gradients + converted
     allocated = np.maximum(np.maximum(forward, backward), step)
     lost = 1 + quirks.fragmentation + (0.0 if s.contiguous else 0.02)
@@ -218,8 +228,9 @@ def _resident(model: Model, machine: Machine, s: Settings, owned: float) -> tupl
     if s.stage == 3:
         device += _HALF * model.params * _persistent_share(model, s)
     if s.offload_optimizer:
-        host += (_STATES + 4 + _HALF) * owned
-        device += _HALF * model.largest_layer_params
+        share = s.host_share(owned)
+        host += ((_STATES + 4) * share + _HALF) * owned
+        device += _HALF * model.largest_layer_params + (1 - share) * _STATES * owned
     else:
         device += _STATES * owned
         device += _HALF * owned if s.stage == 3 else 0.0
@@ -369,8 +380,9 @@ def _update(model: Model, machine: Machine, s: Settings) -> float:
     owned = model.params / machine.gpus if s.stage else model.params
     seconds = (_STATES + 8) * owned / machine.hbm_bytes_per_s
     if s.offload_optimizer:
-        per_node = model.params / machine.nodes
-        seconds = 2 * _HALF * owned / machine.pcie_bytes_per_s + per_node / machine.adam_params_per_s
+        share, per_node = s.host_share(owned), model.params / machine.nodes
+        seconds *= 1 - share
+        seconds += 2 * _HALF * owned / machine.pcie_bytes_per_s + share * per_node / machine.adam_params_per_s
     if s.stage == 3:
         return seconds + math.ceil(owned / s.sub_group) * _SUB_GROUP_S
     if s.stage > 0 and machine.gpus > 1:

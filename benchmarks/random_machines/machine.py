@@ -170,7 +170,8 @@ class RandomMachine:
         """Return bytes on one host that offload takes."""
         hardware, net = self.drawn.hardware, self.drawn.net
         owned = net.params / hardware.gpus
-        per_rank = (_ADAM + 4 + _HALF) * owned * settings.offload_optimizer + _HALF * owned * settings.offload_param
+        optimizer = (_ADAM + 4) * settings.host_share(owned) + _HALF * settings.offload_optimizer
+        per_rank = optimizer * owned + _HALF * owned * settings.offload_param
         return per_rank * min(hardware.gpus, hardware.gpus_per_node)
 
     def device(self, settings: Settings, sizes: Array) -> Array:
@@ -188,7 +189,7 @@ class RandomMachine:
         owned = params / ranks
         weights = _HALF * (owned if settings.stage == 3 else params) * (not settings.offload_param)
         gradients = _GRADIENTS * (owned if settings.stage >= 2 else params)
-        adam = 0.0 if settings.offload_optimizer else _ADAM * (owned if settings.stage else params)
+        adam = (1 - settings.host_share(owned)) * _ADAM * (owned if settings.stage else params)
         buffers = min(settings.bucket, params) * _HALF * (1 + settings.overlap)
         if settings.stage == 3:
             gathered = self.drawn.net.largest_layer_params + min(settings.prefetch, params)
@@ -229,10 +230,12 @@ class RandomMachine:
     def _update(self, settings: Settings) -> float:
         hardware, net = self.drawn.hardware, self.drawn.net
         owned = net.params / hardware.gpus if settings.stage else float(net.params)
+        share, on_device = settings.host_share(owned), 30 * owned / (hardware.flops / 100)
         if not settings.offload_optimizer:
-            return 30 * owned / (hardware.flops / 100)
+            return on_device
         moved = 2 * _HALF * owned / hardware.pcie_bytes_per_s
-        return (moved + net.params / hardware.nodes / hardware.adam_params_per_s) * self.drawn.optimizer_slow
+        updated = share * net.params / hardware.nodes / hardware.adam_params_per_s
+        return (moved + updated) * self.drawn.optimizer_slow + (1 - share) * on_device
 
     def _knobs(self, settings: Settings) -> float:
         factor = 1.0

@@ -71,7 +71,9 @@ _ZERO_ALIASES = {
 
 _OF_ZERO = tuple(knob for knob in KNOBS if not knob.is_of_model)
 _ZERO_DEFAULTS: Mapping[str, Any] = {knob.path[1]: knob.default for knob in _OF_ZERO if len(knob.path) == 2}
-"""DeepSpeed's defaults of the keys without a section of their own."""
+"""DeepSpeed's defaults of the keys that have no section."""
+_OFFLOAD_DEFAULTS: Mapping[str, Any] = {knob.path[2]: knob.default for knob in KNOBS if knob.is_in_offload}
+"""DeepSpeed's defaults of the keys in the sections of offloads."""
 _STAGE3_KEYS = frozenset(knob.path[1] for knob in _OF_ZERO if knob.stages == (3,)) - {OFFLOAD_OPTIMIZER}
 _SIZES = frozenset(knob.path[1] for knob in _OF_ZERO if knob.kind == "size")
 _ZERO_STAGE_KEYS = frozenset(knob.path[1] for knob in _OF_ZERO) - {"stage"}
@@ -168,7 +170,8 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
             section = {"device": section}
         if isinstance(section, dict):
             section = dict(section)
-            _resolve_list(section, "device")
+            for name in list(section):
+                _resolve_list(section, name)
             zero[key] = section
     result[ZERO] = zero
     return merge(result, {})  # shares no objects with the argument
@@ -282,7 +285,7 @@ def canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[st
         default = zero_default(key, stage=stage)
         if key in ("offload_optimizer", "offload_param"):
             if isinstance(value, Mapping) and value.get("device", "none") != "none":
-                result[key] = {name: item for name, item in value.items() if (name, item) != ("pin_memory", True)}
+                result[key] = {name: item for name, item in value.items() if item != _OFFLOAD_DEFAULTS.get(name)}
         elif key in _SIZES and params_count is not None and isinstance(value, int):
             limit = size_limit(key, params_count)
             capped = min(value, limit)

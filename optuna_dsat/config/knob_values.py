@@ -26,8 +26,12 @@ def known_names() -> str:
     return ", ".join(NAMES)
 
 
-_SHORT_NAMES: Mapping[str, str] = {"batch": MICRO_BATCH, "stage": ZERO_STAGE}
-"""Short name in an option -> the knob."""
+_SHORT_NAMES: Mapping[str, str] = {
+    "batch": MICRO_BATCH,
+    "stage": ZERO_STAGE,
+    **{".".join(knob.path[1:]): knob.name for knob in KNOBS if knob.is_in_offload},
+}
+"""Short name, or key within ``zero_optimization``, in an option -> the knob."""
 
 
 def resolve_names(names: Iterable[str], *, option: str) -> tuple[str, ...]:
@@ -73,6 +77,8 @@ def normalise(name: str, kind: Kind, value: Any) -> Any:
         if not isinstance(value, bool | str) or value not in flags:
             raise ConfigError(f"{name} is {as_written(value)}; it must be true or false.")
         return flags[value]
+    if kind == "share":
+        return _share(name, value)
     number = 0 if kind == "blocks" and value in (None, "none") else _whole(name, value)
     if kind == "stage" and number not in ZERO_STAGES:
         raise ConfigError(f"{name} is {as_written(value)}; ZeRO stages are 0, 1, 2 and 3.")
@@ -94,6 +100,16 @@ def _device(name: str, value: Any) -> str:
     if value not in ("none", "cpu", "nvme"):
         raise ConfigError(f"{name} is {as_written(value)}; it must be none, cpu or nvme.")
     return str(value)
+
+
+def _share(name: str, value: Any) -> float:
+    try:
+        number = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise ConfigError(f"{name} is {as_written(value)}; it must be a number from 0 to 1.")
+    return number
 
 
 def _whole(name: str, value: Any) -> int:

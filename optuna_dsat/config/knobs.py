@@ -12,6 +12,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from optuna_dsat.config.conditions import (
+    NVME,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    ZERO_STAGE,
+    ZERO_STAGES,
+    Condition,
+    Site,
+    contiguous_applies,
+    may_be_shared,
+    may_lack_hooks,
+    offloads,
+    offloads_params,
+    overlap_applies,
+    reduces_gradients,
+    scatter_applies,
+    stage_of,
+)
 from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL, ZERO
 
 __all__ = [
@@ -21,7 +39,9 @@ __all__ = [
     "NVME",
     "OFFLOAD_OPTIMIZER",
     "OFFLOAD_PARAM",
+    "OFFLOAD_RATIO",
     "PARTITION_COPY",
+    "PIN_MEMORY",
     "ZERO_STAGE",
     "ZERO_STAGES",
     "Kind",
@@ -29,89 +49,17 @@ __all__ = [
     "Site",
 ]
 
-ZERO_STAGE = "zero_stage"
-ZERO_STAGES = (0, 1, 2, 3)
-OFFLOAD_OPTIMIZER = "offload_optimizer"
-OFFLOAD_PARAM = "offload_param"
-NVME = "offload_optimizer_nvme"
+OFFLOAD_RATIO = "offload_optimizer_ratio"
+PIN_MEMORY = "offload_pin_memory"
 PARTITION_COPY = "zero_hpz_partition_size"
 
 Kind = str
-"""``stage``, ``flag``, ``size`` (a number of elements), ``ranks``, ``device`` (``none``, ``cpu``, ``nvme``) or
-``blocks`` (1 for every block, 2 for every second, 0 for none).
+"""``stage``, ``flag``, ``size`` (a number of elements), ``ranks``, ``device`` (``none``, ``cpu``, ``nvme``), ``share``
+(0 to 1) or ``blocks`` (1 for every block, 2 for every second, 0 for none).
 """
 
 _BUCKETS = tuple(n * 10**m for m in range(6, 10) for n in (1, 5))
 """dsat's defaults: n * 10^m elements for n in (1, 5), m in 6..9."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """Facts, besides the params drawn so far, on which the conditions of knobs depend."""
-
-    pipeline: bool = False
-    """Whether the script trains a pipeline module."""
-    bf16_optimizer: bool = False
-    """Whether bf16 is used with fp32 gradient accumulation: ZeRO 1 then runs ``BF16_Optimizer`` without offload."""
-    prescaled: bool = False
-    """Whether gradients are prescaled (``prescale_gradients``, ``gradient_predivide_factor``): ZeRO 2 and 3 then refuse
-    ``reduce_scatter``.
-    """
-    sequential: bool = False
-    """Whether ``stage3_allgather_sequential`` is set: ZeRO 3 then sets its prefetch bucket to 1."""
-    nvme_only: bool = False
-    """Whether the optimizer may be offloaded to NVMe only, which ZeRO 1 and 2 do not support."""
-    one_rank: bool = False
-    """Whether a launch has a single rank and hence no communication."""
-
-
-Condition = Callable[[Mapping[str, Any], Site], bool]
-"""Whether something holds for the params drawn so far at a site."""
-
-
-def _stage(params: Mapping[str, Any]) -> int:
-    return int(params.get(ZERO_STAGE, 0))
-
-
-def _offloads(params: Mapping[str, Any]) -> bool:
-    return bool(params.get(OFFLOAD_OPTIMIZER, "none") != "none")
-
-
-def _zero_reduces_gradients(params: Mapping[str, Any], site: Site) -> bool:
-    """Return whether ZeRO's gradient reduction runs."""
-    stage = _stage(params)
-    return stage >= 2 or (stage == 1 and not (site.bf16_optimizer and not _offloads(params)))
-
-
-def _contiguous_applies(params: Mapping[str, Any], site: Site) -> bool:
-    return _zero_reduces_gradients(params, site) and (_stage(params) == 3 or not _offloads(params))
-
-
-def _is_contiguous(params: Mapping[str, Any], site: Site) -> bool:
-    return not _contiguous_applies(params, site) or bool(params.get("contiguous_gradients", True))
-
-
-def _scatter_applies(params: Mapping[str, Any], site: Site) -> bool:
-    if not _zero_reduces_gradients(params, site) or not _is_contiguous(params, site):
-        return False
-    return not (site.prescaled and _stage(params) >= 2)
-
-
-def _overlap_applies(params: Mapping[str, Any], site: Site) -> bool:
-    if not _zero_reduces_gradients(params, site) or site.pipeline:
-        return False
-    return not site.one_rank or _stage(params) == 3 or _offloads(params)
-
-
-def _may_lack_hooks(params: Mapping[str, Any]) -> bool:
-    """Return whether the engine makes its hooks by ``overlap_comm``: ZeRO 1 without contiguous gradients."""
-    return _stage(params) == 1 and params.get("contiguous_gradients") is False
-
-
-def _offloads_params(params: Mapping[str, Any]) -> bool:
-    """Return whether parameters are offloaded: the persistent ones are then on the device from the start."""
-    return bool(params.get(OFFLOAD_PARAM, "none") != "none")
-
 
 _OLDEST = "0.14.0"
 """Oldest DeepSpeed that is supported."""
@@ -149,12 +97,21 @@ class Knob:
     """ZeRO stages at which a running engine follows it (``runtime.measure.live``)."""
     static_if: Callable[[Mapping[str, Any]], bool] = lambda _params: False
     """Whether a running engine does not follow it even at these stages, given all params."""
+    effect: float = 1.0
+    """Expected effect on the speed relative to other knobs: the scale of its prior (``guided.residual_gp``)."""
     inert: bool = False
     """Whether DeepSpeed accepts the value without using it: sampled only if the user lists values."""
+    on_demand: bool = False
+    """Whether it is useful for some models only: sampled if the profile shows this, or where the user names it."""
     several_nodes: bool = False
     """Whether it is useful on several nodes only: sampled on a single node only if the user lists values."""
     several_ranks: bool = False
     """Whether it is useful with several ranks only: sampled with a single rank only if the user lists values."""
+
+    @property
+    def is_in_offload(self) -> bool:
+        """Whether it is a detail of an offload, in the section of its device."""
+        return len(self.path) > 2 and self.kind != "device" and self.name != NVME
 
     @property
     def is_of_model(self) -> bool:
@@ -163,11 +120,11 @@ class Knob:
 
     def applies(self, params: Mapping[str, Any], site: Site) -> bool:
         """Return whether it changes DeepSpeed's behaviour, given the params drawn before."""
-        return _stage(params) in self.stages and self.condition(params, site)
+        return stage_of(params) in self.stages and self.condition(params, site)
 
     def is_live(self, params: Mapping[str, Any]) -> bool:
         """Return whether a running engine with these params follows it."""
-        return _stage(params) in self.live and not self.static_if(params)
+        return stage_of(params) in self.live and not self.static_if(params)
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -189,7 +146,7 @@ KNOBS: tuple[Knob, ...] = (
         choices=("none", "cpu"),
         default="none",
         stages=(1, 2, 3),
-        condition=lambda params, site: _stage(params) == 3 or not site.nvme_only,
+        condition=lambda params, site: stage_of(params) == 3 or not site.nvme_only,
         where="ZeRO 1, 2, 3",
         used_by=(
             "zero.stage_1_and_2.DeepSpeedZeroOptimizer.__init__ (cpu_offload) for stages 1 and 2, "
@@ -205,7 +162,7 @@ KNOBS: tuple[Knob, ...] = (
         choices=(False, True),
         default=False,
         stages=(3,),
-        condition=lambda params, _site: _offloads(params),
+        condition=lambda params, _site: offloads(params),
         where="ZeRO 3 with optimizer offload, where an NVMe path is given",
         used_by=(
             "zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_tensor_swapping. Stages 1 and 2 take nvme and "
@@ -231,7 +188,7 @@ KNOBS: tuple[Knob, ...] = (
         choices=(False, True),
         default=True,
         stages=(1, 2, 3),
-        condition=_contiguous_applies,
+        condition=contiguous_applies,
         where="ZeRO 1 and 2 without optimizer offload, ZeRO 3",
         used_by=(
             "stage_1_and_2.DeepSpeedZeroOptimizer.setup_buckets and copy_grads_in_partition; its __init__ sets it with "
@@ -247,7 +204,7 @@ KNOBS: tuple[Knob, ...] = (
         choices=(False, True),
         default=None,
         stages=(1, 2, 3),
-        condition=_overlap_applies,
+        condition=overlap_applies,
         where="ZeRO 1, 2, 3; not with pipeline parallelism, and on one rank ZeRO 1 and 2 with optimizer offload only",
         used_by=(
             "stage_1_and_2.DeepSpeedZeroOptimizer.process_gradients, average_tensor; "
@@ -257,7 +214,7 @@ KNOBS: tuple[Knob, ...] = (
             "all that the stream of the gathers has to do."
         ),
         live=(1, 2),
-        static_if=_may_lack_hooks,
+        static_if=may_lack_hooks,
     ),
     Knob(
         name="reduce_scatter",
@@ -266,7 +223,7 @@ KNOBS: tuple[Knob, ...] = (
         choices=(False, True),
         default=True,
         stages=(1, 2, 3),
-        condition=_scatter_applies,
+        condition=scatter_applies,
         where="ZeRO 1, 2, 3 with contiguous gradients, on several ranks",
         used_by=(
             "stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor and stage3.__reduce_and_partition_ipg_grads read it "
@@ -278,13 +235,48 @@ KNOBS: tuple[Knob, ...] = (
         live=(1, 2, 3),
     ),
     Knob(
+        name="use_multi_rank_bucket_allreduce",
+        path=(ZERO, "use_multi_rank_bucket_allreduce"),
+        kind="flag",
+        choices=(False, True),
+        default=True,
+        stages=(1, 2),
+        condition=lambda params, site: scatter_applies(params, site) and params.get("reduce_scatter", True),
+        where="ZeRO 1 and 2 with reduce_scatter, on several ranks",
+        used_by=(
+            "stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor: a bucket is all-reduced in one message, or reduced "
+            "to each owner of its parts, which moves half the bytes in more messages."
+        ),
+        source="DeepSpeed pull request 4695",
+        live=(1, 2),
+        effect=0.5,
+        several_ranks=True,
+    ),
+    Knob(
+        name="round_robin_gradients",
+        path=(ZERO, "round_robin_gradients"),
+        kind="flag",
+        choices=(False, True),
+        default=False,
+        stages=(1, 2),
+        condition=lambda params, _site: offloads(params),
+        where="ZeRO 1 and 2 with optimizer offload, on several ranks; a checkpoint resumes with the same value only",
+        used_by=(
+            "stage_1_and_2.DeepSpeedZeroOptimizer._round_robin_reorder: gradients that follow each other belong to "
+            "different ranks, which copy them to the host at the same time."
+        ),
+        source="DeepSpeed pull request 1067",
+        effect=0.5,
+        several_ranks=True,
+    ),
+    Knob(
         name="reduce_bucket_size",
         path=(ZERO, "reduce_bucket_size"),
         kind="size",
         choices=_BUCKETS,
         default=500_000_000,
         stages=(1, 2, 3),
-        condition=_zero_reduces_gradients,
+        condition=reduces_gradients,
         where="ZeRO 1, 2, 3",
         used_by=(
             "stage_1_and_2.reduce_independent_p_g_buckets_and_remove_grads, stage3.reduce_independent_p_g_buckets. "
@@ -367,7 +359,7 @@ KNOBS: tuple[Knob, ...] = (
         where="ZeRO 3",
         used_by="zero.parameter_offload.DeepSpeedZeRoOffload.mark_persistent_parameters.",
         live=(3,),
-        static_if=_offloads_params,
+        static_if=offloads_params,
     ),
     Knob(
         name="sub_group_size",
@@ -378,6 +370,39 @@ KNOBS: tuple[Knob, ...] = (
         stages=(3,),
         where="ZeRO 3",
         used_by="stage3.DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups: elements updated at a time.",
+    ),
+    Knob(
+        name=OFFLOAD_RATIO,
+        path=(ZERO, OFFLOAD_OPTIMIZER, "ratio"),
+        kind="share",
+        choices=(0.25, 0.5, 0.75, 1.0),
+        default=1.0,
+        stages=(3,),
+        condition=may_be_shared,
+        where="ZeRO 3 with the optimizer on the CPU, DeepSpeed's Adam or AdamW and four sub-groups in each partition",
+        used_by=(
+            "stage3.DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions: whole sub-groups stay on the device, where "
+            "torch.optim.AdamW updates them, so that it acts if a partition has several. Only DeepSpeedCPUAdam is "
+            "allowed, and its adam_w_mode must be on for the update to be the same."
+        ),
+        source="ZeRO-Offload++, DeepSpeed pull request 4636",
+    ),
+    Knob(
+        name=PIN_MEMORY,
+        path=(ZERO, OFFLOAD_OPTIMIZER, "pin_memory"),
+        kind="flag",
+        choices=(False, True),
+        default=True,
+        stages=(1, 2, 3),
+        condition=lambda params, _site: offloads(params) or offloads_params(params),
+        where="offloads to a host whose memory is short on a GPU; elsewhere where you name it, and true",
+        used_by=(
+            "zero.offload_config: host memory of both offloads is page-locked. CUDA rounds page-locked blocks up to "
+            "powers of two (DeepSpeed's estimators count half as much again), and copies from other memory are slower. "
+            "Older versions of DeepSpeed have the default false."
+        ),
+        effect=0.5,
+        on_demand=True,
     ),
     Knob(
         name=PARTITION_COPY,
@@ -410,6 +435,7 @@ KNOBS: tuple[Knob, ...] = (
             "deepspeed.checkpointing: optuna_dsat.checkpoint_blocks changes the model before deepspeed.initialize."
         ),
         source="arXiv:1604.06174",
+        on_demand=True,
     ),
 )
 """All knobs in the order of suggestion: a condition reads only preceding knobs."""

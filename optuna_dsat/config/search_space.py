@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
 from optuna_dsat.config.knob_values import normalise
-from optuna_dsat.config.knobs import KNOBS, MODEL, NVME, OFFLOAD_OPTIMIZER, ZERO_STAGE, Knob, Site
+from optuna_dsat.config.knobs import (
+    KNOBS,
+    MODEL,
+    NVME,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    PIN_MEMORY,
+    ZERO_STAGE,
+    Knob,
+    Site,
+)
 from optuna_dsat.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -191,6 +201,9 @@ class SearchSpace:
             key = tuned.knob.path[1]
             if tuned.knob.is_of_model:
                 model |= {key: values[tuned.name]} if values.get(tuned.name) else {}
+            elif tuned.knob.is_in_offload:
+                if tuned.name in values and tuned.role is not Role.KEPT:
+                    _write_in_offloads(tuned, values, zero)
             elif tuned.name not in values:
                 zero.setdefault(key, None)
             elif tuned.role is not Role.KEPT and tuned.name != NVME:
@@ -367,6 +380,14 @@ class SearchSpace:
         yield dict(params)
 
 
+def _write_in_offloads(tuned: TunedKnob, values: Mapping[str, Any], zero: dict[str, Any]) -> None:
+    """Set a detail of an offload in the sections that have it; the sections of the devices come before it."""
+    sections = (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM) if tuned.name == PIN_MEMORY else (tuned.knob.path[1],)
+    for section in sections:
+        if values.get(section, "none") != "none":
+            zero[section] = {**(zero.get(section) or {}), tuned.knob.path[2]: values[tuned.name]}
+
+
 def device_of(zero: Mapping[str, Any], name: str) -> str:
     """Return the device of an offload section: ``none``, ``cpu`` or ``nvme``."""
     value: str = normalise(name, "device", zero.get(name))
@@ -380,6 +401,9 @@ def present(knob: Knob, zero: Mapping[str, Any]) -> Any:
     value = zero.get(knob.path[1])
     if knob.is_of_model:
         return normalise(knob.name, knob.kind, value)
+    if knob.is_in_offload:
+        given = value.get(knob.path[2]) if isinstance(value, Mapping) else None
+        return knob.default if given in (None, configs.AUTO) else normalise(knob.name, knob.kind, given)
     if value is None or value == configs.AUTO:
         value = configs.zero_default(knob.path[1], stage=zero.get("stage", 0))
     return normalise(knob.name, knob.kind, value)

@@ -54,6 +54,9 @@ __all__ = [
     "smallest_micro_batch",
 ]
 
+_SHARED_GROUPS = 10
+"""Sub-groups of a rank's partition that allow shares of tenths on the device (``OFFLOAD_RATIO``)."""
+_GROUP_UNIT = 1_000_000
 _BY_NAME = MappingProxyType({knob.name: knob for knob in KNOBS})
 _LEGACY = MappingProxyType({
     "cpu_offload": OFFLOAD_OPTIMIZER,
@@ -110,8 +113,10 @@ class SpaceRequest:
     """Nodes of a launch."""
     ranks_per_node: int = 1
     """Ranks of a launch on each node."""
-    checkpointing: bool = False
-    """Whether activation checkpointing is searched."""
+    trainable: int | None = None
+    """Trainable parameters of the model; None if all or unknown."""
+    worthwhile: Collection[str] = ()
+    """Knobs that are useful for some models only (``Knob.on_demand``), and for this one."""
 
 
 def build_space(request: SpaceRequest) -> SearchSpace:
@@ -153,7 +158,7 @@ class _Builder:
         others = [
             self._knob(knob)
             for knob in KNOBS
-            if knob.kind in ("flag", "size", "ranks", "blocks") and knob.name != NVME and self._is_searched(knob)
+            if knob.kind not in ("stage", "device") and knob.name != NVME and self._is_searched(knob)
         ]
         knobs = sorted([stage, *offloads, *others], key=lambda tuned: KNOBS.index(tuned.knob))
         low, high = self._micro_batches()
@@ -165,7 +170,7 @@ class _Builder:
             knobs=tuple(knobs),
             micro_batches=(low, high) if values is None else (values[0], values[-1]),
             micro_batch_values=values,
-            site=site_of(self._plain, pipeline=request.pipeline, nvme_only=nvme_only, one_rank=self._world_size == 1),
+            site=self._site(nvme_only=nvme_only),
             device=request.device,
             params=request.params,
             nvme_path=request.nvme_path,
@@ -197,8 +202,8 @@ class _Builder:
                 raise ConfigError(f"{ZERO}.{key} is a list, but not a knob. The knobs are {known_names()}.")
 
     def _is_searched(self, knob: Knob) -> bool:
-        if knob.is_of_model:
-            return knob.name not in self._no_tune and (self._request.checkpointing or knob.name in self._request.fix)
+        if knob.on_demand:
+            return knob.name not in self._no_tune and (knob.name in self._request.worthwhile or self._named(knob))
         one_node = min(self._request.nodes, self._request.ranks_per_node) == 1
         useless = knob.inert or (knob.several_nodes and one_node) or (knob.several_ranks and self._world_size == 1)
         return not useless or self._named(knob)
@@ -208,6 +213,21 @@ class _Builder:
         """Ranks of a launch."""
         return self._request.nodes * self._request.ranks_per_node
 
+    def _site(self, *, nvme_only: bool) -> Site:
+        return site_of(
+            self._plain,
+            pipeline=self._request.pipeline,
+            nvme_only=nvme_only,
+            one_rank=self._world_size == 1,
+            owned=self._owned,
+        )
+
+    @property
+    def _owned(self) -> int | None:
+        """Trainable parameters of a rank's partition; None if unknown."""
+        trainable = self._request.params if self._request.trainable is None else self._request.trainable
+        return None if trainable is None else -(-trainable // self._world_size)
+
     def _named(self, knob: Knob) -> bool:
         """Return whether the user specifies this knob by a list in the config or by ``fix``."""
         return knob.name in self._request.fix or self._listed(knob) is not None
@@ -216,8 +236,12 @@ class _Builder:
         """Return the values listed by the user for a knob, None without a list."""
         zero = configs.zero_section(self._request.ds_config)
         value = zero.get(knob.path[1])
-        if knob.kind == "device" and isinstance(value, Mapping):
-            value = value.get("device")
+        if knob.is_of_model:
+            return None
+        if len(knob.path) > 2 and isinstance(value, Mapping):
+            value = value.get(knob.path[2])
+        elif knob.is_in_offload:
+            return None
         if value == configs.ALL:
             return self._default_choices(knob)
         if not isinstance(value, list):
@@ -277,7 +301,14 @@ class _Builder:
                 raise ConfigError(f"{knob.name} is {value}, which does not divide the {world} ranks of a launch.")
 
     def _default_choices(self, knob: Knob) -> tuple[Any, ...]:
-        return (*knob.choices, self._request.ranks_per_node) if knob.name == PARTITION_COPY else knob.choices
+        if knob.name == PARTITION_COPY:
+            return (*knob.choices, self._request.ranks_per_node)
+        if knob.name == "sub_group_size" and self._request.device == "cuda" and self._site(nvme_only=False).cpu_adam:
+            # Sub-groups of which some can stay on the device, where the default is a single one.
+            shared = (self._owned or 0) // _SHARED_GROUPS // _GROUP_UNIT * _GROUP_UNIT
+            if shared >= _SHARED_GROUPS * _GROUP_UNIT:
+                return (min(shared, knob.choices[0]), *knob.choices[1:])
+        return knob.choices
 
     def _offload_knobs(self) -> list[TunedKnob]:
         result = [self._offload_knob(_BY_NAME[OFFLOAD_PARAM])]
@@ -403,11 +434,15 @@ def _types(config: Mapping[str, Any]) -> tuple[str, str]:
     return model, model if given in (None, configs.AUTO) else _DTYPES.get(given, given)
 
 
-def site_of(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_rank: bool) -> Site:
+def site_of(
+    plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_rank: bool, owned: int | None = None
+) -> Site:
     """Return the properties of a config on which the conditions of knobs depend.
 
-    ``plain`` is the config, with a ``zero_optimization`` section.
+    ``plain`` is the config, with a ``zero_optimization`` section; ``owned`` as in ``Site``.
     """
+    optimizer = plain.get("optimizer") or {}
+    settings = optimizer.get("params") or {}
     predivide = plain.get("gradient_predivide_factor", 1.0)
     return Site(
         pipeline=pipeline,
@@ -416,6 +451,12 @@ def site_of(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_ra
         sequential=plain[ZERO].get("stage3_allgather_sequential") is True,
         nvme_only=nvme_only,
         one_rank=one_rank,
+        cpu_adam=(
+            str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+            and not settings.get("torch_adam")
+            and settings.get("adam_w_mode", True) is not False
+        ),
+        owned=owned,
     )
 
 

@@ -188,5 +188,6 @@ def knob_lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     for key, value in zero.items() if isinstance(zero, dict) else ():
         note(f"{ZERO}.{key}", value)
         if key in ("offload_optimizer", "offload_param") and isinstance(value, dict):
-            note(f"{ZERO}.{key}.device", value.get("device"))
+            for name, item in value.items():
+                note(f"{ZERO}.{key}.{name}", item)
     return result

@@ -8,11 +8,13 @@ The four phases of a step are
 - backward: the same with a different ``c``, the checkpointed share of the forward pass and of ZeRO 3's gathers again
   (Chen et al., arXiv:1604.06174: at most a forward pass more), and the reduction of the gradients:
   ``T b (N - 1) / N`` bytes over the link for a reduce-scatter, twice that for an all-reduce, and a latency per bucket.
+  ZeRO 1 and 2 all-reduce buckets unless ``use_multi_rank_bucket_allreduce`` is off, then a message per owner of a part.
   ZeRO 2 and 3 reduce in every micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host if
   they are offloaded; with a second copy in each node (``zero_hpz_partition_size``) only the first gather after an
   optimizer step leaves it;
 - step: the optimizer on the device, or copies both ways over PCIe and the update on the host's CPUs; ZeRO 1 and 2 then
-  gather all parameters once, ZeRO 3 works in sub-groups;
+  gather all parameters once, ZeRO 3 works in sub-groups, of which some may be updated on the device
+  (``offload_optimizer.ratio``); copies from memory that is not page-locked take twice as long;
 - other: data loading and Python.
 
 On several nodes a ring of all ranks passes through the network of each node, so the time of a byte is the longer of
@@ -105,6 +107,10 @@ Close to the limit torch's caching allocator frees its cache, which synchronises
 """
 _REDUCTION_HOOKS = 0.2
 """Seconds of ZeRO 2's hooks per backward pass, relative to ZeRO 3's (``benchmarks/published``)."""
+_UNPINNED = 2
+"""Seconds of a copy from memory that is not page-locked, relative to page-locked memory: a second copy on the host to
+a page-locked buffer (NVIDIA, CUDA C++ Best Practices Guide, section 10.1.1).
+"""
 _STATES_BYTES = 12
 """Bytes per parameter of master copy and Adam's two moments."""
 
@@ -128,6 +134,12 @@ class Columns:
     sub_group: Numbers
     copy_ranks: Numbers
     """Ranks that share a second copy of the parameters; 1 without a second copy."""
+    per_owner: Numbers
+    """Whether ZeRO 1 and 2 reduce buckets to the owner of each part."""
+    host_share: Numbers
+    """Share of the optimizer's sub-groups on the host."""
+    pinned: Numbers
+    """Whether offloads are in page-locked host memory."""
     recomputed: Numbers
     """Share of the forward pass that the backward pass repeats."""
 
@@ -153,6 +165,9 @@ class Columns:
             persistence=column([s.persistence for s in settings]),
             sub_group=column([max(1, s.sub_group) for s in settings]),
             copy_ranks=column([s.copy_ranks for s in settings]),
+            per_owner=column([s.per_owner for s in settings]),
+            host_share=column([s.host_share for s in settings]),
+            pinned=column([s.pinned for s in settings]),
             recomputed=column([s.recomputed for s in settings]),
         )
 
@@ -275,7 +290,10 @@ class StepTimeModel:
         """Return the seconds of the gradients' reduction without overlap, and its messages."""
         messages = np.ceil(self.trainable / np.clip(c.bucket, 1, max(1, self.trainable)))
         scattered = (c.stage > 0) & (c.scatter > 0) & (c.contiguous > 0)
-        passes = np.where(c.stage == 3, 1.0, np.where(scattered, np.clip(x["scatter"], 1.0, 2.0), 2.0))
+        per_owner = scattered & (c.stage < 3) & (c.per_owner > 0)
+        messages = messages + per_owner * (self.ranks - 1)
+        direct = (c.stage == 3) | per_owner
+        passes = np.where(direct, 1.0, np.where(scattered, np.clip(x["scatter"], 1.0, 2.0), 2.0))
         copies = (1 - c.contiguous) * 2 * self.param_bytes * self.trainable * x["memory"]
         seconds = passes * self._volume(self.trainable) * self._across(x) + messages * x["latency"] + copies
         return (seconds if self.ranks > 1 else 0 * seconds), messages
@@ -295,7 +313,7 @@ class StepTimeModel:
         persists = 1 / (1 + (module / np.maximum(1, c.persistence)) ** 3)
         persists = np.where(c.persistence >= self.largest_layer, 1.0, persists)
         late = messages * x["latency"] if self.ranks > 1 else 0
-        copied = c.offload_param * self.param_bytes * self.params * x["pcie"]
+        copied = c.offload_param * self.param_bytes * self.params * x["pcie"] * (_UNPINNED - c.pinned)
         partitioned = (c.stage == 3) * (1 - persists)
         seconds = partitioned * (self._volume(self.params) * self._across(x) + late + copied / self.ranks)
         shared = self.param_bytes * self.params * (c.copy_ranks - 1) / c.copy_ranks
@@ -310,8 +328,9 @@ class StepTimeModel:
         """Return the seconds of the optimizer step: from reduced gradients to parameters ready for the next step."""
         owned = self.trainable / np.where(c.stage > 0, self.ranks, 1)
         on_device = 2 * (_STATES_BYTES + self.param_bytes) * owned * x["memory"]  # each byte is read and written
-        copies = 2 * self.param_bytes * owned * x["pcie"]
-        on_host = copies + owned * self.ranks_per_node * x["adam"] + c.nvme * 2 * _STATES_BYTES * owned * x["nvme"]
+        copies = 2 * self.param_bytes * owned * x["pcie"] * (_UNPINNED - c.pinned)
+        updates = owned * self.ranks_per_node * x["adam"] + c.nvme * 2 * _STATES_BYTES * owned * x["nvme"]
+        on_host = copies + c.host_share * updates + (1 - c.host_share) * on_device
         groups = (c.stage == 3) * np.ceil(owned / c.sub_group) * x["group"]
         collected = ((c.stage == 1) | (c.stage == 2)) * (self.ranks > 1)
         result: Numbers = (

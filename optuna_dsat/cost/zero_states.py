@@ -101,6 +101,12 @@ class ZeroSettings:
     sub_group: int
     nvme_buffers: int
     """Elements of the parameter swap buffers (count x size)."""
+    per_owner: bool = False
+    """Whether buckets are reduced to the owner of each part instead of all-reduced (ZeRO 1 and 2)."""
+    pinned: bool = True
+    """Whether offloads are in page-locked host memory."""
+    ratio: float = 1.0
+    """Share of the optimizer that is offloaded (ZeRO 3), in whole sub-groups."""
     copy_ranks: int = 1
     """Ranks that share a second copy of the parameters (``zero_hpz_partition_size`` of ZeRO 3); 1 without a copy."""
     recomputed: float = 0.0
@@ -110,6 +116,14 @@ class ZeroSettings:
     def partition(self) -> int:
         """Trainable parameters of a rank's partition."""
         return _ceil_div(self.trainable, self.ranks)
+
+    @property
+    def host_share(self) -> float:
+        """Share of the optimizer's sub-groups on the host (``stage3._create_fp32_partitions``); 0 without offload."""
+        if self.offload_optimizer != "cpu" or self.ratio == 1:
+            return float(self.offload_optimizer != "none")
+        groups = _ceil_div(self.partition, max(1, self.sub_group))
+        return 1 - int((1 - self.ratio) * groups) / groups if groups else 1.0
 
     @classmethod
     def of(
@@ -170,6 +184,9 @@ class ZeroSettings:
             sub_group=_size(zero, "sub_group_size"),
             nvme_buffers=_number(swap, "buffer_count", 5) * _number(swap, "buffer_size", 100_000_000),
             recomputed=recomputed,
+            per_owner=zero.get("use_multi_rank_bucket_allreduce") is False,
+            pinned=all((zero.get(key) or {}).get("pin_memory") is not False for key in offload),
+            ratio=_share(zero.get("offload_optimizer") or {}) if stage == 3 else 1.0,
             copy_ranks=min(ranks, max(1, _size(zero, "zero_hpz_partition_size"))) if stage == 3 else 1,
         )
 
@@ -177,6 +194,11 @@ class ZeroSettings:
 def _number(section: Mapping[str, Any], key: str, default: int) -> int:
     value = section.get(key, default)
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+
+def _share(offload: Mapping[str, Any]) -> float:
+    value = offload.get("ratio", 1.0)
+    return float(value) if isinstance(value, int | float) else 1.0
 
 
 def _size(zero: Mapping[str, Any], key: str) -> int:
@@ -273,7 +295,8 @@ def _persistent(s: ZeroSettings) -> dict[str, int]:
         if s.copy_ranks > 1 and s.offload_param == "none":
             parts["second_copy"] = _second_copy(s)
     if s.offload_optimizer != "none":
-        parts["master"] = parts["optimizer"] = 0
+        for name in ("master", "optimizer"):
+            parts[name] = round((1 - s.host_share) * parts[name])
         if s.stage == 3:
             parts["gradients"] = 0
         else:
@@ -384,10 +407,10 @@ def _update(s: ZeroSettings) -> dict[str, int]:
 
     Stages 1 and 2 update the whole partition at once, stage 3 a sub-group (``sub_group_size``) at a time,
     stage 0 all. Stage 0 keeps the half-precision gradients and their fp32 copies. With optimizer offload
-    these are in host memory, which is also the device memory of CPU ranks.
+    these are in host memory, which is also the device memory of CPU ranks, except for the sub-groups on the device.
     """
     elements = _updated_at_once(s)
-    if s.offload_optimizer != "none":
+    if s.host_share == 1:
         return {"optimizer_scratch": _scratch(s, elements)} if s.on_cpu else {}
     parts = {"fp32_gradients": _FP32 * elements, "optimizer_scratch": _scratch(s, elements)}
     if s.stage == 0:
@@ -423,7 +446,8 @@ def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
     Optimizer offload (ZeRO-Offload, arXiv:2101.06840, section 3): master, optimizer state, fp32 gradients and
     a half-precision copy of the partition, (4 + k + 4 + b) T/N, and the temporaries of an optimizer of torch.
     Stages 1 and 2 add a gradient of the largest parameter and, under gradient accumulation, the accumulated
-    partition; stage 3 the gradient partition. With NVMe (ZeRO-Infinity) only the buffers of a single sub-group stay.
+    partition; stage 3 the gradient partition, and a part of its sub-groups may stay on the device (ZeRO-Offload++,
+    DeepSpeed pull request 4636). With NVMe (ZeRO-Infinity) only the buffers of a single sub-group stay.
     Parameter offload: b P/N, with NVMe the swap buffers, and the second copy, if any. DeepSpeed's estimators
     multiply by 1.5, because the CUDA host allocator rounds pinned blocks up to powers of two; that factor is not
     included.
@@ -431,7 +455,7 @@ def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
     parts: dict[str, int] = {}
     if s.offload_optimizer != "none":
         elements = _updated_at_once(s) if s.offload_optimizer == "nvme" else s.partition
-        parts["optimizer"] = (s.master_bytes + s.state_bytes + _FP32) * elements
+        parts["optimizer"] = round((s.master_bytes + s.state_bytes + _FP32) * elements * s.host_share)
         parts["optimizer_scratch"] = 0 if s.on_cpu else _scratch(s, _updated_at_once(s))
         if s.stage == 3:
             parts["gradients"] = s.grad_bytes * s.partition

@@ -11,7 +11,7 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, NVME
+from optuna_dsat.config.knobs import KNOBS, NVME
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import Hardware, ModelProfile, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryInputs
@@ -46,6 +46,7 @@ _SIZES = {
 }
 """Knob -> the only ``ZeroSettings`` field that depends on it."""
 
+_DEFAULTS = {knob.name: knob.default for knob in KNOBS}
 
 _BUFFERS = (
     "reduce_bucket_size",
@@ -134,7 +135,9 @@ class CandidateTable:
         """Index of each row's ZeRO stage, offload of the optimizer and offload of the parameters, shape (rows, 3)."""
         self.knobs, values = self._codes()
         """Index of the value of each other knob, shape (rows, knobs)."""
-        self.knob_kernels = [knob_kernel(value) for value in values]
+        effects = {knob.name: knob.effect for knob in KNOBS}
+        scales = [effects[name] for name in self._knob_names()]
+        self.knob_kernels = [scale**2 * knob_kernel(value) for scale, value in zip(scales, values, strict=True)]
         """For each other knob, the covariance of its values' effects."""
         self.components = Components.of(
             np.array([params[ZERO_STAGE] for params in self.lineages], dtype=np.int64),
@@ -197,12 +200,15 @@ class CandidateTable:
         return self._index.get(lineage_key(params))
 
     def never_measured(self, rows: Numbers, measured: Numbers) -> Numbers:
-        """Return a mask of rows with ZeRO 3, an offload, or a flag's value that no measured row has."""
+        """Return a mask of rows with ZeRO 3, an offload, or a flag's value that no measured row has.
+
+        Flags of a small expected effect do not count.
+        """
         result: Numbers = (self.kinds[rows] > self.kinds[measured].max(axis=0, initial=0.0)).any(axis=1)
         for place, kernel in enumerate(self.knob_kernels):
             values = self.knobs[rows, place]
             is_flag = not np.any(kernel - np.diag(np.diag(kernel)))
-            if is_flag and len(measured):
+            if is_flag and kernel.max() >= 1 and len(measured):
                 result |= (np.diag(kernel)[values] > 0) & ~np.isin(values, self.knobs[measured, place])
         return result
 
@@ -299,7 +305,7 @@ class CandidateTable:
         for trial in trials:
             knobs = visible_params(trial)
             size, given = knobs.pop(MICRO_BATCH, None), knobs.pop(ds_config.GRADIENT_ACCUMULATION, None)
-            row = self._index.get(lineage_key(knobs))
+            row = self._row_of(knobs)
             if row is None or isinstance(size, bool) or not isinstance(size, int):
                 continue
             steps = given or self._space.searched_accumulation(size)
@@ -349,15 +355,18 @@ class CandidateTable:
             used={row: frozenset(sizes) for row, sizes in used.items()},
         )
 
-    def _of_this_space(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return params of an earlier study, which searched activation checkpointing or left the model as it was."""
-        if any(tuned.name == CHECKPOINT_EVERY for tuned in self._space.knobs):
-            return {CHECKPOINT_EVERY: 0, **params}
-        return {name: value for name, value in params.items() if (name, value) != (CHECKPOINT_EVERY, 0)}
+    def _row_of(self, params: Mapping[str, Any]) -> int | None:
+        """Return the row of params, of which an earlier study or version may have searched other knobs."""
+        row = self.row_index(params)
+        if row is None and ZERO_STAGE in params:
+            completed = self._space.completed(params)
+            if all(completed.get(name, _DEFAULTS.get(name)) == value for name, value in params.items()):
+                row = self.row_index(completed)
+        return row
 
     def observations_of_launches(self, launches: Sequence[EarlierLaunch], *, metric: str) -> Observations:
         """Return the observations of an earlier study's launches; launches outside the space are skipped."""
-        result = [(self._index.get(lineage_key(self._of_this_space(launch.params))), launch) for launch in launches]
+        result = [(self._row_of(launch.params), launch) for launch in launches]
         rows = [(row, launch) for row, launch in result if row is not None]
         count = len(rows)
         values = [launch.metrics.get(metric, math.nan) if launch.fits else math.nan for _, launch in rows]

@@ -7,9 +7,9 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, MODEL, ZERO_STAGE
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, MODEL, PIN_MEMORY, ZERO_STAGE
 from optuna_dsat.config.space_builder import Role, SearchSpace, SpaceRequest, build_space
-from optuna_dsat.config.structures import Structure
+from optuna_dsat.config.structures import STRUCTURES, Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.guided.problem import REACH
@@ -55,6 +55,8 @@ def largest_global_batch(spec: StudySpec, profiled: Profiled | None, *, own: int
     return None if samples is None else max(own, samples // LARGEST_SHARE)
 
 
+_PAGE_LOCKED = 1.5
+"""Host memory of page-locked offloads relative to their content, of DeepSpeed's memory estimators."""
 _LEAST_CAP = 16
 """Micro-batch up to which the memory model's estimate of model states does not limit the search."""
 
@@ -107,6 +109,32 @@ def searches_checkpointing(spec: StudySpec, profiled: Profiled | None) -> bool:
         reason = profiled.profile.no_checkpointing or "its profile has none (--no-profile-reuse)"
         raise ConfigError(f"{CHECKPOINT_EVERY} is given, but the model's activations cannot be checkpointed: {reason}.")
     return True
+
+
+def _worthwhile(spec: StudySpec, profiled: Profiled | None) -> set[str]:
+    """Return the knobs that are useful for some models only (``Knob.on_demand``), and for this one."""
+    result = {CHECKPOINT_EVERY} if searches_checkpointing(spec, profiled) else set()
+    if PIN_MEMORY in (spec.only or ()) or (profiled is not None and _is_host_bound(spec, profiled)):
+        result.add(PIN_MEMORY)
+    return result - set(spec.kept_knobs)
+
+
+def _is_host_bound(spec: StudySpec, profiled: Profiled) -> bool:
+    """Return whether an offload may fit the host's memory only if it is not page-locked."""
+    hardware, base = hardware_of(spec, profiled), ds_config.effective(spec.ds_config)
+    if spec.device == "cpu":
+        return False
+    needed = [
+        memory.estimate(
+            profiled.profile,
+            ds_config.merge(base, {ds_config.ZERO: structure.zero_section()}),
+            micro_batch=1,
+            hardware=hardware,
+        ).host_bytes
+        for structure in STRUCTURES
+        if structure.stage in spec.stages and structure.offloads
+    ]
+    return any(size <= hardware.host_memory_bytes < _PAGE_LOCKED * size for size in needed)
 
 
 def largest_micro_batches(spec: StudySpec, profiled: Profiled, *, every: int = 0) -> dict[tuple[int, bool], int]:
@@ -254,6 +282,7 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         least_micro_batch=1 if profiled is None else profiled.least_micro_batch,
         nodes=spec.nodes_per_trial,
         ranks_per_node=spec.slots_per_node,
-        checkpointing=searches_checkpointing(spec, profiled),
+        trainable=None if profiled is None else profiled.profile.trainable_params,
+        worthwhile=_worthwhile(spec, profiled),
     )
     return build_space(request)

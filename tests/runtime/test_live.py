@@ -28,6 +28,7 @@ OTHER_VALUES: dict[str, tuple[Any, Any]] = {
     "stage3_max_reuse_distance": (10**9, 0),
     "stage3_param_persistence_threshold": (0, 10_000),
     "stage3_prefetch_bucket_size": (10_000, 0),
+    "use_multi_rank_bucket_allreduce": (True, False),
 }
 """Knob -> two values, of which the second makes other collectives or none."""
 

@@ -1,0 +1,99 @@
+"""Knobs that are exact: DeepSpeed reads each of them on CPU ranks, and the training stays the same.
+
+Page-locked memory and updates on a GPU show on a GPU only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_RATIO, PIN_MEMORY
+from optuna_dsat.config.space_builder import SpaceRequest, build_space
+
+SCRIPT = Path(__file__).with_name("exact_engines.py")
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+    "bf16": {"enabled": True},
+    "steps_per_print": 10**6,
+}
+
+
+def config(stage: int, **knobs: Any) -> dict[str, Any]:
+    """Return the config that the search writes for values of knobs."""
+    own = {**BASE, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    small = {"reduce_bucket_size": 600, "sub_group_size": 150}
+    named = {name: value for name, value in {**small, **knobs}.items() if stage == 3 or name != "sub_group_size"}
+    space = build_space(
+        SpaceRequest(ds_config=own, zero_stages=(stage,), fix=named, device="cpu", params=2_000, ranks_per_node=2)
+    )
+    lineage = space.completed({"zero_stage": stage})
+    result = ds_config.merge(own, space.overlay({**lineage, ds_config.MICRO_BATCH: 4}))
+    return {key: value for key, value in result.items() if value is not None}
+
+
+def trained(*items: dict[str, Any]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+    root = str(SCRIPT.parents[2])
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([*command, json.dumps(items)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    assert len(set(result[0]["losses"])) == len(result[0]["losses"])
+    return result
+
+
+@pytest.mark.torchrun
+def test_zero_2_reads_its_knobs_and_trains_alike() -> None:
+    offload = {OFFLOAD_OPTIMIZER: "cpu"}
+    plain, owners, offloaded, spread, unpinned = trained(
+        {"config": config(2)},
+        {"config": config(2, use_multi_rank_bucket_allreduce=False)},
+        {"config": config(2, **offload)},
+        {"config": config(2, **offload, round_robin_gradients=True)},
+        {"config": config(2, **offload, **{PIN_MEMORY: False})},
+    )
+    assert owners["losses"] == plain["losses"]
+    assert "reduce" not in plain["collectives"]
+    assert owners["collectives"]["reduce"][0] > 0
+    assert owners["collectives"].get("all_reduce", [0])[0] < plain["collectives"]["all_reduce"][0]
+    assert spread["losses"] == offloaded["losses"] == unpinned["losses"]
+    assert sorted(spread["order"]) == offloaded["order"] != spread["order"]
+    assert (offloaded["pinned"], unpinned["pinned"]) == (True, False)
+
+
+@pytest.mark.torchrun
+def test_zero_3_leaves_a_share_of_the_sub_groups_to_the_device() -> None:
+    whole, half, quarter = trained(
+        *({"config": config(3, **{OFFLOAD_OPTIMIZER: "cpu", OFFLOAD_RATIO: ratio})} for ratio in (1.0, 0.5, 0.25))
+    )
+    assert whole["groups"] >= 4
+    assert not whole["updated_by_torch"]
+    for share in (half, quarter):
+        assert share["updated_by_torch"]
+        assert share["losses"] == pytest.approx(whole["losses"], rel=1e-3)
+
+
+def test_a_ratio_is_written_with_sub_groups_that_make_it_act() -> None:
+    space = build_space(
+        SpaceRequest(ds_config=BASE, zero_stages=(1, 2, 3), params=4 * 10**8, ranks_per_node=2, device="cuda")
+    )
+    ratios = {tuned.name: tuned.choices for tuned in space.knobs}
+    assert ratios["sub_group_size"] == (20_000_000, 400_000_000)
+    for params in space.lineages():
+        shared = params["zero_stage"] == 3 and params["offload_optimizer"] == "cpu"
+        assert (OFFLOAD_RATIO in params) == (shared and params["sub_group_size"] == 20_000_000)
+        section = space.overlay({**params, ds_config.MICRO_BATCH: 1})["zero_optimization"]["offload_optimizer"]
+        assert (section or {}).get("ratio") == params.get(OFFLOAD_RATIO)
+    for optimizer in ({"type": "SGD"}, {"type": "Adam", "params": {"adam_w_mode": False}}, {"type": "AdamW",
+                      "params": {"torch_adam": True}}):  # fmt: skip
+        other = build_space(SpaceRequest(ds_config={**BASE, "optimizer": optimizer}, params=4 * 10**8, device="cuda"))
+        assert not any(OFFLOAD_RATIO in params for params in other.lineages())
