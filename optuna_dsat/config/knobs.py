@@ -118,6 +118,13 @@ class Knob:
         """Whether it changes the model instead of the DeepSpeed config (``runtime.adapt.checkpointing``)."""
         return self.path[0] == MODEL
 
+    def value_in(self, zero: Mapping[str, Any]) -> Any:
+        """Return its value as written in a ``zero_optimization`` section; None if it is not given."""
+        value = zero.get(self.path[1])
+        if len(self.path) > 2 and isinstance(value, Mapping):
+            return value.get(self.path[2])
+        return None if self.is_in_offload else value
+
     def applies(self, params: Mapping[str, Any], site: Site) -> bool:
         """Return whether it changes DeepSpeed's behaviour, given the params drawn before."""
         return stage_of(params) in self.stages and self.condition(params, site)

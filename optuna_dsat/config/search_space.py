@@ -398,12 +398,11 @@ def present(knob: Knob, zero: Mapping[str, Any]) -> Any:
     """Return a knob's value in a config, DeepSpeed's default if it is not given."""
     if knob.kind == "device":
         return device_of(zero, knob.name)
-    value = zero.get(knob.path[1])
+    value = knob.value_in(zero)
     if knob.is_of_model:
         return normalise(knob.name, knob.kind, value)
     if knob.is_in_offload:
-        given = value.get(knob.path[2]) if isinstance(value, Mapping) else None
-        return knob.default if given in (None, configs.AUTO) else normalise(knob.name, knob.kind, given)
+        return knob.default if value in (None, configs.AUTO) else normalise(knob.name, knob.kind, value)
     if value is None or value == configs.AUTO:
         value = configs.zero_default(knob.path[1], stage=zero.get("stage", 0))
     return normalise(knob.name, knob.kind, value)

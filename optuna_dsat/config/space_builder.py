@@ -234,14 +234,7 @@ class _Builder:
 
     def _listed(self, knob: Knob) -> tuple[Any, ...] | None:
         """Return the values listed by the user for a knob, None without a list."""
-        zero = configs.zero_section(self._request.ds_config)
-        value = zero.get(knob.path[1])
-        if knob.is_of_model:
-            return None
-        if len(knob.path) > 2 and isinstance(value, Mapping):
-            value = value.get(knob.path[2])
-        elif knob.is_in_offload:
-            return None
+        value = knob.value_in(configs.zero_section(self._request.ds_config))
         if value == configs.ALL:
             return self._default_choices(knob)
         if not isinstance(value, list):

@@ -102,7 +102,7 @@ class ImportWatch(MetaPathFinder):
 _OWN_PACKAGE = "optuna_dsat"
 _STANDARD_LIBRARY = getattr(sys, "stdlib_module_names", frozenset(sys.builtin_module_names))  # since Python 3.10
 
-_ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Read when CUDA is initialized, hence in the rank itself; only the allocator's ``backend`` is chosen when torch is
 imported (observed with torch 2.13)."""
 
@@ -149,7 +149,7 @@ class EnvironmentWatch:
         return sorted(name for name, value in self._before.items() if os.environ.get(name) != value)
 
     def _record(self, name: str, value: str, before: str | None, frame: FrameType | None) -> None:
-        if name in _ALLOCATOR and "backend" not in value:
+        if name in ALLOCATOR and "backend" not in value:
             return
         below_other_package = False
         while frame is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.escape.shell import in_folder, program
+from optuna_dsat.launch.agent.command import allocator_settings
 from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.overlay import MODEL
 from optuna_dsat.script.arg_mapping import map_arguments
@@ -62,8 +64,11 @@ def cluster_training_command(spec: StudySpec, *, settings: Sequence[str], words:
 
 
 def device_settings(spec: StudySpec) -> list[str]:
-    """Return the variables that make DeepSpeed use the CPU, as ``NAME=VALUE``; empty for GPUs."""
-    return [] if spec.device == "cuda" else ["DS_ACCELERATOR=cpu", f"LOCAL_SIZE={spec.slots_per_node}"]
+    """Return the variables of the device with which launches were measured, as ``NAME=VALUE``."""
+    if spec.device == "cuda":
+        settings = allocator_settings({**os.environ, **spec.script.environment})
+        return [f"{name}={value}" for name, value in settings.items()]
+    return ["DS_ACCELERATOR=cpu", f"LOCAL_SIZE={spec.slots_per_node}"]
 
 
 def environment_words(spec: StudySpec, settings: Sequence[str]) -> list[str]:

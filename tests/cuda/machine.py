@@ -18,7 +18,7 @@ GPU_COUNT = 8
 ROOT = Path(__file__).parents[2]
 """Of the package that is tested, whichever an environment from elsewhere has installed."""
 
-_UNSET = ("CUDA_DEVICE_ORDER", "DS_ACCELERATOR", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_UNSET = ("CUDA_DEVICE_ORDER", "DS_ACCELERATOR", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of whoever runs the tests that would change what is tested."""
 
 _ASK_NVML = """
@@ -132,6 +132,7 @@ class Machine:
         }
         more = {
             "OMP_NUM_THREADS": "1",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:False",  # the driver here has no virtual memory management
             "PATH": f"{self.python.parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "TMPDIR": str(self._folder / "tmp"),  # the locks of GPUs lie there

@@ -30,6 +30,7 @@ def _shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the user's shell in the project's folder, with this environment's programs on its path."""
     stay_in("/project", monkeypatch)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
 
 
 def stay_in(folder: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +184,15 @@ def test_the_scripts_own_command_is_shown_where_it_trains_with_all_of_the_config
     advice = profiled.advice(best)
     needs_edits = facts.get("batch") is LOADER or "joins_ranks" in facts
     assert advice.startswith("Without `optuna-dsat train`") == needs_edits, advice
+
+
+def test_an_allocator_that_the_user_does_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    command, _ = training_command(spec(), {}, BEST)
+    assert command.startswith("env PYTORCH_ALLOC_CONF=expandable_segments:True torchrun ")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    command, _ = training_command(spec(), {}, BEST)
+    assert command.startswith("torchrun ")
 
 
 def test_on_the_cpu_deepspeed_is_told_so() -> None:

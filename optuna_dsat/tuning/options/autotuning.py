@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -200,10 +199,7 @@ def _single_values(options: TuneOptions, user: user_file.UserConfig) -> dict[str
     zero = ds_config.zero_section(user.raw)
     kept: dict[str, Any] = {}
     for knob in KNOBS:
-        key = knob.path[1]
-        value = zero.get(key)
-        if knob.kind == "device" and isinstance(value, Mapping):
-            value = value.get("device")
+        value = knob.value_in(zero)
         if value is None or isinstance(value, list) or value in (ds_config.AUTO, ds_config.ALL):
             continue
         given = options.zero_stages if knob.name == ZERO_STAGE else None
@@ -214,6 +210,9 @@ def _single_values(options: TuneOptions, user: user_file.UserConfig) -> dict[str
 
 def _kept_by_fast(options: TuneOptions, user: user_file.UserConfig) -> list[str]:
     """Return the knobs that ``autotuning.fast`` leaves unchanged: all but the stage, listed and fixed knobs."""
-    listed = {key.split(".")[1] for key in user.lists if "." in key}
+    zero = ds_config.zero_section(user.raw)
+    listed = {
+        knob.name for knob in KNOBS if isinstance(knob.value_in(zero), list) or knob.value_in(zero) == ds_config.ALL
+    }
     kept = {knob.name for knob in KNOBS if knob.name not in listed and knob.path[-1] != "stage"}
     return sorted({*(options.no_tune or ()), *kept} - set(options.fix or ()) - {NVME})
