@@ -70,4 +70,5 @@ class GuidedSampler(BinarySearchSampler):
             "low": candidate.micro_batch,
             "high": candidate.largest,
             "reason": candidate.reason,
+            "predicted": candidate.value,
         }

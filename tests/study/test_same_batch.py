@@ -50,6 +50,7 @@ def test_the_fastest_config_at_the_users_batch_is_found_beside_the_fastest(bench
     assert asked
     assert {attributes.train_batch_size(trial, slots=RANKS) for trial in asked} == {BATCH}
     assert all(trial.user_attrs[attributes.REASON].startswith("at your global batch: ") for trial in asked)
+    assert all(trial.user_attrs[attributes.PREDICTED_VALUE] > 0 for trial in asked)
     assert read_stored(bench.store, "s").launches_used <= 24
     best = result.verdict.at_user_batch
     assert best is not None

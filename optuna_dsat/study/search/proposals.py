@@ -113,7 +113,8 @@ class Proposals:
             steps = planner.problem.space.accumulation(size)
             if steps != self._space.accumulation(size):
                 params[ds_config.GRADIENT_ACCUMULATION] = steps
-            self._study.enqueue_trial(params, user_attrs={attributes.SAME_BATCH: candidate.reason})
+            attrs = {attributes.SAME_BATCH: candidate.reason, attributes.PREDICTED_VALUE: candidate.value}
+            self._study.enqueue_trial(params, user_attrs=attrs)
             return True
 
         return self._store.exclusively("enqueue a configuration at the user's batch", work)
@@ -176,6 +177,9 @@ class Proposals:
         trial.set_user_attr(attributes.CONFIGURATION, words)
         reason = _reason(asked)
         trial.set_user_attr(attributes.REASON, reason)
+        predicted = (asked.system_attrs.get(PLAN_ATTR) or {}).get("predicted")
+        if predicted is not None:
+            trial.set_user_attr(attributes.PREDICTED_VALUE, predicted)
         trial.set_user_attr(attributes.OVERLAY, dict(overlay))
         trial.set_user_attr(attributes.CONFIG_KEY, key)
         peak = self._method.predicted_peak(self._study.get_trials(deepcopy=False), trial.params, config)
