@@ -1,9 +1,9 @@
-"""The key figures at the top of a report."""
+"""The top of a report: the answers, each with its bars, and key figures of the result and the search."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from optuna_dsat.metrics import LARGER_IS_BETTER, Interval
@@ -13,8 +13,7 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.confirm.loss_check import is_of_losses
 from optuna_dsat.study.confirm.measured import Measured
-from optuna_dsat.study.confirm.verdict import Verdict
-from optuna_dsat.study.confirm.words import how_known
+from optuna_dsat.study.confirm.words import answers_in_words
 from optuna_dsat.words import (
     bytes_in_words,
     count_in_words,
@@ -27,7 +26,7 @@ from optuna_dsat.words import (
     times_in_words,
 )
 
-__all__ = ["Card", "cards_of"]
+__all__ = ["Answer", "Bar", "Card", "answers_of", "cards_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,32 +38,121 @@ class Card:
     remark: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """The speed of a config as a bar; lengths are in percent of the longest."""
+
+    name: str
+    value: str
+    length: float
+    low: float | None
+    """Ends of the 95% confidence interval; None without."""
+    high: float | None
+    is_user_config: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The fastest config, at the global batch of the user's config or at any."""
+
+    heading: str
+    figure: str
+    """The speed-up, or a substitute."""
+    caption: str
+    """Unit and certainty of the figure."""
+    number: int
+    """Its trial."""
+    words: str
+    """Its configuration."""
+    batch: str
+    """Its global batch compared with the user's; empty without a baseline."""
+    is_other_batch: bool
+    """Whether the global batch differs from the user's."""
+    text: str
+    """The answer as a sentence."""
+    bars: tuple[Bar, ...]
+    is_gain: bool
+    """Whether another config than the user's is the answer."""
+
+
+def answers_of(view: StudyView) -> list[Answer]:
+    """Return the answers of a study: the result, and before it the answer at the user's global batch if it differs."""
+    verdict = view.verdict
+    if verdict is None:
+        return []
+    best, own = "Best" if view.end_reason is not None else "Best so far", verdict.baseline
+    others = [item for item in verdict.measured.values() if not item.is_user_config and item.speed_up is not None]
+    others.sort(key=lambda item: (item.rounds, 0.0 if item.speed_up is None else item.speed_up.value), reverse=True)
+    texts = answers_in_words(verdict, metric=view.metric, device=view.spec.device)
+    if len(texts) == 1 or verdict.same_batch is None or own is None:
+        return [_answer(view, verdict.result, best, texts[-1], others)]
+    alike = [item for item in others if item.train_batch_size == own.train_batch_size]
+    return [
+        _answer(view, verdict.same_batch, f"{best} at your global batch", texts[0], alike),
+        _answer(view, verdict.result, f"{best} at another global batch", texts[1], others),
+    ]
+
+
+def _answer(view: StudyView, best: Measured, heading: str, text: str, others: Sequence[Measured]) -> Answer:
+    """Return an answer; if it is the user's config, with the bar of the first of the ``others``."""
+    own, batch, is_other = view.baseline, "", False
+    bars = [best, *others[:1]] if best.is_user_config else [best] if own is None else [own, best]
+    figure, caption = view.speed(best).brief, "your config" if best.is_user_config else "your config is not measured"
+    if best.is_user_config and others:
+        by_rounds = view.verdict is not None and view.verdict.is_by_rounds
+        figure, caption = "No gain", f"nothing faster than your config was {'confirmed' if by_rounds else 'measured'}"
+    elif best.speed_up is not None and not best.is_user_config:
+        figure = f"{times_in_words(best.speed_up.value)}x"
+        caption = f"as fast as your config; {_certainty(best.speed_up)}"
+    if own is not None and not best.is_user_config:
+        is_other = own.train_batch_size != best.train_batch_size
+        before, after = count_in_words(own.train_batch_size), count_in_words(best.train_batch_size)
+        change = f"{before} \u2192 {after}: not the same training" if is_other else f"{after}, as yours"
+        batch = f"global batch {change}"
+    return Answer(
+        heading=heading,
+        figure=figure,
+        caption=caption,
+        number=best.number,
+        words=best.words,
+        batch=batch,
+        is_other_batch=is_other,
+        text=text,
+        bars=tuple(_bar(view, item) for item in bars),
+        is_gain=not best.is_user_config,
+    )
+
+
+def _bar(view: StudyView, item: Measured) -> Bar:
+    known = () if view.verdict is None else view.verdict.measured.values()
+    longest = max(other.interval.high or other.value for other in (item, *known))
+    low, high = (None if end is None else 100 * end / longest for end in (item.interval.low, item.interval.high))
+    return Bar(
+        name="your config" if item.is_user_config else f"trial {item.number}",
+        value=view.speed(item).brief,
+        length=100 * item.value / longest,
+        low=low,
+        high=high,
+        is_user_config=item.is_user_config,
+    )
+
+
+def _certainty(ratio: Interval) -> str:
+    if ratio.low is None or ratio.high is None:
+        return "by the few steps of the search, not confirmed" if ratio.rounds == 0 else "not confirmed"
+    ends = f"{times_in_words(ratio.low)} to {times_in_words(ratio.high)}"
+    return f"95% CI {ends}, {things_in_words(ratio.rounds, 'round')}"
+
+
 def cards_of(view: StudyView, training: Training) -> Iterator[Card]:
-    """Yield the key figures of a study: the result, its speed-ups, savings of a training, cost of the search."""
+    """Yield the key figures of a study: steps and memory of the result, savings of a training, cost of the search."""
     verdict = view.verdict
     if verdict is not None:
-        own = None if verdict.is_baseline else verdict.baseline
-        yield _best(view, verdict, own)
-        yield from _speed_ups(view, verdict)
-        yield from _beside(view, verdict.result, own)
+        yield from _beside(view, verdict.result, None if verdict.is_baseline else verdict.baseline)
         times = training_times(view, training)
         if times is not None:
             yield _training(times, view.spec.device, is_own=verdict.result.is_user_config)
     yield from _search(view)
-
-
-def _best(view: StudyView, verdict: Verdict, own: Measured | None) -> Card:
-    """Return the speed of the result: in samples/s, unless a time is optimised."""
-
-    def words(measured: Measured) -> str:
-        if view.metric in LARGER_IS_BETTER:
-            return view.speed(measured).brief
-        return metric_in_words(view.metric, measured.value, device=view.spec.device)
-
-    best = verdict.result
-    known = [view.speed(best).between(best.interval), how_known(verdict), "" if own is None else f"yours {words(own)}"]
-    heading = "Best so far" if view.end_reason is None else "Best"
-    return Card(heading=heading, value=words(best), remark="; ".join(filter(None, known)))
 
 
 def _beside(view: StudyView, best: Measured, own: Measured | None) -> Iterator[Card]:
@@ -94,45 +182,6 @@ def _beside(view: StudyView, best: Measured, own: Measured | None) -> Iterator[C
         yield Card(heading="MFU", value=f"{reached:.1%}", remark=remark)
     elif flops:
         yield Card(heading="Arithmetic", value=shown, remark="forward and backward; the device's peak is not known")
-
-
-def _speed_ups(view: StudyView, verdict: Verdict) -> Iterator[Card]:
-    """Yield the speed-up over the user's config; at both global batches, the user's first, if they differ."""
-    result, same = verdict.result, verdict.same_batch
-    if result.is_user_config:
-        by_rounds = verdict.is_by_rounds and len(view.measured) > 1
-        why = "no faster configuration could be confirmed" if by_rounds else (
-            "your config is the best that was measured"
-        )  # fmt: skip
-        yield Card(heading="Speed-up", value="none", remark=why)
-        return
-    if result.speed_up is None:
-        yield Card(heading="Speed-up", value="not known", remark="your config was not measured")
-        return
-    over = "over your config, by the few steps of the search"
-    if result.speed_up.low is not None:
-        over = f"over your config, paired in rounds; {_between(result.speed_up)}"
-    batch = count_in_words(result.train_batch_size)
-    if same is None or same.train_batch_size == result.train_batch_size:
-        yield Card(heading="Speed-up", value=_times(result.speed_up), remark=f"{over} at your global batch of {batch}")
-        return
-    yield _at_user_batch(same, verdict)
-    yield Card(heading="Speed-up", value=_times(result.speed_up), remark=f"{over}, at its global batch of {batch}")
-
-
-def _at_user_batch(same: Measured, verdict: Verdict) -> Card:
-    heading, batch = "Speed-up at your batch", f"at your global batch of {count_in_words(same.train_batch_size)}"
-    if same.is_user_config or same.speed_up is None:
-        surely = "surely " if verdict.is_by_rounds else ""
-        return Card(heading=heading, value="none", remark=f"nothing {surely}faster was measured {batch}")
-    remark = "; ".join(filter(None, [f"trial {same.number}, {batch}", _between(same.speed_up)]))
-    return Card(heading=heading, value=_times(same.speed_up), remark=remark)
-
-
-def _between(ratio: Interval) -> str:
-    if ratio.low is None or ratio.high is None:
-        return "by the few steps of the search" if ratio.rounds == 0 else ""
-    return f"95% CI {times_in_words(ratio.low)} to {times_in_words(ratio.high)}"
 
 
 def _training(times: TrainingTime, device: str, *, is_own: bool) -> Card:
@@ -175,7 +224,3 @@ def _search(view: StudyView) -> Iterator[Card]:
         used = slot_time_in_words(spent.busy_s, view.spec.device)
         remark = f"{used} of launches; devices were idle for {share_in_words(share)} of it"
         yield Card(heading="Time of the search", value=duration_in_words(spent.wall_s), remark=remark)
-
-
-def _times(ratio: Interval) -> str:
-    return f"{times_in_words(ratio.value)}\u00d7"

@@ -9,16 +9,17 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.escape.html import safe_figure
 from optuna_dsat.escape.terminal import one_line
-from optuna_dsat.metrics import Interval
+from optuna_dsat.metrics import LARGER_IS_BETTER, Interval
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
-from optuna_dsat.report.cards import cards_of
+from optuna_dsat.report.cards import answers_of, cards_of
 from optuna_dsat.report.explain.why import why_of
 from optuna_dsat.report.facts import (
     MEANING,
@@ -37,18 +38,17 @@ from optuna_dsat.report.training import Training
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.command import hidden_command
 from optuna_dsat.secrecy.shapes import hidden_data
-from optuna_dsat.study.command import BEST_CONFIG
+from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG
 from optuna_dsat.study.confirm.measured import configuration_of
-from optuna_dsat.study.confirm.words import how_known, verdict_in_words
+from optuna_dsat.study.confirm.words import remarks_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
 from optuna_dsat.study.result import SameBatch, StudyResult
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
+    count_in_words,
     date_in_words,
-    metric_in_words,
     params_in_words,
-    range_in_words,
     steps_in_words,
     things_in_words,
     times_in_words,
@@ -78,17 +78,17 @@ class Section:
 
 _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = (
     (
-        "finalists", "Finalists",
-        "The best few and your config, measured again in rounds, alone and with more steps; circles are values of "
-        "the search. What is compared are ratios within rounds, so intervals that overlap may still be told apart.",
-        figures.plot_finalists,
-    ),
-    (
         "micro-batch", "Speed over micro-batch",
         "Curves are the fastest settings of a ZeRO stage as the fitted models predict them, with a 95% band and the "
         "memory edge. Filled points were measured with these settings, open points with others, both in the search; "
         "star and cross in the rounds, if there were any.",
         figures.plot_metric,
+    ),
+    (
+        "finalists", "Finalists",
+        "The best few and your config, measured again in rounds, alone and with more steps; circles are values of "
+        "the search. What is compared are ratios within rounds, so intervals that overlap may still be told apart.",
+        figures.plot_finalists,
     ),
     (
         "progress", "Progress of the search",
@@ -134,9 +134,6 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
         "why": why_of(view) if with_models else None,
         "sections": shown,
         "left_out": [section for section in sections if section not in shown],
-        "has_rates": any(row["rate"] for row in values["launches"]),
-        "has_round_rates": any(row["rate"] for row in values["contenders"]),
-        "has_files": any(row["files"] for row in values["launches"]),
         "has_figures": any(section.figure is not None for section in shown),
     }
 
@@ -165,40 +162,77 @@ def figure_section(*, id: str, heading: str, lead: str, figure: go.Figure) -> Se
 def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str, Any]:
     """Return the template's variables except figures and styles."""
     result, verdict = view.result, view.verdict
-    text = "" if result is None else _config_text(result)
-    named = {"metric": view.metric, "device": view.spec.device}
+    rows = list(_launches(view, links))
     return {
         "view": view,
-        "best": view.best,
         "ended": view.end_reason is not None,
-        "how_known": "" if verdict is None else how_known(verdict),
-        "told": () if verdict is None else verdict_in_words(verdict, **named),
-        "changes": () if result is None else result.changes,
+        "answers": answers_of(view),
+        "remarks": () if verdict is None else remarks_in_words(verdict),
         "advice": [] if result is None else advice_on(result),
-        "config": text,
-        "same_batch": None if result is None else result.same_batch,
-        "same_batch_config": "" if result is None or result.same_batch is None else _config_text(result.same_batch),
-        "config_name": BEST_CONFIG,
-        "config_link": "data:application/json;base64," + base64.b64encode(text.encode()).decode(),
+        "configs": list(_configs(view)),
         "status": _status(view),
         "failure": "" if result is not None else one_line(attributes.commonest_message(view.trials)),
         "cards": list(cards_of(view, training)),
+        "unit": _unit(view),
         "contenders": list(_contenders(view)),
         "unconfirmed": list(_unconfirmed(view)),
         "tuned": list(_tuned(view)),
         "outcomes": list(_outcomes(view)),
         "memory_rows": memory_table(view),
         "bytes": bytes_in_words,
-        "launches": list(_launches(view, links)),
+        "launches": rows,
+        "columns": _columns(rows),
         "profiles": list(_profiles(view, links)),
-        "metric": view.metric,
         "commands": list(_commands(view)),
         "made": time.strftime("%Y-%m-%d %H:%M"),
     }
 
 
-def _config_text(result: StudyResult | SameBatch) -> str:
-    return json.dumps(hidden_data(result.config), indent=2)
+def _configs(view: StudyView) -> Iterator[Mapping[str, Any]]:
+    """Yield the configs to train with, the answer at the user's global batch first, each as a diff to the user's."""
+    result = view.result
+    if result is None:
+        return
+    own = None if view.baseline is None else hidden_data(view.ready_config(view.baseline.trial))
+    same = result.same_batch
+    if same is not None and not same.is_user_config:
+        at_batch = "At your global batch"
+        yield _config("same-batch-config", SAME_BATCH_CONFIG, at_batch, same, own)
+    heading = "" if same is None else "At another global batch" if not same.is_user_config else "The result"
+    yield _config("best-config", BEST_CONFIG, heading, result, own)
+
+
+def _config(id: str, name: str, heading: str, of: StudyResult | SameBatch, own: Any) -> Mapping[str, Any]:
+    config = hidden_data(of.config)
+    link = base64.b64encode(json.dumps(config, indent=2).encode()).decode()
+    return {
+        "id": id,
+        "name": name,
+        "heading": f"{heading}, trial {of.trial}" if heading else "",
+        "lines": list(diff_lines(config if own is None else own, config)),
+        "link": f"data:application/json;base64,{link}",
+        "command": hidden_command(of.command),
+    }
+
+
+def diff_lines(own: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of two configs as JSON: (``del``, ``ins`` or an empty text, line).
+
+    The lines without ``del`` are ``best`` as ``json.dumps`` writes it.
+    """
+    before, after = (json.dumps(config, indent=2).splitlines() for config in (_ordered(own, best), best))
+    old, new = ([line.rstrip(",") for line in lines] for lines in (before, after))
+    for tag, begin, end, first, last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if tag != "equal":
+            yield from (("del", line) for line in before[begin:end])
+        yield from (("" if tag == "equal" else "ins", line) for line in after[first:last])
+
+
+def _ordered(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with its keys in the order of another."""
+    names = [name for name in like if name in config] + [name for name in config if name not in like]
+    nested = {name for name in names if isinstance(config[name], Mapping) and isinstance(like.get(name), Mapping)}
+    return {name: _ordered(config[name], like[name]) if name in nested else config[name] for name in names}
 
 
 def _status(view: StudyView) -> str:
@@ -239,6 +273,19 @@ def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
     yield "Versions", versions(view)
 
 
+def _unit(view: StudyView) -> str:
+    """Return the unit of the speeds in tables: samples/s, unless a time is optimised."""
+    return "samples/s" if view.metric in LARGER_IS_BETTER else f"{view.metric}, ms"
+
+
+def _speed(view: StudyView, value: float) -> float:
+    """Return a value of the metric in the unit of the tables."""
+    if view.metric not in LARGER_IS_BETTER:
+        return 1000 * value
+    rate = None if view.best is None else view.speed(view.best).at(value).samples_per_s
+    return value if rate is None else rate
+
+
 def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
     """Yield the rows of the table of configs measured in rounds, best first."""
     verdict = view.verdict
@@ -253,35 +300,25 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
             "not distinguished from the result": item.number in undecided,
             item.left: bool(item.left),
         }
+        ratio = None if item.is_user_config else item.speed_up
         yield {
             "number": str(item.number),
             "words": item.words,
-            "batch": str(item.train_batch_size),
+            "batch": count_in_words(item.train_batch_size),
             "rounds": str(item.rounds),
-            "value": metric_in_words(view.metric, item.value, device=view.spec.device),
-            "rate": _rate(view, item.metrics),
-            "between": _between(item.interval, lambda end: metric_in_words(view.metric, end, device=view.spec.device)),
-            "ratio": "" if item.speed_up is None or item.is_user_config else _ratio(item.speed_up),
+            "value": count_in_words(_speed(view, item.value)),
+            "between": _between(item.interval, lambda end: count_in_words(_speed(view, end))),
+            "ratio": "" if ratio is None else times_in_words(ratio.value),
+            "ratio_between": "" if ratio is None else _between(ratio, times_in_words),
             "remark": "; ".join(text for text, applies in remarks.items() if applies),
         }
 
 
-def _rate(view: StudyView, metrics: Mapping[str, float]) -> str:
-    """Return the samples/s among metrics; empty if the optimised metric already states them."""
-    rate = None if view.metric == "throughput" else metrics.get("throughput")
-    return metric_in_words("throughput", rate) if rate else ""
-
-
 def _between(interval: Interval, words: Callable[[float], str]) -> str:
-    """Format the ends of an interval, with a common unit stated once; empty without ends."""
+    """Format the ends of an interval; empty without ends."""
     if interval.low is None or interval.high is None:
         return ""
-    return range_in_words(words(interval.low), words(interval.high))
-
-
-def _ratio(ratio: Interval) -> str:
-    between = _between(ratio, times_in_words)
-    return f"{times_in_words(ratio.value)} ({between})" if between else times_in_words(ratio.value)
+    return f"{words(interval.low)} to {words(interval.high)}"
 
 
 def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
@@ -293,10 +330,11 @@ def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
 
 
 def _outcomes(view: StudyView) -> Iterator[tuple[str, int, str, str]]:
-    """Yield each outcome that occurred: name, count, explanation and advice."""
+    """Yield each outcome that occurred and has advice: name, count, explanation and advice."""
     for outcome, count in outcome_counts(view):
         what, advice = MEANING[outcome]
-        yield outcome.value.replace("_", " "), count, what, advice
+        if advice:
+            yield outcome.value.replace("_", " "), count, what, advice
 
 
 def _profiles(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any]]:
@@ -308,41 +346,70 @@ def _profiles(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
             yield {"name": row.report.launch_id, "outcome": outcome, "files": list(files)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A number of a table, by which its rows are sorted."""
+
+    value: float
+    text: str
+    share: float = 0.0
+    """Length of its bar, in percent of the cell; 0 for none."""
+
+
 def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of the table of trials; numbers are a ``Cell``, or None if unknown."""
+    fastest = max((_speed(view, trial.values[0]) for trial in view.measured), default=0.0)
+    device = 0 if view.profiled is None else view.profiled.profile.device_memory_bytes
+
+    def speed(value: float | None, *, bar: bool = False) -> Cell | None:
+        if value is None:
+            return None
+        number = _speed(view, value)
+        return Cell(value=number, text=count_in_words(number), share=100 * number / fastest if bar else 0.0)
+
+    def memory(count: int | None, *, bar: bool = False) -> Cell | None:
+        share = min(100.0, 100 * (count or 0) / device) if bar and device else 0.0
+        return Cell(value=count, text=f"{count / 2**30:.3g}", share=share) if count else None
+
     for trial in view.launched:
         attrs = trial.user_attrs
         outcome = attrs.get(attributes.OUTCOME, Outcome.LOST)
-        value = trial.values[0] if trial.values is not None and outcome == Outcome.MEASURED else None
-        again = None if view.verdict is None else view.verdict.in_rounds(trial.number)
-        peak = attrs.get(attributes.PEAK_BYTES, 0)
+        is_measured = outcome == Outcome.MEASURED
+        measured = None if view.verdict is None else view.verdict.measured.get(trial.number)
+        ratio = None if measured is None or measured.is_user_config else measured.speed_up
         yield {
             "number": trial.number,
             "words": configuration_of(trial),
             "reason": attrs.get(attributes.REASON, ""),
             "own": attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
-            "outcome": str(outcome).replace("_", " "),
-            "value": "" if value is None else metric_in_words(view.metric, value, device=view.spec.device),
-            "again": "" if again is None else metric_in_words(view.metric, again.value, device=view.spec.device),
             "best": view.verdict is not None and trial.number == view.verdict.result.number,
-            "rate": _rate(view, attrs.get(attributes.METRICS) or {}) if outcome == Outcome.MEASURED else "",
-            "peak": bytes_in_words(peak) if peak > 0 else "",
+            "outcome": str(outcome).replace("_", " "),
+            "predicted": speed(attrs.get(attributes.PREDICTED_VALUE)),
+            "value": speed(trial.values[0], bar=True) if trial.values is not None and is_measured else None,
+            "again": speed(measured.value) if measured is not None and measured.rounds else None,
+            "ratio": None if ratio is None else Cell(value=ratio.value, text=times_in_words(ratio.value)),
+            "predicted_peak": memory(attrs.get(attributes.PREDICTED_PEAK_BYTES)),
+            "peak": memory(attrs.get(attributes.PEAK_BYTES), bar=True),
             "message": steps_in_words(**attributes.step_facts(trial))
-            if outcome == Outcome.MEASURED
+            if is_measured
             else one_line(attrs.get(attributes.MESSAGE, "")),
             "files": [] if links is None else list(links.of(view.launch_ids(trial))),
         }
 
 
+def _columns(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the optional columns of the table of trials that contain information."""
+    names = {name for name in ("reason", "predicted", "again", "ratio", "files") if any(row[name] for row in rows)}
+    differs = any(row["message"] or row["outcome"] != Outcome.MEASURED for row in rows)
+    return names | ({"outcome"} if differs else set())
+
+
 def _commands(view: StudyView) -> Iterator[tuple[str, str]]:
     """Yield (purpose, command)."""
     ended = view.end_reason is not None
-    if view.result is not None and ended:
-        yield "Train with the best config", hidden_command(view.result.command)
-        if view.result.same_batch is not None:
-            yield "Train at your global batch", hidden_command(view.result.same_batch.command)
     if view.is_fruitless or (view.result is not None and ended):
         more = ("--max-trials", 2 * view.spec.max_trials)
-        yield "Search on, with more launches", cli_command(view, "resume", *more)
+        yield "Continue the search, with more trials", cli_command(view, "resume", *more)
     else:
         yield "Continue the search", cli_command(view, "resume")
     if view.result is not None:

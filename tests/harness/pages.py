@@ -34,7 +34,7 @@ class Page(HTMLParser):
         self.loads += [value for name in ("src", "srcset", "data") if (value := result.get(name))]
         if tag == "link":
             self.loads.append(result.get("href") or "")
-        if tag in ("script", "style"):
+        if tag in ("script", "style", "del"):
             self._inside.append(tag)
         if tag == "wbr":
             self._goes_on = True

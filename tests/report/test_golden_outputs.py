@@ -14,7 +14,7 @@ import pytest
 
 from optuna_dsat.cli import main
 from optuna_dsat.display.lines import lines_of
-from optuna_dsat.report.cards import cards_of
+from optuna_dsat.report.cards import answers_of, cards_of
 from optuna_dsat.report.dashboard.notes import study_note, trial_note
 from optuna_dsat.report.training import Training
 from optuna_dsat.store import Store
@@ -35,7 +35,8 @@ def outputs(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> It
     yield "result.json", json.dumps(result.to_json(), indent=1)
     yield "metrics_file.json", Path(result.metrics_path).read_text()
     yield "lines.txt", "\n".join(line for event in bench.news for line in lines_of(event))
-    yield "cards.txt", "\n".join(map(str, cards_of(view, Training(dataset_size=10_000, price_per_gpu_hour=2.0))))
+    cards = cards_of(view, Training(dataset_size=10_000, price_per_gpu_hour=2.0))
+    yield "cards.txt", "\n".join(map(str, [*answers_of(view), *cards]))
     yield "study_note.md", study_note(view)
     yield "trial_notes.md", "\n".join(trial_note(view, trial) for trial in view.launched)
     for name, args in COMMANDS.items():

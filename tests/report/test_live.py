@@ -211,7 +211,7 @@ def test_the_command_serves_it_without_the_extra_and_ends_with_ctrl_c(finished: 
         parts = urlsplit(address)
         assert (parts.hostname, parts.path) == ("127.0.0.1", "/")
         with urllib.request.urlopen(address, timeout=20) as response:
-            assert "All launches" in Page(response.read().decode()).text
+            assert "Next steps" in Page(response.read().decode()).text
         for path in ("dashboard", "api/studies"):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(address + path, timeout=20)

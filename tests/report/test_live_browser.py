@@ -33,19 +33,21 @@ def test_it_follows_a_search_and_keeps_zoom_and_what_was_opened(finished: Report
         until(page, DRAWN)
         page.locator("#now").get_by_text("123 samples/s").wait_for()
         page.evaluate("Plotly.relayout(document.querySelector('#micro-batch .plot'), {'xaxis.range': [1, 1.5]}); null")
-        page.locator("#launches summary").click()
+        page.locator("#memory-table summary").click()
+        page.get_by_role("button", name="GiB", exact=True).click()
         page.get_by_role("searchbox").fill("memory")
         assert page.evaluate(SUMMARY).startswith("16 ")
         flying.set_user_attr(attributes.OUTCOME, "out_of_memory")
         study.tell(flying.number, state=optuna.trial.TrialState.PRUNED)
-        page.locator("#now").get_by_text("The search has ended.").wait_for()
+        page.locator("#now").get_by_text("The search has ended.").wait_for(state="attached")
         for _ in range(24):  # drawn anew with a small share of the processor
             page.wait_for_timeout(5000)
             if page.evaluate(SUMMARY).startswith("17 "):
                 break
         assert page.evaluate(SUMMARY).startswith("17 ")
         assert page.evaluate(ZOOM) == [1, 1.5]
-        assert page.evaluate("document.querySelector('#launches-table').open")
+        assert page.evaluate("document.querySelector('#memory-table').open")
+        assert page.locator("#launch-rows th[aria-sort=descending]").inner_text().startswith("GiB")
         assert page.get_by_role("searchbox").input_value() == "memory"
         assert page.evaluate(DRAWN)
         assert seen.console == []

@@ -61,7 +61,7 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView, rendered: 
     assert winner is not None
     assert json.dumps(winner.config, indent=2) in "".join(page.words)
     assert winner.speed_up is not None
-    assert f"{times_in_words(winner.speed_up)}\u00d7" in page.text
+    assert f"{times_in_words(winner.speed_up)}x as fast as your config" in page.text
     assert "16 of 16" in page.text
     assert not missing(view)
     for outcome in {t.user_attrs[attributes.OUTCOME] for t in view.launched}:
@@ -82,7 +82,7 @@ def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: S
     failed = {launch.number for launch in launches if launch.value is None}
     words = {attributes.CONFIRMATION: replace(view.rounds, launches=tuple(launches)).to_json(), attributes.WINNER: own}
     page = Page(render(replace(view, attributes={**view.attributes, **words})))
-    assert "no faster configuration could be confirmed" in page.text
+    assert "nothing faster than your config was confirmed" in page.text
     assert page.text.count("rank 1: out of memory") == len(failed)
 
 

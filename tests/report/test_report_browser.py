@@ -25,6 +25,8 @@ pytest.importorskip("playwright.sync_api", reason="Playwright for Python is not 
 pytestmark = needs_chromium
 
 DESK: dict[str, Any] = {"width": 1280, "height": 900}
+WIDE: dict[str, Any] = {"width": 1440, "height": 900}
+TABLET: dict[str, Any] = {"width": 1024, "height": 768}
 PHONE: dict[str, Any] = {"width": 390, "height": 844, "phone": True}
 
 
@@ -53,7 +55,11 @@ def show(page: Page, file: Path, figures: int) -> None:
     until(page, f"document.querySelectorAll('.js-plotly-plot .plot-container').length === {figures}")
 
 
-@pytest.mark.parametrize(("size", "scheme"), [(DESK, "light"), (PHONE, "dark")], ids=["desk-light", "phone-dark"])
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [(WIDE, "light"), (TABLET, "dark"), (PHONE, "dark")],
+    ids=["wide-light", "tablet-dark", "phone-dark"],
+)
 def test_all_figures_are_drawn_and_nothing_overflows_or_is_fetched(
     browser: Any, view: StudyView, file: Path, size: dict[str, Any], scheme: str
 ) -> None:
@@ -68,6 +74,11 @@ def test_all_figures_are_drawn_and_nothing_overflows_or_is_fetched(
             ".filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
         )
         assert outside == []
+        cut = page.evaluate(
+            "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth + 1)"
+            ".map(e => e.ariaLabel)"
+        )
+        assert size is PHONE or cut == []
         buttons = page.evaluate("[...document.querySelectorAll('.modebar-btn')].map(e => e.dataset.title)")
         assert not [title for title in buttons if "share" in title.lower() or "cloud" in title.lower()]
         picture = images.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
@@ -148,13 +159,22 @@ def test_the_config_is_copied_with_the_keyboard_alone_and_launches_are_filtered(
         page.keyboard.press("Enter")
         page.get_by_text("The config is copied.").wait_for()
         copied = json.loads(page.evaluate("navigator.clipboard.readText()"))
-        page.locator("#launches summary").click()
         rows = page.locator("#launch-rows tbody tr:visible")
         assert rows.count() == len(view.launched)
         page.get_by_role("searchbox").fill("out of memory")
         short = sum(t.user_attrs[attributes.OUTCOME] == Outcome.OUT_OF_MEMORY for t in view.launched)
         assert 0 < short < len(view.launched)
         assert rows.count() == short
+        page.get_by_role("searchbox").fill("")
+        speed = page.locator("#launch-rows thead").get_by_role("button", name="samples/s", exact=True)
+        column = speed.evaluate("button => button.parentElement.cellIndex")
+        for order in ("descending", "ascending"):
+            speed.click()
+            assert page.locator(f"#launch-rows th[aria-sort={order}]").count() == 1
+            cells = page.locator(f"#launch-rows tbody tr > :nth-child({column + 1})").all_inner_texts()
+            values = [float(cell) for cell in cells if cell]
+            assert values == sorted(values, reverse=order == "descending")
+            assert cells[: len(values)] == [cell for cell in cells if cell], "rows without a speed come last"
     size = "train_micro_batch_size_per_gpu"
     assert copied[size] == view.best.trial.params[size]
 

@@ -29,11 +29,16 @@
     }
     for (const one of next.querySelectorAll("details[id]")) {
       const old = document.getElementById(one.id);
-      one.open = old !== null && old.open;
+      one.open = old === null ? one.open : old.open;
     }
     const typed = [...study.querySelectorAll("[data-filter]")].map((one) => [one.dataset.filter, one.value,
                                                                             one === document.activeElement]);
+    const sorted = [...study.querySelectorAll("[data-sorted]")].map((one) => [one.id, JSON.parse(one.dataset.sorted)]);
     replace(study, next);
+    for (const [table, order] of sorted) {
+      const found = document.getElementById(table);
+      if (found) optunaDsat.sort(found, ...order);
+    }
     for (const [table, value, focused] of typed) {
       const input = study.querySelector(`[data-filter="${table}"]`);
       if (!input) continue;

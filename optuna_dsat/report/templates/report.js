@@ -52,7 +52,7 @@ const optunaDsat = (() => {
   };
 
   // A figure's legend is text above it, so it wraps as text does and covers nothing.
-  const SHAPES = { square: [4, 45], diamond: [4, 0], "triangle-up": [3, 0], pentagon: [5, 0], hexagon: [6, 30] };
+  const SHAPES = { square: [4, 45], diamond: [4, 0], "diamond-tall": [4, 0], "triangle-up": [3, 0], pentagon: [5, 0], hexagon: [6, 30] };
   const first = (value) => (Array.isArray(value) ? value[0] : value);
   const element = (name, values) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -204,7 +204,7 @@ const optunaDsat = (() => {
     printing = true;
     for (const one of document.querySelectorAll("details")) {
       one.dataset.wasOpen = one.open;
-      one.open = one.open || one.closest("#launches") === null;
+      one.open = true;
     }
     drawAll();
   });
@@ -228,9 +228,15 @@ const optunaDsat = (() => {
       return done;
     }
   };
+  // The text of an element without lines that were removed.
+  const copied = (node) => {
+    const kept = node.cloneNode(true);
+    kept.querySelectorAll("del").forEach((line) => line.remove());
+    return kept.textContent;
+  };
   const copyOnClick = (button) => {
     button.addEventListener("click", async () => {
-      const done = await copy(document.getElementById(button.dataset.copy).textContent);
+      const done = await copy(copied(document.getElementById(button.dataset.copy)));
       const told = button.textContent;
       button.textContent = done ? "Copied" : "Select the text and copy it";
       const status = document.getElementById("copied");
@@ -238,6 +244,42 @@ const optunaDsat = (() => {
       button.focus();
       setTimeout(() => { button.textContent = told; }, 2000);
     });
+  };
+  // Sorts by what cells are worth, or by their text; rows without a value come last.
+  const sort = (table, column, down) => {
+    const worth = (row) => {
+      const { value } = row.cells[column].dataset;
+      return value === undefined ? row.cells[column].textContent.trim() : Number(value);
+    };
+    const rows = [...table.tBodies[0].rows].map((row) => [worth(row), row]);
+    rows.sort(([a], [b]) => {
+      if (a === "" || b === "") return (a === "") - (b === "");
+      return (down ? -1 : 1) * (typeof a === "number" ? a - b : a.localeCompare(b));
+    });
+    table.tBodies[0].append(...rows.map(([, row]) => row));
+    for (const [place, cell] of [...table.tHead.rows[0].cells].entries())
+      if (cell.ariaSort) cell.ariaSort = place !== column ? "none" : down ? "descending" : "ascending";
+    table.dataset.sorted = JSON.stringify([column, down]);
+  };
+  const sortOnClick = (table) => {
+    for (const button of table.querySelectorAll("thead button")) {
+      button.addEventListener("click", () => {
+        const cell = button.parentElement;
+        const isNumber = [...table.tBodies[0].rows].some((row) => row.cells[cell.cellIndex].dataset.value);
+        sort(table, cell.cellIndex, cell.ariaSort === "none" ? isNumber : cell.ariaSort === "ascending");
+      });
+    }
+  };
+  // Marks the link to the section at the top of the window.
+  const markSection = () => {
+    const links = [...document.querySelectorAll("nav a")];
+    const passed = links.filter((link) => document.querySelector(link.hash)?.getBoundingClientRect().top < innerHeight / 3);
+    const current = passed[passed.length - 1] || links[0];
+    for (const link of links) {
+      if (link === current && link.ariaCurrent !== "true" && link.parentElement.scrollWidth > link.parentElement.clientWidth)
+        link.parentElement.scrollLeft = link.offsetLeft - 16;
+      link.ariaCurrent = link === current ? "true" : null;
+    }
   };
   const filterOnInput = (input) => {
     const rows = [...document.getElementById(input.dataset.filter).tBodies[0].rows];
@@ -257,11 +299,14 @@ const optunaDsat = (() => {
     root.querySelectorAll(".plot").forEach((div) => resized.observe(div));
     root.querySelectorAll("[data-copy]").forEach(copyOnClick);
     root.querySelectorAll("[data-filter]").forEach(filterOnInput);
+    root.querySelectorAll("[data-sortable]").forEach(sortOnClick);
     root.querySelectorAll(".scroll").forEach((scroll) => {
       scroll.addEventListener("scroll", () => tellWidth(scroll), { passive: true });
       widths.observe(scroll);
     });
   };
   mount(document);
-  return { mount, draw };
+  window.addEventListener("scroll", markSection, { passive: true });
+  markSection();
+  return { mount, draw, sort };
 })();
