@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from optuna_dsat.metrics import LARGER_IS_BETTER, Interval
+from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.report.slot_time import account
 from optuna_dsat.report.training import Training, TrainingTime, training_times
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.confirm.loss_check import is_of_losses
 from optuna_dsat.study.confirm.measured import Measured
-from optuna_dsat.study.confirm.words import answers_in_words
+from optuna_dsat.study.confirm.words import answers_in_words, ratio_in_words
 from optuna_dsat.words import (
     bytes_in_words,
     count_in_words,
@@ -23,7 +23,6 @@ from optuna_dsat.words import (
     slot_time_in_words,
     step_time_in_words,
     things_in_words,
-    times_in_words,
 )
 
 __all__ = ["Answer", "Bar", "Card", "answers_of", "cards_of"]
@@ -102,8 +101,8 @@ def _answer(view: StudyView, best: Measured, heading: str, text: str, others: Se
         by_rounds = view.verdict is not None and view.verdict.is_by_rounds
         figure, caption = "No gain", f"nothing faster than your config was {'confirmed' if by_rounds else 'measured'}"
     elif best.speed_up is not None and not best.is_user_config:
-        figure = f"{times_in_words(best.speed_up.value)}x"
-        caption = f"as fast as your config; {_certainty(best.speed_up)}"
+        figure, _, caption = ratio_in_words(best.speed_up, to="your config").partition(" ")
+        caption += "" if best.speed_up.rounds else ", by the few steps of the search, not confirmed"
     if own is not None and not best.is_user_config:
         is_other = own.train_batch_size != best.train_batch_size
         before, after = count_in_words(own.train_batch_size), count_in_words(best.train_batch_size)
@@ -135,13 +134,6 @@ def _bar(view: StudyView, item: Measured) -> Bar:
         high=high,
         is_user_config=item.is_user_config,
     )
-
-
-def _certainty(ratio: Interval) -> str:
-    if ratio.low is None or ratio.high is None:
-        return "by the few steps of the search, not confirmed" if ratio.rounds == 0 else "not confirmed"
-    ends = f"{times_in_words(ratio.low)} to {times_in_words(ratio.high)}"
-    return f"95% CI {ends}, {things_in_words(ratio.rounds, 'round')}"
 
 
 def cards_of(view: StudyView, training: Training) -> Iterator[Card]:

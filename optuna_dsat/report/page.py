@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
+from optuna.trial import TrialState
+
 from optuna_dsat.escape.html import safe_figure
 from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.metrics import LARGER_IS_BETTER, Interval
@@ -196,8 +198,7 @@ def _configs(view: StudyView) -> Iterator[Mapping[str, Any]]:
     own = None if view.baseline is None else hidden_data(view.ready_config(view.baseline.trial))
     same = result.same_batch
     if same is not None and not same.is_user_config:
-        at_batch = "At your global batch"
-        yield _config("same-batch-config", SAME_BATCH_CONFIG, at_batch, same, own)
+        yield _config("same-batch-config", SAME_BATCH_CONFIG, "At your global batch", same, own)
     heading = "" if same is None else "At another global batch" if not same.is_user_config else "The result"
     yield _config("best-config", BEST_CONFIG, heading, result, own)
 
@@ -236,7 +237,8 @@ def _ordered(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, An
 
 
 def _status(view: StudyView) -> str:
-    used, budget = view.launches_used, view.spec.max_trials
+    running = sum(t.state is TrialState.RUNNING and attributes.LAUNCH_ID in t.user_attrs for t in view.trials)
+    used, budget = view.launches_used - running, view.spec.max_trials
     launches = things_in_words(budget, "launch")
     flying = f" {view.running} in flight {'is' if view.running == 1 else 'are'} not drawn." if view.running else ""
     if used == 0 and not view.trials:
@@ -368,8 +370,8 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
         return Cell(value=number, text=count_in_words(number), share=100 * number / fastest if bar else 0.0)
 
     def memory(count: int | None, *, bar: bool = False) -> Cell | None:
-        share = min(100.0, 100 * (count or 0) / device) if bar and device else 0.0
-        return Cell(value=count, text=f"{count / 2**30:.3g}", share=share) if count else None
+        share = 100 * (count or 0) / device if bar and device else 0.0
+        return Cell(value=count, text=f"{count / 2**30:.3g}", share=min(100.0, share)) if count else None
 
     for trial in view.launched:
         attrs = trial.user_attrs
@@ -400,8 +402,7 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
 def _columns(rows: Sequence[Mapping[str, Any]]) -> set[str]:
     """Return the optional columns of the table of trials that contain information."""
     names = {name for name in ("reason", "predicted", "again", "ratio", "files") if any(row[name] for row in rows)}
-    differs = any(row["message"] or row["outcome"] != Outcome.MEASURED for row in rows)
-    return names | ({"outcome"} if differs else set())
+    return names | {"outcome" for row in rows if row["message"] or row["outcome"] != Outcome.MEASURED}
 
 
 def _commands(view: StudyView) -> Iterator[tuple[str, str]]:

@@ -205,6 +205,7 @@ class StoredStudy:
             Outcome(trial.user_attrs.get(attributes.OUTCOME, Outcome.LOST))
             self.row(trial)
             attributes.step_facts(trial)
+            float(trial.user_attrs.get(attributes.PREDICTED_VALUE, 0.0))
         _ = (self.space, self.prior_knowledge, self.verdict, self.rounds.finalists())
 
     def row(self, trial: FrozenTrial) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def unfinished(view: StudyView) -> StudyView:
             "state": TrialState.RUNNING,
             "value": None,
             "datetime_complete": None,
-            "user_attrs": {attributes.CONFIG: view.trials[5].user_attrs[attributes.CONFIG]},
+            "user_attrs": {name: view.trials[5].user_attrs[name] for name in (attributes.CONFIG, attributes.LAUNCH_ID)},
             "system_attrs": {},
             "intermediate_values": {},
             "trial_id": 6,
