@@ -114,14 +114,12 @@ def render(view: StudyView, *, links: Links | None = None, training: Training | 
     Raises:
         UsageError: If plotly is not installed.
     """
-    values = page_values(view, links=links, training=training or Training(), with_models=True)
+    values = page_values(view, links=links, training=training or Training())
     return page_text("report.html", title=f"{view.spec.name}: report of optuna-dsat", **values)
 
 
-def page_values(view: StudyView, *, links: Links | None, training: Training, with_models: bool) -> dict[str, Any]:
+def page_values(view: StudyView, *, links: Links | None, training: Training) -> dict[str, Any]:
     """Return the variables of the templates that show a study.
-
-    ``with_models`` tells whether to fit the models to all launches, which explain the winner and draw the curves.
 
     Raises:
         UsageError: If plotly is not installed.
@@ -129,25 +127,22 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
     figures.require_plotly()
     values = _facts(view, links, training)
     tables = {"finalists": values["contenders"] or values["unconfirmed"], "memory": values["memory_rows"]}
-    sections = sections_of(view, with_models=with_models)
+    sections = sections_of(view)
     shown = [section for section in sections if section.missing is None or tables.get(section.id)]
     return {
         **values,
-        "why": why_of(view) if with_models else None,
+        "why": why_of(view),
         "sections": shown,
         "left_out": [section for section in sections if section not in shown],
         "has_figures": any(section.figure is not None for section in shown),
     }
 
 
-def sections_of(view: StudyView, *, with_models: bool = True) -> tuple[Section, ...]:
-    """Return the figures of a study with their texts, in the order of the page; curves only ``with_models``."""
-    sections = []
-    for id, heading, lead, plot in _SECTIONS:
-        is_plain = plot is figures.plot_metric and not with_models
-        figure = figures.metric_figure(figures.history_of(view)) if is_plain else plot(view)
-        sections.append(figure_section(id=id, heading=heading, lead=lead, figure=figure))
-    return tuple(sections)
+def sections_of(view: StudyView) -> tuple[Section, ...]:
+    """Return the figures of a study with their texts, in the order of the page."""
+    return tuple(
+        figure_section(id=id, heading=heading, lead=lead, figure=plot(view)) for id, heading, lead, plot in _SECTIONS
+    )
 
 
 def figure_section(*, id: str, heading: str, lead: str, figure: go.Figure) -> Section:

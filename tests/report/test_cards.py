@@ -20,7 +20,7 @@ from optuna_dsat.report.template import _prose
 from optuna_dsat.report.training import Training, training_times
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import metric_in_words, times_in_words
+from optuna_dsat.words import count_in_words, metric_in_words, times_in_words
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
@@ -67,6 +67,16 @@ def test_speed_comes_first_as_samples_whatever_is_optimised(bench: ReportedStudy
     assert "samples/s in rounds" in page.text
 
 
+def test_trials_are_shown_with_the_speeds_that_were_predicted_and_measured(bench: ReportedStudyBench) -> None:
+    bench.run(bench.spec(method="guided", max_trials=4, confirm=0), Hill())
+    view = bench.view()
+    text = Page(render(view)).text
+    assert "samples/s predicted" in text
+    for trial in view.launched[1:]:
+        predicted, measured = trial.user_attrs[attributes.PREDICTED_VALUE], trial.values[0]
+        assert f" {count_in_words(predicted)} {count_in_words(measured)} " in text, trial.number
+
+
 def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView, rendered: str) -> None:
     assert training_times(view, Training()) is None
     assert not [name for name in Page(rendered).cards if "poch" in name]
@@ -93,6 +103,7 @@ def test_what_a_training_takes_is_told_of_the_own_config_too_and_each_launch_by_
     losses = replace(confirm, report=replace(confirm.report, launch_id="loss-user"))
     view = replace(view, launches=(*view.launches, confirm, losses, losses))
     assert view.best is not None
+    assert all(section.missing for section in sections_of(view)), "a figure of a single point says nothing"
     rate = view.best.samples_per_s
     assert rate is not None
     training = Training(epochs=3, price_per_gpu_hour=2.5, dataset_size=10_000_000)

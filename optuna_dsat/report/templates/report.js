@@ -304,9 +304,9 @@ const optunaDsat = (() => {
       scroll.addEventListener("scroll", () => tellWidth(scroll), { passive: true });
       widths.observe(scroll);
     });
+    markSection();
   };
   mount(document);
   window.addEventListener("scroll", markSection, { passive: true });
-  markSection();
   return { mount, draw, sort };
 })();
