@@ -96,7 +96,7 @@ def _answer(view: StudyView, best: Measured, heading: str, text: str, others: Se
     """Return an answer; if it is the user's config, with the bar of the first of the ``others``."""
     own, batch, is_other = view.baseline, "", False
     bars = [best, *others[:1]] if best.is_user_config else [best] if own is None else [own, best]
-    figure, caption = view.speed(best).brief, "your config" if best.is_user_config else "your config is not measured"
+    figure, caption = _speed(view, best), "your config" if best.is_user_config else "your config is not measured"
     if best.is_user_config and others:
         by_rounds = view.verdict is not None and view.verdict.is_by_rounds
         figure, caption = "No gain", f"nothing faster than your config was {'confirmed' if by_rounds else 'measured'}"
@@ -122,13 +122,20 @@ def _answer(view: StudyView, best: Measured, heading: str, text: str, others: Se
     )
 
 
+def _speed(view: StudyView, measured: Measured) -> str:
+    """Return the speed of a config: in samples/s, unless a time is optimised."""
+    if view.metric in LARGER_IS_BETTER:
+        return view.speed(measured).brief
+    return metric_in_words(view.metric, measured.value, device=view.spec.device)
+
+
 def _bar(view: StudyView, item: Measured) -> Bar:
     known = () if view.verdict is None else view.verdict.measured.values()
     longest = max(other.interval.high or other.value for other in (item, *known))
     low, high = (None if end is None else 100 * end / longest for end in (item.interval.low, item.interval.high))
     return Bar(
         name="your config" if item.is_user_config else f"trial {item.number}",
-        value=view.speed(item).brief,
+        value=_speed(view, item),
         length=100 * item.value / longest,
         low=low,
         high=high,

@@ -60,7 +60,7 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView, rendered: 
     winner = view.result
     assert winner is not None
     assert json.dumps(winner.config, indent=2) in "".join(page.words)
-    assert '<del>  &#34;train_micro_batch_size_per_gpu&#34;: 2,\n</del>' in text
+    assert "<del>  &#34;train_micro_batch_size_per_gpu&#34;: 2,\n</del>" in text
     assert winner.speed_up is not None
     assert f"{times_in_words(winner.speed_up)}x as fast as your config" in page.text
     assert "16 of 16" in page.text
