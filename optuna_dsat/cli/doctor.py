@@ -163,7 +163,7 @@ def _use_of(words: Sequence[str], *, config: Path, python: str | None) -> dict[s
     if not words:
         return {}
     from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
-    from optuna_dsat.script.command.own_ranks import imported_packages, starts_own_ranks
+    from optuna_dsat.script.command.source import imported_packages, starts_own_ranks
     from optuna_dsat.script.settings_file import find_config
 
     cwd = Path.cwd()

@@ -1,7 +1,12 @@
-"""The command that writes the report of a study, or compares several studies."""
+"""``report`` writes the report of a study, or compares studies; ``explain`` and ``dashboard`` show one study.
+
+``explain``: why the winner is fastest, its bottleneck, and what to change or buy next. ``dashboard``: a study in the
+browser, during the search.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,16 +15,25 @@ import typer
 
 from optuna_dsat.cli.parsing.parameters import (
     DEFAULT_STORAGE,
+    Json,
+    LatestName,
     Storage,
     complete_studies,
     confirm_replacing,
     option,
     say_written,
 )
+from optuna_dsat.cli.tables import notify, print_table
 from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.paths import page_address
+from optuna_dsat.escape.terminal import say, say_prose
 
 if TYPE_CHECKING:
+    from optuna_dsat.report.dashboard.publish import Published
+    from optuna_dsat.report.explain.explanation import Explanation
+    from optuna_dsat.report.explain.prediction_gap import PredictionGap
     from optuna_dsat.report.view import StudyView
+    from optuna_dsat.store import Store
 
 _ELSEWHERE = re.compile(r"(?P<name>[^/]+)@(?P<url>[a-z][\w+]*://.*)", re.DOTALL)
 """A study in another database. Study names contain no slash."""
@@ -96,3 +110,139 @@ def _parts(name: str, storage: str) -> tuple[str, str]:
             "could read: leave it out and use PGPASSFILE."
         )
     return match["name"], match["url"]
+
+
+def explain(
+    name: LatestName = None,
+    storage: Storage = DEFAULT_STORAGE,
+    as_json: Json = False,
+) -> None:
+    """Say why the winner wins, or your run is slow: knob by knob, against prediction; what to change or buy next."""
+    from optuna_dsat.report.explain.explanation import explain_study
+    from optuna_dsat.report.explain.prediction_gap import prediction_gap
+    from optuna_dsat.report.view import read_view
+    from optuna_dsat.store import Store
+    from optuna_dsat.study.stored import latest_study
+
+    with Store.open(storage, create=False) as store:
+        name = name or latest_study(store)
+        view = read_view(store, name)
+    explanation, words = explain_study(view)
+    gap = prediction_gap(view)
+    if as_json:
+        beside = {"prediction": None if gap is None else gap.to_json()}
+        print(json.dumps({"study": name, "configuration": words, **explanation.to_json(), **beside}, indent=2))
+    else:
+        _show(explanation, words, gap=gap, alone=len(view.measured) == 1)
+
+
+def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = None, alone: bool = False) -> None:
+    """Print an explanation."""
+    from optuna_dsat.report.explain.why import told_of
+    from optuna_dsat.study.confirm.speeds import speed_of
+
+    metric, device = explanation.metric, explanation.device
+    value = speed_of(explanation.metrics, explanation.value, metric=metric, device=device).text
+    say_prose(f"The result is trial {explanation.winner}, {value}, {explanation.how_known}: {words}.")
+    say_prose("No other configuration was measured." if alone else _against_own(explanation))
+    _print_factors(explanation)
+    for text in told_of(explanation):
+        say_prose(text)
+    if gap is not None:
+        say_prose(gap.verdict)
+        for cause in gap.causes:
+            say_prose(f"  {cause}")
+    for text in explanation.proposals:
+        say_prose(f"- {text}")
+
+
+def _against_own(explanation: Explanation) -> str:
+    """Return the sentence on the speed-up; a speed-up that its own factors contradict is not claimed."""
+    from optuna_dsat.study.confirm.speeds import speed_of
+    from optuna_dsat.words import times_in_words
+
+    ratio, explained = explanation.speed_up, explanation.explained
+    if explanation.user_value is None or ratio is None:
+        return "Your config was not measured, so there is nothing to compare with."
+    if explanation.is_own:
+        return "It is your config: nothing was found that is surely better."
+    metric, device = explanation.metric, explanation.device
+    own = speed_of(explanation.user_metrics, explanation.user_value, metric=metric, device=device).text
+    if not explanation.contradicted or explained is None or explanation.remainder is None:
+        return f"Your config reaches {own}; the winner is {times_in_words(ratio)}x as fast."
+    factors = (explained.factor, explained.low, explained.high, explanation.remainder.factor)
+    ends = ["?" if factor is None else times_in_words(factor) for factor in factors]
+    return (
+        f"Your config was measured at {own}, a ratio of {times_in_words(ratio)}, but what differs between the two "
+        f"accounts for {ends[0]} ({ends[1]} to {ends[2]}): {ends[3]} remains that nothing explains, such as a machine "
+        "that was busier at one of the two. Do not rely on the ratio; measure both again."
+    )
+
+
+def _print_factors(explanation: Explanation) -> None:
+    from optuna_dsat.report.explain.why import factor_rows
+
+    rows = [(row.setting, row.own, row.best, row.factor, row.between, row.by) for row in factor_rows(explanation)]
+    if rows:
+        print_table(("setting", "yours", "winner's", "factor", "95% interval", "by"), rows)
+
+
+_MOST_NAMED = 5
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def dashboard(
+    name: LatestName = None,
+    storage: Storage = DEFAULT_STORAGE,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    optuna_dashboard: Annotated[
+        bool, typer.Option("--optuna-dashboard", help="Serve optuna-dashboard as well (needs the extra: dashboard).")
+    ] = False,
+) -> None:
+    """Show a study in the browser while it is searched: what runs now, and the report, kept up to date.
+
+    Nothing can be changed there. With --optuna-dashboard that is served as well, with notes, plots, logs and configs.
+    """
+    from optuna_dsat.report.dashboard.live import LiveStudy
+    from optuna_dsat.report.dashboard.live_app import beside, guarded, live_app
+    from optuna_dsat.report.dashboard.publish import require_installed
+    from optuna_dsat.report.dashboard.serve import optuna_app, serve
+    from optuna_dsat.store import Store
+    from optuna_dsat.study.stored import latest_study
+
+    if optuna_dashboard:
+        require_installed()
+    with Store.open(storage, create=False) as store:
+        name = name or latest_study(store)
+        app = live_app(LiveStudy(store, name))
+        published = _publish(store, name) if optuna_dashboard else None
+        if published is not None:
+            app = beside(app, optuna_app(store, published.store))
+        if host not in _LOOPBACK:
+            what = "read and delete studies: optuna-dashboard" if optuna_dashboard else "read this study: the page"
+            notify(f"Whoever reaches {host} can {what} asks for no password.")
+
+        def show_address(result: int) -> None:
+            say(page_address(host, result))
+            if published is not None:
+                say(page_address(host, result, "dashboard", "studies", published.study_id))
+                notify("The first page follows the study; start again to have its notes for optuna-dashboard anew.")
+            notify("Press Ctrl-C to end.")
+
+        try:
+            serve(guarded(app, host=host), host=host, port=port, on_ready=show_address)
+        except KeyboardInterrupt:
+            notify("Ended.")
+
+
+def _publish(store: Store, name: str) -> Published:
+    """Write notes, plots and artifacts for optuna-dashboard, and report omissions."""
+    from optuna_dsat.report.dashboard.publish import publish
+
+    published = publish(store, name)
+    if published.store is None:
+        notify("The folder of the study's files is not on this machine: logs and configs are not offered.")
+    if published.refused:
+        notify(f"Left out, as they lead out of the study's folder: {', '.join(published.refused[:_MOST_NAMED])}.")
+    return published

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from optuna_dsat.runtime.adapt.config import with_option
-from optuna_dsat.runtime.adapt.hugging_face import TRAINER_FIELDS
+from optuna_dsat.runtime.adapt.trainers import TRAINER_FIELDS
 from optuna_dsat.runtime.overlay import effective_config, nest, read_config
 from optuna_dsat.runtime.rank import current_plan
 

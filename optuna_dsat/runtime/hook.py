@@ -23,8 +23,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.accelerate import how_to_train_with_deepspeed, join_ranks
 from optuna_dsat.runtime.adapt.batch_sources import BatchSources
 from optuna_dsat.runtime.adapt.checkpointing import MODEL_KNOBS, CheckpointingError
-from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
-from optuna_dsat.runtime.adapt.lightning import LightningHook
 from optuna_dsat.runtime.adapt.ranks import join_group, spawn_in_place
 from optuna_dsat.runtime.adapt.side_effects import (
     disable_checkpoints,
@@ -32,6 +30,7 @@ from optuna_dsat.runtime.adapt.side_effects import (
     redirect_tensorboard,
     tolerate_mismatched_checkpoints,
 )
+from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
 from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event, EventWriter
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.imports import ImportWatch, patch

@@ -14,8 +14,8 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.record import Record
-from optuna_dsat.runtime.adapt.hugging_face import SCHEDULE_LENGTH_KEYS, TRAINER_FIELDS
 from optuna_dsat.runtime.adapt.parsers import names_training_batch
+from optuna_dsat.runtime.adapt.trainers import SCHEDULE_LENGTH_KEYS, TRAINER_FIELDS
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
 from optuna_dsat.script.batch_rule import guesses
 

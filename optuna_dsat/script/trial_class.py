@@ -18,7 +18,7 @@ from optuna_dsat.config.documents import as_written, checked, read_document
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.overlay import merge, nest, read_config
-from optuna_dsat.script.command.module_file import module_file, python_tree
+from optuna_dsat.script.command.source import module_file, python_tree
 
 RUNNER = "optuna_dsat.integrations.deepspeed_trial"
 """The module that the ranks run; its first argument is ``NAME:CLASS``."""

@@ -14,7 +14,7 @@ from optuna_dsat.launch.agent.command import allocator_settings
 from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.overlay import MODEL
 from optuna_dsat.script.arg_mapping import map_arguments
-from optuna_dsat.script.command.own_ranks import says_where_to_meet
+from optuna_dsat.script.command.source import says_where_to_meet
 from optuna_dsat.script.settings_file import SettingsCopy, find_config_key, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import resolved, shell_join

@@ -9,7 +9,7 @@ from optuna_dsat.config import user_file
 from optuna_dsat.config.documents import is_pipe
 from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
-from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.script.command.source import module_file
 from optuna_dsat.script.interpreter import script_python
 from optuna_dsat.script.trial_class import RUNNER
 from optuna_dsat.secrecy.references import resolved

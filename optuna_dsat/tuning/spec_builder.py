@@ -16,7 +16,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Devices, refuse_build
 from optuna_dsat.launch.machine.host import available_memory_bytes
 from optuna_dsat.script.arg_mapping import parse_mappings
-from optuna_dsat.script.command.module_file import is_importable
+from optuna_dsat.script.command.source import is_importable
 from optuna_dsat.script.interpreter import examined, script_python
 from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.references import References, keep

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.script.command.module_file import module_file, python_tree
+from optuna_dsat.script.command.source import module_file, python_tree
 from optuna_dsat.script.experiment import training_options
 from optuna_dsat.script.trial_class import (
     RUNNER,

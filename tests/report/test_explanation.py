@@ -11,7 +11,7 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.cli.explain import _show
+from optuna_dsat.cli.report import _show
 from optuna_dsat.metrics import Interval
 from optuna_dsat.report.explain.explanation import Contribution, Explanation, explain
 from optuna_dsat.report.explain.why import factor_rows

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from optuna_dsat.runtime.adapt.config import parse_command, replace_config_paths
-from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
-from optuna_dsat.runtime.adapt.lightning import LightningHook
+from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
 from optuna_dsat.runtime.events import EventWriteError, EventWriter, RankFinished, decode_event
 from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan, Rank

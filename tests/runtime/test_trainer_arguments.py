@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.adapt.hugging_face import HuggingFaceHook
-from optuna_dsat.runtime.adapt.lightning import LightningHook
+from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
 from tests.harness.ranks import plan_of, rank_of
 
 OWN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}

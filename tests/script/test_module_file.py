@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.script.command.module_file import module_file
-from optuna_dsat.script.command.own_ranks import declared_options
+from optuna_dsat.script.command.source import declared_options, module_file
 from optuna_dsat.study.profile.fingerprint import fingerprint
 from optuna_dsat.study.spec import make_spec
 

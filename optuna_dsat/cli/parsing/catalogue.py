@@ -51,15 +51,15 @@ COMMANDS: dict[str, _Entry] = {
             ("show", "studies", "show"),
             ("best", "studies", "best"),
             ("trials", "studies", "trials"),
-            ("explain", "explain", "explain"),
+            ("explain", "report", "explain"),
             ("report", "report", "report"),
-            ("dashboard", "dashboard", "dashboard"),
+            ("dashboard", "report", "dashboard"),
         ),
         _MANAGE: (
             ("studies", "studies", "studies"),
             ("export", "studies", "export"),
             ("delete", "studies", "delete"),
-            ("db", "database", "database"),
+            ("db", "studies", "database"),
         ),
     }.items()
     for name, module, attribute in entries

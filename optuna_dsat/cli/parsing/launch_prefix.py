@@ -126,7 +126,7 @@ def _options_behind(command: LaunchCommand, words: Sequence[str], search: TyperC
     behind = [word for word in typed if word in passed or command.is_wrapped]
     if not behind:
         return []
-    from optuna_dsat.script.command.own_ranks import declared_options
+    from optuna_dsat.script.command.source import declared_options
 
     folder = Path(command.folder or cwd)
     declared = declared_options(
@@ -201,7 +201,7 @@ def _ranks(
         cwd: The working directory.
     """
     from optuna_dsat.launch.machine.devices import detect_devices
-    from optuna_dsat.script.command.own_ranks import starts_own_ranks
+    from optuna_dsat.script.command.source import starts_own_ranks
 
     if engine != "here":
         return _nodes(command, own=own, told=told, engine=engine), None

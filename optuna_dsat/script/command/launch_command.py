@@ -24,7 +24,7 @@ from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.command.interception import InterceptedRank, intercept, is_wrapper, starts_launcher
 from optuna_dsat.script.command.interceptor import LAUNCHERS
 from optuna_dsat.script.command.launcher_options import facts_of
-from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.script.command.source import module_file
 from optuna_dsat.script.interpreter import has_console_script, interpreter_of, module_command, package_folders
 from optuna_dsat.secrecy.command import without_secrets
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.runtime.files import read_regular
-from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.script.command.source import module_file
 from optuna_dsat.script.interpreter import script_versions
 from optuna_dsat.script.trial_class import RUNNER, find_trial_class, hparams_of
 from optuna_dsat.study.spec import ScriptSpec, StudySpec

@@ -1,16 +1,63 @@
 """Static analysis of a script: whether it spawns its own ranks or sets ``MASTER_PORT``, and its declared options.
 
-The script is a path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
+No user code is imported, also not to find the file that ``python -m NAME`` or ``import NAME`` runs. The script is a
+path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.user_code import called_name, declares_option, parsed_source
-from optuna_dsat.script.command.module_file import module_file
+from optuna_dsat.script.interpreter import package_folders
+
+
+def python_tree(file: Path, what: str) -> ast.Module:
+    """Return the syntax tree of a Python file.
+
+    Raises:
+        UsageError: If it is not Python, or cannot be read.
+    """
+    try:
+        return parsed_source(file)
+    except SyntaxError as error:
+        where = f" (line {error.lineno})" if error.lineno else ""
+        raise UsageError(f"{what} is not Python{where}: {error.args[0]}.") from None
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read: {error.strerror}.") from None
+
+
+def module_file(name: str, cwd: Path, *, of_package: str = "__main__.py", python: str | None = None) -> Path | None:
+    """Return the file that ``python -m name`` runs in ``cwd``; None if there is none.
+
+    The file is ``package/module.py``, or ``package/module/__main__.py`` for a package. As in Python, the working
+    directory precedes installed packages. Nothing is imported, so submodules of a package that extends its ``__path__``
+    on import are not found. With ``__init__.py`` as file of a package, it is the file that ``import name`` runs.
+    """
+    top, *rest = name.split(".")
+    for folder in (cwd, *package_folders(top, python)):
+        base = folder.joinpath(top, *rest)
+        for file in (base / of_package, base.with_name(f"{base.name}.py")):
+            if file.is_file():
+                return file
+    return None
+
+
+def is_importable(name: str, folders: Iterable[Path], *, python: str | None) -> bool:
+    """Return whether the top-level package of a module is installed, built in or in one of the folders.
+
+    Nothing is imported.
+    """
+    top = name.partition(".")[0]
+    if top in sys.builtin_module_names or PathFinder.find_spec(top, [str(folder) for folder in folders]) is not None:
+        return True
+    return bool(package_folders(top, python))
+
 
 _LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchrunx"})
 """Packages that start one process per device themselves."""
