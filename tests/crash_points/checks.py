@@ -14,8 +14,6 @@ from tests.crash_points.launcher import Launched
 from tests.crash_points.observed import Observed
 from tests.crash_points.points import DISK, LASTING, TRANSIENT, Blow
 
-__all__ = ["Aftermath", "violations"]
-
 _LONGEST_LINE = 1000
 _EXIT_DATABASE = 5
 _SET_ASIDE = re.compile(r"/[^/]+\.old-\d+/")

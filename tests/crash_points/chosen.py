@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from tests.crash_points.points import Blow, Point, applies
 from tests.crash_points.runs import Case, Reference
 
-__all__ = ["Strike", "all_strikes", "distinct"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:

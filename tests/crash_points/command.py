@@ -22,8 +22,6 @@ from optuna_dsat.tuning import run
 from tests.crash_points.launcher import ProcessLauncher
 from tests.crash_points.points import Blow, Points
 
-__all__ = ["LAUNCHES_FILE", "LIMIT_S", "POINTS_FILE", "Ended", "run_command", "warm_up"]
-
 LIMIT_S = 45.0
 """How long the command may take; a study undisturbed takes about one second. On a busy machine it is given more."""
 

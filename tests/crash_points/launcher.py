@@ -26,8 +26,6 @@ from optuna_dsat.runtime.measure.live import order_next
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLaunch, SimulatedLauncher, SimulatedResult
 
-__all__ = ["SLOTS", "Launched", "ProcessLauncher"]
-
 SLOTS = 2
 _PATIENCE_S = 20.0
 """How long a killed process may take to end."""

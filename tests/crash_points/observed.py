@@ -20,9 +20,6 @@ from sqlalchemy.pool import NullPool
 from optuna_dsat.trials.attributes import CONFIG_KEY, OUTCOME, SIMPLIFIES
 from tests.crash_points.launcher import Launched
 
-__all__ = ["Observed", "StoredTrial", "files_of", "launches_of", "living_children", "observe"]
-
-
 _PATIENCE_S = 2.0
 """How long the server may take to end connections whose client is gone."""
 

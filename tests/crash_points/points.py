@@ -25,8 +25,6 @@ from sqlalchemy.engine.default import DefaultDialect
 
 from optuna_dsat.store import Store
 
-__all__ = ["DISK", "LASTING", "TRANSIENT", "Blow", "Point", "Points", "applies"]
-
 
 class Blow(StrEnum):
     """What befalls a process at a point."""

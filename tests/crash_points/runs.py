@@ -19,8 +19,6 @@ from tests.crash_points.points import LASTING, Blow, Point
 from tests.harness.databases import Server
 from tests.harness.entry_points import DS_CONFIG
 
-__all__ = ["METHODS", "SEED", "Case", "Reference", "StudyOfPoints", "Tried"]
-
 SEED = "OPTUNA_DSAT_CRASH_SEED"
 """Environment variable with the seed of a sample, to repeat one."""
 

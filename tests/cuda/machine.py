@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GPU_COUNT", "Call", "Gpu", "GpuUse", "Machine"]
-
 GPU_COUNT = 8
 
 ROOT = Path(__file__).parents[2]

@@ -13,19 +13,6 @@ from typing import Any
 
 from tests.cuda.machine import Call, Machine
 
-__all__ = [
-    "GPT",
-    "QUICK",
-    "SMALL_GPT",
-    "Launched",
-    "Search",
-    "copy_example",
-    "copy_gpt",
-    "left_nothing",
-    "ran_as_they_should",
-    "slow_search",
-]
-
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 400.0
 

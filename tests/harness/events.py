@@ -8,8 +8,6 @@ from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
 
-__all__ = ["engine", "report_of", "step_of"]
-
 
 def step_of(rank: int = 0, step: int = 3, latency_s: float = 0.5, samples: int = 8, **changes: Any) -> StepMeasured:
     values: dict[str, Any] = {

@@ -13,8 +13,6 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-__all__ = ["ForkedProcess", "forks"]
-
 _CONTEXT = multiprocessing.get_context("forkserver")
 _IMPORTED = ("tests.harness.worker", "tests.store.actor", "psycopg")
 

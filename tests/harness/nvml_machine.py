@@ -21,8 +21,6 @@ from optuna_dsat.launch.machine.devices import Devices, detect_devices
 from optuna_dsat.launch.machine.nvml import Nvml
 from optuna_dsat.launch.machine.slots import SlotPool
 
-__all__ = ["MIB", "Machine", "machine", "nvml_libraries", "uuid"]
-
 SOURCE = Path(__file__).with_name("nvml.c")
 LIBRARY = "libnvidia-ml.so.1"
 MIB = 2**20

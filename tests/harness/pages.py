@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-__all__ = ["Page"]
-
 
 class Page(HTMLParser):
     """Content of a page: ids, links, loads, classes and text."""

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LOOPBACK", "RayCluster", "running_ray", "why_no_ray"]
-
 ROOT = Path(__file__).parents[2]
 LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

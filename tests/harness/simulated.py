@@ -43,15 +43,6 @@ from optuna_dsat.runtime.events import (
 )
 from optuna_dsat.words import things_in_words
 
-__all__ = [
-    "SIMULATED_DEVICES",
-    "Landscape",
-    "SimulatedLaunch",
-    "SimulatedLauncher",
-    "SimulatedProfile",
-    "SimulatedResult",
-]
-
 _EPOCH_S = 1_700_000_000.0
 """Unix time at which virtual time starts, so that simulated events look like real events."""
 

@@ -19,8 +19,6 @@ import psutil
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from tests.harness.workers import wait_until
 
-__all__ = ["SlurmCluster", "running_slurm", "stretched", "why_no_slurm"]
-
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo", "scancel", "scontrol")
 _START_S = 30.0
 

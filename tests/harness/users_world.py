@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["shared", "state", "world"]
-
 SCRIPT = Path(__file__).parents[1] / "scripts" / "harmful.py"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
