@@ -105,11 +105,7 @@ def _finalist_line(event: progress.FinalistMeasured) -> str:
 
 
 class LineView:
-    """Prints each event as plain lines: for pipes and logs.
-
-    Args:
-        quiet_s: Shortest phase to print, in seconds.
-    """
+    """Prints each event as plain lines: for pipes and logs."""
 
     def __init__(self, *, quiet_s: float = _QUIET_S) -> None:
         self._search: progress.SearchStarted | None = None

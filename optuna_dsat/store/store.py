@@ -39,13 +39,6 @@ class Store(Registry, Measurements):
     All methods retry after transient database errors up to a limit and raise ``StorageError`` if the database stays
     unavailable or fails permanently; all may be called again after that.
 
-    Args:
-        database: Our tables, migrated.
-        rdb: Optuna's tables in the same database.
-        heartbeat_interval_s: Time between two heartbeats, in seconds.
-        grace_s: Age from which a heartbeat is stale, in seconds.
-        max_losses: Maximum times that a configuration is requeued after its worker died.
-
     Attributes:
         storage: Storage argument of ``optuna.load_study``.
         heartbeat: Heartbeats of the trials that this process runs.

@@ -18,11 +18,7 @@ def takes_options(run: Callable[..., None]) -> bool:
 
 
 def first_options(run: Callable[..., None]) -> frozenset[str]:
-    """Return the options that a command's help shows first; empty for all.
-
-    Args:
-        run: As in ``with_options``, or any other function.
-    """
+    """Return the options that a command's help shows first; empty for all."""
     declared = (options_in(kind) for kind in _classes(run).values())
     return frozenset(name for options in declared for name, option in options.items() if option.first)
 

@@ -172,13 +172,7 @@ def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[in
 
 
 def _target(command: LaunchCommand, *, named: bool, cwd: Path) -> list[str]:
-    """Return the arguments for interpreter, environment, script, config and the script's arguments of a command.
-
-    Args:
-        command: The command.
-        named: Whether the user names the interpreter.
-        cwd: The working directory.
-    """
+    """Return the arguments for interpreter, environment, script, config and the script's arguments of a command."""
     from optuna_dsat.script.settings_file import find_config
 
     config = command.config or find_config(command.args, cwd=cwd)
@@ -193,12 +187,7 @@ def _ranks(
 ) -> tuple[list[str], str | None]:
     """Return the options for the ranks of a command, and the GPUs that it selects on this machine, if any.
 
-    Args:
-        command: The command.
-        own: The search's own options.
-        told: Options of the options file, followed by ``own``.
-        engine: Where trials run: ``here``, or the engine that allocates nodes.
-        cwd: The working directory.
+    ``told`` contains the options of the options file, followed by the search's own.
     """
     from optuna_dsat.launch.machine.devices import detect_devices
     from optuna_dsat.script.command.source import starts_own_ranks

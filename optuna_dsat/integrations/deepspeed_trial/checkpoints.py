@@ -48,12 +48,6 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint unless it exists; collective, every rank calls it.
 
-        Args:
-            batches: Completed global batches.
-            write: Writes the engines into a folder; collective.
-            rank_state: State of this rank only.
-            shared_state: State that is equal on all ranks.
-
         Returns:
             The checkpoint's folder.
         """

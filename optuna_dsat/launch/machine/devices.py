@@ -279,16 +279,11 @@ def cpu_devices(ranks: int) -> Devices:
 def detect_devices(
     *, environ: Mapping[str, str] | None = None, nvml: Nvml | None = None, cpu_ranks: int | None = None
 ) -> Devices:
-    """Return the GPUs that this process may use, or CPU ranks if it has none.
+    """Return the GPUs that this process may use, or CPU ranks, 2 by default, if it has none.
 
     ``CUDA_VISIBLE_DEVICES`` is honoured. Its numbers are taken in the order of the PCI bus, which is also the order
     given to launches (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); CUDA's default differs only between unlike GPUs. GPUs that do
     not respond are excluded, and the others are then identified by UUID, because a missing GPU shifts the indices.
-
-    Args:
-        environ: Environment to read; None for this process's environment.
-        nvml: NVML interface; None for this machine's.
-        cpu_ranks: CPU ranks if there is no GPU; None for 2.
 
     Raises:
         DeviceError: If the NVIDIA driver is loaded but neither it nor any visible GPU responds.

@@ -74,12 +74,7 @@ def noted_path(value: Any) -> Path | None:
 
 
 class SharedMemoryWatch:
-    """Finds files created by the processes of a launch in shared memory, from their creation on.
-
-    Args:
-        find: Returns the PIDs of the launch's living processes.
-        record: Journal file for these files; None to record nothing.
-    """
+    """Finds files created by the processes of a launch in shared memory, from their creation on."""
 
     def __init__(self, find: Callable[[], Iterable[int]], *, record: Path | None = None) -> None:
         self._find = find

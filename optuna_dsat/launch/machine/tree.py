@@ -88,13 +88,7 @@ _PAUSE_S = 0.5
 
 
 class OrphanWatch:
-    """Finds the processes of a launch while they live, and records processes that have lost its mark.
-
-    Args:
-        roots: Returns the processes from which all others descend.
-        mark: Mark of the launch.
-        record: Journal file for processes without the mark; None to record nothing.
-    """
+    """Finds the processes of a launch while they live, and records processes that have lost its mark."""
 
     def __init__(self, roots: Callable[[], Iterable[ProcessKey]], *, mark: str, record: Path | None = None) -> None:
         self._roots = roots

@@ -49,18 +49,6 @@ class Cluster:
     """The slots of nodes in a cluster (``Places`` of ``launch/launcher.py``).
 
     Places are requested while launches wait, and given back when none did for a while.
-
-    Args:
-        output_dir: Folder of the run directories, one per launch.
-        engine: Holds the places.
-        layout: Nodes and slots of every launch.
-        limits: How many places, and for how long.
-        files: File that every node must have -> digest of its content.
-        forking: Whether ranks are forked on the nodes, as long as that works.
-        own_files: Absolute paths of files that the tuner writes outside of ``output_dir``.
-        environ: Environment with the values of secrets that launches need; None for this process's own.
-        on_notice: Called with notices for the user.
-        on_phase: Called with the name of a long activity other than a launch, and with nothing once it is over.
     """
 
     def __init__(

@@ -79,15 +79,7 @@ class _Node:
 
 
 class RayPlace:
-    """An allocation. All methods but the properties are called from the engine's own thread.
-
-    Args:
-        nodes: Nodes.
-        slots: GPUs per node; 0 for none.
-        number: Counts the allocations of the engine, from 1.
-        names: Nodes that may be used; all for none.
-        suspects: Ray ID of a node with which an allocation was lost -> monotonic time of the loss; updated here.
-    """
+    """An allocation. All methods but the properties are called from the engine's own thread."""
 
     def __init__(
         self,

@@ -205,13 +205,7 @@ class SlurmPlace:
 
 
 class SlurmEngine:
-    """Requests allocations from SLURM (an ``Engine``).
-
-    Args:
-        arguments: The user's options for srun.
-        python: Interpreter of the agents; None for this process's.
-        environ: Environment of srun and of all tasks; None for the environment of this process.
-    """
+    """Requests allocations from SLURM (an ``Engine``)."""
 
     def __init__(
         self, arguments: Sequence[str], *, python: str | None = None, environ: Mapping[str, str] | None = None
