@@ -46,14 +46,10 @@ def test_the_slowest_rank_sets_the_time_and_all_ranks_the_samples() -> None:
     assert merged.loss == 3.0
 
 
-def test_ranks_of_one_model_parallel_group_do_not_count_twice() -> None:
-    merged = merge_ranks([step_of(rank=0), step_of(rank=1, samples=0)], data_parallel_size=1, configured_samples=64)
-    assert merged.samples == 8
-
-
-def test_a_batch_nobody_saw_counts_as_configured() -> None:
-    merged = merge_ranks([step_of(samples=0)], data_parallel_size=2, configured_samples=64)
-    assert merged.samples == 64
+def test_ranks_of_one_model_parallel_group_count_once_and_a_batch_nobody_saw_as_configured() -> None:
+    group = [step_of(rank=0), step_of(rank=1, samples=0)]
+    assert merge_ranks(group, data_parallel_size=1, configured_samples=64).samples == 8
+    assert merge_ranks([step_of(samples=0)], data_parallel_size=2, configured_samples=64).samples == 64
 
 
 def test_throughput_is_the_ratio_of_sums_and_latency_includes_what_phases_do_not() -> None:

@@ -202,24 +202,26 @@ def test_an_option_for_the_config_gets_the_launchs_file(tmp_path: Path, option: 
     assert result == [option]
 
 
-def test_a_default_that_is_there_stays(tmp_path: Path) -> None:
-    (tmp_path / "own.json").write_text("{}")
+@pytest.mark.parametrize(
+    ("config", "option", "text", "known"),
+    [
+        ("trial.json", "--deepspeed_config", "{}", False),
+        ("", "--ds_config_file", '{"zero_optimization": {"stage": 1}}', True),
+        ("", "--ds_config_file", None, False),
+    ],
+)
+def test_a_default_that_is_there_stays_and_is_known_if_it_is_a_deepspeed_config(
+    tmp_path: Path, config: str, option: str, text: str | None, known: bool
+) -> None:
+    own = tmp_path / "own.json"
+    if text is not None:
+        own.write_text(text)
     result: list[str] = []
-    default_config_option("trial.json", on_found=result.append)
+    default_config_option(config, on_found=result.append)
     parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", default=str(tmp_path / "own.json"))
-    assert parser.parse_args([]).deepspeed_config == str(tmp_path / "own.json")
-    assert result == []
-
-
-def test_a_default_that_is_a_deepspeed_config_is_known_and_stays(tmp_path: Path) -> None:
-    (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1}}')
-    result: list[str] = []
-    default_config_option("", on_found=result.append)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ds_config_file", default=str(tmp_path / "own.json"))
-    assert parser.parse_args([]).ds_config_file == str(tmp_path / "own.json")
-    assert result == ["--ds_config_file"]
+    parser.add_argument(option, dest="config", default=str(own))
+    assert parser.parse_args([]).config == str(own)
+    assert result == [option] * known
 
 
 @pytest.mark.parametrize(
@@ -256,15 +258,6 @@ def test_a_default_that_is_the_users_config_becomes_the_launchs(tmp_path: Path) 
     parser.add_argument("--ds_config_file", default=own)
     assert parser.parse_args([]).ds_config_file == "trial.json"
     assert result == ["--ds_config_file"]
-
-
-def test_no_default_is_replaced_without_a_file_of_the_launchs(tmp_path: Path) -> None:
-    result: list[str] = []
-    default_config_option("", on_found=result.append)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ds_config_file", default=str(tmp_path / "none.json"))
-    assert parser.parse_args([]).ds_config_file == str(tmp_path / "none.json")
-    assert result == []
 
 
 def test_options_that_may_mean_a_stage_are_noted_with_what_they_accept() -> None:

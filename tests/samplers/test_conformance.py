@@ -65,17 +65,22 @@ def refused(sampler: BaseSampler, objective: Callable[[optuna.Trial], float]) ->
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_float_is_refused_as_it_is_suggested(sampler: Callable[..., BaseSampler]) -> None:
-    why, count = refused(sampler(micro_batch="batch"), lambda trial: trial.suggest_float("batch", 1, 64))
-    assert "the micro-batch 'batch' is a float; it must be whole numbers: trial.suggest_int('batch'" in why
-    assert count == 1
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_choices_that_are_not_all_whole_are_refused(sampler: Callable[..., BaseSampler]) -> None:
-    choices = [1, 2, 2.5]
-    why, count = refused(sampler(micro_batch="batch"), lambda trial: trial.suggest_categorical("batch", choices))
-    assert "the micro-batch 'batch' is one of 1, 2, 2.5; it must be whole numbers" in why
+@pytest.mark.parametrize(
+    ("suggest", "reason"),
+    [
+        (
+            lambda trial: trial.suggest_float("batch", 1, 64),
+            "a float; it must be whole numbers: trial.suggest_int('batch'",
+        ),
+        (lambda trial: trial.suggest_categorical("batch", [1, 2, 2.5]), "one of 1, 2, 2.5; it must be whole numbers"),
+    ],
+    ids=["float", "choices"],
+)
+def test_what_is_not_whole_is_refused_as_it_is_suggested(
+    sampler: Callable[..., BaseSampler], suggest: Callable[[optuna.Trial], float], reason: str
+) -> None:
+    why, count = refused(sampler(micro_batch="batch"), suggest)
+    assert f"the micro-batch 'batch' is {reason}" in why
     assert count == 1
 
 

@@ -119,9 +119,10 @@ def test_what_deepspeed_sets_as_a_program_imports_it_is_not_its_users(
     assert result.environment == {"MODEL": "1"}
 
 
-def test_the_launch_of_a_python_file_is_read(folder: Path) -> None:
+@pytest.mark.parametrize("words", [("python", "start.py"), ("env", "python", "start.py")])
+def test_the_launch_of_a_python_file_is_read_also_at_the_end_of_a_command(folder: Path, words: tuple[str, ...]) -> None:
     (folder / "start.py").write_text(f"import os\nos.system('{TORCHRUN}')\n")
-    assert read(folder, "python", "start.py") == LAUNCH
+    assert read(folder, *words) == LAUNCH
 
 
 @pytest.mark.parametrize(
@@ -193,11 +194,6 @@ def test_a_script_at_the_end_of_the_command_does_not_run_a_line(folder: Path, re
     assert result is not None
     assert (result.is_module, result.args, result.environment) == (rest[0] == "-m", ("--lr", "3"), {"MODEL": "tiny"})
     assert result.without_launcher
-
-
-def test_a_launcher_behind_a_python_file_at_the_end_of_the_command_is_reached(folder: Path) -> None:
-    (folder / "start.py").write_text(f"import os\nos.system('{TORCHRUN}')\n")
-    assert read(folder, "env", "python", "start.py") == LAUNCH
 
 
 def test_scripts_are_no_wrappers(folder: Path) -> None:

@@ -4,7 +4,7 @@ import subprocess
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -101,38 +101,41 @@ def test_another_machines_silence_is_believed_after_the_grace_period(store: Stor
     wait_until(lambda: store.reclaim_stale(study) == (0,), what="it is believed")
 
 
-def test_an_old_heartbeat_is_watched_before_it_is_believed(store: Store) -> None:
+def reclaims_after(store: Store, *, beat_at: float) -> Callable[[float], tuple[int, ...]]:
+    """Return what reclaims the lost trials of a study, some seconds later each time.
+
+    Its trial 0 is of another machine, with a heartbeat of this time.
+    """
     study_uuid, study = start(store)
     run_trial(store, study, study_uuid)
-    pretend(store, machine="another", beat_at=1.0)
+    pretend(store, machine="another", beat_at=beat_at)
     now = [100.0]
     reclaimer = Reclaimer(
         store._database, store.storage, study_uuid, grace_s=60.0, interval_s=5.0, clock=lambda: now[0]
     )
-    assert reclaimer.reclaim(study) == ()
-    now[0] += 9.9
-    assert reclaimer.reclaim(study) == ()
+
+    def reclaim_after(seconds: float) -> tuple[int, ...]:
+        now[0] += seconds
+        return tuple(reclaimer.reclaim(study))
+
+    return reclaim_after
+
+
+def test_an_old_heartbeat_is_watched_before_it_is_believed(store: Store) -> None:
+    reclaim_after = reclaims_after(store, beat_at=1.0)
+    assert reclaim_after(0.0) == ()
+    assert reclaim_after(9.9) == ()
     pretend(store, beat_at=2.0)
-    now[0] += 0.2
-    assert reclaimer.reclaim(study) == ()
-    now[0] += 10.0
-    assert reclaimer.reclaim(study) == (0,)
+    assert reclaim_after(0.2) == ()
+    assert reclaim_after(10.0) == (0,)
 
 
 def test_a_heartbeat_of_the_future_is_believed_for_the_grace_period(store: Store) -> None:
     """The clock of the database's server went back by hours, and the worker of another machine is gone."""
-    study_uuid, study = start(store)
-    run_trial(store, study, study_uuid)
-    pretend(store, machine="another", beat_at=time.time() + 7200)
-    now = [100.0]
-    reclaimer = Reclaimer(
-        store._database, store.storage, study_uuid, grace_s=60.0, interval_s=5.0, clock=lambda: now[0]
-    )
-    assert reclaimer.reclaim(study) == ()
-    now[0] += 59.0
-    assert reclaimer.reclaim(study) == ()
-    now[0] += 2.0
-    assert reclaimer.reclaim(study) == (0,)
+    reclaim_after = reclaims_after(store, beat_at=time.time() + 7200)
+    assert reclaim_after(0.0) == ()
+    assert reclaim_after(59.0) == ()
+    assert reclaim_after(2.0) == (0,)
 
 
 def test_a_trial_whose_worker_ended_before_its_first_heartbeat_is_lost_at_once(store: Store) -> None:
