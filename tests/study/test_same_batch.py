@@ -104,6 +104,12 @@ def test_the_users_config_stays_where_nothing_is_surely_faster_at_its_batch(benc
     assert json.loads(Path(result.same_batch.config_path).read_text())["gradient_accumulation_steps"] == STEPS
 
 
+def test_a_search_of_few_trials_says_that_none_is_left_for_the_users_batch(bench: StudyBench) -> None:
+    bench.run(bench.spec(ds_config=DS_CONFIG, max_trials=4, batch="both"), Hill(override=_seconds))
+    assert not _asked(bench)
+    assert "--max-trials 5 or more keeps a fifth for them" in str(bench.news)
+
+
 @pytest.mark.parametrize("batch", ["free", "keep"])
 def test_one_question_is_asked_where_one_is_wanted(bench: StudyBench, batch: str) -> None:
     result = _search(bench, method="guided", batch=batch)

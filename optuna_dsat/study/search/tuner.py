@@ -95,7 +95,13 @@ class Tuner:
         """Search, then with ``--batch both`` at the user's global batch; return why the search ended."""
         if self._context.method.at_user_batch is None:
             return self._loop()
-        self._proposals.most = self._spec.max_trials - self._spec.max_trials // _SHARE_AT_USER_BATCH
+        kept = self._spec.max_trials // _SHARE_AT_USER_BATCH
+        if not kept:
+            self._context.say(
+                f"Configs at your global batch are not searched: --max-trials {_SHARE_AT_USER_BATCH} or more keeps a "
+                "fifth for them."
+            )
+        self._proposals.most = self._spec.max_trials - kept
         reason = self._loop()
         self._over, self._proposals.most = True, self._spec.max_trials
         if reason is not EndReason.TIMEOUT and self._proposals.enqueue_at_user_batch():
