@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 
 from optuna_dsat.escape.html import safe_figure
 from optuna_dsat.escape.terminal import one_line
-from optuna_dsat.metrics import LARGER_IS_BETTER, Interval
+from optuna_dsat.metrics import Interval
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
 from optuna_dsat.report.cards import answers_of, cards_of
@@ -170,7 +170,7 @@ def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str
         "status": _status(view),
         "failure": "" if result is not None else one_line(attributes.commonest_message(view.trials)),
         "cards": list(cards_of(view, training)),
-        "unit": _unit(view),
+        "unit": _measure(view).unit,
         "contenders": list(_contenders(view)),
         "unconfirmed": list(_unconfirmed(view)),
         "tuned": list(_tuned(view)),
@@ -270,17 +270,8 @@ def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
     yield "Versions", versions(view)
 
 
-def _unit(view: StudyView) -> str:
-    """Return the unit of the speeds in tables: samples/s, unless a time is optimised."""
-    return "samples/s" if view.metric in LARGER_IS_BETTER else f"{view.metric}, ms"
-
-
-def _speed(view: StudyView, value: float) -> float:
-    """Return a value of the metric in the unit of the tables."""
-    if view.metric not in LARGER_IS_BETTER:
-        return 1000 * value
-    rate = None if view.best is None else view.speed(view.best).at(value).samples_per_s
-    return value if rate is None else rate
+def _measure(view: StudyView) -> figures.Measure:
+    return figures.measure_of(figures.history_of(view))
 
 
 def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
@@ -288,7 +279,7 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
     verdict = view.verdict
     if verdict is None or not verdict.is_by_rounds:
         return
-    undecided = {one.number for one in verdict.undecided}
+    undecided, scale = {one.number for one in verdict.undecided}, _measure(view).scale
     for item in (verdict.measured[contender.number] for contender in verdict.contenders):
         remarks = {
             "your config": item.is_user_config,
@@ -303,8 +294,8 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
             "words": item.words,
             "batch": count_in_words(item.train_batch_size),
             "rounds": str(item.rounds),
-            "value": count_in_words(_speed(view, item.value)),
-            "between": _between(item.interval, lambda end: count_in_words(_speed(view, end))),
+            "value": count_in_words(scale * item.value),
+            "between": _between(item.interval, lambda end: count_in_words(scale * end)),
             "ratio": "" if ratio is None else times_in_words(ratio.value),
             "ratio_between": "" if ratio is None else _between(ratio, times_in_words),
             "remark": "; ".join(text for text, applies in remarks.items() if applies),
@@ -355,14 +346,15 @@ class Cell:
 
 def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of the table of trials; numbers are a ``Cell``, or None if unknown."""
-    fastest = max((_speed(view, trial.values[0]) for trial in view.measured), default=0.0)
+    scale = _measure(view).scale
+    most = max((scale * trial.values[0] for trial in view.measured), default=0.0)
     device = 0 if view.profiled is None else view.profiled.profile.device_memory_bytes
 
     def speed(value: float | None, *, bar: bool = False) -> Cell | None:
         if value is None:
             return None
-        number = _speed(view, value)
-        return Cell(value=number, text=count_in_words(number), share=100 * number / fastest if bar else 0.0)
+        number = scale * value
+        return Cell(value=number, text=count_in_words(number), share=100 * number / most if bar else 0.0)
 
     def memory(count: int | None, *, bar: bool = False) -> Cell | None:
         share = 100 * (count or 0) / device if bar and device else 0.0

@@ -246,7 +246,7 @@ def test_commands_and_options_complete(complete: Complete) -> None:
     assert complete("optuna-dsat random --zero") == ["--zero-stages"]
     assert complete("optuna-dsat tune --method gu") == ["guided"]
     assert complete("optuna-dsat asha --metric thr") == ["throughput"]
-    assert complete("optuna-dsat asha --no-tune offload_p") == ["offload_param"]
+    assert complete("optuna-dsat asha --no-tune offload_pa") == ["offload_param"]
 
 
 def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: EntryPointBench, complete: Complete) -> None:
@@ -350,3 +350,8 @@ def test_a_search_whose_study_was_deleted_ends_with_one_line(
     assert "was deleted while it was searched" in error
     assert "Traceback" not in error
     assert "Continue with" not in error
+
+
+def test_the_command_is_a_module_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "optuna_dsat", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"optuna-dsat {__version__}\n"

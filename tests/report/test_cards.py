@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.report import figures
 from optuna_dsat.report.cards import answers_of
 from optuna_dsat.report.compare import rows_of
 from optuna_dsat.report.explain.explanation import explained
@@ -65,6 +66,7 @@ def test_speed_comes_first_as_samples_whatever_is_optimised(bench: ReportedStudy
     scaled = metric_in_words("throughput", low * best.samples_per_s / view.best.value).split()[0]
     assert f"{scaled} to" in page.text
     assert "samples/s in rounds" in page.text
+    assert all("samples/s" in str(plot(view).layout) for plot in (figures.plot_metric, figures.plot_progress))
 
 
 def test_trials_are_shown_with_the_speeds_that_were_predicted_and_measured(bench: ReportedStudyBench) -> None:

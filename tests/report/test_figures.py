@@ -207,6 +207,8 @@ def test_finalists_are_shown_with_their_intervals_best_first(view: StudyView) ->
     confirmed = by_name(figure)["confirmed, with its 95% interval"][0]
     values = [row["value"] for row in view.rounds.finalists() if row["outcome"] == Outcome.MEASURED]
     assert list(confirmed.x) == sorted((value for value in values if value is not None), reverse=True)
-    assert confirmed.marker.symbol[0] == "star"
+    assert view.best is not None
+    starred = [x for x, symbol in zip(confirmed.x, confirmed.marker.symbol, strict=True) if symbol == "star"]
+    assert starred == [view.best.value]
     assert min(confirmed.error_x.array) >= 0
     assert "your config" in figure.layout.yaxis.ticktext[-1]

@@ -18,11 +18,11 @@ ZOOM = "document.querySelector('#micro-batch .plot').layout.xaxis.range"
 
 
 def test_it_follows_a_search_and_keeps_zoom_and_what_was_opened(finished: ReportedStudyBench) -> None:
-    study = finished.study()
+    study, launched = finished.study(), len(finished.view().launched)
     config = study.trials[0].user_attrs[attributes.CONFIG]
     flying = study.ask()
     flying.set_user_attr(attributes.CONFIG, config)
-    flying.set_user_attr(attributes.LAUNCH_ID, "trial-0016")
+    flying.set_user_attr(attributes.LAUNCH_ID, f"trial-{launched:04d}")
     flying.report(123.0, 2)
     with (
         serving("s", "--storage", finished.url, "--port", "0") as (_, address),
@@ -36,15 +36,15 @@ def test_it_follows_a_search_and_keeps_zoom_and_what_was_opened(finished: Report
         page.locator("#memory-table summary").click()
         page.get_by_role("button", name="GiB", exact=True).click()
         page.get_by_role("searchbox").fill("memory")
-        assert page.evaluate(SUMMARY).startswith("16 ")
+        assert page.evaluate(SUMMARY).startswith(f"{launched} ")
         flying.set_user_attr(attributes.OUTCOME, "out_of_memory")
         study.tell(flying.number, state=optuna.trial.TrialState.PRUNED)
         page.locator("#now").get_by_text("The search has ended.").wait_for(state="attached")
         for _ in range(24):  # drawn anew with a small share of the processor
             page.wait_for_timeout(5000)
-            if page.evaluate(SUMMARY).startswith("17 "):
+            if page.evaluate(SUMMARY).startswith(f"{launched + 1} "):
                 break
-        assert page.evaluate(SUMMARY).startswith("17 ")
+        assert page.evaluate(SUMMARY).startswith(f"{launched + 1} ")
         assert page.evaluate(ZOOM) == [1, 1.5]
         assert page.evaluate("document.querySelector('#memory-table').open")
         assert page.locator("#launch-rows th[aria-sort=descending]").inner_text().startswith("GiB")

@@ -20,8 +20,8 @@ from optuna_dsat.report.figures._finalists import plot_finalists
 from optuna_dsat.report.figures._memory import PREDICTED_AS_MEASURED, plot_memory
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, EDGE, USER, metric_figure, plot_metric
 from optuna_dsat.report.figures._search import plot_progress
-from optuna_dsat.report.figures._source import History, history_of, require_plotly
-from optuna_dsat.report.figures._style import INK, missing, note_of
+from optuna_dsat.report.figures._source import History, history_of, measure_of, require_plotly
+from optuna_dsat.report.figures._style import INK, Measure, missing, note_of
 
 __all__ = [
     "BEST",
@@ -32,9 +32,11 @@ __all__ = [
     "USER",
     "ComparedStudy",
     "History",
+    "Measure",
     "comparison_figure",
     "course_figure",
     "history_of",
+    "measure_of",
     "metric_figure",
     "missing",
     "note_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from optuna_dsat.report.figures._source import Source, view_of
+from optuna_dsat.report.figures._source import Source, history_of, measure_of, view_of
 from optuna_dsat.report.figures._style import INK, NEUTRAL, Measure, empty_figure, lay_out, new_figure, wrapped
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.confirm.measured import Measured
@@ -36,7 +36,7 @@ def plot_finalists(study: Source) -> go.Figure:
     )
     points = [finalist for finalist in finalists if view.rounds.failure(finalist.number) is None]
     points.sort(key=lambda item: -item.value if view.maximize else item.value)
-    measure = Measure(view.metric, view.spec.device)
+    measure = measure_of(history_of(view))
     title, x = "Finalists, measured again with more steps", measure.title
     if not points:
         return empty_figure(_why_no_finalist(view), title=title, x=x)

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.report.figures._curves import Curve, curves_of
-from optuna_dsat.report.figures._source import History, Source, history_of
+from optuna_dsat.report.figures._source import History, Source, history_of, measure_of
 from optuna_dsat.report.figures._style import (
     INK,
     WARNING,
@@ -63,8 +63,8 @@ def plot_metric(study: Source) -> go.Figure:
     A curve is the prediction of the models fitted to the study (the posterior of ``guided``) for the fastest settings
     of a ZeRO structure, with its 95% band, up to the memory edge. Filled points have the settings of the curve, open
     points others. Structures without a curve have a line per lineage: trials that differ in the micro-batch only.
-    Throughput is in samples/s over all ranks, FLOPS_per_gpu in FLOP/s, times in ms. A cross marks the smallest
-    micro-batch of a lineage that ran out of memory.
+    Throughput is in samples/s over all ranks, FLOPS_per_gpu too if these are known, times in ms. A cross marks the
+    smallest micro-batch of a lineage that ran out of memory.
 
     Args:
         study: Any Optuna study whose trials have a micro-batch, or a ``StudyView``.
@@ -80,7 +80,7 @@ def metric_figure(history: History, curves: Sequence[Curve] = ()) -> go.Figure:
     smallest micro-batch that did not fit, drawn at the height of the largest that fitted, or on the axis without any.
     The best trial and the user's config are marked at their metric in rounds, if rounds decided.
     """
-    trials, measure = history.trials, Measure(history.metric, history.device)
+    trials, measure = history.trials, measure_of(history)
     title = f"{measure.title.split(' (')[0].capitalize()} over micro-batch"
     x_title = "micro-batch (samples per rank and pass, log scale)"
     measured = attributes.best_trials(trials, maximize=history.maximize)

@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, USER
-from optuna_dsat.report.figures._source import Source, history_of
+from optuna_dsat.report.figures._source import Source, history_of, measure_of
 from optuna_dsat.report.figures._style import INK, NEUTRAL, OUTCOME_COLOURS, Measure, empty_figure, lay_out, new_figure
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import Feasibility, feasibility, score
@@ -65,7 +65,7 @@ def plot_progress(study: Source) -> go.Figure:
         study: Any single-objective Optuna study, or a ``StudyView``.
     """
     history = history_of(study)
-    title, x_title, measure = "Progress of the search", "launches that ended", Measure(history.metric, history.device)
+    title, x_title, measure = "Progress of the search", "launches that ended", measure_of(history)
     trials, confirmed = history.trials, history.result
     ended, scale = _ended(trials), measure.scale
     if not ended:

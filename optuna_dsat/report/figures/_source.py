@@ -13,12 +13,13 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.report.figures._style import Measure
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.store.registry import STUDY_UUID
 from optuna_dsat.study.confirm.verdict import Verdict
 
-__all__ = ["History", "Source", "history_of", "require_plotly", "view_of"]
+__all__ = ["History", "Source", "history_of", "measure_of", "require_plotly", "view_of"]
 
 Source = StudyView | optuna.Study
 """Argument type of every ``plot_`` function."""
@@ -55,6 +56,15 @@ class History:
         """Trial and metric that rounds confirmed; None if no rounds decided."""
         verdict = self.verdict
         return (verdict.result.number, verdict.result.value) if verdict is not None and verdict.is_by_rounds else None
+
+
+def measure_of(history: History) -> Measure:
+    """Return how figures and tables show the metric of a study: FLOPS as samples/s, if these are known."""
+    best = None if history.view is None else history.view.best
+    rates = {} if best is None else best.metrics
+    if history.metric == "FLOPS_per_gpu" and rates.get("throughput") and rates.get(history.metric):
+        return Measure("throughput", history.device, rates["throughput"] / rates[history.metric])
+    return Measure(history.metric, history.device)
 
 
 def require_plotly() -> None:

@@ -87,6 +87,8 @@ class Measure:
     metric: str
     device: str = ""
     """``cuda`` or ``cpu``: selects "GPU" or "rank" in titles and values; empty if unknown."""
+    factor: float = 1.0
+    """Factor from stored values to the metric: a study that optimises FLOPS is shown in samples/s."""
 
     @property
     def title(self) -> str:
@@ -94,9 +96,14 @@ class Measure:
         return _AXIS_TITLES.get(self.metric, self.metric).replace("{slot}", self._slot)
 
     @property
+    def unit(self) -> str:
+        """Unit of a column of a table."""
+        return "samples/s" if self.metric == "throughput" else "FLOP/s" if self.metric == "FLOPS_per_gpu" else "ms"
+
+    @property
     def scale(self) -> float:
         """Factor from stored to shown values: times are stored in seconds and shown in ms."""
-        return 1000.0 if self.metric in _TIMES else 1.0
+        return 1000.0 if self.metric in _TIMES else self.factor
 
     @property
     def ticks(self) -> str | None:
@@ -104,7 +111,8 @@ class Measure:
         return "~s" if self.metric == "FLOPS_per_gpu" else None
 
     def shown(self, value: float) -> str:
-        """Return a value with its unit; without a unit if the metric is not in ``METRICS``."""
+        """Return a stored value with its unit; without a unit if the metric is not in ``METRICS``."""
+        value *= self.factor
         if self.metric == "FLOPS_per_gpu":
             return f"{flops_in_words(value)}/s per {self._slot}"
         return metric_in_words(self.metric, value) if self.metric in METRICS else count_in_words(float(value))
