@@ -22,8 +22,6 @@ from benchmarks.recorded import Recorded
 from optuna_dsat.outcome import Outcome
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
-__all__ = ["LANDSCAPES", "TYPICAL", "Computed", "Trained", "throughput"]
-
 GIB = 2**30
 _STATE_FAILURE = 0.7
 """Share of the start-up after which model states that do not fit are found out."""

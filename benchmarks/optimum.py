@@ -17,8 +17,6 @@ from benchmarks.physics import Settings
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SearchSpace, SpaceRequest, build_space
 
-__all__ = ["Optimum", "Reach", "lineages", "optimum", "reaches", "search_space"]
-
 _EVERY = 512
 """Micro-batches up to this one are all tried."""
 _PER_OCTAVE = 50

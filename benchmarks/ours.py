@@ -25,8 +25,6 @@ from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.trials import attributes
 from tests.harness.simulated import SIMULATED_DEVICES
 
-__all__ = ["quick_store", "run", "spec_of"]
-
 _EVERY = 8
 """Trials between two statements of what may be left to gain."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["write_pdsh"]
-
 _PDSH = """#!/bin/bash
 # Stands for pdsh on one machine: runs the command here. Killing by name would reach the processes of others.
 command=()

@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Machine", "Model", "Numbers", "Quirks", "Settings", "StepTimes", "Usage", "step_times", "usage"]
-
 Numbers = float | NDArray[np.float64]
 """One value, or one for each of several micro-batches."""
 

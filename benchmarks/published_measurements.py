@@ -26,8 +26,6 @@ from optuna_dsat.plan.from_shape import Machine, plan_shape
 from optuna_dsat.plan.prediction import predict_steps
 from optuna_dsat.plan.transformer import TransformerShape, shape_of
 
-__all__ = ["Comparison", "compare", "contrasts", "deviations", "distributions", "right_order", "slopes"]
-
 _SIMILAR = 1.6
 """Largest ratio of micro-batches that a contrast of another setting ignores: autotuners report each stage's best."""
 _MEMORY, _RATE = 0.10, 1.25

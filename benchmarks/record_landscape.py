@@ -43,8 +43,6 @@ from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 from optuna_dsat.tuning.spec_builder import build_spec
 
-__all__ = ["configurations", "edge_walk", "main"]
-
 _LARGEST = 2**14
 _WARM_UP, _LEAST_STEPS, _MOST_STEPS, _WINDOW_S = 2, 2, 300, 0.8
 

@@ -29,8 +29,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.words import bytes_in_words
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
-__all__ = ["LANDSCAPES_FOLDER", "Recorded", "recorded_landscapes", "relative_noise", "structure_of", "summary"]
-
 LANDSCAPES_FOLDER = Path(__file__).with_name("landscapes")
 """Where the records are kept that every table plays back."""
 

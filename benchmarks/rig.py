@@ -14,8 +14,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from tests.harness.simulated import SimulatedLauncher
 
-__all__ = ["BudgetSpentError", "Launch", "Rig"]
-
 COMMAND = ScriptCommand(script="train.py", cwd="/", config_path="ds_config.json")
 """Launched nowhere: the landscape answers."""
 

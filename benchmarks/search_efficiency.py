@@ -31,23 +31,6 @@ from benchmarks.recorded import Recorded, recorded_landscapes
 from benchmarks.rig import Launch, Rig
 from optuna_dsat.outcome import Outcome
 
-__all__ = [
-    "METHODS",
-    "NAMESAKES",
-    "Result",
-    "Row",
-    "count",
-    "known",
-    "main",
-    "median",
-    "missing",
-    "noise_of",
-    "run_one",
-    "statements_true",
-    "summarise",
-    "table",
-]
-
 Runner = Callable[..., None]
 
 METHODS: Mapping[str, Runner] = {

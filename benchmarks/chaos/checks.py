@@ -14,8 +14,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
 
-__all__ = ["Ended", "Finished", "State", "finished_of", "given_up", "violations"]
-
 State = tuple[str, tuple[float, ...] | None]
 """State and values of a finished trial."""
 Finished = Mapping[int, State]

@@ -21,8 +21,6 @@ from benchmarks.chaos.checks import Ended, State, finished_of, given_up, violati
 from optuna_dsat.launch.machine.processes import find_marked
 from optuna_dsat.launch.machine.shared_memory import shared_memory_of
 
-__all__ = ["BUDGET", "StudyUnderFire"]
-
 BUDGET = 4
 NAME = "chaos"
 RANKS = 2

@@ -21,8 +21,6 @@ from benchmarks.first_try.page import page
 from benchmarks.first_try.sources import SourceError
 from benchmarks.first_try.ways import WAYS, Limits, run_way
 
-__all__ = ["main"]
-
 EX_USAGE = 2
 
 

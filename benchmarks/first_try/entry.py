@@ -9,8 +9,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["SCRIPTS", "Edit", "Entry", "EntryError", "read_entries", "read_entry"]
-
 SCRIPTS = Path(__file__).parent / "scripts"
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from benchmarks.first_try.entry import Entry, EntryError
 
-__all__ = ["absent_modules", "interpreter_of", "prepare_hub"]
-
 _ROOT = Path(__file__).parents[2]
 _ABSENT = "import sys; from importlib.util import find_spec; print(*(n for n in sys.argv[1:] if find_spec(n) is None))"
 

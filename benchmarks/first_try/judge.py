@@ -12,18 +12,6 @@ from typing import Any
 
 from benchmarks.first_try.sandbox import Ran
 
-__all__ = [
-    "Launch",
-    "Verdict",
-    "by_hand",
-    "judged",
-    "launches",
-    "plain",
-    "searched",
-    "tuned_by_deepspeed",
-    "wrong_batch",
-]
-
 _LONGEST = 400
 _TRACE = "Traceback (most recent call last)"
 _TOLD = (2, 3, 4, 5)

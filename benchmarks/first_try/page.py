@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["page"]
-
 _COLUMNS = {
     "prefix": "first try",
     "second": "with the option that the message names",

@@ -22,8 +22,6 @@ from benchmarks.first_try.sources import check_out
 from benchmarks.first_try.stand_ins.files import GENERATORS
 from benchmarks.pdsh import write_pdsh
 
-__all__ = ["Ran", "Sandbox"]
-
 _STAND_INS = Path(__file__).parent / "stand_ins"
 _END_S = 20.0
 _SITE = """\

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from benchmarks.first_try.entry import Entry
 
-__all__ = ["SourceError", "check_out"]
-
 _GIT_S = 900.0
 
 

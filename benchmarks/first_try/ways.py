@@ -23,8 +23,6 @@ from benchmarks.first_try.judge import (
 )
 from benchmarks.first_try.sandbox import Ran, Sandbox
 
-__all__ = ["WAYS", "Limits", "run_way"]
-
 _TRAIN_STEPS = "3"
 _NO_COMMAND = Verdict(
     verdict="refused", message="what its README gives is no command that trains: there is none to put it in"

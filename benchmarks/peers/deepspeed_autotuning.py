@@ -20,8 +20,6 @@ from typing import Any
 from benchmarks.rig import BudgetSpentError, Rig
 from optuna_dsat.outcome import Outcome
 
-__all__ = ["run"]
-
 _TUNERS: dict[str, dict[str, Any]] = {
     "deepspeed-fast": {"fast": True},
     "deepspeed-grid": {"fast": False, "tuner_type": "gridsearch"},

@@ -19,8 +19,6 @@ from typing import Any
 from benchmarks.rig import BudgetSpentError, Rig
 from optuna_dsat.outcome import Outcome
 
-__all__ = ["run"]
-
 
 def run(method: str, rig: Rig, *, budget: int, seed: int) -> None:
     """Run one search: ``dsat-random``, ``dsat-binary`` or ``dsat-asha``.

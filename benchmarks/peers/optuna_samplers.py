@@ -15,8 +15,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.profile.profile import measure_profile
 from optuna_dsat.study.space import space_of
 
-__all__ = ["run"]
-
 
 def run(method: str, rig: Rig, *, budget: int, seed: int) -> None:
     """Run one search with a sampler's defaults: ``optuna-tpe`` or ``optuna-random``.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from benchmarks.prove_gpu.context import Context
     from benchmarks.prove_gpu.proof import Check
 
-__all__ = ["main"]
-
 EX_TEMPFAIL = 75
 """There is more to do: run the same command again (sysexits.h)."""
 EX_USAGE = 2

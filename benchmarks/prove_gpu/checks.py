@@ -23,8 +23,6 @@ from benchmarks.prove_gpu.filling import EDGES, FILL_HIGH, FILL_LOW, LAUNCH_S, T
 from benchmarks.prove_gpu.proof import ROOT, Check, NotRunError, PartOverError, Status, Verdict, write
 from optuna_dsat.runtime.events import RankStarted, StepMeasured
 
-__all__ = ["EXAMPLES", "all_checks", "losses_apart"]
-
 PAIRS = 5
 _SHORT = (
     *("--max-trials", "2", "--confirm", "0", "--metric", "throughput", "--no-profile-reuse"),

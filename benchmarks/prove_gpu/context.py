@@ -25,8 +25,6 @@ from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.runtime.events import Event, RankStarted
 
-__all__ = ["Command", "Context", "Launched", "dsat"]
-
 _STOP_S = 30.0
 """Longest time for a search to come to a clean stop."""
 _END_S = 5.0

@@ -20,8 +20,6 @@ from optuna_dsat.launch.protocol import Finished, LaunchReport, Observed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted, StepMeasured
 
-__all__ = ["killing", "pruning"]
-
 _TOLERANCE_BYTES = 64 * 2**20
 _STEPS = 1_000_000
 """Never reached: the launch is ended before."""

@@ -18,8 +18,6 @@ from optuna_dsat.study.profile.profile import measure_profile
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 from optuna_dsat.tuning.spec_builder import build_spec
 
-__all__ = ["EDGES", "Filling", "edge", "filling", "load_filling", "next_size", "size_for"]
-
 FILL_LOW, FILL_HIGH = 0.6, 0.8
 TOLERANCE = 0.10
 """Relative error of predicted edges and peaks up to which the memory model counts as right."""

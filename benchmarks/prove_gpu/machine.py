@@ -16,8 +16,6 @@ from optuna_dsat.launch.machine.devices import Devices, detect_devices
 from optuna_dsat.launch.machine.host import host_memory_bytes
 from optuna_dsat.launch.machine.nvml import Nvml, NvmlError
 
-__all__ = ["NoGpuError", "first_devices", "look"]
-
 _PACKAGES = ("torch", "deepspeed", "optuna-dsat", "optuna", "transformers", "accelerate", "lightning")
 _STAND_IN_SIGNS = ("STUB_NVML_CONF", "NULL_TOTAL_MIB", "NULL_KERNEL_US")
 """Variables that only the stand-in for CUDA reads."""

@@ -21,8 +21,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-__all__ = ["download_command", "main", "needs", "platforms"]
-
 ROOT = Path(__file__).resolve().parents[2]
 _BUILT = ("deepspeed", "optuna-dsat")
 """Packages whose wheels no index has."""

@@ -14,20 +14,6 @@ from typing import Any, Generic, TypeVar
 
 from optuna_dsat.runtime.files import write_text_atomic
 
-__all__ = [
-    "STAND_IN_NOTE",
-    "Check",
-    "NotRunError",
-    "PartOverError",
-    "Proof",
-    "Status",
-    "Verdict",
-    "page",
-    "run_part",
-    "scrubbed",
-    "write",
-]
-
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT = 2
 STAND_IN_NOTE = "Ran on a stand-in: nothing about values or speed is proven."

@@ -40,8 +40,6 @@ from benchmarks.search_efficiency import (
     statements_true,
 )
 
-__all__ = ["compared", "kind_of", "main", "row", "seeds_of"]
-
 Key = tuple[str, int, str]
 """Landscape, seed and method of a search."""
 _EQUAL = 0.005

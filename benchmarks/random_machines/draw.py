@@ -17,8 +17,6 @@ from benchmarks.random_machines.forms import Curve, Tiles, draw_compute, draw_me
 
 _T = TypeVar("_T")
 
-__all__ = ["PUBLISHED", "STRUCTURES", "Drawn", "Hardware", "Net", "draw", "is_realistic"]
-
 GIB = 2**30
 
 STRUCTURES = (

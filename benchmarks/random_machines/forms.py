@@ -11,17 +11,6 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "COMPUTE_FORMS",
-    "MEMORY_FORMS",
-    "Curve",
-    "Tiles",
-    "draw_compute",
-    "draw_memory",
-    "draw_size_effect",
-    "draw_walk",
-]
-
 Array = NDArray[np.float64]
 
 _OCTAVES = 18

@@ -17,8 +17,6 @@ from benchmarks.random_machines.forms import Array
 from optuna_dsat.outcome import Outcome
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
-__all__ = ["RandomMachine", "machine_of"]
-
 GIB = 2**30
 _HALF, _ADAM, _GRADIENTS = 2, 12, 2
 """Bytes per parameter: fp16 parameters; master copy, momentum and variance in fp32; fp16 gradients."""

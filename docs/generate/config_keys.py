@@ -14,8 +14,6 @@ from optuna_dsat.config.knobs import KNOBS, Knob
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions
 
-__all__ = ["PAGE", "main", "page"]
-
 PAGE = Path(__file__).resolve().parents[1] / "reference" / "config-keys.md"
 
 _HEAD = """# Config keys

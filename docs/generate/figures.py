@@ -21,8 +21,6 @@ from benchmarks.rig import Launch, Rig
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.options.methods import METHODS
 
-__all__ = ["FOLDER", "SEARCHES", "draw", "main", "search"]
-
 FOLDER = Path(__file__).resolve().parents[1] / "figures"
 SEARCHES = FOLDER / "searches.json"
 LANDSCAPE = "zero-3-larger-batch"

@@ -15,8 +15,6 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from optuna_dsat.cli import app
 from optuna_dsat.cli.parsing.help import placeholder, shown_default
 
-__all__ = ["PAGE", "commands", "main", "page"]
-
 PAGE = Path(__file__).resolve().parents[1] / "reference" / "options.md"
 SEARCHES = ("random", "binary", "asha", "guided", "tune", "run")
 """Commands that search; the options that they share get one section."""

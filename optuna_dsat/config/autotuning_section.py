@@ -10,8 +10,6 @@ from typing import Any
 from optuna_dsat.config.documents import as_written
 from optuna_dsat.errors import ConfigError
 
-__all__ = ["IGNORED", "Autotuning", "parse_autotuning", "positive_int"]
-
 
 @dataclass(frozen=True)
 class Autotuning:

@@ -6,25 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "NVME",
-    "OFFLOAD_OPTIMIZER",
-    "OFFLOAD_PARAM",
-    "ZERO_STAGE",
-    "ZERO_STAGES",
-    "Condition",
-    "Site",
-    "contiguous_applies",
-    "may_be_shared",
-    "may_lack_hooks",
-    "offloads",
-    "offloads_params",
-    "overlap_applies",
-    "reduces_gradients",
-    "scatter_applies",
-    "stage_of",
-]
-
 ZERO_STAGE = "zero_stage"
 ZERO_STAGES = (0, 1, 2, 3)
 OFFLOAD_OPTIMIZER = "offload_optimizer"

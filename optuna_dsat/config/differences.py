@@ -9,8 +9,6 @@ from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, ZERO, canonical_
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL
 
-__all__ = ["knob_differences"]
-
 _IN_THE_STRUCTURE = frozenset({"stage", "device", "nvme_path"})
 """Keys of stage and offloads."""
 

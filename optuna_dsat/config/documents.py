@@ -13,8 +13,6 @@ from typing import Any
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import storable
 
-__all__ = ["as_written", "checked", "is_pipe", "read_document", "read_hjson"]
-
 _LARGEST_INTEGER = 2**63 - 1
 _MOST_VALUES = 100_000
 _MOST_SHOWN = 120

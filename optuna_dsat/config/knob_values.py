@@ -11,8 +11,6 @@ from optuna_dsat.config.misspelt import near_key
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.overlay import MICRO_BATCH, ZERO
 
-__all__ = ["NAMES", "known_names", "normalise", "resolve_names"]
-
 _MINIMUM = {"reduce_bucket_size": 1, "allgather_bucket_size": 2}
 """Smallest value that DeepSpeed accepts; 0 for the other sizes."""
 

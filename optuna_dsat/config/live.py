@@ -14,8 +14,6 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
 from optuna_dsat.config.knobs import KNOBS, OFFLOAD_PARAM, ZERO_STAGE
 
-__all__ = ["live_changes"]
-
 _BY_KEY = {knob.path[1]: knob for knob in KNOBS if knob.live}
 
 

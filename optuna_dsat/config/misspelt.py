@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["correction", "misspelt_in_words", "misspelt_keys", "near_key"]
-
 _KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "activation_checkpointing", "steps_per_print"),

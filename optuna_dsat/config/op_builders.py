@@ -11,8 +11,6 @@ from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.runtime.agent.operators import COMMUNICATION
 
-__all__ = ["operators_at_start", "operators_of"]
-
 _ON_HOST = {
     "adagrad": "CPUAdagradBuilder",
     "adam": "CPUAdamBuilder",

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from pydantic import TypeAdapter
 
-__all__ = ["Record"]
-
 
 class Record:
     """Base class of dataclasses that are stored as JSON."""

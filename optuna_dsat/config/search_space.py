@@ -26,8 +26,6 @@ from optuna_dsat.errors import ConfigError
 if TYPE_CHECKING:
     import optuna  # keeps imports fast for a node's agent and the runtime in a rank, which only name operators
 
-__all__ = ["KnobRow", "Role", "SearchSpace", "TunedKnob", "capped", "device_of", "present"]
-
 _STAGE3_OFFLOAD_KEYS = ("ratio", "super_offload", "cpuadam_cores_perc")
 """Keys of ``offload_optimizer`` that DeepSpeed accepts with ZeRO 3 only."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from optuna_dsat.config.ds_config import ZERO
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 
-__all__ = ["GUIDE_ORDER", "STRUCTURES", "Structure"]
-
 _NONE, _CPU, _NVME = "none", "cpu", "nvme"
 
 

@@ -17,8 +17,6 @@ from optuna_dsat.config.documents import checked, read_document, read_hjson
 from optuna_dsat.config.ds_config import ALL, AUTO, GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
 from optuna_dsat.errors import ConfigError
 
-__all__ = ["UserConfig", "knob_lists", "load", "parse", "read", "shape_errors"]
-
 _SECTIONS = (
     "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "autotuning",
     "activation_checkpointing", "aio", "amp", "checkpoint", "comet", "comms_logger", "compile", "compression_training",

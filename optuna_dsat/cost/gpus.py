@@ -53,20 +53,6 @@ from typing import Any
 
 from optuna_dsat.errors import UsageError
 
-__all__ = [
-    "CPU_PRIORS",
-    "GPUS",
-    "GpuSpec",
-    "Priors",
-    "find_gpu",
-    "gpu_of_device",
-    "latency_prior",
-    "machine_priors",
-    "network_priors",
-    "peak_flops",
-    "priors_of_device",
-]
-
 Priors = Mapping[str, tuple[float, float]]
 """Coefficient of the step-time model -> median and spread (standard deviation of the logarithm)."""
 

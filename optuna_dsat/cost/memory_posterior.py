@@ -27,8 +27,6 @@ import numpy as np
 
 from optuna_dsat.cost.numbers import Numbers
 
-__all__ = ["MemoryInputs", "MemoryPosterior", "knob_similarity", "normal_cdf", "sum_by_knob", "sum_by_structure"]
-
 _SLOPE_SD = 0.1
 """Relative standard deviation of the profiled activations per sample, shared by all lineages."""
 _STRUCTURE_SLOPE_SD = 0.03

@@ -7,8 +7,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Numbers", "descending", "without_rounding_error"]
-
 Numbers: TypeAlias = npt.NDArray[Any]
 
 _DIGITS, _DECIMALS = 8, 12

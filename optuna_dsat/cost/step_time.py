@@ -42,8 +42,6 @@ from optuna_dsat.cost.memory import Hardware, ModelProfile
 from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.zero_states import STAGE0_REDUCE_ELEMENTS, ZeroSettings
 
-__all__ = ["BOUNDS", "COEFFICIENTS", "ERROR", "PHASES", "Columns", "LogCoefficients", "StepTimeModel", "Timings"]
-
 PHASES = ("forward", "backward", "step", "other")
 
 _PRIORS = {

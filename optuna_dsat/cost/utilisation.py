@@ -8,8 +8,6 @@ from typing import Any
 from optuna_dsat.cost.gpus import gpu_of_device, peak_flops
 from optuna_dsat.cost.memory import ModelProfile
 
-__all__ = ["utilisation"]
-
 
 def utilisation(profile: ModelProfile, config: Mapping[str, Any], metrics: Mapping[str, float]) -> float | None:
     """Return the share of the GPU's peak FLOPS that a configuration reached; None if either is unknown.

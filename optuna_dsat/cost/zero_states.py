@@ -18,15 +18,6 @@ from typing import Any
 
 from optuna_dsat.config import ds_config as configs
 
-__all__ = [
-    "STAGE0_REDUCE_ELEMENTS",
-    "Moment",
-    "ZeroSettings",
-    "moments",
-    "optimizer_bytes_per_param",
-    "rank_host_parts",
-]
-
 _FP32 = 4
 STAGE0_REDUCE_ELEMENTS = 500_000_000
 """Elements that ZeRO 0 reduces at a time (``MEMORY_OPT_ALLREDUCE_SIZE`` of ``deepspeed.runtime.engine``), fixed."""

@@ -12,8 +12,6 @@ from optuna_dsat.doctor.machine import compiler
 from optuna_dsat.launch.warm.server import can_fork
 from optuna_dsat.runtime.agent.operators import COMMUNICATION, is_built, operator_name
 
-__all__ = ["BuildState", "launcher", "offloads", "operators", "state_of"]
-
 _USES = {
     "CPUAdamBuilder": "Adam with the optimizer offloaded",
     "FusedAdamBuilder": "Adam on the device",

@@ -10,8 +10,6 @@ from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.places.engine import Engine
 from optuna_dsat.launch.places.place import HeldPlace, Layout, Stage
 
-__all__ = ["examine"]
-
 _AREA = "cluster"
 _WAIT_S = 120.0
 """Longest wait for an allocation."""

@@ -24,8 +24,6 @@ from optuna_dsat.secrecy.names import is_secret
 from optuna_dsat.secrecy.references import hidden_text
 from optuna_dsat.words import things_in_words
 
-__all__ = ["check"]
-
 _BUILT = ("optimizer.params.", "scheduler.params.")
 """Sections with the parameters of a class."""
 _QUOTED_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")

@@ -18,8 +18,6 @@ from unittest.mock import MagicMock
 
 from optuna_dsat.doctor.probe import print_alone, reason
 
-__all__ = ["UNKNOWN", "probe"]
-
 UNKNOWN = "unknown key"
 """Text of the error for a key unknown to DeepSpeed."""
 _ROUNDS = 25

@@ -17,8 +17,6 @@ from optuna_dsat.launch.machine.devices import Nvml, refuse_build
 from optuna_dsat.script.interpreter import OLDEST, examined, named_python, script_python
 from optuna_dsat.store import database_exists, display_url
 
-__all__ = ["examine", "examine_storage"]
-
 _RETRY_LIMIT_S = 5.0
 """Longest time to retry connecting to the database, in seconds."""
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from optuna_dsat.errors import NothingRunnableError
 
-__all__ = ["Finding", "Status", "exit_code", "finding_of", "to_json"]
-
 
 class Status(StrEnum):
     """Severity of a finding."""

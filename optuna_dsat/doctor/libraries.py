@@ -14,8 +14,6 @@ from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.script.interpreter import module_command, with_package
 from optuna_dsat.words import things_in_words
 
-__all__ = ["Libraries", "ask", "findings", "run_probe"]
-
 _PROBE_TIMEOUT_S = 180.0
 """The imports may take a minute on a cold file system."""
 _AREA = "software"

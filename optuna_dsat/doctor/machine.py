@@ -21,8 +21,6 @@ from optuna_dsat.launch.machine.owners import foreign_holders, users_in_words
 from optuna_dsat.runtime.agent.operators import extensions_dir
 from optuna_dsat.words import bytes_in_words, things_in_words
 
-__all__ = ["Gpus", "compiler", "device_findings", "find_gpus", "host_findings"]
-
 _GIB = 2**30
 _LEAST_SHM_BYTES = 2**30
 """Minimum shared memory for NCCL, DeepSpeed's CPU operator and data loader workers; containers often have 64 MiB."""

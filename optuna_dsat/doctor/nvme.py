@@ -15,8 +15,6 @@ import psutil
 
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
 
-__all__ = ["Speed", "examine", "measure"]
-
 _BLOCK_BYTES = 8 * 2**20
 _THREADS = 4
 """Concurrent requests; an NVMe drive needs several to reach its speed."""

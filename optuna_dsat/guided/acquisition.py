@@ -12,8 +12,6 @@ import numpy as np
 from optuna_dsat.cost.memory_posterior import normal_cdf
 from optuna_dsat.cost.numbers import Numbers
 
-__all__ = ["Acquisition", "Prediction", "expected_improvement", "heavy_tailed_improvement", "learnt_spread"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:

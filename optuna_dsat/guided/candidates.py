@@ -34,8 +34,6 @@ from optuna_dsat.trials.lineage import (
     visible_params,
 )
 
-__all__ = ["CandidateTable", "Observations", "candidate_table", "rank_within"]
-
 _SIZES = {
     "reduce_bucket_size": "bucket",
     "stage3_prefetch_bucket_size": "prefetch",

@@ -16,8 +16,6 @@ import numpy as np
 
 from optuna_dsat.cost.numbers import Numbers, descending
 
-__all__ = ["Components", "Diagnosis"]
-
 _STRUCTURE_FAULTY, _STAGES_FAULTY, _KNOB_FAULTY, _PAIR_FAULTY, _SIZE_FAULTY = 0.04, 0.01, 0.005, 0.002, 0.03
 """Prior probabilities of a fault of: a ZeRO stage, an offload or their combination; a stage and all above; a knob's
 value; a knob's value in a single structure; and micro-batches larger than any that ran."""

@@ -14,8 +14,6 @@ import numpy as np
 
 from optuna_dsat.config.record import Record
 
-__all__ = ["JointEstimate"]
-
 _LEAST_NOISE = 1e-3
 """Lower bound of the relative standard deviation between equal launches: few rounds may agree by chance."""
 

@@ -9,8 +9,6 @@ from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.problem import Problem
 
-__all__ = ["memory_posterior", "most_informative"]
-
 _MAX_OBSERVATIONS = 120
 """Largest number of measurements to condition on: the best, and as many of the latest."""
 

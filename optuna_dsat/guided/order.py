@@ -22,8 +22,6 @@ from optuna_dsat.guided.posterior import Posterior
 from optuna_dsat.guided.sizes import LEAST_GAIN, outgrown_size
 from optuna_dsat.trials.lineage import ZERO_STAGE
 
-__all__ = ["complexity", "first_launched", "structure_of"]
-
 _LIKELY = 0.5
 """Probability above which a structure is assumed to fit."""
 _CHANCE = 0.2

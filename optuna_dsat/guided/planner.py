@@ -76,8 +76,6 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.trials.failures import structure_failures
 from optuna_dsat.trials.lineage import MICRO_BATCH, agrees, lineage_key
 
-__all__ = ["Candidate", "GuidedPlanner"]
-
 _TOGETHER = 20
 """Number of launches that are evaluated together if no single launch is worth its cost."""
 _UNRESOLVED = 1.0

@@ -27,8 +27,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, Feasibility, feasibility, visible_params
 
-__all__ = ["EarlierLaunch", "PriorKnowledge", "launches_of"]
-
 _SAME_MODEL_SD = 0.1
 """Standard deviation added to a coefficient's logarithm if model and machine are the same."""
 _OTHER_MODEL_SD = 0.3

@@ -20,9 +20,6 @@ from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.trials.lineage import MicroBatchSet
 
-__all__ = ["REACH", "Problem"]
-
-
 REACH = 8.0
 """Ratio of the largest micro-batch that may be launched to the largest that ran, or to the baseline's."""
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from optuna_dsat.cost.numbers import Numbers, descending, without_rounding_error
 
-__all__ = ["Prospects"]
-
 _DRAWS, _SURE = 256, 0.9
 """Draws of the joint posterior, and the quantile of the remaining gain."""
 

@@ -11,8 +11,6 @@ from optuna_dsat.guided.order import structure_of
 from optuna_dsat.guided.posterior import Posterior
 from optuna_dsat.trials.lineage import STRUCTURE
 
-__all__ = ["reason_of"]
-
 _ALIKE = 0.005
 """Relative difference of a predicted metric below which it counts as equal."""
 _MANY = 2

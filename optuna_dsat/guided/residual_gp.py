@@ -39,8 +39,6 @@ import numpy as np
 from optuna_dsat.cost.memory_posterior import sum_by_structure
 from optuna_dsat.cost.numbers import Numbers
 
-__all__ = ["NOISE_SD", "Points", "ResidualGP", "knob_kernel"]
-
 _STRUCTURE_SD, _LINEAGE_SD, _FILL_SD = 0.08, 0.005, 0.03
 """Prior standard deviations of the parts of a configuration, relative to the metric, at a factor of 1."""
 _KIND_SD = np.array([0.15, 0.2, 0.2])

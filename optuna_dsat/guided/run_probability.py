@@ -12,8 +12,6 @@ from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.diagnosis import Diagnosis
 from optuna_dsat.guided.problem import Problem
 
-__all__ = ["RunProbability"]
-
 _BLAMED = 0.5
 """Probability above which the micro-batch is considered the cause of failures."""
 _NEAR_OCTAVES = 0.5

@@ -13,8 +13,6 @@ from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.guided.candidates import CandidateTable, Observations
 from optuna_dsat.guided.problem import Problem
 
-__all__ = ["LEAST_GAIN", "lacks_room", "largest_size", "outgrown_size", "paying_sizes", "spread_sizes"]
-
 LEAST_GAIN = 0.02
 """Relative gain of a doubling below which a larger micro-batch is not worth a launch."""
 _ROOM = 1.125

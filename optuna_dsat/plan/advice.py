@@ -15,8 +15,6 @@ from optuna_dsat.config.structures import Structure
 from optuna_dsat.plan.rows import CLOSE, Plan, PlannedRow
 from optuna_dsat.words import bytes_in_words, count_in_words, setting_in_words
 
-__all__ = ["advise", "advise_by_rule"]
-
 _MUCH_OF_DEVICE = 0.08
 """Minimum share of the device's memory in buffers for advice on them."""
 _MUCH_OF_STEP = 0.1

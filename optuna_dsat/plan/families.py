@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["FAMILIES", "Family"]
-
 Kind = Literal["decoder", "encoder", "encoder-decoder", "image"]
 
 

@@ -20,8 +20,6 @@ from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import bytes_in_words, flops_in_words, params_in_words, things_in_words
 
-__all__ = ["plan_script"]
-
 
 def plan_script(
     spec: StudySpec,

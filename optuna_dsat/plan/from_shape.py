@@ -13,8 +13,6 @@ from optuna_dsat.plan.rows import Plan, plan_rows
 from optuna_dsat.plan.transformer import TransformerShape
 from optuna_dsat.words import bytes_in_words, count_in_words, params_in_words
 
-__all__ = ["Machine", "plan_shape"]
-
 _HOST_BYTES_PER_GPU = 128 * 2**30
 """Default host memory per GPU."""
 _NETWORK_GBIT_PER_S = 100.0

@@ -15,8 +15,6 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.plan.families import FAMILIES, Family
 from optuna_dsat.plan.transformer import Recompute, TransformerShape
 
-__all__ = ["find_config", "shape_of_config"]
-
 _CONFIG = "config.json"
 _MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEFAULT_TOKENS = 2048

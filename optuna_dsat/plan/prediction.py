@@ -20,8 +20,6 @@ from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, zero_setti
 from optuna_dsat.cost.memory_posterior import MemoryPosterior
 from optuna_dsat.cost.step_time import Columns, LogCoefficients, StepTimeModel
 
-__all__ = ["StepPrediction", "Subject", "predict_steps", "step_time_model"]
-
 _INTERVAL = 1.645
 """Standard deviations on either side of the mean that contain 90% of a normal distribution."""
 _FORMULA_ERROR = 0.1

@@ -20,8 +20,6 @@ from optuna_dsat.config.structures import STRUCTURES, Structure
 from optuna_dsat.cost.memory import estimate, largest_micro_batch
 from optuna_dsat.plan.prediction import StepPrediction, Subject, predict_steps
 
-__all__ = ["CLOSE", "Plan", "PlannedRow", "plan_rows"]
-
 CLOSE = 0.1
 """Largest relative difference at which predictions are considered equal."""
 

@@ -10,8 +10,6 @@ from optuna_dsat.cost.gpus import latency_prior
 from optuna_dsat.plan.prediction import Subject
 from optuna_dsat.plan.rows import Plan, PlannedRow, plan_rows
 
-__all__ = ["AtCount", "counts_up_to", "scaling"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AtCount:

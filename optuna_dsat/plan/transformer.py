@@ -30,8 +30,6 @@ from typing import Literal, get_args
 from optuna_dsat.errors import UsageError
 from optuna_dsat.words import count_in_words, params_in_words, things_in_words
 
-__all__ = ["Recompute", "TransformerShape", "shape_of"]
-
 Recompute = Literal["none", "selective", "full"]
 
 _LOGITS_KEPT = 10

@@ -25,8 +25,6 @@ from optuna_dsat.words import (
     things_in_words,
 )
 
-__all__ = ["Answer", "Bar", "Card", "answers_of", "cards_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Card:

@@ -37,8 +37,6 @@ from optuna_dsat.words import (
     times_in_words,
 )
 
-__all__ = ["Row", "render_comparison", "rows_of", "setting_rows"]
-
 _TOO_FEW = "A comparison takes at least two studies."
 _CAVEAT = (
     "These studies were not measured in common rounds: a ratio between two of them holds if nothing else differed, and "

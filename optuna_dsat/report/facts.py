@@ -14,18 +14,6 @@ from optuna_dsat.study.result import StudyResult
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import bytes_in_words, outcomes_in_words, slot_name, things_in_words
 
-__all__ = [
-    "MEANING",
-    "advice_on",
-    "cli_command",
-    "fruitless_in_words",
-    "outcome_counts",
-    "ranks_of_a_launch",
-    "script_command_line",
-    "versions",
-]
-
-
 MEANING: Mapping[Outcome, tuple[str, str]] = {
     Outcome.MEASURED: ("All profile steps ran; the metric is the trial's value.", ""),
     Outcome.OUT_OF_MEMORY: (

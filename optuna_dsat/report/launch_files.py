@@ -14,8 +14,6 @@ from optuna_dsat.launch.protocol import is_launch_id
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.report.view import StudyView
 
-__all__ = ["LIVE_FILES", "FileLink", "Links", "file_of"]
-
 LIVE_FILES = "files"
 """First part of the path under which the live page serves the files of launches."""
 

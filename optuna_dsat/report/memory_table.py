@@ -16,8 +16,6 @@ from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, Feasibility, feasibility
 
-__all__ = ["MemoryRow", "memory_table"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:

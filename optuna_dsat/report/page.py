@@ -59,8 +59,6 @@ from optuna_dsat.words import (
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["Section", "figure_section", "page_values", "render", "sections_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Section:

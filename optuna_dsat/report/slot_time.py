@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from optuna_dsat.store import StoredLaunch
 
-__all__ = ["SlotTime", "account"]
-
 _PAUSE_S = 60.0
 """Minimum length of a gap on all slots that counts as a pause, in seconds ..."""
 _PAUSE_LAUNCHES = 5.0

@@ -10,8 +10,6 @@ from optuna_dsat.escape.terminal import plain
 from optuna_dsat.report import figures
 from optuna_dsat.version import __version__
 
-__all__ = ["FILE_POLICY", "PLOTLY", "asset", "page_text"]
-
 FILE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Content security policy of a self-contained page: nothing is loaded."""
 

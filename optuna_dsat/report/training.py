@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import epoch_samples
 
-__all__ = ["Training", "TrainingTime", "training_times"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Training:

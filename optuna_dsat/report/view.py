@@ -20,8 +20,6 @@ from optuna_dsat.study.result import StudyResult, result_of
 from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored, reading
 from optuna_dsat.trials import attributes
 
-__all__ = ["StudyView", "end_reason_of", "read_view"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StudyView(StoredStudy):

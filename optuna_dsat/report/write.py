@@ -14,8 +14,6 @@ from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.runtime.files import write_output
 from optuna_dsat.store import Store
 
-__all__ = ["COMPARISON", "default_path", "is_report", "write_comparison", "write_report"]
-
 COMPARISON = "comparison.html"
 """Default name of a comparison, in the working directory."""
 

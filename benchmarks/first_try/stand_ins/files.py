@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["GENERATORS"]
-
 _WORDS = "the a one model data train runs fast slow batch step loss learns reads"
 
 

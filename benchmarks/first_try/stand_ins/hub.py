@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["AFTER", "MODELS", "ROWS", "write_model", "write_rows"]
-
 _REVISION = "0" * 40
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "[MASK]", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<image>")
 # Widths whose squares times 0.9 are whole: older versions of transformers hand that to DeepSpeed as a bucket size.

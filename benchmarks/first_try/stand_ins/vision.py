@@ -6,8 +6,6 @@ import os
 from types import ModuleType
 from typing import Any
 
-__all__ = ["AFTER"]
-
 _SHAPES = {
     "CIFAR10": ("RGB", (32, 32), 10),
     "CIFAR100": ("RGB", (32, 32), 100),

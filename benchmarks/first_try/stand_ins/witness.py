@@ -15,8 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["AFTER"]
-
 _MOST_BATCHES = 64
 
 

@@ -33,8 +33,6 @@ from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG
 from optuna_dsat.study.result import BEST_METRICS
 from optuna_dsat.trials import attributes
 
-__all__ = ["FOLDER", "LOG_LIMIT_BYTES", "Artifact", "artifacts_of", "log_without_secrets", "save_artifacts", "tail"]
-
 FOLDER = "artifacts"
 """Folder of the artifacts in a study's output directory."""
 LOG_LIMIT_BYTES = 256 * 1024

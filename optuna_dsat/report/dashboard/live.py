@@ -27,8 +27,6 @@ from optuna_dsat.study.stored import attributes_of, record_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import config_in_words, duration_in_words, metric_in_words, things_in_words
 
-__all__ = ["LiveStudy"]
-
 _LEAST_PAUSE_S = 2.0
 """Minimum time between two renderings, in seconds ..."""
 _SHARE = 0.1

@@ -46,8 +46,6 @@ from optuna_dsat.words import (
     times_in_words,
 )
 
-__all__ = ["OWN_TEXT", "WHOLE_CHARS", "json_block", "keep_own_text", "study_note", "trial_note"]
-
 OWN_TEXT = "*Written by optuna-dsat, anew at every refresh. What you write below this line is kept.*"
 """Last line of every generated note."""
 WHOLE_CHARS = 2**17

@@ -28,16 +28,6 @@ from optuna_dsat.store.retry import RetryingStorage
 from optuna_dsat.study.confirm.words import verdict_in_words
 from optuna_dsat.trials import attributes
 
-__all__ = [
-    "MEMORY_PLOT",
-    "METRIC_PLOT",
-    "Published",
-    "artifact_store",
-    "is_installed",
-    "publish",
-    "require_installed",
-]
-
 METRIC_PLOT = "metric-over-micro-batch"
 MEMORY_PLOT = "predicted-and-measured-memory"
 """Ids under which optuna-dashboard keeps the plots."""

@@ -22,8 +22,6 @@ from optuna_dsat.study.stored import read_stored
 if TYPE_CHECKING:
     from wsgiref.types import WSGIApplication
 
-__all__ = ["ResultStorage", "ServedArtifacts", "optuna_app", "serve"]
-
 _PATIENCE_S = 60
 """Seconds without a request after which a connection is closed."""
 

@@ -40,8 +40,6 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params
 from optuna_dsat.words import bytes_in_words
 
-__all__ = ["REMAINDER", "TOGETHER", "Contribution", "Explanation", "explain", "explain_study", "explained"]
-
 TOGETHER, REMAINDER = "together", "remainder"
 """Sources of the two factors that belong to no single knob."""
 NOT_SEPARATE = "not measured separately"

@@ -26,8 +26,6 @@ from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import STRUCTURE, Feasibility, feasibility, score, visible_params
 
-__all__ = ["Effect", "Pairs"]
-
 _ELSEWHERE = 0.3
 """Standard deviation of a setting's effect at other values of the other settings, relative to its effect."""
 _ASSUMED_DEGREES = 2

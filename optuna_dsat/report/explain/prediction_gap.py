@@ -25,8 +25,6 @@ from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import range_in_words, step_time_in_words, times_in_words
 
-__all__ = ["PredictionGap", "prediction_gap"]
-
 _Z90 = 1.645
 """Half-width of the central 90% of a normal distribution, in standard deviations."""
 _WORTH_NAMING = 0.1

@@ -18,8 +18,6 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params
 from optuna_dsat.words import faster_in_words
 
-__all__ = ["Situation", "proposals_by_name"]
-
 _WORTH_SAYING = 0.02
 """Minimum relative gain of a proposed change."""
 _FULL = 0.85

@@ -12,8 +12,6 @@ from optuna_dsat.report.explain.prediction_gap import PredictionGap, prediction_
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.words import bytes_in_words, metric_in_words, setting_in_words, things_in_words, times_in_words
 
-__all__ = ["FactorRow", "PhaseRow", "Why", "factor_rows", "told_of", "why_of"]
-
 _WORTH_A_ROW = 0.005
 """Minimum effect of a setting, relative to 1, for a separate row."""
 

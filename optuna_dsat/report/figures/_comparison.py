@@ -13,8 +13,6 @@ from optuna_dsat.words import duration_in_words, metric_in_words
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["ComparedStudy", "comparison_figure", "course_figure"]
-
 _RATE = "throughput"
 """The compared metric, which every study has, also if it optimises another metric."""
 _MOST_LINES = 4

@@ -17,8 +17,6 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, lineage_key, visible_params
 
-__all__ = ["Curve", "curves_of"]
-
 _MOST_CURVES = 4
 """Structures with a curve: the fastest, and the structure of the user's config in any case."""
 _MOST_SIZES, _MOST_POINTS = 400, 60

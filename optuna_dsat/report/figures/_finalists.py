@@ -15,8 +15,6 @@ from optuna_dsat.words import config_in_words, things_in_words
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["plot_finalists"]
-
 
 def plot_finalists(study: Source) -> go.Figure:
     """Plot the finalists, measured again with more steps, with their 95% confidence intervals.

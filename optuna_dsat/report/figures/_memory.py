@@ -18,8 +18,6 @@ from optuna_dsat.words import bytes_in_words, share_in_words
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["PREDICTED_AS_MEASURED", "plot_memory"]
-
 PREDICTED_AS_MEASURED = "predicted = measured"
 _TITLE = "Peak memory per rank: predicted at proposal, and measured"
 _GIB = 2**30

@@ -29,18 +29,6 @@ from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, s
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = [
-    "BEST",
-    "CONFIRMED",
-    "EDGE",
-    "MEMORY_EDGE",
-    "USER",
-    "_OTHER_BATCH",
-    "metric_figure",
-    "micro_batch_ticks",
-    "plot_metric",
-]
-
 EDGE = "out of memory"
 """Name of the trace that shows the lineages' memory limits."""
 MEMORY_EDGE = "memory edge (predicted)"

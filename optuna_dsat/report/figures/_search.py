@@ -18,8 +18,6 @@ from optuna_dsat.words import config_in_words
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["BEST_SO_FAR", "plot_progress"]
-
 BEST_SO_FAR = "best so far in the search"
 _NO_LAUNCH = "No launch has ended yet."
 _FEW_LAUNCHES = 10

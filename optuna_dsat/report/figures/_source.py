@@ -19,8 +19,6 @@ from optuna_dsat.store import Store
 from optuna_dsat.store.registry import STUDY_UUID
 from optuna_dsat.study.confirm.verdict import Verdict
 
-__all__ = ["History", "Source", "history_of", "measure_of", "require_plotly", "view_of"]
-
 Source = StudyView | optuna.Study
 """Argument type of every ``plot_`` function."""
 

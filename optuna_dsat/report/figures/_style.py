@@ -24,23 +24,6 @@ from optuna_dsat.words import count_in_words, flops_in_words, metric_in_words, s
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = [
-    "INK",
-    "NEUTRAL",
-    "OUTCOME_COLOURS",
-    "WARNING",
-    "Measure",
-    "Palette",
-    "empty_figure",
-    "lay_out",
-    "lineage_words",
-    "missing",
-    "new_figure",
-    "note_of",
-    "translucent",
-    "wrapped",
-]
-
 INK = "#000000"
 """Colour of emphasis; dark pages replace it with a light colour."""
 WARNING = "#DB3A4A"
