@@ -70,7 +70,9 @@ _ZERO_ALIASES = {
 """Field name of ``DeepSpeedZeroConfig``, which DeepSpeed accepts as well -> documented key."""
 
 _OF_ZERO = tuple(knob for knob in KNOBS if not knob.is_of_model)
-_ZERO_DEFAULTS: Mapping[str, Any] = {knob.path[1]: knob.default for knob in _OF_ZERO if len(knob.path) == 2}
+_ZERO_DEFAULTS: Mapping[str, Any] = {
+    knob.path[1]: knob.default for knob in _OF_ZERO if len(knob.path) == 2 and knob.kind != "modules"
+}
 """DeepSpeed's defaults of the keys that have no section."""
 _OFFLOAD_DEFAULTS: Mapping[str, Any] = {knob.path[2]: knob.default for knob in KNOBS if knob.is_in_offload}
 """DeepSpeed's defaults of the keys in the sections of offloads."""

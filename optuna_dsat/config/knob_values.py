@@ -70,7 +70,9 @@ def normalise(name: str, kind: Kind, value: Any) -> Any:
     """
     if kind == "device":
         return _device(name, value)
-    if kind == "flag":
+    if kind == "modules" and isinstance(value, Mapping):
+        return True
+    if kind in ("flag", "modules"):
         flags = {True: True, False: False, "true": True, "false": False, "True": True, "False": False}
         if not isinstance(value, bool | str) or value not in flags:
             raise ConfigError(f"{name} is {as_written(value)}; it must be true or false.")

@@ -35,6 +35,7 @@ from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL, ZERO
 __all__ = [
     "CHECKPOINT_EVERY",
     "KNOBS",
+    "LEAF_MODULE",
     "MODEL",
     "NVME",
     "OFFLOAD_OPTIMIZER",
@@ -49,13 +50,15 @@ __all__ = [
     "Site",
 ]
 
+LEAF_MODULE = "leaf_module"
 OFFLOAD_RATIO = "offload_optimizer_ratio"
 PIN_MEMORY = "offload_pin_memory"
 PARTITION_COPY = "zero_hpz_partition_size"
 
 Kind = str
 """``stage``, ``flag``, ``size`` (a number of elements), ``ranks``, ``device`` (``none``, ``cpu``, ``nvme``), ``share``
-(0 to 1) or ``blocks`` (1 for every block, 2 for every second, 0 for none).
+(0 to 1), ``modules`` (whether modules of classes that the profile names are meant) or ``blocks`` (1 for every block, 2
+for every second, 0 for none).
 """
 
 _BUCKETS = tuple(n * 10**m for m in range(6, 10) for n in (1, 5))
@@ -427,6 +430,23 @@ KNOBS: tuple[Knob, ...] = (
         ),
         several_nodes=True,
         source="arXiv:2306.10209, section 3.2",
+    ),
+    Knob(
+        name=LEAF_MODULE,
+        path=(ZERO, LEAF_MODULE),
+        kind="modules",
+        choices=(False, True),
+        default=False,
+        stages=(3,),
+        where="ZeRO 3, always true, for modules that route samples among their parts, as mixtures of experts do",
+        used_by=(
+            "engine.DeepSpeedEngine._configure_distributed_model: the module is gathered as a whole. Otherwise ranks "
+            "that route to different experts gather different parameters at once: they hang, or train on wrong ones "
+            "(tests/runtime/test_exact_knobs.py)."
+        ),
+        source="DeepSpeed pull request 7604",
+        since="0.18.0",
+        on_demand=True,
     ),
     Knob(
         name=CHECKPOINT_EVERY,

@@ -97,6 +97,8 @@ class SearchSpace:
     """The user's ``zero_optimization`` section in its current form, lists resolved."""
     legacy_keys: tuple[str, ...] = ()
     """Deprecated spellings of knobs in the user's section, which overlays remove."""
+    leaf_classes: tuple[str, ...] = ()
+    """Classes of modules that ``leaf_module`` names."""
     allow_untested_optimizer: bool = False
     """Whether overlays with ZeRO set ``zero_allow_untested_optimizer``."""
 
@@ -220,6 +222,8 @@ class SearchSpace:
     def _written(self, tuned: TunedKnob, values: Mapping[str, Any]) -> Any:
         """Return a knob's value in the form of a DeepSpeed config."""
         value = values[tuned.name]
+        if tuned.knob.kind == "modules":
+            return {"classes": list(self.leaf_classes)} if value else None
         if tuned.knob.kind != "device":
             return value
         if value == "none":
@@ -399,7 +403,7 @@ def present(knob: Knob, zero: Mapping[str, Any]) -> Any:
     value = knob.value_in(zero)
     if knob.is_of_model:
         return normalise(knob.name, knob.kind, value)
-    if knob.is_in_offload:
+    if knob.is_in_offload or knob.kind == "modules":
         return knob.default if value in (None, configs.AUTO) else normalise(knob.name, knob.kind, value)
     if value is None or value == configs.AUTO:
         value = configs.zero_default(knob.path[1], stage=zero.get("stage", 0))

@@ -12,7 +12,7 @@ A configuration is a dict of *params*, named after DeepSpeed's keys: ``zero_stag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -115,6 +115,8 @@ class SpaceRequest:
     """Ranks of a launch on each node."""
     trainable: int | None = None
     """Trainable parameters of the model; None if all or unknown."""
+    leaf_classes: Sequence[str] = ()
+    """Classes of modules that ``leaf_module`` names."""
     worthwhile: Collection[str] = ()
     """Knobs that are useful for some models only (``Knob.on_demand``), and for this one."""
 
@@ -179,6 +181,7 @@ class _Builder:
             max_samples_per_rank=request.max_samples_per_rank,
             user_zero=self._zero,
             legacy_keys=self._legacy_keys(),
+            leaf_classes=tuple(request.leaf_classes),
             allow_untested_optimizer=request.allow_untested_optimizer,
         )
 
@@ -279,6 +282,8 @@ class _Builder:
             return TunedKnob(knob=knob, choices=(present,), role=Role.KEPT)
         listed = self._listed(knob)
         choices: Iterable[Any] = (*self._default_choices(knob), present) if listed is None else listed
+        if knob.kind == "modules" and listed is None:
+            choices = (True,)  # ranks may wait for each other for ever otherwise
         if knob.kind == "size" and listed is None:
             choices = (capped(knob.name, value, self._request.params) for value in choices)
         elif knob.kind == "size":

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config import ds_config as configs
+from optuna_dsat.config.knobs import LEAF_MODULE
 from optuna_dsat.config.record import Record
 from optuna_dsat.cost.zero_states import Moment, ZeroSettings, moments, rank_host_parts
 from optuna_dsat.runtime.events import ProfileMeasured
@@ -64,6 +65,8 @@ class ModelProfile(Record):
     block_input_bytes_per_sample: int = 0
     block_share: float = 0.0
     no_checkpointing: str = ""
+    leaf_classes: tuple[str, ...] = ()
+    leaf_params: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.trainable_params <= self.params:
@@ -191,12 +194,14 @@ def largest_micro_batch(profile: ModelProfile, ds_config: Config, *, hardware: H
 
 def zero_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> ZeroSettings:
     """Return the inputs of the allocation formulas for a profile, a DeepSpeed config and the hardware."""
+    zero = configs.zero_section(ds_config)
+    leaf = profile.leaf_params if zero.get("stage") == 3 and zero.get(LEAF_MODULE) else 0
     every = int((ds_config.get(MODEL) or {}).get(CHECKPOINT_EVERY) or 0)
     return ZeroSettings.of(
         ds_config,
         params=profile.params,
         trainable=profile.trainable_params,
-        largest_layer=profile.largest_layer_params,
+        largest_layer=max(profile.largest_layer_params, leaf),
         param_bytes=profile.param_bytes,
         activation_bytes=profile.activation_bytes(every),
         recomputed=profile.checkpointed_share(every) * profile.block_share,

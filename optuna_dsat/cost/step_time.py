@@ -8,7 +8,6 @@ The four phases of a step are
 - backward: the same with a different ``c``, the checkpointed share of the forward pass and of ZeRO 3's gathers again
   (Chen et al., arXiv:1604.06174: at most a forward pass more), and the reduction of the gradients:
   ``T b (N - 1) / N`` bytes over the link for a reduce-scatter, twice that for an all-reduce, and a latency per bucket.
-  ZeRO 1 and 2 all-reduce buckets unless ``use_multi_rank_bucket_allreduce`` is off, then a message per owner of a part.
   ZeRO 2 and 3 reduce in every micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host if
   they are offloaded; with a second copy in each node (``zero_hpz_partition_size``) only the first gather after an
   optimizer step leaves it;
@@ -132,8 +131,6 @@ class Columns:
     sub_group: Numbers
     copy_ranks: Numbers
     """Ranks that share a second copy of the parameters; 1 without a second copy."""
-    per_owner: Numbers
-    """Whether ZeRO 1 and 2 reduce buckets to the owner of each part."""
     host_share: Numbers
     """Share of the optimizer's sub-groups on the host."""
     pinned: Numbers
@@ -163,7 +160,6 @@ class Columns:
             persistence=column([s.persistence for s in settings]),
             sub_group=column([max(1, s.sub_group) for s in settings]),
             copy_ranks=column([s.copy_ranks for s in settings]),
-            per_owner=column([s.per_owner for s in settings]),
             host_share=column([s.host_share for s in settings]),
             pinned=column([s.pinned for s in settings]),
             recomputed=column([s.recomputed for s in settings]),
@@ -288,10 +284,7 @@ class StepTimeModel:
         """Return the seconds of the gradients' reduction without overlap, and its messages."""
         messages = np.ceil(self.trainable / np.clip(c.bucket, 1, max(1, self.trainable)))
         scattered = (c.stage > 0) & (c.scatter > 0) & (c.contiguous > 0)
-        per_owner = scattered & (c.stage < 3) & (c.per_owner > 0)
-        messages = messages + per_owner * (self.ranks - 1)
-        direct = (c.stage == 3) | per_owner
-        passes = np.where(direct, 1.0, np.where(scattered, np.clip(x["scatter"], 1.0, 2.0), 2.0))
+        passes = np.where(c.stage == 3, 1.0, np.where(scattered, np.clip(x["scatter"], 1.0, 2.0), 2.0))
         copies = (1 - c.contiguous) * 2 * self.param_bytes * self.trainable * x["memory"]
         seconds = passes * self._volume(self.trainable) * self._across(x) + messages * x["latency"] + copies
         return (seconds if self.ranks > 1 else 0 * seconds), messages

@@ -92,8 +92,6 @@ class ZeroSettings:
     sub_group: int
     nvme_buffers: int
     """Elements of the parameter swap buffers (count x size)."""
-    per_owner: bool = False
-    """Whether buckets are reduced to the owner of each part instead of all-reduced (ZeRO 1 and 2)."""
     pinned: bool = True
     """Whether offloads are in page-locked host memory."""
     ratio: float = 1.0
@@ -175,7 +173,6 @@ class ZeroSettings:
             sub_group=_size(zero, "sub_group_size"),
             nvme_buffers=_number(swap, "buffer_count", 5) * _number(swap, "buffer_size", 100_000_000),
             recomputed=recomputed,
-            per_owner=zero.get("use_multi_rank_bucket_allreduce") is False,
             pinned=all((zero.get(key) or {}).get("pin_memory") is not False for key in offload),
             ratio=_share(zero.get("offload_optimizer") or {}) if stage == 3 else 1.0,
             copy_ranks=min(ranks, max(1, _size(zero, "zero_hpz_partition_size"))) if stage == 3 else 1,

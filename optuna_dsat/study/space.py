@@ -7,7 +7,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, MODEL, PIN_MEMORY, ZERO_STAGE
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, LEAF_MODULE, MODEL, PIN_MEMORY, ZERO_STAGE
 from optuna_dsat.config.space_builder import Role, SearchSpace, SpaceRequest, build_space
 from optuna_dsat.config.structures import STRUCTURES, Structure
 from optuna_dsat.cost import memory
@@ -116,7 +116,26 @@ def _worthwhile(spec: StudySpec, profiled: Profiled | None) -> set[str]:
     result = {CHECKPOINT_EVERY} if searches_checkpointing(spec, profiled) else set()
     if PIN_MEMORY in (spec.only or ()) or (profiled is not None and _is_host_bound(spec, profiled)):
         result.add(PIN_MEMORY)
+    if routes_samples(spec, profiled):
+        result.add(LEAF_MODULE)
     return result - set(spec.kept_knobs)
+
+
+def routes_samples(spec: StudySpec, profiled: Profiled | None) -> bool:
+    """Return whether the model has modules to be leaves of ZeRO 3, of which the config names none.
+
+    Raises:
+        ConfigError: If ``leaf_module`` is named, and the model has no such modules.
+    """
+    if profiled is None:
+        return LEAF_MODULE in (spec.only or ())
+    if LEAF_MODULE in (*(spec.only or ()), *(spec.fix or ())) and not profiled.profile.leaf_classes:
+        raise ConfigError(
+            f"{LEAF_MODULE} is given, but no module of the model was seen to route samples among its parts; name its "
+            "class in the config: zero_optimization.leaf_module.classes."
+        )
+    own = ds_config.zero_section(spec.ds_config).get(LEAF_MODULE)
+    return bool(profiled.profile.leaf_classes) and not own and 3 in spec.stages
 
 
 def _is_host_bound(spec: StudySpec, profiled: Profiled) -> bool:
@@ -283,6 +302,7 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         nodes=spec.nodes_per_trial,
         ranks_per_node=spec.slots_per_node,
         trainable=None if profiled is None else profiled.profile.trainable_params,
+        leaf_classes=() if profiled is None else profiled.profile.leaf_classes,
         worthwhile=_worthwhile(spec, profiled),
     )
     return build_space(request)

@@ -48,7 +48,7 @@ def test_a_version_has_the_key_of_every_knob(deepspeed: Path) -> None:
     for knob in (item for item in KNOBS if not item.is_of_model and version >= numbers_of(item.since)):
         key = (CLASSES[knob.path[:-1]], knob.path[-1])
         assert key in installed, f"{knob.name} is {key}, which this version does not read"
-        if knob.default is not None and knob.name != NVME:
+        if knob.default is not None and knob.name != NVME and knob.kind != "modules":
             read = normalise(knob.name, knob.kind, eval(installed[key], {"pp_int": int, "ZeroStageEnum": ZeroStage}))
             assert read == knob.default, f"{knob.name} has another default"
 

@@ -23,7 +23,7 @@ def columns(count: int, **changes: float) -> Columns:
     values = {
         "stage": 2, "offload": 0, "nvme": 0, "offload_param": 0, "contiguous": 1, "overlap": 0, "scatter": 1,
         "bucket": 5e7, "prefetch": 5e7, "max_live": 1e9, "max_reuse": 1e9, "persistence": 1e5, "sub_group": 1e9,
-        "copy_ranks": 1, "recomputed": 0, "per_owner": 0, "host_share": 1, "pinned": 1,
+        "copy_ranks": 1, "recomputed": 0, "host_share": 1, "pinned": 1,
     }  # fmt: skip
     return Columns(**{name: np.full(count, float(value)) for name, value in {**values, **changes}.items()})
 

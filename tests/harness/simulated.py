@@ -92,6 +92,8 @@ class SimulatedProfile:
     block_input_bytes_per_sample: int = 0
     block_share: float = 0.0
     no_checkpointing: str = ""
+    leaf_classes: tuple[str, ...] = ()
+    leaf_params: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

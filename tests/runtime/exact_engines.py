@@ -18,6 +18,7 @@ import torch
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from torch import nn
 
+from optuna_dsat.runtime.measure.blocks import RoutingWatch
 from tests.runtime.live_engines import counted
 
 HIDDEN, STEPS = 16, 3
@@ -79,13 +80,15 @@ def trained(config: Mapping[str, Any], *, mixture: bool) -> dict[str, Any]:
     torch.manual_seed(3)
     model: Any = Model() if mixture else nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(6)))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=dict(config))
+    watch = RoutingWatch(engine.module)
     losses, dtype = [], next(engine.module.parameters()).dtype
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(2 * step + engine.global_rank)
         # Samples of one step are alike, so that all but a few experts are idle, and others on each rank.
         data = torch.randn(1, HIDDEN, generator=generator) + 0.01 * torch.randn(4, HIDDEN, generator=generator)
         with counted() as counts:
-            loss = engine(data.to(dtype))
+            with watch.forward():
+                loss = engine(data.to(dtype))
             loss = loss if mixture else loss.square().mean()
             engine.backward(loss)
             engine.step()
@@ -99,6 +102,7 @@ def trained(config: Mapping[str, Any], *, mixture: bool) -> dict[str, Any]:
         "order": _order(optimizer),
         "pinned": getattr(optimizer, "cpu_offload_pin_memory", getattr(optimizer, "pin_memory", None)),
         "leaves": sorted({type(m).__name__ for m in engine.module.modules() if getattr(m, "_z3_leaf", False)}),
+        "routing": sorted({type(module).__name__ for module in watch.routing_modules()}),
         "updated_by_torch": hasattr(optimizer, "backup_optimizer"),
     }
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_RATIO, PIN_MEMORY
+from optuna_dsat.config.knobs import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_RATIO, PIN_MEMORY
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
+from optuna_dsat.runtime.measure.blocks import RoutingWatch
 
 SCRIPT = Path(__file__).with_name("exact_engines.py")
 BASE: dict[str, Any] = {
@@ -33,7 +36,15 @@ def config(stage: int, **knobs: Any) -> dict[str, Any]:
     small = {"reduce_bucket_size": 600, "sub_group_size": 150}
     named = {name: value for name, value in {**small, **knobs}.items() if stage == 3 or name != "sub_group_size"}
     space = build_space(
-        SpaceRequest(ds_config=own, zero_stages=(stage,), fix=named, device="cpu", params=2_000, ranks_per_node=2)
+        SpaceRequest(
+            ds_config=own,
+            zero_stages=(stage,),
+            fix=named,
+            device="cpu",
+            params=2_000,
+            ranks_per_node=2,
+            leaf_classes=("Mixture",),
+        )
     )
     lineage = space.completed({"zero_stage": stage})
     result = ds_config.merge(own, space.overlay({**lineage, ds_config.MICRO_BATCH: 4}))
@@ -80,6 +91,52 @@ def test_zero_3_leaves_a_share_of_the_sub_groups_to_the_device() -> None:
     for share in (half, quarter):
         assert share["updated_by_torch"]
         assert share["losses"] == pytest.approx(whole["losses"], rel=1e-3)
+
+
+@pytest.mark.torchrun
+def test_a_mixture_of_experts_is_a_leaf_of_zero_3() -> None:
+    exact = {"bf16": {"enabled": False}}
+    torch_adam = {"type": "AdamW", "params": {**BASE["optimizer"]["params"], "torch_adam": True}}
+    (whole,) = trained({"config": BASE | exact | {"optimizer": torch_adam}, "mixture": True})
+    assert (whole["routing"], whole["leaves"]) == (["Mixture"], [])
+    leaf, other = config(3, **{LEAF_MODULE: True}), config(3)
+    assert "leaf_module" not in other["zero_optimization"]
+    (gathered,) = trained({"config": leaf | exact | {"optimizer": torch_adam}, "mixture": True})
+    assert (gathered["routing"], gathered["leaves"]) == ([], ["Mixture"])
+    assert gathered["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+
+
+def test_only_modules_that_route_samples_are_reported() -> None:
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum((part(x) for part in self.parts), x)
+
+    class Skips(Alike):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.parts[1](x)
+            return result
+
+    class Widens(Alike):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4 * 2**index, 8 * 2**index) for index in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = part(x)
+            return x[:, :4]
+
+    for kind, routes in ((Alike, False), (Skips, True), (Widens, False)):
+        model = nn.Sequential(kind(), kind())
+        watch = RoutingWatch(model)
+        with watch.forward():
+            model(torch.zeros(2, 4))
+        assert len(watch.routing_modules()) == 2 * routes, kind
+        assert not any(part._forward_pre_hooks for part in model.modules())
 
 
 def test_a_ratio_is_written_with_sub_groups_that_make_it_act() -> None:

@@ -223,3 +223,53 @@ class BlockWatch:
                 for block in self.blocks:
                     stack.callback(block.register_forward_pre_hook(again).remove)
             yield
+
+
+class RoutingWatch:
+    """Finds modules that route samples among like parts, as mixtures of experts do, by hooks during a forward pass.
+
+    A part may be idle on a rank. ZeRO 3 gathers the parameters of a module as it runs, by all ranks together. Ranks
+    that run different parts then hang or train on wrong parameters, unless the routing module is a leaf
+    (``zero_optimization.leaf_module``).
+
+    Args:
+        model: The engine's module.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._parts: list[tuple[Any, list[Any]]] = []
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}
+        leaves: set[int] = set()
+        for module in model.modules():  # parents come before their children
+            if getattr(module, "_z3_leaf", False) or type(module).__module__.startswith("deepspeed."):
+                leaves.update(id(part) for part in module.modules())
+            for container in () if id(module) in leaves else module.children():
+                parts = list(container.children())
+                is_list = type(container).__name__ in ("ModuleList", "ModuleDict")
+                if is_list and len({*map(type, parts)}) == 1 < len(parts):
+                    self._parts.append((module, parts))
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Observe a forward pass."""
+
+        def before(part: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+            tensors = [item for item in (*args, *kwargs.values()) if _is_tensor(item)]
+            self._shapes.setdefault(id(part), []).append(tuple(tensors[0].shape) if tensors else ())
+
+        with ExitStack() as stack:
+            for part in {id(part): part for _, parts in self._parts for part in parts}.values():
+                stack.callback(part.register_forward_pre_hook(before, with_kwargs=True).remove)
+            yield
+
+    def routing_modules(self) -> list[Any]:
+        """Return the modules that were seen to route samples, of classes with several modules in the model."""
+        routing = [module for module, parts in self._parts if self._routes(parts)]
+        kinds = [type(module) for module, _ in self._parts]
+        return [module for module in routing if kinds.count(type(module)) > 1]
+
+    def _routes(self, parts: list[Any]) -> bool:
+        """Return whether parts got different shares of the samples, which agree in all dimensions but the first."""
+        inputs = [self._shapes.get(id(part), []) for part in parts]
+        rest = {shape[1:] for shapes in inputs for shape in shapes}
+        return len(rest) == 1 and any(shapes != inputs[0] for shapes in inputs)

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, ProfileMeasured
-from optuna_dsat.runtime.measure.blocks import BlockWatch
+from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
@@ -67,7 +67,7 @@ class Profiler:
         self._flops_known = True
         self._forward_flops = 0
         self._activations = 0
-        self._blocks = BlockWatch(engine.module)
+        self._blocks, self._routing = BlockWatch(engine.module), RoutingWatch(engine.module)
 
     @contextmanager
     def observe(self, phase: str, step: int) -> Iterator[None]:
@@ -87,6 +87,7 @@ class Profiler:
                     before = int(self._accelerator.memory_allocated()) - _parameter_bytes(module)
             if phase == "forward":
                 held = self._saved_on_cpu(saved) if self._on_cpu else self._held_on_device
+                stack.enter_context(self._routing.forward())
                 stack.enter_context(self._blocks.forward(saved_bytes=held, flops=counter.get_total_flops))
             elif phase == "backward":
                 stack.enter_context(self._blocks.backward())
@@ -115,6 +116,7 @@ class Profiler:
         params, trainable = count_parameters(module)
         divisor, watch = max(1, samples), self._blocks
         host = host_memory_bytes()
+        leaves = self._routing.routing_modules() if _has_leaf_modules() else []
         self._write(
             ProfileMeasured(
                 rank=self._rank.rank,
@@ -138,6 +140,8 @@ class Profiler:
                 block_input_bytes_per_sample=watch.input_bytes // divisor,
                 block_share=min(1.0, watch.flops / self._forward_flops) if self._forward_flops else 1.0,
                 no_checkpointing=watch.reason,
+                leaf_classes=sorted({type(leaf).__name__ for leaf in leaves}),
+                leaf_params=max((sum(map(_numel, leaf.parameters())) for leaf in leaves), default=0),
             )
         )
 
@@ -162,6 +166,12 @@ class Profiler:
         if torch.cuda.is_available():
             return torch.cuda.get_device_name()
         return str(self._accelerator.device_name())
+
+
+def _has_leaf_modules() -> bool:
+    """Return whether DeepSpeed's config has ``leaf_module``, as since 0.18."""
+    module = sys.modules.get("deepspeed.runtime.zero.config")
+    return "leaf_module" in getattr(getattr(module, "DeepSpeedZeroConfig", None), "model_fields", ())
 
 
 def _flop_counter() -> Any:

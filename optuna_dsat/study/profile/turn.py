@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.config.knobs import CHECKPOINT_EVERY
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY, LEAF_MODULE
 from optuna_dsat.config.misspelt import misspelt_in_words
 from optuna_dsat.config.op_builders import operators_at_start
 from optuna_dsat.launch.measurement import LaunchRecord
@@ -33,6 +33,7 @@ from optuna_dsat.study.space import (
     largest_micro_batches,
     micro_batch_cap,
     objective,
+    routes_samples,
     searches_checkpointing,
 )
 from optuna_dsat.study.spec import StudySpec
@@ -88,6 +89,11 @@ class ProfileTurn:
             self._context.say(words)
         if words := _checkpointing_in_words(profiled.followed_by(self._spec), profiled):
             self._context.say(words)
+        if LEAF_MODULE not in self._spec.kept_knobs and routes_samples(self._spec, profiled):
+            self._context.say(
+                f"{' and '.join(profiled.profile.leaf_classes)} routes samples among its parts: at ZeRO 3 it is "
+                f"gathered as a whole ({LEAF_MODULE}), or ranks would gather different parts at the same time."
+            )
         if text := _data_in_words(profiled.followed_by(self._spec), profiled):
             self._context.say(text)
         if objective(self._spec, profiled) != self._spec.metric:
