@@ -30,9 +30,11 @@ from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL
 
 __all__ = [
     "Hardware",
+    "HostPeaks",
     "MemoryEstimate",
     "ModelProfile",
     "estimate",
+    "host_peaks",
     "largest_micro_batch",
     "rank_moments",
     "zero_settings",
@@ -168,6 +170,44 @@ def estimate(profile: ModelProfile, ds_config: Config, *, micro_batch: int, hard
         host_bytes=per_rank * hardware.ranks_on_node,
         parts=MappingProxyType({name: size for name, size in parts.items() if size}),
         moment=peak.name,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPeaks:
+    """Predicted peaks of the host memory that the model takes on one host, by phase of a training."""
+
+    loading_bytes: int
+    """While each rank builds the whole model before ``deepspeed.initialize``."""
+    partitioned_loading_bytes: int | None
+    """The same if the model is built within ``deepspeed.zero.Init``: its largest layer on each rank, and the offloaded
+    partitions. None below ZeRO 3.
+    """
+    step_bytes: int
+    saving_bytes: int
+    """While the first rank collects the whole model to save it: with ``stage3_gather_16bit_weights_on_model_save``
+    (``engine._zero3_consolidated_16bit_state_dict``), else as in steps.
+    """
+
+
+def host_peaks(profile: ModelProfile, ds_config: Config, *, hardware: Hardware) -> HostPeaks:
+    """Predict the host memory of GPU ranks by phase.
+
+    The optimizer of an offload is allocated after the model was moved to the device. Known error: the processes
+    themselves (1 to 3 GiB each with torch and CUDA), the page cache, and a second copy of the weights where a script
+    reads a whole checkpoint before it fills the model, are not counted.
+    """
+    zero = configs.zero_section(ds_config)
+    whole = profile.params * profile.param_bytes
+    steps = estimate(profile, ds_config, micro_batch=1, hardware=hardware).host_bytes
+    layer = profile.largest_layer_params * profile.param_bytes
+    partitions = whole // hardware.world_size if (zero.get("offload_param") or {}).get("device") == "cpu" else 0
+    collects = zero.get("stage") == 3 and zero.get("stage3_gather_16bit_weights_on_model_save") is True
+    return HostPeaks(
+        loading_bytes=hardware.ranks_on_node * whole,
+        partitioned_loading_bytes=hardware.ranks_on_node * (layer + partitions) if zero.get("stage") == 3 else None,
+        step_bytes=steps,
+        saving_bytes=steps + (whole if collects else 0),
     )
 
 

@@ -19,6 +19,8 @@ _CONFIG = "config.json"
 _MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEFAULT_TOKENS = 2048
 """Default number of tokens per sample, unless the model's maximum is smaller."""
+_PARTS = ("text_config", "vision_config", "audio_config")
+"""Sections of a multimodal model's config, one for each of its parts."""
 _DROPOUTS = ("hidden_dropout_prob", "resid_pdrop", "resid_dropout", "hidden_dropout", "dropout", "dropout_rate")
 
 
@@ -161,6 +163,15 @@ def _known_kind(path: Path, data: Mapping[str, Any]) -> str:
     kind = data.get("model_type")
     if not isinstance(kind, str):
         raise UsageError(f"{path} has no model_type, so it is no config of a Hugging Face model.")
+    parts = {
+        name: section.get("model_type") for name in _PARTS if isinstance(section := data.get(name), Mapping) and section
+    }
+    if parts:
+        described = ", ".join(f"{name} of model_type {of!r}" for name, of in parts.items())
+        raise UsageError(
+            f"{path} is of model_type {kind!r}, a model of several parts ({described}), which cannot be counted "
+            "together here. Give --params, --hidden and --layers of the whole model instead."
+        )
     if kind not in FAMILIES:
         raise UsageError(
             f"{path} is of model_type {kind!r}, whose parameters cannot be counted here; known are "

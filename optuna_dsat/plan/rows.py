@@ -8,7 +8,7 @@ steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import PARTITION_COPY
 from optuna_dsat.config.structures import STRUCTURES, Structure
-from optuna_dsat.cost.memory import estimate, largest_micro_batch
+from optuna_dsat.cost.memory import HostPeaks, estimate, host_peaks, largest_micro_batch
 from optuna_dsat.plan.prediction import StepPrediction, Subject, predict_steps
 
 CLOSE = 0.1
@@ -84,6 +84,8 @@ class PlannedRow:
     """Peak per device at ``micro_batch`` (at 1 if nothing fits)."""
     host_bytes: int
     """Memory per host, at the same micro-batch."""
+    host: HostPeaks
+    """Host memory to load the model, in steps, and to save it."""
     parts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Parts of ``device_bytes``: name -> bytes."""
     predicted: StepPrediction | None
@@ -122,6 +124,7 @@ class PlannedRow:
             "micro_batch": self.micro_batch,
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
+            "host_peaks": asdict(self.host),
             "parts": dict(self.parts),
             "step_s": None if step is None else step.step_s,
             "step_s_90": None if step is None else [step.low_s, step.high_s],
@@ -198,6 +201,7 @@ def _row(subject: Subject, structure: Structure, *, copy_ranks: int = 1) -> Plan
         micro_batch=best,
         device_bytes=at.device_bytes,
         host_bytes=at.host_bytes,
+        host=host_peaks(profile, config, hardware=hardware),
         parts=at.parts,
         predicted=predicted,
         too_small="" if largest else " and ".join(whose for whose, short in is_short.items() if short) or "device",

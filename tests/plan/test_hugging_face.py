@@ -183,6 +183,11 @@ def test_a_model_of_the_cache_is_found_by_its_id(tmp_path: Path, monkeypatch: py
 
 
 BAD: dict[str, tuple[str, str]] = {
+    "multimodal": (
+        '{"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {"model_type": "clip"}}',
+        "'llava', a model of several parts .text_config of model_type 'llama', vision_config of model_type 'clip'.*"
+        "Give --params",
+    ),
     "unknown": ('{"model_type": "mamba"}', "is of model_type 'mamba'.*known are llama.*Give --params"),
     "no-kind": ("{}", "has no model_type"),
     "missing": ('{"model_type": "llama", "hidden_size": 64}', "lacks num_attention_heads, .*vocab_size"),

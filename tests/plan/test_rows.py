@@ -330,6 +330,7 @@ ONLY_ON = {
     "checkpointing": set(MACHINES),
     "buckets": set(MACHINES),
     "sub_group": set(MACHINES),
+    "host_memory": ANY_GPU,
     "offload": ANY_GPU,
     "precision": ANY_GPU,
     "divisible": ANY_GPU,
@@ -414,3 +415,33 @@ def test_on_several_nodes_a_copy_of_the_parameters_in_each_is_planned_too() -> N
     assert not any(row.copy_ranks > 1 for row in one_node)
     single = plan_rows(subject(gpt(7), "a100-80g", 1, nodes=8))
     assert not any(row.copy_ranks > 1 for row in single)
+
+
+def test_a_host_too_small_to_load_the_model_on_each_rank_is_named_before_a_launch() -> None:
+    shape = shape_of(params=70 * 10**9, hidden=8192, layers=80, heads=64)
+    whole = shape.params * 2
+    offloaded = "ZeRO 3 + parameter offload and optimizer offload"
+    for name, gib, short in (
+        ("ZeRO 3", 2048, ""),
+        ("ZeRO 3", 256, "too little to load. Within deepspeed.zero.Init"),
+        ("ZeRO 2", 256, "too little to load. Load on one rank after the other"),
+        (offloaded, 256, "too little to load and to train and to save. Within"),
+    ):
+        about = subject(shape, "h100", 8, host_gib=gib, zero_optimization={"stage": 3})
+        (row,) = (row for row in plan_rows(about) if row.name == name)
+        assert row.host.loading_bytes == 8 * whole
+        assert row.host.saving_bytes == row.host.step_bytes == row.host_bytes
+        text = advise_by_rule(Plan(subject=about, rows=[row]))["host_memory"]
+        assert short in text
+        assert ("too little" in text) == bool(short)
+
+
+def test_the_model_that_is_collected_to_be_saved_is_counted() -> None:
+    shape = shape_of(params=7 * 10**9, hidden=4096, layers=32, heads=32)
+    saved = []
+    for collects in (False, True):
+        zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": collects}
+        rows = plan_rows(subject(shape, "h100", 8, zero_optimization=zero))
+        saved.append({row.structure.stage: row.host.saving_bytes - row.host.step_bytes for row in rows})
+    assert saved[0] == dict.fromkeys(range(4), 0)
+    assert saved[1] == {0: 0, 1: 0, 2: 0, 3: 2 * shape.params}
