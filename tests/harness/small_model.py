@@ -40,6 +40,7 @@ HARDWARE = Hardware(
 KEPT = (
     "contiguous_gradients", "reduce_scatter", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
     "stage3_max_reuse_distance", "stage3_param_persistence_threshold", "sub_group_size",
+    "use_multi_rank_bucket_allreduce", "round_robin_gradients",
 )  # fmt: skip
 
 
