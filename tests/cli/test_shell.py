@@ -353,5 +353,7 @@ def test_a_search_whose_study_was_deleted_ends_with_one_line(
 
 
 def test_the_command_is_a_module_too() -> None:
-    done = subprocess.run([sys.executable, "-m", "optuna_dsat", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "optuna_dsat", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout == f"optuna-dsat {__version__}\n"
