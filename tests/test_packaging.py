@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,8 @@ def tracked(folder: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Build a wheel from a copy of what git would commit, so that stray files of this checkout cannot help."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build an sdist from a copy of what git would commit, so that stray files cannot help, and a wheel from that."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in tracked("."):
@@ -35,11 +36,40 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
             target.symlink_to((ROOT / name).readlink())
         else:
             shutil.copy2(ROOT / name, target)
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = folder.glob("*.whl")
+    assert len(list(folder.glob("*.tar.gz"))) == 1
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture
+def wheel_names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_installs_and_runs(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "installed"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(wheel),
+    ]
+    subprocess.run(install, check=True, capture_output=True)
+    code = "import optuna_dsat, optuna_dsat.samplers, optuna_dsat.pruners; print(optuna_dsat.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    for command in (["-c", code], ["-m", "optuna_dsat", "plan", "--help"]):
+        words = [sys.executable, *command]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.startswith(str(target)) or "Usage: python -m optuna_dsat plan" in done.stdout
 
 
 def test_the_wheel_holds_exactly_what_the_tree_holds(wheel_names: set[str]) -> None:
