@@ -73,14 +73,18 @@ MOST_FLAT = 8
 def modules() -> dict[str, Path]:
     """Return the modules by their names below ``optuna_dsat``.
 
-    The package, lazy as it is, and its stand-in on the path of scripts are left out.
+    The package, lazy as it is, its command as a module and its stand-in on the path of scripts are left out.
     """
     result = {}
     for folder, prefix in ((PACKAGE, ()), (ROOT / "samplers", ("samplers",)), (ROOT / "pruners", ("pruners",))):
         for path in folder.rglob("*.py"):
             inside = path.relative_to(folder).with_suffix("").parts
             name = ".".join((*prefix, *(inside[:-1] if inside[-1] == "__init__" else inside)))
-            if name and inside[0] != "on_path" and not any(parent.is_symlink() for parent in path.parents):
+            if (
+                name
+                and inside[0] not in ("on_path", "__main__")
+                and not any(parent.is_symlink() for parent in path.parents)
+            ):
                 result[name] = path
     return result
 
@@ -191,7 +195,7 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
 
 MOST_PRODUCT_LINES = 62_900
 MOST_PRODUCT_FILES = 348
-MOST_TEST_LINES = 48_570
+MOST_TEST_LINES = 48_610
 MOST_BENCHMARK_LINES = 8_350
 """The budget. A change that needs more edits a number here; the aims are 56,000, 280, 40,000 and 6,000."""
 MOST_MODULES_OF_A_FOLDER = 15
