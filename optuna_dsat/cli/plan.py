@@ -63,8 +63,11 @@ class PlanOptions:
     hf_config: Annotated[
         Path | None,
         _model(
-            help="The config.json of a Hugging Face model, its folder, or the id of one that was downloaded before, "
-            "instead of --params and the shape."
+            "--model",
+            "--hf-config",
+            help="A model by name (llama-3.1-8b, gpt2-xl), the config.json of a Hugging Face model, its folder, or the "
+            "id of one that was downloaded before, instead of --params and the shape.",
+            metavar="NAME|PATH",
         ),
     ] = None
     trainable_share: Annotated[
@@ -77,7 +80,7 @@ class PlanOptions:
         int | None,
         _model(
             help="Tokens of a sample; with a launch, only for tokens/s.  \\[default: 2048 without a launch, or what "
-            "the model of --hf-config takes if that is less]"
+            "the model of --model takes if that is less]"
         ),
     ] = None
     vocab: Annotated[int | None, _model(help="Size of the vocabulary.  \\[default: 50257]")] = None
@@ -162,7 +165,7 @@ def _without_launch(options: PlanOptions) -> Plan:
     from optuna_dsat.study.spec import parse_bytes
 
     config_path = options.ds_config or options.script  # a single argument is the config
-    given = "--params" if options.hf_config is None else "--hf-config"
+    given = "--params" if options.hf_config is None else "--model"
     if config_path is not None and config_path.suffix == ".py":
         raise UsageError(f"With {given} nothing is launched: give no script, a DS_CONFIG at most.")
     shape = _shape(options)
@@ -197,7 +200,7 @@ def _shape(options: PlanOptions) -> TransformerShape:
     if options.hf_config is not None:
         for name in ("params", "hidden", "layers", "heads", "vocab", "ffn", "gated"):
             if getattr(options, name):
-                raise UsageError(f"--hf-config says the shape: leave out --{name}.")
+                raise UsageError(f"--model says the shape: leave out --{name}.")
         return shape_of_config(options.hf_config, seq_length=options.seq_length, **common)
     return shape_of(
         params=_count(options.params or "", "--params"),
@@ -254,7 +257,7 @@ def _with_launch(options: PlanOptions) -> Plan:
 def _search_options(options: PlanOptions) -> TuneOptions:
     """Return the options of a search over all ZeRO stages with the launch of this plan."""
     if options.script is None or options.ds_config is None:
-        raise UsageError("plan takes SCRIPT and DS_CONFIG, or --params or --hf-config with --gpu and no script.")
+        raise UsageError("plan takes SCRIPT and DS_CONFIG, or --params or --model with --gpu and no script.")
     if options.trainable_share is not None:
         raise UsageError("--trainable-share is for plans without a launch: a launch counts what is trained.")
     if options.seq_length is not None and options.seq_length < 1:

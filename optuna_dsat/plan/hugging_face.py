@@ -13,6 +13,7 @@ from typing import Any
 from optuna_dsat.config.documents import as_written, checked, read_document
 from optuna_dsat.errors import UsageError
 from optuna_dsat.plan.families import FAMILIES, Family
+from optuna_dsat.plan.known_models import KNOWN_MODELS
 from optuna_dsat.plan.transformer import Recompute, TransformerShape
 
 _CONFIG = "config.json"
@@ -52,9 +53,7 @@ class _Reader:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**40:
-                raise UsageError(
-                    f"--hf-config: {name} is {as_written(value)}; it must be a whole number of at least 1."
-                )
+                raise UsageError(f"--model: {name} is {as_written(value)}; it must be a whole number of at least 1.")
             return value
         return None
 
@@ -72,18 +71,21 @@ def find_config(given: Path) -> Path:
     """
     if given.is_dir():
         if not (given / _CONFIG).is_file():
-            raise UsageError(f"--hf-config is {given}, a folder without {_CONFIG}.")
+            raise UsageError(f"--model is {given}, a folder without {_CONFIG}.")
         return given / _CONFIG
     if given.is_file():
         return given
     if not _MODEL_ID.fullmatch(str(given)):
-        raise UsageError(f"--hf-config is {given}, which is not there. Give a {_CONFIG} or the folder of a model.")
+        raise UsageError(
+            f"--model is {given}, which is neither there nor known. Give a {_CONFIG}, the folder of a model, or one of "
+            f"{', '.join(KNOWN_MODELS)}."
+        )
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     paths = sorted((cache / f"models--{str(given).replace('/', '--')}" / "snapshots").glob(f"*/{_CONFIG}"))
     if not paths:
         raise UsageError(
-            f"--hf-config is {given}, which is neither a file or folder nor a model in {cache}. Nothing is downloaded: "
+            f"--model is {given}, which is neither a file or folder nor a model in {cache}. Nothing is downloaded: "
             f"give a {_CONFIG} or the folder of a model."
         )
     return max(paths, key=lambda path: path.stat().st_mtime)
@@ -101,7 +103,8 @@ def shape_of_config(
     """Return the shape of the model that a Hugging Face config describes.
 
     Args:
-        given: A ``config.json``, the folder of a model, or a model id that was downloaded before.
+        given: A ``config.json``, the folder of a model, a model id that was downloaded before, or a name in
+            ``KNOWN_MODELS``.
         seq_length: Tokens per sample; None for 2048, or the model's maximum if that is smaller.
         dropout: Whether to assume dropout even if the config disables it.
         fused_attention: Whether attention stores no ``s x s`` matrices.
@@ -111,8 +114,7 @@ def shape_of_config(
     Raises:
         UsageError: If the config cannot be read, is of an unknown family, or lacks a number.
     """
-    path = find_config(given)
-    data = _load(path)
+    path, data = _config_of(given)
     kind = _known_kind(path, data)
     model = _Model(kind, _Reader(data=data))
     tokens, longest = model.tokens(seq_length)
@@ -180,15 +182,24 @@ def _known_kind(path: Path, data: Mapping[str, Any]) -> str:
     return kind
 
 
+def _config_of(given: Path) -> tuple[Path, Mapping[str, Any]]:
+    """Return the config and its path; for a known model, its name."""
+    known = KNOWN_MODELS.get(str(given).lower())
+    if known is not None and not given.exists():
+        return given, known
+    path = find_config(given)
+    return path, _load(path)
+
+
 def _load(path: Path) -> Mapping[str, Any]:
     try:
         data = checked(json.loads(read_document(path).decode("utf-8-sig")), str(path))
     except OSError as error:
-        raise UsageError(f"--hf-config: {path} cannot be read: {error.strerror}.") from None
+        raise UsageError(f"--model: {path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise UsageError(f"--hf-config: {path} is not JSON.") from None
+        raise UsageError(f"--model: {path} is not JSON.") from None
     if not isinstance(data, dict):
-        raise UsageError(f"--hf-config: {path} is no JSON object.")
+        raise UsageError(f"--model: {path} is no JSON object.")
     return data
 
 
@@ -210,9 +221,7 @@ class _Model:
         self.ffn = reader.size(*widths, default=family.ffn_factor * self.hidden or None)
         own = family.head_dim or reader.maybe("head_dim", "d_kv")
         if self.hidden % self.heads and own is None and not reader.missing:
-            raise UsageError(
-                f"--hf-config: hidden_size is {self.hidden}, no multiple of the {self.heads} attention heads."
-            )
+            raise UsageError(f"--model: hidden_size is {self.hidden}, no multiple of the {self.heads} attention heads.")
         default = family.head_dim or max(1, self.hidden // self.heads)
         self.head_dim = reader.size("head_dim", "d_kv", default=default)
         if kind == "falcon" and not reader.flag("new_decoder_architecture", default=False):
@@ -265,7 +274,7 @@ class _Model:
             side = self.reader.size(name)
             return side, side
         if len(value) != 2 or not all(type(item) is int and item > 0 for item in value):
-            raise UsageError(f"--hf-config: {name} is {as_written(value)}; it must be a whole number or two of them.")
+            raise UsageError(f"--model: {name} is {as_written(value)}; it must be a whole number or two of them.")
         return value[0], value[1]
 
     def params(self) -> tuple[int, int, int | None]:

@@ -13,6 +13,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.plan.families import FAMILIES
 from optuna_dsat.plan.from_shape import Machine, plan_shape
 from optuna_dsat.plan.hugging_face import shape_of_config
+from optuna_dsat.plan.known_models import KNOWN_MODELS
 from optuna_dsat.plan.transformer import TransformerShape
 
 SMALL = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 8000}
@@ -126,21 +127,27 @@ def test_every_family_is_compared() -> None:
     assert {kind for kind, _, _ in MODELS.values()} == set(FAMILIES)
 
 
-def test_published_models_have_the_parameters_that_they_are_said_to_have(tmp_path: Path) -> None:
-    mixtral = {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }
-    llama = shape(write(tmp_path / "a", model_type="llama", **LLAMA_3_8B))
-    experts = shape(write(tmp_path / "b", model_type="mixtral", **mixtral))
-    assert llama.params == 8_030_261_248
-    assert experts.params == pytest.approx(46.7e9, rel=0.01)
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("bert-base", 109.5e6), ("bert-large", 335.2e6), ("gpt2", 124.4e6), ("gpt2-medium", 354.8e6),
+        ("gpt2-large", 774.0e6), ("gpt2-xl", 1557.6e6), ("llama-2-7b", 6.738e9), ("llama-2-13b", 13.016e9),
+        ("llama-2-70b", 68.977e9), ("llama-3.1-8b", 8.030e9), ("llama-3.1-70b", 70.554e9), ("llama-3.2-1b", 1.236e9),
+        ("llama-3.2-3b", 3.213e9), ("mistral-7b", 7.242e9), ("mixtral-8x7b", 46.70e9), ("qwen2.5-0.5b", 494.0e6),
+        ("qwen2.5-1.5b", 1.544e9), ("qwen2.5-7b", 7.616e9),
+    ],
+)  # fmt: skip
+def test_known_models_have_the_parameters_that_their_cards_state(name: str, params: float) -> None:
+    assert shape(Path(name)).params == pytest.approx(params, rel=2e-3)
+
+
+def test_every_known_model_is_compared() -> None:
+    (mark,) = test_known_models_have_the_parameters_that_their_cards_state.pytestmark  # type: ignore[attr-defined]
+    assert {name for name, _ in mark.args[1]} == set(KNOWN_MODELS)
+
+
+def test_experts_that_a_token_does_not_reach_are_stored_and_not_computed() -> None:
+    llama, experts = shape(Path("LLaMA-3.1-8B")), shape(Path("mixtral-8x7b"))
     assert experts.active_params == pytest.approx(12.9e9, rel=0.01)
     assert experts.model_flops_per_sample < 0.3 * 6 * experts.params * experts.seq_length
     assert llama.kv_width == llama.q_width // 4
@@ -218,7 +225,7 @@ def test_a_config_that_cannot_be_counted_says_why(tmp_path: Path, name: str) -> 
 def test_a_place_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"a folder without config\.json"):
         shape(tmp_path)
-    with pytest.raises(UsageError, match="which is not there"):
+    with pytest.raises(UsageError, match="neither there nor known"):
         shape(tmp_path / "none.json")
 
 
