@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -8,7 +9,16 @@ from pydantic import ValidationError
 
 from benchmarks import published_measurements
 from benchmarks.published import PublishedTable, Row, published_tables
-from benchmarks.published_measurements import Comparison, compare, contrasts, deviations, right_order, slopes
+from benchmarks.published_measurements import (
+    Comparison,
+    compare,
+    contrasts,
+    deviations,
+    needless_savings,
+    right_order,
+    slopes,
+)
+from optuna_dsat.guided import posterior
 
 TABLES = published_tables()
 
@@ -72,3 +82,11 @@ def test_the_command_prints_every_table(capsys: pytest.CaptureFixture[str]) -> N
     published_measurements.main([])
     printed = capsys.readouterr().out
     assert all((f"| {name} |" in printed) is not table.set_aside for name, table in TABLES.items())
+
+
+def test_the_factor_on_needless_savings_is_their_share_in_the_tables() -> None:
+    tables = [(name, table) for name, table in published_tables().items() if not table.set_aside]
+    of_tables = [ratios for name, table in tables if (ratios := needless_savings(compare(name, table)[0]))]
+    shares = [fmean(ratio > 1 for ratio in ratios) for ratios in of_tables]
+    assert fmean(shares) == pytest.approx(posterior._SELDOM)
+    assert (sum(map(len, of_tables)), len(of_tables)) == (47, 10)
