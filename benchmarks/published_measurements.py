@@ -328,7 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         share = fmean(fmean(ratio > 1 for ratio in ratios) for ratios in savings)
         print(
             "ZeRO 3 or an offload, and fewer of them at the same micro-batch: faster in "
-            f"{sum(ratio > 1 for ratio in every)} of {len(every)} pairs, {share:.0%} in the mean of {len(savings)} tables; {max(every):.2f}x at most."
+            f"{sum(ratio > 1 for ratio in every)} of {len(every)} pairs, "
+            f"{share:.0%} in the mean of {len(savings)} tables; {max(every):.2f}x at most."
         )
     for why in (reason for _, left_out in compared.values() for reason in left_out):
         print(why)
