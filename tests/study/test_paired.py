@@ -98,3 +98,10 @@ def test_noise_needs_two_rounds() -> None:
     assert pooled_noise({0: {1: 1.0, 2: 1.0}, 1: {1: 2.0, 2: 2.0}}, reference=0) == Noise(
         relative_sd=0.0, launches=4, degrees=1
     )
+
+
+def test_a_large_speed_up_need_not_be_known_to_the_percent() -> None:
+    noise = Noise(relative_sd=0.01, launches=12, degrees=8)
+    large, small = (Interval(value=x, low=x * 0.93, high=x * 1.07, rounds=3) for x in (10.0, 1.5))
+    assert is_precise(large, noise)
+    assert not is_precise(small, noise)

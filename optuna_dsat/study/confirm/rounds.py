@@ -142,6 +142,8 @@ def order_of_round(numbers: Sequence[int], *, round_number: int, seed: int) -> l
 
 PRECISION = 0.02
 """Half-width of the interval of a log speed-up at which the speed-up is precise enough."""
+_PRECISION_OF_GAIN = 0.05
+"""The same relative to the log speed-up: nobody decides by whether a config is 10.0 or 10.5 times as fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +244,7 @@ def is_precise(ratio: Interval, noise: Noise | None) -> bool:
     if noise is None or not ratio.rounds:
         return False
     pooled = student_t_975(noise.degrees) * noise.relative_sd * math.sqrt(2 / ratio.rounds)
-    return max(ratio.half_width, pooled) <= PRECISION
+    return max(ratio.half_width, pooled) <= max(PRECISION, _PRECISION_OF_GAIN * abs(math.log(ratio.value)))
 
 
 @dataclass(frozen=True, kw_only=True)
