@@ -96,7 +96,7 @@ def test_out_of_memory_is_pruned_knowledge_not_a_failure(bench: StudyBench) -> N
 
 def test_concurrent_launches_share_the_slots(bench: StudyBench) -> None:
     hill = Hill()
-    result = bench.run(bench.spec(max_trials=16, max_concurrent_trials=3), hill, slots=8)
+    result = bench.run(bench.spec(max_trials=16, max_concurrent_trials=3, confirm=0), hill, slots=8)
     assert result is not None
     assert sum(result.launches.values()) == 16
     assert len(set(keys_of(hill.configs[1:17]))) == 16

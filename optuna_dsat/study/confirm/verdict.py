@@ -104,9 +104,12 @@ class Verdict(Record):
     def same_batch(self) -> Measured | None:
         """The answer at the global batch of the user's config: that config, unless another is surely faster there.
 
-        Without rounds it is the one that the search measured best. None without a baseline.
+        It is the result if that has this batch. Without rounds it is the one that the search measured best. None
+        without a baseline.
         """
         best = self.at_user_batch
+        if self.baseline is not None and self.result.train_batch_size == self.baseline.train_batch_size:
+            return self.result
         if best is None or best.speed_up is None or not best.speed_up.rounds or best.speed_up.surely_above_1:
             return best
         return self.baseline
