@@ -108,11 +108,10 @@ def _host_memory(plan: Plan) -> str | None:
     row = plan.recommended or min(plan.rows, key=lambda row: row.least_bytes)
     hardware, peaks = plan.subject.hardware, row.host
     ranks = things_in_words(hardware.ranks_on_node, "rank")
-    text = (
-        f"Host memory of {row.name}: {bytes_in_words(peaks.loading_bytes)} to load the model if {ranks} of a host "
-        f"build it whole, {bytes_in_words(peaks.step_bytes)} in steps, {bytes_in_words(peaks.saving_bytes)} to save "
-        "it. The processes themselves are not counted."
-    )
+    parts = [f"{bytes_in_words(peaks.loading_bytes)} to load the model if {ranks} of a host build it whole"]
+    parts += [f"{bytes_in_words(peaks.step_bytes)} in steps"] if peaks.step_bytes else []
+    parts += [f"{bytes_in_words(peaks.saving_bytes)} to save it"] if peaks.saving_bytes else []
+    text = f"Host memory of {row.name}: {', '.join(parts)}. The processes themselves are not counted."
     there = hardware.host_memory_bytes
     short = [
         phase
