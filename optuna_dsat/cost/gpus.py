@@ -227,6 +227,29 @@ def peak_flops(gpu: GpuSpec | None, config: Mapping[str, Any], *, param_bytes: i
     return None if bf16 and not gpu.bf16 else gpu.tflops * 1e12
 
 
+def precision_advice(config: Mapping[str, Any], *, device_name: str, param_bytes: int) -> str:
+    """Return what bf16 would bring to a config of another precision on a GPU that has it; else an empty text.
+
+    ``param_bytes`` are the bytes per parameter of the engine; 4 without half precision.
+    """
+    gpu = gpu_of_device(device_name)
+    fp16, bf16, other = ((config.get(key) or {}).get("enabled") is True for key in ("fp16", "bf16", "bfloat16"))
+    if gpu is None or not gpu.bf16 or bf16 or other:
+        return ""
+    if fp16:
+        return (
+            "The config trains in fp16. This GPU computes bf16 as fast, which needs no loss scaling and skips no step."
+        )
+    if param_bytes != 4:
+        return ""
+    ratio = gpu.tflops / gpu.fp32_tflops
+    return (
+        f"The config trains in fp32. By its data sheet this GPU computes bf16 {ratio:.1f} times as fast (twice, if the "
+        "script has turned TF32 on), and parameters and activations take half the memory. It is another arithmetic: set "
+        "bf16.enabled, compare the losses, and tune again."
+    )
+
+
 def network_priors(gbit_per_s: float) -> Priors:
     """Return the prior of the cost of a network between hosts: a ring passes through each host's network once.
 

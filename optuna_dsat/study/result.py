@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.cost.gpus import precision_advice
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
 from optuna_dsat.runtime.files import write_text_atomic
@@ -29,6 +30,7 @@ from optuna_dsat.study.config_changes import (
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.end_reason import describe_structure_failures
+from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.space import dataset_size, epoch_samples
 from optuna_dsat.study.stored import StoredStudy
@@ -243,6 +245,7 @@ def result_of(
     batch, own_batch = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
     settings = best_settings(spec, config, folder)
+    writes_batch = settings is not None and settings.sets_batch
     return StudyResult(
         study=spec.name,
         storage=storage,
@@ -290,9 +293,7 @@ def result_of(
                 _running_engines_in_words(study.trials, Rounds.of(study.attributes)),
             )
         ).strip(),
-        advice=""
-        if profiled is None
-        else profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),
+        advice="" if profiled is None else _advice(profiled, complete, settings_written=writes_batch),
         failures=describe_structure_failures(study.trials),
         continued=sum(bool(row.report.root) for row in launches if _is_of_trial(row)),
         launches=dict(Counter(row.report.outcome.value for row in launches if _is_of_trial(row))),
@@ -328,6 +329,13 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
         ),
         checkpoint_every=checkpoint_every(study.complete_config(measured.trial)),
     )
+
+
+def _advice(profiled: Profiled, config: Mapping[str, Any], *, settings_written: bool) -> str:
+    """Return what to change in the script, and what another precision would bring; empty without any."""
+    device, size = profiled.profile.device_name, profiled.profile.param_bytes
+    precision = precision_advice(config, device_name=device, param_bytes=size)
+    return " ".join(filter(None, (profiled.advice(config, settings_written=settings_written), precision)))
 
 
 def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) -> str:

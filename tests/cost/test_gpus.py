@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from optuna_dsat.cost.gpus import GPUS, find_gpu, gpu_of_device, machine_priors, priors_of_device
+from optuna_dsat.cost.gpus import GPUS, find_gpu, gpu_of_device, machine_priors, precision_advice, priors_of_device
 
 KNOWN = {
     "Tesla T4": "t4",
@@ -126,3 +126,22 @@ def test_fp32_is_not_expected_at_the_speed_of_half_precision() -> None:
         (half, _), (full, spread) = (machine_priors(gpu, ranks=1, param_bytes=size)["speed"] for size in (2, 4))
         assert full < half
         assert full * math.exp(2 * spread) > 2 * full  # TF32 is within its range
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "size", "said"),
+    [
+        ({}, "NVIDIA H100 80GB HBM3", 4, "bf16 14.8 times as fast"),
+        ({"fp16": {"enabled": True}}, "NVIDIA H100 80GB HBM3", 2, "needs no loss scaling"),
+        ({"bf16": {"enabled": True}}, "NVIDIA H100 80GB HBM3", 2, ""),
+        ({"bfloat16": {"enabled": True}}, "NVIDIA H100 80GB HBM3", 2, ""),
+        ({"fp16": {"enabled": "auto"}}, "NVIDIA H100 80GB HBM3", 2, ""),  # the script decides
+        ({"fp16": {"enabled": True}}, "Tesla V100-SXM2-32GB", 2, ""),  # has no bf16
+        ({}, "AMD EPYC", 4, ""),
+    ],
+)
+def test_what_bf16_would_bring_is_said_where_the_gpu_has_it(
+    config: dict[str, object], device: str, size: int, said: str
+) -> None:
+    text = precision_advice(config, device_name=device, param_bytes=size)
+    assert (said in text) if said else not text
