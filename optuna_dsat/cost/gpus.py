@@ -245,8 +245,8 @@ def precision_advice(config: Mapping[str, Any], *, device_name: str, param_bytes
     ratio = gpu.tflops / gpu.fp32_tflops
     return (
         f"The config trains in fp32. By its data sheet this GPU computes bf16 {ratio:.1f} times as fast (twice, if the "
-        "script has turned TF32 on), and parameters and activations take half the memory. It is another arithmetic: set "
-        "bf16.enabled, compare the losses, and tune again."
+        "script has turned TF32 on), and parameters and activations take half the memory. It is another arithmetic: "
+        "set bf16.enabled, compare the losses, and tune again."
     )
 
 
