@@ -209,7 +209,7 @@ def _training_lines(study: StoredStudy, storage: str) -> Iterator[str]:
     yield f"Train with the result: {train()}"
 
 
-def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
+def trials(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """List the trials of a study."""
     from optuna_dsat.study.confirm.speeds import speed_of
     from optuna_dsat.words import outcome_in_words
@@ -283,7 +283,7 @@ def _is_config_of(study: StoredStudy, text: str) -> bool:
 
 
 def export(
-    name: Name,
+    name: LatestName = None,
     storage: Storage = DEFAULT_STORAGE,
     fmt: Annotated[ExportFormat, typer.Option("--format", help="Format.")] = ExportFormat.JSON,
 ) -> None:

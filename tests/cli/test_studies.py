@@ -13,7 +13,7 @@ import optuna
 import pytest
 
 from optuna_dsat.cli.show import show_result
-from optuna_dsat.cli.studies import best, delete, launch_lines, result_lines, show, studies, trials
+from optuna_dsat.cli.studies import best, delete, export, launch_lines, result_lines, show, studies, trials
 from optuna_dsat.errors import NothingRunnableError, UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.write import write_report
@@ -77,6 +77,9 @@ def test_without_a_name_the_latest_study_is_taken(tmp_path: Path, capsys: pytest
             store.create_study(name, bench.spec(name=name).model_dump(mode="json"))
     show(storage=url)
     assert capsys.readouterr().out.startswith("Study ant: ")
+    for command in (trials, export):
+        command(storage=url)
+        assert "zebra" not in capsys.readouterr().out
     with pytest.raises(NothingRunnableError, match="The study 'ant'"):
         best(storage=url)
 
