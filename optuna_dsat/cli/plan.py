@@ -79,8 +79,8 @@ class PlanOptions:
     seq_length: Annotated[
         int | None,
         _model(
-            help="Tokens of a sample; with a launch, only for tokens/s.  \\[default: 2048 without a launch, or what "
-            "the model of --model takes if that is less]"
+            help="Tokens of a sample; with a launch, only for tokens/s.  \\[default: 2048 without a launch, or the "
+            "longest that the model takes if that is less]"
         ),
     ] = None
     vocab: Annotated[int | None, _model(help="Size of the vocabulary.  \\[default: 50257]")] = None

@@ -251,7 +251,8 @@ def best(
     ] = False,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
-    from optuna_dsat.study.config_changes import checkpoint_every, checkpointing_in_words
+    from optuna_dsat.runtime.overlay import checkpoint_every
+    from optuna_dsat.study.config_changes import checkpointing_in_words
 
     study = _read(storage, name)
     trial, words = study.selected(same_batch=same_batch)

@@ -7,7 +7,7 @@ from typing import Any
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, ZERO, canonical_zero, effective, merge, zero_default
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, checkpoint_every
 
 _IN_THE_STRUCTURE = frozenset({"stage", "device", "nvme_path"})
 """Keys of stage and offloads."""
@@ -35,7 +35,7 @@ def knob_differences(
     for key in sorted(here.keys() | there_zero.keys()):
         if key.rpartition(".")[2] not in _IN_THE_STRUCTURE and here.get(key) != there_zero.get(key):
             record[key] = written.get(key, zero_default(key, stage=stage))
-    if (every := (given.get(MODEL) or {}).get(CHECKPOINT_EVERY)) is not None:
+    if every := checkpoint_every(given):
         record[CHECKPOINT_EVERY] = every
     steps = given.get(GRADIENT_ACCUMULATION, 1)
     if steps != mine.get(GRADIENT_ACCUMULATION, 1):

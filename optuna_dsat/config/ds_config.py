@@ -41,6 +41,7 @@ __all__ = [
     "flatten",
     "merge",
     "parse_autotuning",
+    "precision_of",
     "size_limit",
     "write_json_atomic",
     "zero_default",
@@ -149,6 +150,12 @@ def _remove(section: dict[str, Any], path: Sequence[str]) -> None:
         _remove(section[name], below)
         if not section[name]:
             del section[name]
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """Return the precision that a config enables: ``fp16``, ``bf16`` or, without either, ``fp32``."""
+    keys = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+    return next((kind for key, kind in keys.items() if (config.get(key) or {}).get("enabled") is True), "fp32")
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -426,8 +426,7 @@ _DTYPES = MappingProxyType({"float16": "fp16", "half": "fp16", "bfloat16": "bf16
 
 def _types(config: Mapping[str, Any]) -> tuple[str, str]:
     """Return the data types of model and accumulated gradients: ``fp16``, ``bf16`` or ``fp32``."""
-    enabled = [key for key in ("fp16", "bf16") if (config.get(key) or {}).get("enabled") is True]
-    model = enabled[0] if enabled else "fp32"
+    model = configs.precision_of(config)
     given = (config.get("data_types") or {}).get("grad_accum_dtype")
     return model, model if given in (None, configs.AUTO) else _DTYPES.get(given, given)
 

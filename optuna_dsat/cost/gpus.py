@@ -51,6 +51,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from optuna_dsat.config.ds_config import precision_of
 from optuna_dsat.errors import UsageError
 
 Priors = Mapping[str, tuple[float, float]]
@@ -223,8 +224,7 @@ def peak_flops(gpu: GpuSpec | None, config: Mapping[str, Any], *, param_bytes: i
     """
     if gpu is None or param_bytes != 2:
         return None
-    bf16 = (config.get("bf16") or config.get("bfloat16") or {}).get("enabled") is True
-    return None if bf16 and not gpu.bf16 else gpu.tflops * 1e12
+    return None if precision_of(config) == "bf16" and not gpu.bf16 else gpu.tflops * 1e12
 
 
 def precision_advice(config: Mapping[str, Any], *, device_name: str, param_bytes: int) -> str:
@@ -233,13 +233,11 @@ def precision_advice(config: Mapping[str, Any], *, device_name: str, param_bytes
     ``param_bytes`` are the bytes per parameter of the engine; 4 without half precision.
     """
     gpu = gpu_of_device(device_name)
-    fp16, bf16, other = ((config.get(key) or {}).get("enabled") is True for key in ("fp16", "bf16", "bfloat16"))
-    if gpu is None or not gpu.bf16 or bf16 or other:
+    precision = precision_of(config)
+    if gpu is None or not gpu.bf16 or precision == "bf16":
         return ""
-    if fp16:
-        return (
-            "The config trains in fp16. This GPU computes bf16 as fast, which needs no loss scaling and skips no step."
-        )
+    if precision == "fp16":
+        return "The config trains in fp16. On this GPU bf16 is as fast, needs no loss scaling and skips no step."
     if param_bytes != 4:
         return ""
     ratio = gpu.tflops / gpu.fp32_tflops

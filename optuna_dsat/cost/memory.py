@@ -26,7 +26,7 @@ from optuna_dsat.config.knobs import LEAF_MODULE
 from optuna_dsat.config.record import Record
 from optuna_dsat.cost.zero_states import Moment, ZeroSettings, moments, rank_host_parts
 from optuna_dsat.runtime.events import ProfileMeasured
-from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL
+from optuna_dsat.runtime.overlay import checkpoint_every
 
 __all__ = [
     "Hardware",
@@ -236,7 +236,7 @@ def zero_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) 
     """Return the inputs of the allocation formulas for a profile, a DeepSpeed config and the hardware."""
     zero = configs.zero_section(ds_config)
     leaf = profile.leaf_params if zero.get("stage") == 3 and zero.get(LEAF_MODULE) else 0
-    every = int((ds_config.get(MODEL) or {}).get(CHECKPOINT_EVERY) or 0)
+    every = checkpoint_every(ds_config)
     return ZeroSettings.of(
         ds_config,
         params=profile.params,

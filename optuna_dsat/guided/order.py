@@ -65,7 +65,7 @@ def first_launched(
     - if they probably do not fit: of structures that were never measured, and of others for an expected gain below
       ``LEAST_GAIN``.
 
-    These come last, unless all others are expected to gain less than ``_LITTLE`` of what they are:
+    These come last, unless the others are expected to gain less than ``_LITTLE`` of their gain:
 
     - of measured structures, if they are predicted to be slower than the incumbent by more than ``_DEFICIT``, and of
       others, if they are slower than the best of their structure by as much;

@@ -255,12 +255,11 @@ def _sub_group(plan: Plan) -> str | None:
 
 def _precision(plan: Plan) -> str | None:
     """Advise half precision, bf16 if the hardware has it."""
-    config = ds_config.effective(plan.subject.config)
-    half = [key for key in ("bf16", "fp16") if (config.get(key) or {}).get("enabled") is True]
-    if not half and plan.subject.profile.param_bytes == 4:
+    precision = ds_config.precision_of(ds_config.effective(plan.subject.config))
+    if precision == "fp32" and plan.subject.profile.param_bytes == 4:
         wanted = "fp16" if plan.bf16_hardware is False else "bf16"
         return f"The model is trained in fp32: {wanted} halves what parameters and activations take, and is faster."
-    if half == ["bf16"] and plan.bf16_hardware is False:
+    if precision == "bf16" and plan.bf16_hardware is False:
         return "This GPU has no bf16 tensor cores (they came with Ampere): use fp16."
     return None
 

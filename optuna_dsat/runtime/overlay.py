@@ -70,6 +70,11 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
+def checkpoint_every(config: Mapping[str, Any]) -> int:
+    """Return the activation checkpointing of a complete config: of every so many blocks, 0 for none."""
+    return int((config.get(MODEL) or {}).get(CHECKPOINT_EVERY) or 0)
+
+
 def without_model(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without the settings that change the model."""
     return {key: value for key, value in config.items() if key != MODEL}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL, without_model
+from optuna_dsat.runtime.overlay import without_model
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import setting_in_words
 
@@ -61,11 +61,6 @@ def shown_settings(config: Mapping[str, Any]) -> dict[str, str]:
         for key, value in ds_config.flatten(config).items()
         if value is not None
     }
-
-
-def checkpoint_every(config: Mapping[str, Any]) -> int:
-    """Return the activation checkpointing of a complete config: of every so many blocks, 0 for none."""
-    return int((config.get(MODEL) or {}).get(CHECKPOINT_EVERY) or 0)
 
 
 def checkpointing_in_words(every: int) -> str:

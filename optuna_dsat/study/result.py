@@ -15,6 +15,7 @@ from optuna_dsat.cost.gpus import precision_advice
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
 from optuna_dsat.runtime.files import write_text_atomic
+from optuna_dsat.runtime.overlay import checkpoint_every
 from optuna_dsat.script.settings_file import SettingsCopy
 from optuna_dsat.secrecy.references import names_in, resolved
 from optuna_dsat.secrecy.shapes import find_secrets, hidden_data
@@ -22,7 +23,6 @@ from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG, best_settings, command_to_train
 from optuna_dsat.study.config_changes import (
     Change,
-    checkpoint_every,
     checkpointing_in_words,
     config_changes,
     trainable_config,
