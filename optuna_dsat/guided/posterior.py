@@ -35,8 +35,6 @@ _DEAR = 10.0
 """Largest duration of a launch, relative to the baseline's micro-batch, that requires no matching gain."""
 _START_UP_WEIGHT = 2.0
 """Factor on start-up seconds: a launch also counts against the budget of launches."""
-_DEFAULT_START_UP_S = 30.0
-"""Assumed launch seconds outside training steps until a launch was measured; only the ratio to the steps matters."""
 _ORDER_S = 0.1
 """Seconds outside training steps of a trial that continues a launch."""
 _NON_DEFAULT_PENALTY = 5e-4
@@ -116,7 +114,7 @@ class Posterior:
         """Structures that this study or an earlier study measured."""
         self._memory = memory_posterior(problem, observations)
         timed = observations.overhead[~np.isnan(observations.overhead)]
-        self._start_up_s = _START_UP_WEIGHT * (float(np.median(timed)) if len(timed) else _DEFAULT_START_UP_S)
+        self._start_up_s = _START_UP_WEIGHT * (float(np.median(timed)) if len(timed) else problem.start_s)
         self._limit_bytes = max(1.0, min(self._memory.limit, float(problem.device_bytes)))
         self._runs = RunProbability(problem, observations, self._memory)
         self._largest = min(largest_size(problem, observations, samples_limit=samples_limit), self._runs.largest_sound)

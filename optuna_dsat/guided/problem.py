@@ -22,6 +22,8 @@ from optuna_dsat.trials.lineage import MicroBatchSet
 
 REACH = 8.0
 """Ratio of the largest micro-batch that may be launched to the largest that ran, or to the baseline's."""
+_DEFAULT_START_S = 30.0
+"""Assumed seconds of a launch outside its steps; only their ratio to the steps matters."""
 
 
 class Problem:
@@ -35,6 +37,7 @@ class Problem:
         metric: The metric to optimise: a key of the trials' metrics (``optuna_dsat.trials.attributes.METRICS``).
         memory_margin: Share of the device's memory that must be predicted to stay free.
         profile_steps: Steps of a launch, warm-up included.
+        start_s: Seconds of a launch outside its steps, by the profile launch; None if unknown.
         reach: Largest ratio of the next micro-batch to the largest that ran, or to the baseline's; None if unbounded.
         prior_knowledge: Knowledge from earlier studies, None without a warm start.
     """
@@ -49,6 +52,7 @@ class Problem:
         metric: str = "throughput",
         memory_margin: float = 0.0,
         profile_steps: int = 5,
+        start_s: float | None = None,
         reach: float | None = REACH,
         prior_knowledge: PriorKnowledge | None = None,
     ) -> None:
@@ -57,6 +61,7 @@ class Problem:
         self.hardware = hardware
         self.space = space
         self.profile_steps = profile_steps
+        self.start_s = _DEFAULT_START_S if start_s is None else start_s
         self.reach = reach
         ranks = min(hardware.ranks_per_node, hardware.world_size)
         self.device_bytes = hardware.device_memory_bytes

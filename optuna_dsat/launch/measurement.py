@@ -294,6 +294,10 @@ class LaunchRecord:
         """Steps that the loss scaler did not skip."""
         return [step for step in self.boundaries if not step.skipped]
 
+    def outside_steps_s(self, held_s: float) -> float:
+        """Return the seconds outside of steps of a launch that held its devices for ``held_s`` seconds."""
+        return max(0.0, held_s - sum(step.latency_s for step in self.steps))
+
     @property
     def skipped_steps(self) -> int:
         """Number of steps that the loss scaler skipped."""

@@ -16,12 +16,13 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.live import live_changes
 from optuna_dsat.guided.posterior import Posterior
+from optuna_dsat.guided.problem import Problem
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.attributes import waiting_launch
 from optuna_dsat.trials.lineage import MICRO_BATCH
-from tests.harness.small_model import CONFIG, Machine, small_planner, small_space
+from tests.harness.small_model import CONFIG, HARDWARE, PROFILE, Machine, small_planner, small_space
 
 START = datetime(2026, 11, 26)
 
@@ -104,6 +105,20 @@ def test_guided_measures_several_trials_in_a_launch_where_starts_are_long(kit: S
     launches = {attributes.root_launch(trial) for trial in study.trials}
     assert len(launches) <= 12
     assert study.best_value >= 0.99 * machine.best(small_planner())
+
+
+@pytest.mark.parametrize("start_s", [0.5, 100.0])
+def test_a_start_costs_what_the_profile_launch_took_until_another_launch_was_measured(start_s: float) -> None:
+    known = small_planner().problem
+    problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), start_s=start_s)
+    nothing = Posterior(problem, known.table.observations_of_trials([]), samples_limit=None)
+    rows, sizes = np.array([0, 0]), np.array([1, 8])
+    assert nothing.acquisition(rows, sizes).start_s == pytest.approx(2 * start_s)
+    study = optuna.create_study(direction="maximize", sampler=GuidedSampler(planner=small_planner(), seed=1))
+    machine = Machine(overhead_s=7.0)
+    machine.run(study, 1)
+    measured = Posterior(problem, known.table.observations_of_trials(study.trials), samples_limit=None)
+    assert measured.acquisition(rows, sizes).start_s == pytest.approx(2 * 7.0)
 
 
 def test_a_trial_that_continues_costs_its_steps() -> None:

@@ -402,6 +402,11 @@ def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: Study
     assert profile.own_batch(spec, SimpleNamespace(engine=None)).micro_batch == 1  # type: ignore[arg-type]
 
 
+def test_the_seconds_of_the_profile_launch_outside_its_steps_are_kept(bench: StudyBench) -> None:
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
+    assert profiled_by(bench).start_s == pytest.approx(10, rel=0.1), "a start of the simulated machine takes 10 s"
+
+
 @pytest.mark.parametrize("outcome", [Outcome.OUT_OF_MEMORY, Outcome.SCRIPT_ERROR])
 def test_what_only_a_failed_launch_told_of_the_scripts_config_is_kept(
     bench: StudyBench, monkeypatch: pytest.MonkeyPatch, outcome: Outcome

@@ -155,7 +155,7 @@ def measure_profile(
                 smaller = planned.with_least(1, accumulation)
                 again, seen, ended = launch(smaller)
                 if ended.outcome is Outcome.MEASURED and seen.profile is not None and seen.engine is not None:
-                    attempt, least, request, record = smaller, 1, again, seen
+                    attempt, least, request, record, report = smaller, 1, again, seen, ended
             assert record.profile is not None
             assert record.engine is not None
             at_own = attempt.with_least(own_batch(spec, record).micro_batch, 1)
@@ -177,7 +177,13 @@ def measure_profile(
             stage_option = find_stage_option(
                 spec, proof, record, overlay=request.overlay, differences=profiled.config_differences
             )
-            return replace(profiled, stage_option=stage_option, only_zero_3=only_zero_3, least_micro_batch=least)
+            return replace(
+                profiled,
+                start_s=record.outside_steps_s(report.held_s),
+                stage_option=stage_option,
+                only_zero_3=only_zero_3,
+                least_micro_batch=least,
+            )
         # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
         parts = {**record.config_differences, **parts}
         only_zero_3 |= record.needs_zero_3 and 3 in spec.stages

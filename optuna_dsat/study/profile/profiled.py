@@ -40,6 +40,8 @@ class Profiled(Record):
     device: str
     only_zero_3: bool = False
     """Whether the script builds its model within ``deepspeed.zero.Init`` at any stage, which ZeRO 3 alone takes."""
+    start_s: float | None = None
+    """Seconds of the profile launch outside training steps; None in profiles of older versions."""
     least_micro_batch: int = 1
     """Smallest micro-batch that the script trains with, as far as known: larger than 1 where it failed at less."""
     data_parallel_size: int | None = None

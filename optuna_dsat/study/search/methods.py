@@ -106,6 +106,7 @@ def make_planner(
             metric=spec.metric,
             memory_margin=spec.options.memory_margin,
             profile_steps=spec.end_profile_step,
+            start_s=profiled.start_s,
             reach=None if spec.options.free_batch else REACH,
             prior_knowledge=prior_knowledge,
         ),

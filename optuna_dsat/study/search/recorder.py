@@ -155,8 +155,7 @@ class TrialRecorder:
         if report.outcome is Outcome.SCRIPT_ERROR:
             trial.set_user_attr(attributes.ERROR, report.cause[:500])
         if flight.record.steps:
-            steps_s = sum(step.latency_s for step in flight.record.steps)
-            trial.set_user_attr(attributes.OVERHEAD_S, max(0.0, report.held_s - steps_s))
+            trial.set_user_attr(attributes.OVERHEAD_S, flight.record.outside_steps_s(report.held_s))
             trial.set_user_attr(attributes.STEPS_COMPLETED, flight.record.steps_completed)
         if flight.record.skipped_steps:
             trial.set_user_attr(attributes.SKIPPED_STEPS, flight.record.skipped_steps)
