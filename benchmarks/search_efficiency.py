@@ -86,6 +86,8 @@ class Result:
     outcomes: Mapping[str, int]
     trials: int = 0
     """Measurements in all; as many as launches if none continues another. 0 in older files."""
+    rounds: int | None = None
+    """Launches that compare finalists and the user's config; None in older files."""
     statements: Sequence[tuple[float, float]] = ()
     """What may be left to gain as the method states it with 90 % probability, and what was left; the last statement is
     that of the end of the search.
@@ -239,6 +241,7 @@ def run_one(
         launches_to_close=None if close is None else started[close],
         distance=distances[-1],
         outcomes={outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
+        rounds=sum(launch.purpose == "confirm" for launch in launches),
         trials=len(launches),
         statements=[(stated, best / throughput(landscape, config) - 1) for config, stated in rig.statements],
     )

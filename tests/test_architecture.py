@@ -196,7 +196,7 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
 MOST_PRODUCT_LINES = 63_030
 MOST_PRODUCT_FILES = 349
 MOST_TEST_LINES = 48_680
-MOST_BENCHMARK_LINES = 8_380
+MOST_BENCHMARK_LINES = 8_390
 """The budget. A change that needs more edits a number here; the aims are 56,000, 280, 40,000 and 6,000."""
 MOST_MODULES_OF_A_FOLDER = 15
 MOST_LINES_OF_A_FILE = 500

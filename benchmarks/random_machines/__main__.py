@@ -100,9 +100,9 @@ def table(found: Mapping[Key, Result], methods: Iterable[str]) -> str:
     """Return a markdown table, one row a class and method, and the comparison of each method with its namesake."""
     lines = [
         "| landscapes, method | searches | within 1 % | within 3 % | within 1 % after 15 launches "
-        "| median launches to 1 % | median launches | median trials | median minutes | median distance "
-        "| 90th percentile | worst | statements true |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| median launches to 1 % | median launches | without rounds | median trials | median minutes "
+        "| median distance | 90th percentile | worst | statements true |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for kind in ("realistic", "recorded", "stress"):
         for method in methods:
@@ -143,6 +143,7 @@ def row(name: str, results: Sequence[Result]) -> str:
         share(lambda result: result.launches_to_near is not None and result.launches_to_near <= 15),
         count(median(result.launches_to_near for result in results)),
         f"{statistics.median(result.launches for result in results):.0f}",
+        _of_search(results),
         f"{statistics.median(result.trials or result.launches for result in results):.0f}",
         f"{statistics.median(result.seconds for result in results) / 60:.0f}",
         f"{statistics.median(distances):.1%}",
@@ -167,6 +168,13 @@ def compared(pairs: Sequence[tuple[Result, Result]]) -> str:
         f"worse on {worse} of {len(pairs)}); distance in the median {medians}, 90th percentile {ninths}; "
         f"launches to 1 % in the median {reached}"
     )
+
+
+def _of_search(results: Sequence[Result]) -> str:
+    """Return the median number of launches beside the rounds; empty where a file does not tell them apart."""
+    counts = [None if result.rounds is None else result.launches - result.rounds for result in results]
+    known = [count for count in counts if count is not None]
+    return f"{statistics.median(known):.0f}" if len(known) == len(counts) else ""
 
 
 def _ninth(results: Sequence[Result]) -> float:

@@ -128,11 +128,11 @@ def test_searches_are_kept_and_not_repeated(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_realistic_machines_and_stress_tests_have_separate_rows() -> None:
-    def ended(seed: int, left: float) -> Result:
+    def ended(seed: int, left: float, rounds: int | None = 6) -> Result:
         return Result(
             landscape="machine", method="guided", seed=seed, launches=9, seconds=1.0, launches_to_near=7,
             seconds_to_near=None, launches_to_close=None, distance=0.01, outcomes={},
-            statements=[(0.0, 1.0), (0.02, left)],
+            statements=[(0.0, 1.0), (0.02, left)], rounds=rounds,
         )  # fmt: skip
 
     searches = {
@@ -141,6 +141,9 @@ def test_realistic_machines_and_stress_tests_have_separate_rows() -> None:
     realistic, stress = table(searches, ["guided"]).splitlines()[2:4]
     assert realistic.startswith("| realistic, guided | 2 |")
     assert realistic.endswith("| 50% of 2 |")
+    assert "| 9 | 3 |" in realistic, "nine launches, six of them rounds"
+    older = {key: ended(key[1], 0.01, rounds=None) for key in searches}
+    assert "| 9 |  |" in table(older, ["guided"])
     assert stress.startswith("| stress, guided | 1 |")
     assert stress.endswith("| 100% of 1 |")
 
