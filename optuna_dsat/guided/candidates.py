@@ -90,11 +90,13 @@ class Observations:
     """Row -> micro-batches of all its trials with the space's accumulation, regardless of outcome."""
     waiting: int = -1
     """Index of the launch whose ranks wait for another trial; -1 for none."""
+    climbs: bool = False
+    """Whether launches measure several trials."""
 
     def take(self, index: Numbers) -> Observations:
         """Return the trials at an index array; ``used`` still covers all trials."""
         taken = {name: getattr(self, name)[..., index] for name in self._arrays()}
-        return Observations(**taken, used=self.used, waiting=self.waiting)
+        return Observations(**taken, used=self.used, waiting=self.waiting, climbs=self.climbs)
 
     def digest(self) -> Hashable:
         """Return a key that is equal for equal observations."""
@@ -104,7 +106,7 @@ class Observations:
     @classmethod
     def _arrays(cls) -> list[str]:
         """Return the names of the arrays."""
-        return [field_.name for field_ in fields(cls) if field_.name not in ("used", "waiting")]
+        return [field_.name for field_ in fields(cls) if field_.name not in ("used", "waiting", "climbs")]
 
 
 class CandidateTable:
@@ -350,6 +352,7 @@ class CandidateTable:
             pending=np.array([pending for *_, pending in result], dtype=bool),
             launch=np.array(launch, dtype=np.int64),
             waiting=launches.get(attributes.waiting_launch(trials) or "", -1),
+            climbs=any(attributes.ROOT_LAUNCH in trial.user_attrs for trial in trials),
             used={row: frozenset(sizes) for row, sizes in used.items()},
         )
 

@@ -24,6 +24,8 @@ from optuna_dsat.trials.lineage import ZERO_STAGE
 
 _LIKELY = 0.5
 """Probability above which a structure is assumed to fit."""
+_SAFE = 0.8
+"""Least probability to fit of the micro-batch at which a launch starts that can climb."""
 _CHANCE = 0.2
 """Least probability to exceed the incumbent of a structure that is launched before a simpler structure, and before a
 measured structure is refined.
@@ -103,6 +105,18 @@ def first_launched(
     cheapest = int(descending(np.where(allowed, acquisition.value, 0.0))[0])
     allowed &= acquisition.continues == acquisition.continues[cheapest]
     return int(descending(np.where(allowed, acquisition.value_of_starts, 0.0))[0])
+
+
+def start_of_climb(rows: Numbers, sizes: Numbers, acquisition: Acquisition, chosen: int) -> int:
+    """Return the index of the configuration at which a launch for the chosen one starts if it can climb.
+
+    It is the largest micro-batch of the lineage that fits with a probability of at least ``_SAFE``, if that is at least
+    half of the chosen one: the launch climbs from there at the cost of its steps, while an out-of-memory costs a start.
+    """
+    if acquisition.continues[chosen] or acquisition.fits[chosen] >= _SAFE:
+        return chosen
+    safe = (rows == rows[chosen]) & (acquisition.fits >= _SAFE) & (2 * sizes >= sizes[chosen])
+    return int(np.argmax(np.where(safe, sizes, 0))) if safe.any() else chosen
 
 
 def _structures(

@@ -33,8 +33,9 @@ The search ends under either of two conditions:
 If no single launch is worth its cost, long launches are skipped.
 
 A structure that was never measured waits for simpler ones that are predicted to be about as fast, and settings are
-refined once the structures that may win were measured (``optuna_dsat.guided.order``). Each candidate has a reason in
-words (``optuna_dsat.guided.reasons``).
+refined once the structures that may win were measured (``optuna_dsat.guided.order``). A launch for a micro-batch near
+the edge of memory starts below it and climbs (``start_of_climb``). Each candidate has a reason in words
+(``optuna_dsat.guided.reasons``).
 
 A launch whose ranks wait for another trial measures configurations that differ in live settings only
 (``optuna_dsat.config.knobs``) without a start, and with less noise relative to its earlier measurements. Such a
@@ -67,7 +68,7 @@ from optuna_dsat.cost.step_time import ERROR, LogCoefficients
 from optuna_dsat.guided.acquisition import Acquisition, Prediction
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.memory import memory_posterior
-from optuna_dsat.guided.order import first_launched
+from optuna_dsat.guided.order import first_launched, start_of_climb
 from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.prospects import Prospects
@@ -317,7 +318,8 @@ class GuidedPlanner:
         rows, sizes, acquisition = self._worth_launching(posterior, rows, sizes, acquisition)
         if not len(rows) or not acquisition.value.max() > 0:
             return None
-        best = first_launched(self.problem.table, posterior, rows, sizes, acquisition)
+        chosen = first_launched(self.problem.table, posterior, rows, sizes, acquisition)
+        best = start_of_climb(rows, sizes, acquisition, chosen) if posterior.climbs else chosen
         row = int(rows[best])
         return Candidate(
             params=self.problem.table.lineages[row],
@@ -332,6 +334,7 @@ class GuidedPlanner:
                 int(sizes[best]),
                 log_objective=float(acquisition.log_objective[best]),
                 fits=float(acquisition.fits[best]),
+                climbs=best != chosen,
             ),
         )
 

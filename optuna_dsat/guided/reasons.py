@@ -20,7 +20,14 @@ _EDGE = 0.9
 
 
 def reason_of(
-    table: CandidateTable, posterior: Posterior, row: int, size: int, *, log_objective: float, fits: float
+    table: CandidateTable,
+    posterior: Posterior,
+    row: int,
+    size: int,
+    *,
+    log_objective: float,
+    fits: float,
+    climbs: bool = False,
 ) -> str:
     """Return why a configuration is launched, such as ``larger micro-batch, predicted 4% faster than the best``.
 
@@ -31,10 +38,12 @@ def reason_of(
         size: Its micro-batch.
         log_objective: Its posterior mean.
         fits: Its probability to run.
+        climbs: Whether its launch is meant for a larger micro-batch.
     """
     if posterior.incumbent is None:
         return f"most likely to run: {fits:.0%}"
     edge = f"; near the edge of memory, fits with {fits:.0%}" if fits < _EDGE else ""
+    edge = "; climbs from here to the edge of memory" if climbs else edge
     return f"{_difference(table, posterior, row, size)}, {_predicted(log_objective - posterior.incumbent)}{edge}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.live import live_changes
+from optuna_dsat.guided.order import start_of_climb
 from optuna_dsat.guided.posterior import Posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.outcome import Outcome
@@ -105,6 +107,23 @@ def test_guided_measures_several_trials_in_a_launch_where_starts_are_long(kit: S
     launches = {attributes.root_launch(trial) for trial in study.trials}
     assert len(launches) <= 12
     assert study.best_value >= 0.99 * machine.best(small_planner())
+
+
+def test_a_climb_starts_at_the_largest_safe_size_of_the_lineage_unless_it_is_less_than_half() -> None:
+    rows, sizes = np.array([0, 0, 0, 1]), np.array([3, 5, 8, 7])
+    known = small_planner().problem
+    posterior = Posterior(known, known.table.observations_of_trials([]), samples_limit=None)
+    acquisition = replace(
+        posterior.acquisition(rows, sizes),
+        fits=np.array([0.99, 0.9, 0.6, 0.99]),
+        continues=np.array([False, False, False, False]),
+    )
+    assert start_of_climb(rows, sizes, acquisition, 2) == 1
+    assert start_of_climb(rows, sizes, acquisition, 1) == 1, "it fits"
+    running = replace(acquisition, continues=np.array([False, False, True, False]))
+    assert start_of_climb(rows, sizes, running, 2) == 2, "no start is lost"
+    far = replace(acquisition, fits=np.array([0.99, 0.7, 0.6, 0.99]))
+    assert start_of_climb(rows, sizes, far, 2) == 2, "3 is less than half of 8"
 
 
 @pytest.mark.parametrize("start_s", [0.5, 100.0])
