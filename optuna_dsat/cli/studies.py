@@ -1,13 +1,11 @@
-"""Commands on stored studies: list, show, export, delete; ``db``: the schema of their database."""
+"""Commands on stored studies: list, show, delete; ``db``: the schema of their database."""
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 import time
 from contextlib import closing
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,15 +37,10 @@ if TYPE_CHECKING:
     from optuna_dsat.study.stored import StoredStudy
 
 _COLUMNS = ("study", "method", "script", "launches", "metric", "best", "trial", "known by", "speed-up", "created")
+_DROPPED = ("created", "script", "metric", "known by", "method")
+"""Columns of ``studies`` that a narrow terminal leaves out, the first first."""
 _MOST_SHOWN = 5
 """Maximum number of search trials in ``show``."""
-
-
-class ExportFormat(StrEnum):
-    """Formats of ``export``."""
-
-    JSON = "json"
-    CSV = "csv"
 
 
 def _open(storage: str) -> Store:
@@ -56,7 +49,8 @@ def _open(storage: str) -> Store:
     return Store.open(storage, create=False)
 
 
-def _read(storage: str, name: str | None) -> StoredStudy:
+def read_study(storage: str, name: str | None) -> StoredStudy:
+    """Return a study of a database; the latest one without a name."""
     from optuna_dsat.study.stored import latest_study, read_stored
 
     with _open(storage) as store:
@@ -91,7 +85,8 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     else:
         shown = [{**row, **_result(study)[1]} for row, study in zip(rows, readable, strict=True)]
         if shown:
-            print_table(_COLUMNS, [[row[name] for name in _COLUMNS] for row in shown], piped_width=UNBOUNDED)
+            rows_shown = [[row[name] for name in _COLUMNS] for row in shown]
+            print_table(_COLUMNS, rows_shown, drop=_DROPPED, piped_width=UNBOUNDED)
         elif not unreadable:
             say_prose("There is no study in this database.")
         for item in unreadable:
@@ -209,39 +204,6 @@ def _training_lines(study: StoredStudy, storage: str) -> Iterator[str]:
     yield f"Train with the result: {train()}"
 
 
-def trials(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
-    """List the trials of a study."""
-    from optuna_dsat.study.confirm.speeds import speed_of
-    from optuna_dsat.words import outcome_in_words
-
-    study = _read(storage, name)
-
-    def speed(row: Mapping[str, Any], key: str) -> str | None:
-        if row[key] is None:
-            return None
-        return speed_of(row["metrics"] or {}, row[key], metric=study.metric, device=study.spec.device).brief
-
-    rows = [study.row(trial) for trial in study.trials]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    if not rows:
-        say_prose("The study has no trial yet: the profile launch comes first.")
-        return
-    headings = ("number", "outcome", "in the search", "in rounds", "", "configuration", "reason", "message")
-    shown = [
-        {
-            **row,
-            "outcome": outcome_in_words(row["outcome"] or row["state"]),
-            "in the search": speed(row, "value"),
-            "in rounds": speed(row, "confirmed_value"),
-            "": "best" if row["handed_over"] else "",
-        }
-        for row in rows
-    ]
-    print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
-
-
 def best(
     name: LatestName = None,
     storage: Storage = DEFAULT_STORAGE,
@@ -254,7 +216,7 @@ def best(
     from optuna_dsat.runtime.overlay import checkpoint_every
     from optuna_dsat.study.config_changes import checkpointing_in_words
 
-    study = _read(storage, name)
+    study = read_study(storage, name)
     trial, words = study.selected(same_batch=same_batch)
     notify(f"Config of {words}")
     if words := checkpointing_in_words(checkpoint_every(study.complete_config(trial))):
@@ -281,28 +243,6 @@ def _is_config_of(study: StoredStudy, text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return any(study.ready_config(trial) == config for trial in study.trials if attributes.METRICS in trial.user_attrs)
-
-
-def export(
-    name: LatestName = None,
-    storage: Storage = DEFAULT_STORAGE,
-    fmt: Annotated[ExportFormat, typer.Option("--format", help="Format.")] = ExportFormat.JSON,
-) -> None:
-    """Print all trials of a study as JSON or CSV."""
-    from optuna_dsat.study.stored import columns_of, flat_rows
-
-    study = _read(storage, name)
-    rows = [study.row(trial) for trial in study.trials]
-    if fmt is ExportFormat.JSON:
-        verdict = None if study.verdict is None else study.verdict.to_json()
-        record = {"spec": hidden_data(study.stored_spec.stored()), "verdict": verdict, "trials": rows}
-        print(json.dumps(record, indent=2))
-        return
-    table = flat_rows(rows)
-    writer = csv.writer(sys.stdout)
-    writer.writerow(map(plain, columns_of(table)))
-    for row in table:
-        writer.writerow([plain(cell) if isinstance(cell, str) else cell for cell in row.values()])
 
 
 def delete(

@@ -34,6 +34,7 @@ def print_table(
     rows: Iterable[Sequence[object]],
     *,
     right: Sequence[str] = (),
+    drop: Sequence[str] = (),
     piped_width: int = _PIPED_WIDTH,
 ) -> None:
     """Print a table as wide as the terminal; long cells are folded between words.
@@ -41,23 +42,40 @@ def print_table(
     Markup in data is not interpreted. Columns whose heading is in ``right`` are right-aligned; ``piped_width`` applies
     if stdout is not a terminal.
 
-    If the terminal is too narrow, each row becomes a paragraph with one line per cell.
+    If the terminal is too narrow, the columns in ``drop`` are left out, one after another until the rest fits; without
+    them, too, each row becomes a paragraph with one line per cell.
     """
     shown = [["" if value is None else one_line(value) for value in row] for row in rows]
     least = [_longest_word([heading, *(row[at] for row in shown)]) for at, heading in enumerate(headings)]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else piped_width
     if sum(least) + _BETWEEN * (len(headings) - 1) > width:
+        if drop:
+            kept = [at for at, heading in enumerate(headings) if heading != drop[0]]
+            fewer = [[row[at] for at in kept] for row in shown]
+            kept_headings = [headings[at] for at in kept]
+            print_table(kept_headings, fewer, right=right, drop=drop[1:], piped_width=piped_width)
+            return
         _print_paragraphs(headings, shown, width=width)
         return
+    from rich.cells import cell_len
     from rich.table import Table
 
     table = Table(show_edge=False, pad_edge=False)
-    for heading, cells in zip(headings, least, strict=True):
+    texts = [[heading, *(row[at] for row in shown)] for at, heading in enumerate(headings)]
+    widths = _widths(least, [max(map(cell_len, column)) for column in texts], room=width - _BETWEEN * (len(texts) - 1))
+    for heading, cells in zip(headings, widths, strict=True):
         justify: Literal["left", "right"] = "right" if heading in right else "left"
-        table.add_column(cell(heading), overflow="fold", justify=justify, min_width=cells)
+        table.add_column(cell(heading), overflow="fold", justify=justify, width=cells)
     for row in shown:
         table.add_row(*map(cell, row))
     console_of(width).print(table)
+
+
+def _widths(least: Sequence[int], wanted: Sequence[int], *, room: int) -> list[int]:
+    """Return the widths of columns: the least, and of the rest of the room a share of what each column lacks."""
+    missing = [max(0, full - cells) for full, cells in zip(wanted, least, strict=True)]
+    spare = min(1.0, (room - sum(least)) / (sum(missing) or 1))
+    return [cells + int(spare * lack) for cells, lack in zip(least, missing, strict=True)]
 
 
 def console_of(width: int | None = None) -> Console:

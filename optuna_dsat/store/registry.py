@@ -40,7 +40,7 @@ class StudyRecord:
     created_at: float
     """Unix time."""
     versions: Mapping[str, str]
-    """Package -> version at creation."""
+    """Package -> version at creation; also ``cuda``, ``driver``, ``clocks`` and ``commit`` if they are known."""
 
 
 class Registry:

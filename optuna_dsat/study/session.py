@@ -43,7 +43,7 @@ class Session:
         self.interrupted = False
         """Whether Ctrl-C ended it."""
         check_warm_start(store, request.spec)
-        record, spec = open_study(store, request.spec, relocated=request.relocated)
+        record, spec = open_study(store, request.spec, relocated=request.relocated, devices=request.devices)
         wait = SlotWait(
             launcher.holders,
             slots=spec.slots_per_trial,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial
@@ -15,7 +16,6 @@ from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.errors import ConfigError, NothingRunnableError, StudyConflictError, UnreadableStudyError, UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.overlay import MODEL
-from optuna_dsat.script.interpreter import script_versions
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store, StoredLaunch, StudyRecord
@@ -34,6 +34,7 @@ from optuna_dsat.words import rule_in_words, things_in_words
 if TYPE_CHECKING:
     from optuna_dsat.guided.planner import GuidedPlanner
     from optuna_dsat.guided.prior_knowledge import PriorKnowledge
+    from optuna_dsat.launch.machine.devices import Devices
 
 _REASON_CHARS = 200
 
@@ -286,13 +287,15 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(rows[0]) if rows else _COLUMNS
 
 
-def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tuple[StudyRecord, StudySpec]:
+def open_study(
+    store: Store, spec: StudySpec, *, relocated: bool = False, devices: Devices | None = None
+) -> tuple[StudyRecord, StudySpec]:
     """Return the study's record and its spec; create the study if it does not exist.
 
     The budgets of ``spec`` replace the stored budgets. If the study has no trials, ``spec`` replaces its whole spec.
 
     ``relocated`` tells whether ``spec`` is the stored spec with this machine's paths: it is neither compared nor
-    stored.
+    stored. A new study records the driver of ``devices``.
 
     Raises:
         StudyConflictError: If a study of this name has other settings; lists the differences.
@@ -300,7 +303,11 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
     """
     result = store.find_study(spec.name)
     if result is None:
-        versions = script_versions(spec.python, on=spec.on)
+        from optuna_dsat.launch.machine.environment import environment_of
+
+        script = spec.script
+        folder = Path(script.cwd) if script.is_module else Path(script.script).parent
+        versions = environment_of(folder, spec.python, on=spec.on, devices=devices)
         record = store.create_study(spec.name, spec.stored(), direction=spec.direction, versions=versions)
         return record, spec
     read_stored(store, spec.name)  # both refuse what later steps could not read

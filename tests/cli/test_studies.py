@@ -13,7 +13,8 @@ import optuna
 import pytest
 
 from optuna_dsat.cli.show import show_result
-from optuna_dsat.cli.studies import best, delete, export, launch_lines, result_lines, show, studies, trials
+from optuna_dsat.cli.studies import best, delete, launch_lines, result_lines, show, studies
+from optuna_dsat.cli.trials import export, trials
 from optuna_dsat.errors import NothingRunnableError, UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.write import write_report

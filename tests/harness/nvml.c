@@ -75,6 +75,18 @@ int nvmlSystemGetDriverVersion(char *text, unsigned size) {
     return code;
 }
 
+int nvmlDeviceGetMaxClockInfo(void *handle, unsigned kind, unsigned *mhz) {
+    int code = asked("nvmlDeviceGetMaxClockInfo", number(handle));
+    if (!code) *mhz = kind == 1 ? 1980 : 2619;
+    return code;
+}
+
+int nvmlDeviceGetEnforcedPowerLimit(void *handle, unsigned *milliwatts) {
+    int code = asked("nvmlDeviceGetEnforcedPowerLimit", number(handle));
+    if (!code) *milliwatts = 700000;
+    return code;
+}
+
 int nvmlSystemGetProcessName(unsigned pid, char *text, unsigned size) {
     int code = asked("nvmlSystemGetProcessName", -1);
     if (!code) snprintf(text, size, "/opt/elsewhere/bin/far-%u --flag", pid);

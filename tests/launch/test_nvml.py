@@ -258,3 +258,12 @@ def test_the_loader_finds_the_machine_as_it_finds_a_real_one(machine: Machine) -
     )
     environ: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": uuid(1)[:12]}
     assert machine.run(code, environ=environ) == "cuda (1,) 1\n"
+
+
+def test_the_largest_clocks_and_the_power_limit_are_told_where_they_are_known(machine: Machine) -> None:
+    machine.has(f"gpu {uuid(0)} 81559 4 NVIDIA H100")
+    assert machine.nvml().limits("0") == "SM up to 1980 MHz, memory up to 2619 MHz, power up to 700 W"
+    machine.gets(f"refuse nvmlDeviceGetMaxClockInfo {NOT_SUPPORTED}")
+    assert machine.nvml().limits("0") == "power up to 700 W"
+    machine.gets(f"refuse nvmlDeviceGetEnforcedPowerLimit {NOT_SUPPORTED}")
+    assert machine.nvml().limits("0") == ""

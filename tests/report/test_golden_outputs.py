@@ -24,11 +24,16 @@ from tests.report.test_one_best import Changing
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = {"show.json": ["show", "s", "--json"], "show.txt": ["show", "s"], "trials.json": ["trials", "s", "--json"],
             "export.csv": ["export", "s", "--format", "csv"], "studies.json": ["studies", "--json"],
-            "best.json": ["best", "s"]}  # fmt: skip
-NAMES = (*COMMANDS, "result.json", "metrics_file.json", "lines.txt", "cards.txt", "study_note.md", "trial_notes.md")
+            "best.json": ["best", "s"], "export.md": ["export", "s", "--format", "markdown"]}  # fmt: skip
+AT_80_COLUMNS = {"trials.80.txt": ["trials", "s"], "studies.80.txt": ["studies"],
+                 "trials.top.80.txt": ["trials", "s", "--sort", "speed", "--top", "2"]}  # fmt: skip
+NAMES = (*COMMANDS, *AT_80_COLUMNS, "result.json", "metrics_file.json", "lines.txt", "cards.txt", "study_note.md",
+         "trial_notes.md")  # fmt: skip
 
 
-def outputs(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[str, str]]:
+def outputs(
+    bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, str]]:
     result = bench.run(bench.spec(max_trials=6, confirm=2, batch="both"), Changing(lucky=3), noise=0.01)
     assert result is not None
     view = bench.view()
@@ -44,6 +49,13 @@ def outputs(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> It
         with pytest.raises(SystemExit):
             main([*args, "--storage", bench.url])
         yield name, capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name, args in AT_80_COLUMNS.items():
+        with pytest.raises(SystemExit):
+            main([*args, "--storage", bench.url])
+        yield name, capsys.readouterr().out
 
 
 def masked(text: str, names: Mapping[str, str]) -> str:
@@ -52,14 +64,17 @@ def masked(text: str, names: Mapping[str, str]) -> str:
     for name, shown in {**names, "\r\n": "\n"}.items():
         text = text.replace(name, shown)
     text = re.sub(r'("versions": )\{[^}]*\}|(\| versions \|).*', r"\1\2", text)
+    text = re.sub(r"^(2 x simulated), .*", r"\1, VERSIONS", text, flags=re.MULTILINE)
     return re.sub(r"20\d\d-\d\d-\d\d \d\d:\d\d", "DATE", text).rstrip() + "\n"
 
 
-def test_public_outputs_are_the_recorded_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_public_outputs_are_the_recorded_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     (tmp_path / "train.py").write_text("")
     with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as store:
-        result = dict(outputs(ReportedStudyBench(tmp_path, store), capsys))
+        result = dict(outputs(ReportedStudyBench(tmp_path, store), capsys, monkeypatch))
     names = {str(tmp_path): "/folder", f"{Path(sys.executable).parent}/": ""}
     result = {name: masked(text, names) for name, text in result.items()}
     if os.environ.get("RECORD"):

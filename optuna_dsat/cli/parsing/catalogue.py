@@ -50,14 +50,14 @@ COMMANDS: dict[str, _Entry] = {
         _LOOK: (
             ("show", "studies", "show"),
             ("best", "studies", "best"),
-            ("trials", "studies", "trials"),
+            ("trials", "trials", "trials"),
             ("explain", "report", "explain"),
             ("report", "report", "report"),
             ("dashboard", "report", "dashboard"),
         ),
         _MANAGE: (
             ("studies", "studies", "studies"),
-            ("export", "studies", "export"),
+            ("export", "trials", "export"),
             ("delete", "studies", "delete"),
             ("db", "studies", "database"),
         ),

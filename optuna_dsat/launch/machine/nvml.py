@@ -26,6 +26,9 @@ _CANNOT_BE_HAD = frozenset(
 
 _UNNAMED = "NVIDIA GPU"
 
+_CLOCKS = {1: "SM", 2: "memory"}
+"""``nvmlClockType_t`` (NVML API reference)."""
+
 _THROTTLE_REASONS = {
     0x04: "power limit",
     0x08: "hardware slowdown",
@@ -178,6 +181,14 @@ class Nvml:
         if mask is None:  # the name in older versions of the package
             mask = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return tuple(words for bit, words in _THROTTLE_REASONS.items() if int(mask or 0) & bit)
+
+    def limits(self, gpu: str) -> str:
+        """Return the largest clocks and the power limit of a GPU in words; empty if unknown."""
+        handle = self._handle(gpu)
+        clocks = [(name, self._ask("nvmlDeviceGetMaxClockInfo", handle, kind)) for kind, name in _CLOCKS.items()]
+        power_mw = self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
+        words = [f"{name} up to {int(mhz)} MHz" for name, mhz in clocks if mhz]
+        return ", ".join([*words, *([f"power up to {int(power_mw) / 1000:.0f} W"] if power_mw else [])])
 
     def process_name(self, pid: int) -> str:
         """Return the name of a process's program; empty if NVML does not report it."""
