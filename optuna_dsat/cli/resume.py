@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from optuna_dsat.cli.on_end import HELP, on_end_of
 from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage, option
 from optuna_dsat.cli.search import run_request
 from optuna_dsat.cli.tables import notify
@@ -16,7 +18,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
 
 if TYPE_CHECKING:
-    from optuna_dsat.study.spec import StudySpec
+    from optuna_dsat.study.spec import StudyRequest, StudySpec
 
 _MaxTrials = Annotated[int | None, option("--max-trials", help="New number of launches of trials.")]
 _MinGain = Annotated[
@@ -31,6 +33,14 @@ _WaitForGpus = Annotated[
     float | None,
     option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s."),
 ]
+_Log = Annotated[
+    list[str] | None,
+    option(
+        "--log", metavar="TRACKER[=VALUE]", help="Log each further trial: wandb, mlflow or tensorboard (repeatable)."
+    ),
+]
+_Price = Annotated[float | None, option("--price", help="Price of a GPU hour, for what the search costs.", min=0.0)]
+_OnEnd = Annotated[str | None, option("--on-end", metavar="COMMAND", help=HELP)]
 Workdir = Annotated[
     Path | None, option("--workdir", help="Working directory, where the script lies elsewhere on this machine.")
 ]
@@ -59,6 +69,9 @@ def resume(
     workdir: Workdir = None,
     python: Python = None,
     trust: Trust = False,
+    log: _Log = None,
+    on_end: _OnEnd = None,
+    price: _Price = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -66,9 +79,10 @@ def resume(
     limits = {"max_trials": max_trials, "min_gain": min_gain}
     limits |= {"confirm_time": confirm_time, "wait_for_gpus": wait_for_gpus}
     given = {field: limit for field, limit in limits.items() if limit is not None}
-    _continue(
-        name, storage, given, workdir, python, Approval(trust, quiet), conclude=True, quiet=quiet, as_json=as_json
-    )
+    approve = Approval(trust, quiet)
+    request = _request(name, storage, given, workdir, python, approve, log, conclude=True)
+    with on_end_of(request, on_end) as end:
+        run_request(request, end=end, quiet=quiet, as_json=as_json, price=price)
 
 
 def worker(
@@ -77,26 +91,30 @@ def worker(
     workdir: Workdir = None,
     python: Python = None,
     trust: Trust = False,
+    log: _Log = None,
     quiet: Quiet = False,
 ) -> None:
     """Join a study from another process or machine; whoever started it confirms and exports the winner."""
-    _continue(name, storage, {}, workdir, python, Approval(trust, quiet), conclude=False, quiet=quiet, as_json=False)
+    request = _request(name, storage, {}, workdir, python, Approval(trust, quiet), log, conclude=False)
+    run_request(request, quiet=quiet, as_json=False)
 
 
-def _continue(
+def _request(
     name: str,
     storage: str,
     limits: Mapping[str, float],
     workdir: Path | None,
     python: str | None,
     approve: Approval,
+    log: Sequence[str] | None,
     *,
     conclude: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+) -> StudyRequest:
+    """Return the request that continues a stored study, after its secrets are known."""
+    from optuna_dsat.tuning.options.trackers import split_trackers
     from optuna_dsat.tuning.resume import resume_request
 
+    callbacks = split_trackers(log) or ()
     request = resume_request(
         name,
         storage,
@@ -108,7 +126,7 @@ def _continue(
         approve=approve,
     )
     ask_for_secrets(request.spec)
-    run_request(request, quiet=quiet, as_json=as_json)
+    return replace(request, callbacks=callbacks)
 
 
 def _has_terminal() -> bool:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optuna_dsat.cli.on_end import HELP, on_end_of
 from optuna_dsat.cli.parsing.commands import origins_of
 from optuna_dsat.cli.parsing.parameters import stored_command
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import StorageError, StudyDeletedError
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.study.options.declaration import of_output
+from optuna_dsat.study.options.declaration import of_output, options_in
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import (
     AshaOptions,
@@ -27,8 +28,10 @@ from optuna_dsat.tuning.options.tune_options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from optuna_dsat.cli.on_end import SearchEnd
+    from optuna_dsat.study.result import StudyResult
     from optuna_dsat.study.spec import StudyRequest
     from optuna_dsat.tuning.prepare import Prepared
     from optuna_dsat.tuning.run import StudyRun
@@ -52,6 +55,8 @@ class OutputOptions:
             flags=("--json",),
         ),
     ] = False
+    on_end: Annotated[str | None, of_output(help=HELP, metavar="COMMAND")] = None
+    price: Annotated[float | None, of_output(help="Price of a GPU hour, for what the search costs.")] = None
 
 
 def _search(method: str | None, context: typer.Context, options: TuneOptions, output: OutputOptions) -> None:
@@ -108,13 +113,16 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
         if output.json_output:
             print(json.dumps({"searches": previews}, indent=2))
         return
-    for line in _files_of(given.origins):
+    for line in _files_of(given):
         notify(line)
     options = studies[0].given.options
-    if len(studies) > 1:
-        _run_each(studies, output)
-        return
-    ended = run_request(studies[0].request, quiet=options.quiet, as_json=output.json_output)
+    with on_end_of(studies[0].request, output.on_end) as end:
+        if len(studies) > 1:
+            ended, end.result = _run_each(studies, output)
+        else:
+            ended = run_request(
+                studies[0].request, end=end, quiet=options.quiet, as_json=output.json_output, price=output.price
+            )
     if options.run_full_experiment:
         _train(ended, as_json=output.json_output)
 
@@ -131,17 +139,18 @@ def _preview(prepared: Prepared, *, shown: bool) -> dict[str, Any]:
     return {**values, "options": options_given(prepared.given)}
 
 
-def _files_of(origins: Mapping[str, str]) -> list[str]:
+def _files_of(given: Given) -> list[str]:
     """Return a line with the file from which options were read, and their names; empty without a file."""
+    declared = options_in(type(given.options))
     files: dict[str, list[str]] = {}
-    for name, origin in origins.items():
+    for name, origin in given.origins.items():
         if Path(origin).is_file():
-            files.setdefault(origin, []).append(name.replace("_", "-"))
+            files.setdefault(origin, []).append(declared[name].spelled(name))
     return [f"Options from {file}: {', '.join(names)}." for file, names in files.items()]
 
 
-def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
-    """Search at each number of GPUs, show all results, and train with the best if requested."""
+def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> tuple[StudyRun, StudyResult]:
+    """Search at each number of GPUs and show all results; return the best run and its result."""
     from optuna_dsat.cli.show import show_by_gpus
     from optuna_dsat.store import display_url
     from optuna_dsat.tuning.run import best_of, search_each
@@ -149,7 +158,9 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
     options, as_json = studies[0].given.options, output.json_output
     searches = search_each(
         studies,
-        lambda prepared: run_request(prepared.request, quiet=options.quiet, as_json=as_json, show=not as_json),
+        lambda prepared: run_request(
+            prepared.request, quiet=options.quiet, as_json=as_json, price=output.price, show=not as_json
+        ),
         on_notice=notify,
     )
     rows = []
@@ -167,8 +178,7 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
         storage = studies[0].request.storage
         command = stored_command("report", *measured, storage=storage, shown_url=display_url(storage))
         say(f"Side by side: {command}")
-    if options.run_full_experiment:
-        _train(best, as_json=as_json)
+    return best, result
 
 
 def _train(ended: StudyRun, *, as_json: bool) -> None:
@@ -179,8 +189,16 @@ def _train(ended: StudyRun, *, as_json: bool) -> None:
         sys.exit(train_with_best(ended, ended.result, stdout=sys.stderr if as_json else None))
 
 
-def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool = True) -> StudyRun:
-    """Tune, show the result, and return the outcome.
+def run_request(
+    request: StudyRequest,
+    *,
+    end: SearchEnd | None = None,
+    quiet: bool,
+    as_json: bool,
+    price: float | None = None,
+    show: bool = True,
+) -> StudyRun:
+    """Tune, show the result with the cost at a price per GPU hour, and return the outcome, whose result ``end`` gets.
 
     Raises:
         StorageError: If the database failed; the message ends with the command that continues the study.
@@ -202,8 +220,10 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
         except StorageError as error:
             raise StorageError(f"{error} Continue with: {stopping.remedy}") from error
     result = ended.result
+    if end is not None:
+        end.result = result
     if result is not None and show:
-        show_result(result, as_json=as_json)
+        show_result(result, as_json=as_json, price=price)
     if ended.interrupted:
         if ended.storage:
             say(f"Interrupted. Continue with: {_resume_command(request, ended.storage)}", file=sys.stderr)

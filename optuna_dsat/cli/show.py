@@ -13,6 +13,7 @@ from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.study.config_changes import changes_in_words, checkpointing_in_words
 from optuna_dsat.study.confirm.words import answers_in_words, remarks_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
+from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.result import SameBatch, StudyResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import (
@@ -35,8 +36,8 @@ _BAR_CELLS = 40
 """Width of the longest bar."""
 
 
-def show_result(result: StudyResult, *, as_json: bool) -> None:
-    """Print a result as text or as one JSON object."""
+def show_result(result: StudyResult, *, as_json: bool, price: float | None = None) -> None:
+    """Print a result as text, with what the search cost at a price per GPU hour, or as one JSON object."""
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
         return
@@ -54,7 +55,7 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         result.measurement,
         result.advice,
         result.isolation,
-        _cost(result),
+        _cost(result, price),
     ]
     say(f"Metrics: {result.metrics_path}")
     for remark in filter(None, remarks):
@@ -86,9 +87,13 @@ def _throughput(result: StudyResult) -> str:
     return f"It trains at {metric_in_words('throughput', samples_per_s)}."
 
 
-def _cost(result: StudyResult) -> str:
-    """Return why the search ended, its launches and GPU minutes."""
+def _cost(result: StudyResult, price: float | None) -> str:
+    """Return why the search ended, its launches and GPU minutes, and their cost at a price per GPU hour."""
     minutes = slot_time_in_words(result.slot_minutes * 60, result.device)
+    if price is not None:
+        minutes += (
+            f", which cost {result.slot_minutes / 60 * price:,.2f} at {price:,.2f} per {slot_name(result.device)} hour"
+        )
     running = f", {count_in_words(result.continued)} of them in a running engine" if result.continued else ""
     return f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}{running}; {minutes}."
 
@@ -170,8 +175,9 @@ def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]
 
 def options_given(given: Given) -> dict[str, dict[str, str]]:
     """Return each given option with its value in command-line form and its origin."""
+    declared = options_in(type(given.options))
     return {
-        name.replace("_", "-"): {"value": _in_words(name, getattr(given.options, name)), "from": origin}
+        declared[name].spelled(name): {"value": _in_words(name, getattr(given.options, name)), "from": origin}
         for name, origin in given.origins.items()
         if name not in _POSITIONAL
     }

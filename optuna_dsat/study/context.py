@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +37,8 @@ class StudyContext:
     """Called with each progress event."""
     wait: SlotWait
     """Reports which processes occupy the slots and limits the wait for them."""
+    callbacks: Sequence[Callable[[optuna.Study, FrozenTrial], None]] = ()
+    """Called after each launched trial."""
 
     def say(self, text: str) -> None:
         """Send a message to the observer."""

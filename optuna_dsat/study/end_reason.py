@@ -20,6 +20,7 @@ class EndReason(StrEnum):
     EARLY_STOPPING = "no new best for as many launches as --early-stopping allows"
     TIMEOUT = "the time of --timeout is over"
     EXHAUSTED = "nothing that is left is expected to win"
+    STOPPED = "a callback called study.stop()"
     INTERRUPTED = "interrupted"
 
 

@@ -53,7 +53,13 @@ class Session:
             on_phase=lambda words: observer(Phase(words=words, said=True)),
         )
         self._context = StudyContext(
-            spec=spec, study_uuid=record.uuid, store=store, launcher=launcher, observer=observer, wait=wait
+            spec=spec,
+            study_uuid=record.uuid,
+            store=store,
+            launcher=launcher,
+            observer=observer,
+            wait=wait,
+            callbacks=request.callbacks,
         )
 
     @property
@@ -118,7 +124,9 @@ class Session:
         )
         same = {field_.name: getattr(known, field_.name) for field_ in fields(StudyContext)}
         study.set_user_attr(attributes.FINGERPRINT, turn.fingerprint)
-        return SearchContext(**same, study=study, profiled=profiled, space=space, method=method)
+        context = SearchContext(**same, study=study, profiled=profiled, space=space, method=method)
+        study.set_user_attr(attributes.METRIC, context.metric)
+        return context
 
     def _search(self, context: SearchContext) -> EndReason:
         """Launch trials until the search ends; return why it does."""

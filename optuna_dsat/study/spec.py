@@ -6,9 +6,10 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -23,6 +24,9 @@ from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.options.methods import METHODS, AshaSettings, GuidedSettings, RandomSettings, default_stages
 from optuna_dsat.study.options.settings import SearchSettings
 from optuna_dsat.words import rule_in_words
+
+if TYPE_CHECKING:
+    import optuna
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS |= {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
@@ -273,6 +277,8 @@ class StudyRequest:
     """Whether to confirm and export the winner; a worker that joins leaves that to the study's owner."""
     relocated: bool = False
     """Whether ``spec`` is the stored one with this machine's paths: it is neither compared nor stored."""
+    callbacks: Sequence[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]] = ()
+    """Called after each launched trial, as the callbacks of ``optuna.Study.optimize``."""
 
     @property
     def device_names(self) -> tuple[str, ...]:

@@ -100,6 +100,7 @@ def prepare(method: str | None, given: Given) -> Prepared:
         storage=options.storage,
         reuse_profile=options.profile_reuse,
         check_loss=options.check_loss,
+        callbacks=tuple(options.callbacks or ()),
     )
     return Prepared(request=request, given=given, notes=[*notes, *misspelt_in_words(spec.ds_config), *devices.notices])
 

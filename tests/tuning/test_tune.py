@@ -36,7 +36,7 @@ __all__ = ["bench"]
 
 pytestmark = pytest.mark.usefixtures("bench")
 
-OF_A_TERMINAL = {"json_output", "dry_run"}
+OF_A_TERMINAL = {"json_output", "dry_run", "on_end", "price"}
 """Options that say how the command prints; a function returns."""
 QUICK: dict[str, Any] = {
     "method": "random",

@@ -50,6 +50,11 @@ class Option:
     places: tuple[str, ...] = ()
     """Values of ``--on`` with which it has an effect; empty for all."""
 
+    def spelled(self, field: str) -> str:
+        """Return its long name on a command line, without dashes; ``field`` is the name of its field."""
+        flags = (flag.split("/")[0].lstrip("-") for flag in self.flags)
+        return max(flags, key=len, default=field.replace("_", "-"))
+
     @property
     def command_help(self) -> str:
         """Help text of the command."""

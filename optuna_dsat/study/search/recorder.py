@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import optuna
@@ -18,7 +20,7 @@ from optuna_dsat.study.confirm.speeds import Speeds, speed_of, with_utilisation
 from optuna_dsat.study.confirm.verdict import verdict_of
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.progress import BestSoFar, SearchStarted, TrialDropped, TrialFinished
-from optuna_dsat.study.search.running import Flight
+from optuna_dsat.study.search.running import Flight, frozen
 from optuna_dsat.trials import attributes
 
 _STATES = {
@@ -45,6 +47,8 @@ class TrialRecorder:
         self._maximize = context.spec.maximize
         self._metric = context.metric
         self._speeds = Speeds(context.profiled.profile, metric=context.metric, device=context.spec.device)
+        self._finished: deque[optuna.Trial] = deque()
+        """Finished trials for which the callbacks have not been called."""
 
     def announce_search(self, *, total_slots: int) -> None:
         """Send ``SearchStarted`` with the state of the study."""
@@ -136,8 +140,24 @@ class TrialRecorder:
             self.drop(trial)
             return
         self._store.heartbeat.remove(trial)
+        self._finished.append(trial)
         self._notify(flight, report, value)
         self._raise_script_failure(flight, report)
+
+    def call_back(self) -> None:
+        """Call the callbacks for each trial finished since the last call, as ``optuna.Study.optimize`` does.
+
+        Raises:
+            Exception: As a callback raised it; the trial is stored.
+        """
+        self._study._thread_local.in_optimize_loop = True  # lets callbacks call ``study.stop``
+        try:
+            while self._finished:
+                trial = frozen(self._study, self._finished.popleft())
+                for callback in self._context.callbacks:
+                    callback(self._study, copy.deepcopy(trial))
+        finally:
+            self._study._thread_local.in_optimize_loop = False
 
     def _set_attributes(self, flight: Flight, report: LaunchReport) -> None:
         """Store the result with the trial."""

@@ -46,6 +46,9 @@ _FAILURE_CHARS = 300
 
 _TIMED_OUT = "the search ran out of time (--timeout)"
 
+_AT_ONCE = (EndReason.TIMEOUT, EndReason.STOPPED)
+"""Reasons that also end the search at the user's global batch."""
+
 
 class Tuner:
     """Searches a study until its budget is spent, continuing from its history."""
@@ -79,7 +82,7 @@ class Tuner:
         self._recorder.announce_search(total_slots=self._launcher.total_slots)
         try:
             reason = self._search()
-            if self._spec.confirm and reason is not EndReason.TIMEOUT and self._proposals.enqueue_simplification():
+            if self._spec.confirm and reason not in _AT_ONCE and self._proposals.enqueue_simplification():
                 self._context.say("Launching the best configuration without the settings that may have no effect.")
                 self._loop()
             self._wait_for_exits()
@@ -87,6 +90,7 @@ class Tuner:
             reason = EndReason.INTERRUPTED
         finally:
             self._return_running()
+        self._recorder.call_back()  # for trials that finished as the search was interrupted
         if reason is not EndReason.INTERRUPTED:
             self._check_something_ran()
         return reason
@@ -104,9 +108,9 @@ class Tuner:
         self._proposals.most = self._spec.max_trials - kept
         reason = self._loop()
         self._over, self._proposals.most = True, self._spec.max_trials
-        if reason is not EndReason.TIMEOUT and self._proposals.enqueue_at_user_batch():
+        if reason not in _AT_ONCE and self._proposals.enqueue_at_user_batch():
             self._context.say("Searching at the global batch of your config.")
-            while self._proposals.enqueue_at_user_batch() and self._loop() is not EndReason.TIMEOUT:
+            while self._proposals.enqueue_at_user_batch() and self._loop() not in _AT_ONCE:
                 pass
         return reason
 
@@ -121,6 +125,7 @@ class Tuner:
                 time.sleep(_POLL_S)
             self._flights.watch_slots(ending=reason is not None)
             self._handle_all(self._launcher.poll(_POLL_S if self._flights.running else 0.0))
+            self._recorder.call_back()
             self._flights.start_waiting()
             if not timed_out and self._deadline is not None and time.monotonic() > self._deadline:
                 timed_out = True
@@ -152,6 +157,8 @@ class Tuner:
     def _end_reason(self) -> EndReason | None:
         """Return why no further trial is asked for; None if one is."""
         trials = self._context.trials()
+        if self._study._stop_flag:
+            return EndReason.STOPPED
         if simplification_waits(trials):
             return None
         if attributes.launches_used(trials) >= self._proposals.most:

@@ -28,8 +28,9 @@ _WORDS: dict[Any, str] = {
     bool: "True or False",
     os.PathLike: "a path",
     Mapping: "a dictionary",
+    Callable: "a function",
 }
-_MANY = {int: "whole numbers", float: "numbers", str: "texts"}
+_MANY = {int: "whole numbers", float: "numbers", str: "texts", Callable: "functions"}
 
 
 def coerced(name: str, value: Any, kind: Any, *, alone: bool = True) -> Any:
@@ -70,14 +71,14 @@ def _word(kind: Any) -> str:
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin is Sequence:
-        return f"a list of {_MANY[args[0]]}"
+        return f"a list of {_MANY[get_origin(args[0]) or args[0]]}"
     return _WORDS[origin]
 
 
 def _example(value: Any, kinds: Sequence[Any]) -> str:
     """Suggest the list that a string was probably meant to be; empty if there is none."""
     many = [get_args(kind)[0] for kind in kinds if get_origin(kind) is Sequence]
-    if not isinstance(value, str) or not many:
+    if not isinstance(value, str) or not many or get_origin(many[0]) is Callable:
         return ""
     try:
         listed = value.split() if many[0] is str else [many[0](word) for word in value.replace(",", " ").split()]
@@ -127,12 +128,14 @@ def _sequence(name: str, value: Any, kind: Any, *, alone: bool) -> Any:
     for index, item in enumerate(value):
         result.append(_element(item, kind))
         if result[-1] is _NO:
-            raise TypeError(f"{name}[{index}] must be {_WORDS[kind]}; got {_shown(item)}.")
+            raise TypeError(f"{name}[{index}] must be {_WORDS[get_origin(kind) or kind]}; got {_shown(item)}.")
     return tuple(result)
 
 
 def _element(value: Any, kind: Any) -> Any:
     """Convert an element of a sequence; strings also accept paths and numbers, as on a command line."""
+    if get_origin(kind) is Callable:
+        return value if callable(value) else _NO
     value = _native(value)
     if kind is str and isinstance(value, os.PathLike | int | float) and not isinstance(value, bool):
         return str(value)

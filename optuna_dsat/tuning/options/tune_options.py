@@ -6,7 +6,7 @@ files and ``docs/reference/options.md`` are generated from these classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from optuna_dsat.study.options.declaration import (
 from optuna_dsat.study.options.methods import METHODS, AshaSettings, BinarySettings, GuidedSettings, RandomSettings
 from optuna_dsat.study.options.parse import named_config, split_counts, split_environment, split_mappings
 from optuna_dsat.study.options.settings import SearchSettings, StrPath
+from optuna_dsat.tuning.options.trackers import TRACKERS, split_trackers
 
 DEFAULT_METHOD = "guided"
 """Method of a search for which neither an option nor the config names one."""
@@ -169,6 +170,20 @@ class TuneOptions(SearchSettings):
         bool,
         what(help="Take the profile of an earlier study of the same script, config and hardware.", before="max_trials"),
     ] = True
+    callbacks: Annotated[
+        Sequence[Callable[[Any, Any], None]] | None,
+        of_output(
+            help="Log each trial to wandb, mlflow or tensorboard, which read their own environment variables; "
+            "wandb=PROJECT, mlflow=URI, tensorboard=FOLDER name what they log to (repeatable).",
+            python_help="Functions ``callback(study, trial)``, called after each trial as those of "
+            "``optuna.Study.optimize``, such as the callbacks of ``optuna_integration``. An exception ends the search; "
+            "the same call continues it.",
+            flags=("--log",),
+            metavar="TRACKER[=VALUE]",
+            choices=TRACKERS,
+            parse=split_trackers,
+        ),
+    ] = None
     run_full_experiment: Annotated[
         bool,
         of_output(
