@@ -35,7 +35,12 @@ class _Entry:
 COMMANDS: dict[str, _Entry] = {
     name: _Entry(module=module, attribute=attribute, panel=panel)
     for panel, entries in {
-        _BEFORE: (("doctor", "doctor", "doctor"), ("check", "doctor", "check"), ("plan", "plan", "plan")),
+        _BEFORE: (
+            ("doctor", "doctor", "doctor"),
+            ("check", "doctor", "check"),
+            ("plan", "plan", "plan"),
+            ("init", "init", "init"),
+        ),
         _SEARCH: (
             ("guided", "search", "guided_search"),
             ("asha", "search", "asha_search"),
