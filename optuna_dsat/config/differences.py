@@ -9,8 +9,8 @@ from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, ZERO, canonical_
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, checkpoint_every
 
-_IN_THE_STRUCTURE = frozenset({"stage", "device", "nvme_path"})
-"""Keys of stage and offloads."""
+_IN_THE_STRUCTURE = frozenset({"stage", "device", "nvme_path", "buffer_size", "max_in_cpu"})
+"""Keys of stage and offloads, and keys that the search sets with them alone."""
 
 
 def knob_differences(

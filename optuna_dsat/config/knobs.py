@@ -43,6 +43,7 @@ __all__ = [
     "OFFLOAD_RATIO",
     "PARTITION_COPY",
     "PIN_MEMORY",
+    "REUSE_DISTANCE",
     "ZERO_STAGE",
     "ZERO_STAGES",
     "Kind",
@@ -54,6 +55,7 @@ LEAF_MODULE = "leaf_module"
 OFFLOAD_RATIO = "offload_optimizer_ratio"
 PIN_MEMORY = "offload_pin_memory"
 PARTITION_COPY = "zero_hpz_partition_size"
+REUSE_DISTANCE = "stage3_max_reuse_distance"
 
 Kind = str
 """``stage``, ``flag``, ``size`` (a number of elements), ``ranks``, ``device`` (``none``, ``cpu``, ``nvme``), ``share``
@@ -349,14 +351,18 @@ KNOBS: tuple[Knob, ...] = (
         live=(3,),
     ),
     Knob(
-        name="stage3_max_reuse_distance",
-        path=(ZERO, "stage3_max_reuse_distance"),
+        name=REUSE_DISTANCE,
+        path=(ZERO, REUSE_DISTANCE),
         kind="size",
         choices=(100_000_000, 1_000_000_000),
         default=1_000_000_000,
         stages=(3,),
-        where="ZeRO 3",
-        used_by="PartitionedParameterCoordinator.__params_to_release: keeps what is used again within the distance.",
+        condition=lambda params, _site: params.get(OFFLOAD_PARAM) != "nvme",
+        where="ZeRO 3; 0 with parameters on NVMe",
+        used_by=(
+            "PartitionedParameterCoordinator.__params_to_release: keeps what is used again within the distance. On "
+            "NVMe each kept parameter occupies a swap buffer, and without a free one DeepSpeed fails."
+        ),
         live=(3,),
     ),
     Knob(

@@ -17,6 +17,7 @@ from optuna_dsat.config.knobs import (
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     PIN_MEMORY,
+    REUSE_DISTANCE,
     ZERO_STAGE,
     Knob,
     Site,
@@ -86,6 +87,8 @@ class SearchSpace:
     params: int | None = None
     """Parameters of the model, which limit sizes; None if unknown."""
     nvme_path: str | None = None
+    swap_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of an offload of the parameters to NVMe."""
     gradient_accumulation_steps: int = 1
     samples_per_rank: int | None = None
     """Samples per rank and global step, kept by the accumulation; None if the global batch follows the micro-batch."""
@@ -179,6 +182,7 @@ class SearchSpace:
         Sub-keys of the user's offload sections (``pin_memory``, ``buffer_count``...) are kept. Knobs that do not
         apply are removed, as they would be inherited otherwise: an ``offload_param`` is meaningless below ZeRO 3, and
         an ``offload_optimizer`` without ZeRO makes DeepSpeed build a CPU optimizer for parameters on the GPU.
+        Parameters on NVMe are not kept for reuse, unless the user's config offloads them there (``REUSE_DISTANCE``).
         ``reduce_scatter`` is disabled at stages 2 and 3 if gradients are prescaled, because DeepSpeed refuses its
         default there. ``zero_allow_untested_optimizer`` is set only after a comparison of losses: ZeRO flattens and
         splits parameters, and an optimizer that reads their shapes then trains differently
@@ -208,6 +212,9 @@ class SearchSpace:
                 zero.setdefault(key, None)
             elif tuned.role is not Role.KEPT and tuned.name != NVME:
                 zero[key] = self._written(tuned, values)
+        if values.get(OFFLOAD_PARAM) == "nvme":
+            own = device_of(self.user_zero, OFFLOAD_PARAM) == "nvme"
+            zero[REUSE_DISTANCE] = self.user_zero.get(REUSE_DISTANCE) if own else 0
         if self.site.prescaled and values[ZERO_STAGE] >= 2:
             zero["reduce_scatter"] = False
         size = params[MICRO_BATCH]
@@ -237,6 +244,8 @@ class SearchSpace:
         }
         if "pin_memory" not in own and self.device == "cuda":
             section["pin_memory"] = True
+        if tuned.name == OFFLOAD_PARAM and device == "nvme":
+            section |= self.swap_settings
         if tuned.name == OFFLOAD_OPTIMIZER and values[ZERO_STAGE] < 3:
             section |= {key: None for key in _STAGE3_OFFLOAD_KEYS if key in own}
         return section

@@ -41,6 +41,7 @@ from optuna_dsat.config.search_space import (
 from optuna_dsat.config.search_space import (
     present as read_present,
 )
+from optuna_dsat.config.structures import param_swap_settings
 from optuna_dsat.errors import ConfigError
 
 __all__ = [
@@ -115,6 +116,8 @@ class SpaceRequest:
     """Ranks of a launch on each node."""
     trainable: int | None = None
     """Trainable parameters of the model; None if all or unknown."""
+    largest_layer: int | None = None
+    """Parameters of the largest module that has parameters itself; None if unknown."""
     leaf_classes: Sequence[str] = ()
     """Classes of modules that ``leaf_module`` names."""
     worthwhile: Collection[str] = ()
@@ -176,6 +179,7 @@ class _Builder:
             device=request.device,
             params=request.params,
             nvme_path=request.nvme_path,
+            swap_settings=self._swap_settings(),
             gradient_accumulation_steps=request.gradient_accumulation_steps or own_steps,
             samples_per_rank=request.samples_per_rank,
             max_samples_per_rank=request.max_samples_per_rank,
@@ -224,6 +228,13 @@ class _Builder:
             one_rank=self._world_size == 1,
             owned=self._owned,
         )
+
+    def _swap_settings(self) -> dict[str, int]:
+        """Return the settings of parameters on NVMe; empty before the model is known."""
+        params, layer = self._request.params, self._request.largest_layer
+        if params is None or layer is None:
+            return {}
+        return param_swap_settings(self._zero, params=params, largest_layer=layer, ranks=self._world_size)
 
     @property
     def _owned(self) -> int | None:
@@ -334,12 +345,23 @@ class _Builder:
         elif listed is not None and not self._says_all(knob):
             tuned = TunedKnob(knob=knob, choices=listed)
         else:
-            more = ("nvme",) if self._request.nvme_path else ()
+            more = ("nvme",) if self._request.nvme_path and self._swaps(knob) else ()
             to_host = knob.choices if self._request.device != "cpu" or self._says_all(knob) else ("none",)
             tuned = TunedKnob(knob=knob, choices=_unique((*to_host, *more, present)))
         if "nvme" in tuned.choices and not (self._request.nvme_path or own_path):
             raise ConfigError(f"{knob.name} may be nvme, but no folder is known: give --nvme-path.")
+        if "nvme" in tuned.choices and present != "nvme" and not self._swaps(knob):
+            raise ConfigError(f"{knob.name} may be nvme, which ranks on the CPU can do in bf16 only: set bf16.enabled.")
         return tuned
+
+    def _swaps(self, knob: Knob) -> bool:
+        """Return whether ranks can have these states on NVMe.
+
+        On devices without fp16, such as CPUs, DeepSpeed reads parameters from NVMe as bf16, whatever their type
+        (``partition_parameters.InsertPostInitMethodToModuleSubClasses._set_dtype``).
+        """
+        exact = self._request.device != "cpu" or configs.precision_of(self._plain) == "bf16"
+        return knob.name != OFFLOAD_PARAM or exact
 
     def _says_all(self, knob: Knob) -> bool:
         value = configs.zero_section(self._request.ds_config).get(knob.path[1])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config.ds_config import ZERO
-from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, REUSE_DISTANCE
 
 _NONE, _CPU, _NVME = "none", "cpu", "nvme"
 
@@ -39,6 +40,11 @@ class Structure:
         """Number of offloads: optimizer states, parameters."""
         return sum(device != _NONE for device in (self.offload_optimizer, self.offload_param))
 
+    @property
+    def nvme_count(self) -> int:
+        """Number of offloads to NVMe."""
+        return sum(device == _NVME for device in (self.offload_optimizer, self.offload_param))
+
     def on_nvme(self) -> Structure:
         """Return the structure with its offloads moved to NVMe."""
         return replace(
@@ -57,18 +63,51 @@ class Structure:
         ]
         return f"ZeRO {self.stage}" + (f" + {' and '.join(parts)}" if parts else "")
 
-    def zero_section(self, *, nvme_path: str | None = None) -> dict[str, Any]:
+    def zero_section(
+        self, *, nvme_path: str | None = None, swap_settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
         """Return a ``zero_optimization`` section with only stage and offloads; None removes an offload of the base.
 
         Args:
             nvme_path: Folder on NVMe; needed for an offload to ``nvme``.
+            swap_settings: Further settings of an offload of the parameters to ``nvme``.
         """
         section: dict[str, Any] = {"stage": self.stage}
         for key, device in ((OFFLOAD_OPTIMIZER, self.offload_optimizer), (OFFLOAD_PARAM, self.offload_param)):
             section[key] = None if device == _NONE else {"device": device}
             if device == _NVME:
-                section[key]["nvme_path"] = nvme_path
+                section[key] |= {"nvme_path": nvme_path, **(swap_settings if key == OFFLOAD_PARAM else {})}
+        if self.offload_param == _NVME:
+            section[REUSE_DISTANCE] = 0  # each parameter that is kept occupies a swap buffer
         return section
+
+
+MAX_IN_CPU = 1_000_000_000
+"""Default of ``offload_param.max_in_cpu``, in elements of a rank."""
+_BUFFER_UNIT = 1_000_000
+
+
+def param_swap_settings(own: Mapping[str, Any], *, params: int, largest_layer: int, ranks: int) -> dict[str, int]:
+    """Return settings for parameters on NVMe where DeepSpeed's defaults do not fit and the user gives none.
+
+    A swap buffer contains the partition of a single parameter: DeepSpeed fails if it is larger than ``buffer_size``,
+    and page-locks ``buffer_count`` of them. With ``fast_init`` they contain sub-groups of the optimizer as well, and
+    keep their default size. Of each rank's partition the first ``max_in_cpu`` elements stay in host memory: by default,
+    nothing is on NVMe alone unless a partition has more (``swap_tensor.partitioned_param_swapper`` of 0.19.8).
+
+    Args:
+        own: The user's ``zero_optimization`` section.
+        params: Parameters of the model.
+        largest_layer: Parameters of the largest module that has parameters itself.
+        ranks: Data-parallel ranks.
+    """
+    units = -(-largest_layer // ranks // _BUFFER_UNIT)
+    settings = {"buffer_size": units * _BUFFER_UNIT}
+    if (own.get(OFFLOAD_OPTIMIZER) or {}).get("fast_init"):
+        settings = {}
+    if params <= ranks * MAX_IN_CPU:
+        settings["max_in_cpu"] = 0
+    return {key: value for key, value in settings.items() if key not in (own.get(OFFLOAD_PARAM) or {})}
 
 
 STRUCTURES = (

@@ -24,7 +24,9 @@ from typing import Any
 from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.knobs import LEAF_MODULE
 from optuna_dsat.config.record import Record
-from optuna_dsat.cost.zero_states import Moment, ZeroSettings, moments, rank_host_parts
+from optuna_dsat.config.structures import param_swap_settings
+from optuna_dsat.cost.host_states import locked_bytes, rank_host_parts, rank_swap_parts
+from optuna_dsat.cost.zero_states import Moment, ZeroSettings, moments
 from optuna_dsat.runtime.events import ProfileMeasured
 from optuna_dsat.runtime.overlay import checkpoint_every
 
@@ -37,6 +39,8 @@ __all__ = [
     "host_peaks",
     "largest_micro_batch",
     "rank_moments",
+    "swap_needs",
+    "swap_settings",
     "zero_settings",
 ]
 
@@ -117,6 +121,8 @@ class Hardware:
     """Memory of a host, shared by its ranks."""
     device: str = "cuda"
     """``cuda`` or ``cpu``; on ``cpu``, offloaded states stay in the rank's own memory and save nothing."""
+    nvme_bytes_per_s: float | None = None
+    """Measured speed of a host's NVMe, the mean of reading and writing the same bytes; None if unknown."""
 
     @property
     def ranks_on_node(self) -> int:
@@ -230,6 +236,22 @@ def largest_micro_batch(profile: ModelProfile, ds_config: Config, *, hardware: H
         if moment.bytes_per_sample > 0:
             answer = min(answer, room // moment.bytes_per_sample)
     return answer
+
+
+def swap_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> dict[str, int]:
+    """Return the settings with which a search offloads the parameters to NVMe."""
+    return param_swap_settings(
+        configs.zero_section(ds_config),
+        params=profile.params,
+        largest_layer=profile.largest_layer_params,
+        ranks=hardware.world_size,
+    )
+
+
+def swap_needs(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> tuple[int, int]:
+    """Return the bytes that the ranks of a host write to NVMe, and the bytes that each rank page-locks for it."""
+    settings = zero_settings(profile, ds_config, hardware)
+    return hardware.ranks_on_node * sum(rank_swap_parts(settings).values()), locked_bytes(settings)
 
 
 def zero_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> ZeroSettings:

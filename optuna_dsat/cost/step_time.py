@@ -13,7 +13,9 @@ The four phases of a step are
   optimizer step leaves it;
 - step: the optimizer on the device, or copies both ways over PCIe and the update on the host's CPUs; ZeRO 1 and 2 then
   gather all parameters once, ZeRO 3 works in sub-groups, of which some may be updated on the device
-  (``offload_optimizer.ratio``); copies from memory that is not page-locked take twice as long;
+  (``offload_optimizer.ratio``); copies from memory that is not page-locked take twice as long. The ranks of a node
+  share its NVMe: with the optimizer there, states and gradients are read and written once a step (ZeRO-Infinity,
+  Rajbhandari et al., arXiv:2104.07857); parameters there are read in each gather and written once a step;
 - other: data loading and Python.
 
 On several nodes a ring of all ranks passes through the network of each node, so the time of a byte is the longer of
@@ -62,7 +64,7 @@ _PRIORS = {
     "fetch": (0.01, 1.2),  # seconds per pass, in addition to the copies, if parameters are offloaded
     "pcie": (1e-10, 0.5),  # seconds per byte between device and host
     "adam": (1e-9, 0.7),  # seconds per parameter and node of an optimizer on the host
-    "nvme": (5e-10, 0.7),  # seconds per byte of optimizer state on NVMe
+    "nvme": (5e-10, 0.7),  # seconds per byte that a node reads from NVMe or writes to it
     "group": (1e-3, 1.0),  # seconds per sub-group of the optimizer step
     "other": (5e-3, 1.5),  # seconds per micro-batch outside the engine
     "network": (1e-10, 1.5),  # seconds per byte of a collective between nodes
@@ -110,6 +112,10 @@ a page-locked buffer (NVIDIA, CUDA C++ Best Practices Guide, section 10.1.1).
 """
 _STATES_BYTES = 12
 """Bytes per parameter of master copy and Adam's two moments."""
+_GRADIENT_BYTES = 4
+"""Bytes per parameter of a gradient in the master's type, which is on NVMe with the optimizer."""
+_MEASURED = 0.3
+"""Spread of a measured speed: ranks, block sizes and queues differ from the measurement's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +126,8 @@ class Columns:
     offload: Numbers
     nvme: Numbers
     offload_param: Numbers
+    swapped: Numbers
+    """Share of the offloaded parameters that are on NVMe."""
     contiguous: Numbers
     overlap: Numbers
     scatter: Numbers
@@ -150,6 +158,7 @@ class Columns:
             offload=column([s.offload_optimizer != "none" for s in settings]),
             nvme=column([s.offload_optimizer == "nvme" for s in settings]),
             offload_param=column([s.offload_param != "none" for s in settings]),
+            swapped=column([s.swapped_params / max(1, s.param_partition) for s in settings]),
             contiguous=column([s.contiguous for s in settings]),
             overlap=column([s.overlap and s.stage > 0 for s in settings]),
             scatter=column([s.reduce_scatter for s in settings]),
@@ -234,7 +243,7 @@ class StepTimeModel:
             flops_per_sample=profile.flops_per_sample,
             ranks=hardware.world_size,
             ranks_per_node=hardware.ranks_on_node,
-            machine=machine,
+            machine={**machine, **_nvme_prior(hardware)},
             prior=prior,
         )
 
@@ -304,7 +313,8 @@ class StepTimeModel:
         persists = 1 / (1 + (module / np.maximum(1, c.persistence)) ** 3)
         persists = np.where(c.persistence >= self.largest_layer, 1.0, persists)
         late = messages * x["latency"] if self.ranks > 1 else 0
-        copied = c.offload_param * self.param_bytes * self.params * x["pcie"] * (_UNPINNED - c.pinned)
+        on_host = c.offload_param * self.param_bytes * self.params
+        copied = on_host * (x["pcie"] * (_UNPINNED - c.pinned) + c.swapped * self.ranks_per_node * x["nvme"])
         partitioned = (c.stage == 3) * (1 - persists)
         seconds = partitioned * (self._volume(self.params) * self._across(x) + late + copied / self.ranks)
         shared = self.param_bytes * self.params * (c.copy_ranks - 1) / c.copy_ranks
@@ -320,12 +330,15 @@ class StepTimeModel:
         owned = self.trainable / np.where(c.stage > 0, self.ranks, 1)
         on_device = 2 * (_STATES_BYTES + self.param_bytes) * owned * x["memory"]  # each byte is read and written
         copies = 2 * self.param_bytes * owned * x["pcie"] * (_UNPINNED - c.pinned)
-        updates = owned * self.ranks_per_node * x["adam"] + c.nvme * 2 * _STATES_BYTES * owned * x["nvme"]
-        on_host = copies + c.host_share * updates + (1 - c.host_share) * on_device
+        on_node = owned * self.ranks_per_node
+        swapped = c.nvme * 2 * (_STATES_BYTES + _GRADIENT_BYTES) * on_node * x["nvme"]
+        on_host = copies + c.host_share * (on_node * x["adam"] + swapped) + (1 - c.host_share) * on_device
+        written = c.offload_param * c.swapped * self.param_bytes * on_node * x["nvme"]
         groups = (c.stage == 3) * np.ceil(owned / c.sub_group) * x["group"]
         collected = ((c.stage == 1) | (c.stage == 2)) * (self.ranks > 1)
         result: Numbers = (
             np.where(c.offload > 0, on_host, on_device)
+            + written
             + groups
             + collected * (self._volume(self.trainable) * self._across(x) + x["latency"])
         )
@@ -407,3 +420,9 @@ class StepTimeModel:
         totals = self.phases(zero, c, micro_batch, accumulation, fill).sum(axis=0)
         record = {name: np.maximum(0.0, totals[0] - totals[row]) for row, name in enumerate(BOUNDS, start=1)}
         return {"compute": np.maximum(0.0, totals[0] - sum(record.values())), **record}
+
+
+def _nvme_prior(hardware: Hardware) -> dict[str, tuple[float, float]]:
+    """Return the prior of the coefficient of NVMe if its speed was measured."""
+    speed = hardware.nvme_bytes_per_s
+    return {} if speed is None else {"nvme": (1 / speed, _MEASURED)}

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna_dsat.config import ds_config as configs
+from optuna_dsat.config.structures import MAX_IN_CPU
 
-_FP32 = 4
+FP32_BYTES = 4
+"""Bytes of an element in fp32."""
 STAGE0_REDUCE_ELEMENTS = 500_000_000
 """Elements that ZeRO 0 reduces at a time (``MEMORY_OPT_ALLREDUCE_SIZE`` of ``deepspeed.runtime.engine``), fixed."""
 
@@ -49,7 +51,8 @@ def optimizer_bytes_per_param(config: Mapping[str, Any], profiled_optimizer: str
     return _OPTIMIZER_BYTES.get(name, 8)
 
 
-def _ceil_div(value: int, by: int) -> int:
+def ceil_div(value: int, by: int) -> int:
+    """Return a quotient, rounded up."""
     return -(-value // by)
 
 
@@ -92,6 +95,10 @@ class ZeroSettings:
     sub_group: int
     nvme_buffers: int
     """Elements of the parameter swap buffers (count x size)."""
+    params_in_host: int = 0
+    """Parameters of a rank that stay in host memory if they are offloaded to NVMe (``max_in_cpu``)."""
+    optimizer_buffers: int = 4
+    """Swap buffers of the optimizer, each of a sub-group."""
     pinned: bool = True
     """Whether offloads are in page-locked host memory."""
     ratio: float = 1.0
@@ -104,15 +111,25 @@ class ZeroSettings:
     @property
     def partition(self) -> int:
         """Trainable parameters of a rank's partition."""
-        return _ceil_div(self.trainable, self.ranks)
+        return ceil_div(self.trainable, self.ranks)
 
     @property
     def host_share(self) -> float:
         """Share of the optimizer's sub-groups on the host (``stage3._create_fp32_partitions``); 0 without offload."""
         if self.offload_optimizer != "cpu" or self.ratio == 1:
             return float(self.offload_optimizer != "none")
-        groups = _ceil_div(self.partition, max(1, self.sub_group))
+        groups = ceil_div(self.partition, max(1, self.sub_group))
         return 1 - int((1 - self.ratio) * groups) / groups if groups else 1.0
+
+    @property
+    def param_partition(self) -> int:
+        """Parameters of a rank's partition."""
+        return ceil_div(self.params, self.ranks)
+
+    @property
+    def swapped_params(self) -> int:
+        """Parameters of a rank on NVMe alone (``stage3._create_param_groups_fp16_flat_cpu_memory``)."""
+        return max(0, self.param_partition - self.params_in_host) if self.offload_param == "nvme" else 0
 
     @classmethod
     def of(
@@ -134,8 +151,8 @@ class ZeroSettings:
         zero = plain.get(configs.ZERO, {})
         stage = int(_number(zero, "stage", 0))
         half = _half_precision(plain)
-        mixed = param_bytes < _FP32 if half is None else half
-        elem = (2 if mixed else _FP32) if half is not None else param_bytes
+        mixed = param_bytes < FP32_BYTES if half is None else half
+        elem = (2 if mixed else FP32_BYTES) if half is not None else param_bytes
         accumulation = _number(plain, configs.GRADIENT_ACCUMULATION, 1)
         grad_dtype = str((plain.get("data_types") or {}).get("grad_accum_dtype") or "")
         offload = {key: _offload_device(zero, key, stage) for key in ("offload_optimizer", "offload_param")}
@@ -153,8 +170,8 @@ class ZeroSettings:
             ranks=ranks,
             stage=stage,
             mixed=mixed,
-            master_bytes=2 if half_master else _FP32,
-            grad_bytes=_FP32 if grad_dtype in ("fp32", "float32", "float") else elem,
+            master_bytes=2 if half_master else FP32_BYTES,
+            grad_bytes=FP32_BYTES if grad_dtype in ("fp32", "float32", "float") else elem,
             state_bytes=state_bytes // 2 if bf16.get("bf16_optimizer_states") else state_bytes,
             fused_optimizer=_is_fused(plain, optimizer),
             on_cpu=on_cpu,
@@ -172,6 +189,8 @@ class ZeroSettings:
             persistence=_size(zero, "stage3_param_persistence_threshold"),
             sub_group=_size(zero, "sub_group_size"),
             nvme_buffers=_number(swap, "buffer_count", 5) * _number(swap, "buffer_size", 100_000_000),
+            params_in_host=_number(swap, "max_in_cpu", MAX_IN_CPU),
+            optimizer_buffers=_number(zero.get("offload_optimizer") or {}, "buffer_count", 4),
             recomputed=recomputed,
             pinned=all((zero.get(key) or {}).get("pin_memory") is not False for key in offload),
             ratio=_share(zero.get("offload_optimizer") or {}) if stage == 3 else 1.0,
@@ -277,11 +296,11 @@ def _persistent(s: ZeroSettings) -> dict[str, int]:
     master = s.master_bytes * owned if s.mixed or s.stage > 0 else 0
     parts = {"parameters": s.param_bytes * s.params, "master": master, "optimizer": s.state_bytes * owned}
     if s.stage == 3:
-        in_memory = _ceil_div(s.params, s.ranks) if s.offload_param == "none" else 0
+        in_memory = ceil_div(s.params, s.ranks) if s.offload_param == "none" else 0
         parts["parameters"] = s.param_bytes * in_memory
         parts["gradients"] = s.grad_bytes * s.partition
         if s.copy_ranks > 1 and s.offload_param == "none":
-            parts["second_copy"] = _second_copy(s)
+            parts["second_copy"] = second_copy(s)
     if s.offload_optimizer != "none":
         for name in ("master", "optimizer"):
             parts[name] = round((1 - s.host_share) * parts[name])
@@ -292,14 +311,14 @@ def _persistent(s: ZeroSettings) -> dict[str, int]:
     return parts
 
 
-def _second_copy(s: ZeroSettings) -> int:
+def second_copy(s: ZeroSettings) -> int:
     """Return the bytes of a rank's share of the second copy of the parameters, in addition to their partition.
 
     ZeRO++ (Wang et al., arXiv:2306.10209, section 3.2): every k ranks hold a separate copy, b P/k each.
     ``Init._partition_param_sec`` allocates it as the forward pass releases parameters, where parameters are offloaded
     in host memory, and ``invalidate_secondary_tensor`` frees it at the end of the optimizer step.
     """
-    return s.param_bytes * _ceil_div(s.params, s.copy_ranks)
+    return s.param_bytes * ceil_div(s.params, s.copy_ranks)
 
 
 def _gradients(s: ZeroSettings) -> dict[str, int]:
@@ -385,7 +404,7 @@ def _conversion(s: ZeroSettings) -> dict[str, int]:
     """
     if s.stage in (0, 3) or s.offload_optimizer != "none":
         return {}
-    fp32 = _FP32 * s.partition if s.grad_bytes != _FP32 else 0
+    fp32 = FP32_BYTES * s.partition if s.grad_bytes != FP32_BYTES else 0
     gradients = s.grad_bytes * s.partition
     return {"gradients": gradients, "flat_gradients": gradients, "fp32_gradients": fp32}
 
@@ -397,23 +416,24 @@ def _update(s: ZeroSettings) -> dict[str, int]:
     stage 0 all. Stage 0 keeps the half-precision gradients and their fp32 copies. With optimizer offload
     these are in host memory, which is also the device memory of CPU ranks, except for the sub-groups on the device.
     """
-    elements = _updated_at_once(s)
+    elements = updated_at_once(s)
     if s.host_share == 1:
-        return {"optimizer_scratch": _scratch(s, elements)} if s.on_cpu else {}
-    parts = {"fp32_gradients": _FP32 * elements, "optimizer_scratch": _scratch(s, elements)}
+        return {"optimizer_scratch": optimizer_scratch(s, elements)} if s.on_cpu else {}
+    parts = {"fp32_gradients": FP32_BYTES * elements, "optimizer_scratch": optimizer_scratch(s, elements)}
     if s.stage == 0:
         parts["gradients"] = s.param_bytes * s.trainable
-        parts["fp32_gradients"] = _FP32 * s.trainable if s.mixed else 0
+        parts["fp32_gradients"] = FP32_BYTES * s.trainable if s.mixed else 0
     return parts
 
 
-def _updated_at_once(s: ZeroSettings) -> int:
+def updated_at_once(s: ZeroSettings) -> int:
+    """Return the elements that the optimizer updates at a time: a sub-group at ZeRO 3, else all of the rank."""
     if s.stage == 0:
         return s.trainable
     return min(s.partition, s.sub_group) if s.stage == 3 and s.sub_group else s.partition
 
 
-def _scratch(s: ZeroSettings, elements: int) -> int:
+def optimizer_scratch(s: ZeroSettings, elements: int) -> int:
     """Return the temporaries of torch's Adam: an fp32 element per parameter on CUDA, two on the CPU.
 
     ``torch.optim.adam._multi_tensor_adam`` (the default on CUDA) keeps the square roots of all second
@@ -424,36 +444,5 @@ def _scratch(s: ZeroSettings, elements: int) -> int:
     if s.fused_optimizer or s.state_bytes == 0:
         return 0
     if s.on_cpu or s.offload_optimizer != "none":
-        return 2 * _FP32 * (min(elements, s.largest_layer) if s.stage == 0 else elements)
-    return _FP32 * elements
-
-
-def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
-    """Return the bytes that a rank keeps in host memory, by kind.
-
-    Optimizer offload (ZeRO-Offload, arXiv:2101.06840, section 3): master, optimizer state, fp32 gradients and
-    a half-precision copy of the partition, (4 + k + 4 + b) T/N, and the temporaries of an optimizer of torch.
-    Stages 1 and 2 add a gradient of the largest parameter and, under gradient accumulation, the accumulated
-    partition; stage 3 the gradient partition, and a part of its sub-groups may stay on the device (ZeRO-Offload++,
-    DeepSpeed pull request 4636). With NVMe (ZeRO-Infinity) only the buffers of a single sub-group stay.
-    Parameter offload: b P/N, with NVMe the swap buffers, and the second copy, if any. DeepSpeed's estimators
-    multiply by 1.5, because the CUDA host allocator rounds pinned blocks up to powers of two; that factor is not
-    included.
-    """
-    parts: dict[str, int] = {}
-    if s.offload_optimizer != "none":
-        elements = _updated_at_once(s) if s.offload_optimizer == "nvme" else s.partition
-        parts["optimizer"] = round((s.master_bytes + s.state_bytes + _FP32) * elements * s.host_share)
-        parts["optimizer_scratch"] = 0 if s.on_cpu else _scratch(s, _updated_at_once(s))
-        if s.stage == 3:
-            parts["gradients"] = s.grad_bytes * s.partition
-        else:
-            parts["parameter_copy"] = s.param_bytes * s.partition
-            parts["gradients"] = s.param_bytes * (s.largest_layer + (s.partition if s.accumulates else 0))
-    if s.offload_param == "cpu":
-        parts["parameters"] = s.param_bytes * _ceil_div(s.params, s.ranks)
-    elif s.offload_param == "nvme":
-        parts["parameters"] = s.param_bytes * s.nvme_buffers
-    if s.offload_param != "none" and s.copy_ranks > 1:
-        parts["second_copy"] = _second_copy(s)
-    return parts
+        return 2 * FP32_BYTES * (min(elements, s.largest_layer) if s.stage == 0 else elements)
+    return FP32_BYTES * elements

@@ -13,11 +13,12 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import KNOBS, NVME
 from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.cost.host_states import rank_host_parts
 from optuna_dsat.cost.memory import Hardware, ModelProfile, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryInputs
 from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.step_time import PHASES, Columns
-from optuna_dsat.cost.zero_states import ZeroSettings, moments, rank_host_parts
+from optuna_dsat.cost.zero_states import ZeroSettings, moments
 from optuna_dsat.guided.diagnosis import Components
 from optuna_dsat.guided.prior_knowledge import EarlierLaunch
 from optuna_dsat.guided.residual_gp import knob_kernel

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,13 @@ def structure_of(params: Mapping[str, Any]) -> Structure:
     """Return the structure of a lineage."""
     devices = {name: str(params.get(name) or "none") for name in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)}
     result = Structure(stage=int(params[ZERO_STAGE]), **devices)
-    return result.on_nvme() if params.get(NVME) else result
+    return replace(result, offload_optimizer="nvme") if params.get(NVME) else result
 
 
-def complexity(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of offloads and the ZeRO stage: structures are simpler in this order."""
+def complexity(params: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the offloads to NVMe, all offloads, and the ZeRO stage: structures are simpler in this order."""
     structure = structure_of(params)
-    return structure.offload_count, structure.stage
+    return structure.nvme_count, structure.offload_count, structure.stage
 
 
 def first_launched(
@@ -143,7 +144,7 @@ def _structures(
     return groups[waits], groups[unlikely], groups[~waits & ~unlikely]
 
 
-def _waiting(ranks: Sequence[tuple[int, int]], means: Numbers, covariance: Numbers, unlikely: Numbers) -> Numbers:
+def _waiting(ranks: Sequence[tuple[int, int, int]], means: Numbers, covariance: Numbers, unlikely: Numbers) -> Numbers:
     """Return a mask of structures that wait for a simpler one, given their best configurations' joint posterior."""
     variances = np.diag(covariance)
     result = np.zeros(len(ranks), dtype=bool)

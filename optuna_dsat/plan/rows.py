@@ -17,7 +17,7 @@ import numpy as np
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import PARTITION_COPY
 from optuna_dsat.config.structures import STRUCTURES, Structure
-from optuna_dsat.cost.memory import HostPeaks, estimate, host_peaks, largest_micro_batch
+from optuna_dsat.cost.memory import HostPeaks, estimate, host_peaks, largest_micro_batch, swap_settings
 from optuna_dsat.plan.prediction import StepPrediction, Subject, predict_steps
 
 CLOSE = 0.1
@@ -148,17 +148,13 @@ def plan_rows(subject: Subject) -> list[PlannedRow]:
 
 
 def _structures(subject: Subject) -> Iterator[Structure]:
-    """Yield the structures that DeepSpeed accepts: pipelines up to ZeRO 1, no offload if ranks run on the CPU.
+    """Yield the structures that DeepSpeed accepts: pipelines up to ZeRO 1, no offload to the CPU if ranks run on it.
 
     Offloads to NVMe come last, at ZeRO 3 only (DeepSpeed supports no other stage) and if an NVMe folder is given.
     """
-    accepted = [
-        structure
-        for structure in STRUCTURES
-        if (structure.stage <= 1 or not subject.pipeline)
-        and not (structure.offloads and subject.hardware.device == "cpu")
-    ]
-    yield from accepted
+    accepted = [structure for structure in STRUCTURES if (structure.stage <= 1 or not subject.pipeline)]
+    on_cpu = subject.hardware.device == "cpu"
+    yield from (structure for structure in accepted if not (structure.offloads and on_cpu))
     if subject.nvme_path is not None:
         yield from (structure.on_nvme() for structure in accepted if structure.stage == 3 and structure.offloads)
 
@@ -167,7 +163,9 @@ def _config(subject: Subject, structure: Structure, *, copy_ranks: int) -> dict[
     """Return the user's config with a structure, without batch sizes; its other offload settings are kept."""
     base = ds_config.effective(subject.config)
     own = base.get("zero_optimization") or {}
-    zero = structure.zero_section(nvme_path=subject.nvme_path)
+    zero = structure.zero_section(
+        nvme_path=subject.nvme_path, swap_settings=swap_settings(subject.profile, base, subject.hardware)
+    )
     for key in ("offload_optimizer", "offload_param"):
         if zero[key] is not None:
             kept = own.get(key)

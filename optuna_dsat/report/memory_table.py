@@ -39,10 +39,12 @@ def memory_table(view: StudyView) -> tuple[MemoryRow, ...]:
         return ()
     tried, base = _tried(view.trials), ds_config.effective(view.spec.ds_config)
     profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
+    swap_settings = memory.swap_settings(profile, base, hardware)
     rows = []
     for structure in _structures(view.spec):
         fits, too_large = tried.get(structure, ([], []))
-        config = ds_config.merge(base, {ds_config.ZERO: structure.zero_section(nvme_path=view.spec.nvme_folder)})
+        zero = structure.zero_section(nvme_path=view.spec.nvme_folder, swap_settings=swap_settings)
+        config = ds_config.merge(base, {ds_config.ZERO: zero})
         predicted = memory.estimate(profile, config, micro_batch=1, hardware=hardware)
         rows.append(
             MemoryRow(

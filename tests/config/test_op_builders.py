@@ -27,6 +27,10 @@ from tests.harness.workers import ended, wait_until
         ({"type": "SGD"}, (1, 2), {}, ()),
         ({"type": "Lion"}, (3,), {"nvme_path": "/nvme"}, ("AsyncIOBuilder", "CPULionBuilder", "FusedLionBuilder")),
         (None, (1, 2), {}, ()),
+        (None, (3,), {"nvme_path": "/nvme"}, ("AsyncIOBuilder",)),
+        ({"type": "Adam", "params": {"torch_adam": True}}, (2, 3), {"nvme_path": "/nvme"}, ("AsyncIOBuilder",)),
+        ({"type": "Adam", "params": {"torch_adam": True}}, (1, 2), {"nvme_path": "/nvme"}, ()),
+        (None, (3,), {"nvme_path": "/nvme", "no_tune": ("offload_optimizer", "offload_param")}, ()),
     ],
 )
 def test_operators_are_those_of_the_optimizer_where_it_may_lie(
@@ -81,6 +85,8 @@ def test_accelerate_puts_deepspeeds_optimizer_on_the_host(
         ({"stage": "auto", "offload_optimizer": {"device": "cpu"}}, {}, "cuda", ("CPUAdamBuilder",)),
         ({"stage": 2}, {"torch_adam": True}, "cuda", ()),
         ({"stage": 2}, {"torch_adam": True}, "cpu", ("ShareMemCommBuilder",)),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, {"torch_adam": True}, "cuda", ("AsyncIOBuilder",)),
+        ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, {"torch_adam": True}, "cuda", ()),
     ],
 )
 def test_before_the_profile_it_is_what_the_own_config_needs(
@@ -88,6 +94,11 @@ def test_before_the_profile_it_is_what_the_own_config_needs(
 ) -> None:
     config = {"zero_optimization": zero, "optimizer": {"type": "AdamW", "params": params}}
     assert operators_at_start(config, device=device) == expected
+
+
+def test_a_search_of_nvme_needs_its_operator_before_the_profile() -> None:
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    assert operators_at_start(config, device="cuda", to_nvme=True) == ("AsyncIOBuilder",)
 
 
 def test_what_cannot_be_compiled_is_said(tmp_path: Path) -> None:

@@ -235,6 +235,34 @@ def test_defaults_that_only_the_search_wrote_are_left_out_of_what_is_handed_over
     assert space.without_idle(other) == other, "at ZeRO 3 DeepSpeed overlaps"
 
 
+def test_parameters_on_nvme_are_not_kept_for_reuse_unless_the_user_does() -> None:
+    own = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}, "stage3_max_reuse_distance": 7}
+    for zero, kept in (
+        ({"stage3_max_reuse_distance": 7}, 0),
+        (own, 7),
+        ({**own, "stage3_max_reuse_distance": None}, None),
+    ):
+        space = make(zero, nvme_path="/nvme", zero_stages=(3,))
+        for params in draw(space, 50):
+            section = space.overlay(params)["zero_optimization"]
+            on_nvme = params["offload_param"] == "nvme"
+            assert ("stage3_max_reuse_distance" in params) != on_nvme
+            if on_nvme:
+                assert section["stage3_max_reuse_distance"] == kept
+
+
+def test_ranks_on_the_cpu_have_parameters_on_nvme_in_bf16_only() -> None:
+    half = {"bf16": {"enabled": True}}
+    for config, device, searched in (({}, "cpu", False), (half, "cpu", True), ({}, "cuda", True)):
+        request = {"zero_stages": (3,), "nvme_path": "/nvme", "device": device}
+        space = build_space(SpaceRequest(ds_config=config, **request))
+        choices = {tuned.name: tuned.choices for tuned in space.knobs}
+        assert ("nvme" in choices["offload_param"]) == searched
+        assert True in choices["offload_optimizer_nvme"]
+    with pytest.raises(ConfigError, match=r"in bf16 only: set bf16\.enabled"):
+        build_space(SpaceRequest(ds_config={}, fix={"offload_param": "nvme"}, nvme_path="/nvme", device="cpu"))
+
+
 def test_an_nvme_only_optimizer_is_not_offloaded_below_stage_3() -> None:
     space = make({"offload_optimizer": {"device": ["none", "nvme"]}}, nvme_path="/nvme")
     devices = {

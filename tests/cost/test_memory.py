@@ -15,6 +15,9 @@ from optuna_dsat.cost.memory import (
     ModelProfile,
     estimate,
     largest_micro_batch,
+    swap_needs,
+    swap_settings,
+    zero_settings,
 )
 from optuna_dsat.cost.zero_states import optimizer_bytes_per_param
 from optuna_dsat.runtime.events import ProfileMeasured
@@ -373,3 +376,37 @@ def test_hosts_are_counted_and_each_holds_what_its_own_ranks_offload() -> None:
         for where in (item, two)
     ]
     assert host[0] == pytest.approx(2 * host[1], rel=1e-6)
+
+
+def test_nvme_leaves_buffers_on_the_host_and_the_rest_on_the_drive() -> None:
+    """1 billion parameters on 8 ranks: buffers of sub-groups and of parameters (``deepspeed.runtime.swap_tensor``)."""
+    zero = {
+        **offload("optimizer", device="nvme"),
+        "offload_param": {"device": "nvme", "buffer_size": 7_000_000, "max_in_cpu": 0},
+        "sub_group_size": 25_000_000,
+    }
+    on_nvme = estimate(profile(), config(3, **zero), micro_batch=1, hardware=hardware())
+    on_host = estimate(profile(), config(3, **offload("optimizer", "param")), micro_batch=1, hardware=hardware())
+    optimizer, buffers, written, gradients = 4 * 4 * 25_000_000, 5 * 2 * 7_000_000, 2 * 25_000_000, 2 * 125_000_000
+    assert on_nvme.host_bytes == 8 * (optimizer + buffers + written + gradients)
+    assert on_nvme.host_bytes < on_host.host_bytes
+    assert on_nvme.device_bytes == on_host.device_bytes
+    swap_bytes, locked_bytes = swap_needs(profile(), config(3, **zero), hardware())
+    assert swap_bytes == (16 + 2) * 1_000_000_000
+    assert locked_bytes == optimizer + buffers + written
+    nothing = swap_needs(profile(), config(3, **offload("optimizer", "param")), hardware())
+    assert nothing == (0, 0)
+
+
+def test_parameters_are_on_nvme_alone_beyond_what_stays_on_the_host() -> None:
+    default = config(3, **offload("param", device="nvme"))
+    large = profile(params=80_000_000_000, trainable_params=80_000_000_000)
+    assert zero_settings(profile(), default, hardware()).swapped_params == 0
+    assert zero_settings(large, default, hardware()).swapped_params == 9_000_000_000
+    settings = swap_settings(profile(), config(3), hardware())
+    assert settings == {"buffer_size": 7_000_000, "max_in_cpu": 0}
+    assert swap_settings(large, config(3), hardware()) == {"buffer_size": 7_000_000}
+    own = {"device": "nvme", "buffer_size": 1, "max_in_cpu": 2}
+    assert swap_settings(profile(), config(3, offload_param=own), hardware()) == {}
+    fast = {"device": "nvme", "fast_init": True}
+    assert swap_settings(profile(), config(3, offload_optimizer=fast), hardware()) == {"max_in_cpu": 0}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from optuna_dsat.cost.step_time import COEFFICIENTS, Columns, StepTimeModel, Timings
+from tests.harness.small_model import HARDWARE, PROFILE
 
 THEORY = StepTimeModel(
     params=10**9,
@@ -21,9 +23,9 @@ THEORY = StepTimeModel(
 
 def columns(count: int, **changes: float) -> Columns:
     values = {
-        "stage": 2, "offload": 0, "nvme": 0, "offload_param": 0, "contiguous": 1, "overlap": 0, "scatter": 1,
-        "bucket": 5e7, "prefetch": 5e7, "max_live": 1e9, "max_reuse": 1e9, "persistence": 1e5, "sub_group": 1e9,
-        "copy_ranks": 1, "recomputed": 0, "host_share": 1, "pinned": 1,
+        "stage": 2, "offload": 0, "nvme": 0, "offload_param": 0, "swapped": 0, "contiguous": 1, "overlap": 0,
+        "scatter": 1, "bucket": 5e7, "prefetch": 5e7, "max_live": 1e9, "max_reuse": 1e9, "persistence": 1e5,
+        "sub_group": 1e9, "copy_ranks": 1, "recomputed": 0, "host_share": 1, "pinned": 1,
     }  # fmt: skip
     return Columns(**{name: np.full(count, float(value)) for name, value in {**values, **changes}.items()})
 
@@ -89,6 +91,27 @@ def test_what_a_setting_changes_is_the_phase_where_deepspeed_uses_it() -> None:
     assert phases(stage=3)[0] > plain[0]
     assert phases(stage=3, overlap=1, prefetch=5e8)[0] < phases(stage=3, overlap=1, prefetch=0)[0]
     assert phases(stage=3, offload_param=1)[0] > phases(stage=3)[0]
+
+
+def test_nvme_costs_what_is_read_and_written_by_all_ranks_of_a_node() -> None:
+    on_host, on_nvme = phases(stage=3, offload=1), phases(stage=3, offload=1, nvme=1)
+    moved = 2 * 16 * THEORY.params  # states and gradients, read and written
+    per_byte = math.exp(PRIOR[COEFFICIENTS.index("nvme")])
+    assert on_nvme[2] - on_host[2] == pytest.approx(moved * per_byte)
+    assert on_nvme[[0, 1, 3]] == pytest.approx(on_host[[0, 1, 3]])
+    in_host, swapped = phases(stage=3, offload_param=1), phases(stage=3, offload_param=1, swapped=1)
+    assert swapped[0] - in_host[0] > 0.9 * 2 * THEORY.params * per_byte
+    assert swapped[1] > in_host[1]
+    assert swapped[2] - in_host[2] == pytest.approx(2 * THEORY.params * per_byte)
+
+
+def test_a_measured_speed_of_nvme_is_its_prior() -> None:
+    measured = StepTimeModel.of(PROFILE, replace(HARDWARE, nvme_bytes_per_s=4e9), machine={}).prior_coefficients()
+    unknown = StepTimeModel.of(PROFILE, HARDWARE, machine={}).prior_coefficients()
+    place = COEFFICIENTS.index("nvme")
+    assert math.exp(measured.mean[place]) == pytest.approx(1 / 4e9)
+    assert measured.covariance[place, place] < unknown.covariance[place, place]
+    assert np.delete(measured.mean, place) == pytest.approx(np.delete(unknown.mean, place))
 
 
 def test_one_bucket_for_all_gradients_hides_nothing() -> None:

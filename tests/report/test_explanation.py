@@ -219,7 +219,7 @@ def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:
     )
     result = why(study.trials, study.trials[1])
     assert result.bound == "host"
-    assert "offloaded to the host" in result.proposals[0]
+    assert "hold what is offloaded" in result.proposals[0]
     plain = why(study.trials, study.trials[0])
     assert plain.bound != "host"
     assert (plain.contributions, plain.together, plain.remainder, plain.explained) == ((), None, None, None)

@@ -172,6 +172,8 @@ def _look_at(phase: str, config: Mapping[str, Any], *, both: bool) -> str:
     """
     structure = Structure.of(config)
     if phase == "step":
+        if structure.nvme_count:
+            return "the NVMe drive: its speed (optuna-dsat doctor --nvme-path), and what else reads and writes there"
         if structure.offloads:
             return "the optimizer on the host: its cores (OMP_NUM_THREADS), and the NUMA node that the process runs on"
         return "the optimizer: one that is fused, clipping and logging within it, or memory that is almost full"

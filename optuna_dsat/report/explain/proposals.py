@@ -143,4 +143,4 @@ def _changes(now: Situation) -> Iterator[tuple[str, float, str]]:
             )
             yield "accumulation", now.rate_gain(more_steps=_MORE_STEPS), text
     if now.on_gpus and now.offloads and host > 0:
-        yield "host", 1 / (1 - host) - 1, "GPUs enough to hold what is offloaded to the host"
+        yield "host", 1 / (1 - host) - 1, "GPUs enough to hold what is offloaded"

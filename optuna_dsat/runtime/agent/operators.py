@@ -20,8 +20,11 @@ from optuna_dsat.runtime.adapt.journal import guard_builds
 COMMUNICATION = "ShareMemCommBuilder"
 """Builder of the operator for communication on the CPU, which DeepSpeed loads wherever it has no other device."""
 
+ASYNC_IO = "AsyncIOBuilder"
+"""Builder of the operator that reads and writes files, for NVMe offload."""
+
 _NAMES = {
-    "AsyncIOBuilder": "async_io",
+    ASYNC_IO: "async_io",
     "CPUAdagradBuilder": "cpu_adagrad",
     "CPUAdamBuilder": "cpu_adam",
     "CPULionBuilder": "cpu_lion",
@@ -59,6 +62,8 @@ def _compile(name: str) -> str:
         builder = get_accelerator().create_op_builder(name)
         if builder is None or builder.NAME == "deepspeed_not_implemented":
             return ""  # this device does not have or need such an operator
+        if name == ASYNC_IO and not builder.is_compatible(verbose=False):
+            return "libaio and its header are missing: install libaio-dev, or libaio-devel"
         builder.load(verbose=False)
     except Exception as error:  # noqa: BLE001 - any error is reported to the user
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
