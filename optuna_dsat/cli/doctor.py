@@ -44,10 +44,10 @@ def doctor(
     output_dir: Annotated[
         Path, typer.Option("--output-dir", help="Where launches would write.", envvar=OUTPUT_DIR_ENV)
     ] = Path(DEFAULT_OUTPUT_DIR),
-    nvme: Annotated[
+    nvme_path: Annotated[
         Path | None,
         option(
-            "--nvme",
+            "--nvme-path",
             help="Folder on a drive for NVMe offload: its speed is measured with a file of 1 GiB, removed at once.",
         ),
     ] = None,
@@ -74,7 +74,7 @@ def doctor(
     from optuna_dsat.doctor.examination import examine
     from optuna_dsat.doctor.finding import exit_code, to_json
 
-    findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme, python=python)
+    findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme_path, python=python)
     if on is not None:
         from optuna_dsat.doctor import cluster
         from optuna_dsat.launch.agent.agent import digest_of

@@ -10,12 +10,12 @@ from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.libraries import Libraries
 from optuna_dsat.doctor.machine import compiler
 from optuna_dsat.launch.warm.server import can_fork
-from optuna_dsat.runtime.agent.operators import COMMUNICATION, is_built, operator_name
+from optuna_dsat.runtime.agent.operators import ASYNC_IO, COMMUNICATION, is_built, operator_name
 
 _USES = {
     "CPUAdamBuilder": "Adam with the optimizer offloaded",
     "FusedAdamBuilder": "Adam on the device",
-    "AsyncIOBuilder": "offload to NVMe",
+    ASYNC_IO: "offload to NVMe",
     COMMUNICATION: "communication on the CPU",
 }
 """Class of the builder -> use of its operator."""
@@ -106,14 +106,14 @@ def offloads(libraries: Libraries, *, nvme: Path | None, environ: Mapping[str, s
     text = "Parameter offload to the CPU can work (ZeRO 3)."
     yield finding_of("offload", "parameters to the CPU", text, data={"works": True})
 
-    state, why = state_of(libraries, "AsyncIOBuilder", environ=environ)
+    state, why = state_of(libraries, ASYNC_IO, environ=environ)
     status, remedy = Status.NOTE if nvme is None else Status.FINE, ""
     if state is BuildState.CANNOT:
         reason = f" ({why.rstrip('.')})" if why else ""
         text = f"Offload to NVMe cannot work: DeepSpeed's operator async_io cannot be built{reason}."
         status, remedy = Status.NOTE if nvme is None else Status.PROBLEM, "apt install libaio-dev"
     elif nvme is None:
-        text = "Offload to NVMe can work once there is a drive: --nvme FOLDER measures one."
+        text = "Offload to NVMe can work once there is a drive: --nvme-path FOLDER measures one."
     else:
         text = f"Offload to NVMe can work (ZeRO 3): search it with --nvme-path {nvme}."
     works = state is not BuildState.CANNOT and nvme is not None

@@ -120,6 +120,10 @@ class LaunchRequest:
     """Files and folders that the launch may change nevertheless."""
     continues: bool = False
     """Whether its ranks may measure a further trial after the last step, and ranks of another launch this one."""
+    swap_bytes: int = 0
+    """Bytes that its ranks on a node write to NVMe; 0 if unknown."""
+    locked_bytes: int = 0
+    """Bytes that each rank page-locks for that; 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from optuna_dsat.doctor.libraries import Libraries
 from optuna_dsat.doctor.machine import host_findings
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine import devices as devices_module
+from optuna_dsat.launch.machine import nvme as drives
 from optuna_dsat.store import Store
 from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries, uuid
 
@@ -179,7 +180,7 @@ def test_which_offloads_can_work_and_why_not(machine: Machine, tmp_path: Path) -
     names = ("optimizer to the CPU", "parameters to the CPU", "to NVMe")
     result = look(machine)
     assert [result[name].status for name in names] == [Status.FINE, Status.FINE, Status.NOTE]
-    assert "--nvme FOLDER" in result["to NVMe"].text
+    assert "--nvme-path FOLDER" in result["to NVMe"].text
     not_built = {"compatible": False, "why_not": "no nvcc"}
     environ = {"PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     broken = told(deepspeed={"operators": {"CPUAdamBuilder": not_built, "AsyncIOBuilder": not_built}})
@@ -211,13 +212,13 @@ def test_each_operator_is_built_or_can_be_or_cannot_and_why(machine: Machine, tm
 
 
 def test_a_drive_is_measured_and_nothing_is_left_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured, seen = nvme._time, []
+    measured, seen = drives._time, []
 
     def looked(*args: Any, **named: Any) -> float:
         seen.append(list(tmp_path.iterdir()))
         return measured(*args, **named)
 
-    monkeypatch.setattr(nvme, "_time", looked)
+    monkeypatch.setattr(drives, "_time", looked)
     result = nvme.examine(tmp_path, size_bytes=40 * 2**20)
     assert result.data["size_bytes"] == 40 * 2**20
     assert result.data["read_bytes_per_s"] > 0

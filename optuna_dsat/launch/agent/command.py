@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.machine.devices import Device
+from optuna_dsat.launch.machine.nvme import in_own_folders, swap_paths
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.protocol import LaunchRequest, Rendezvous
 from optuna_dsat.launch.run_directory import _TRACKER_PLACES, RANK_VARIABLES, RunDirectory
@@ -231,6 +232,8 @@ def write_run_directory(
             system; None for a launch that starts processes.
     """
     directory = replace(RunDirectory.create(output_dir, request.launch_id), leavings=leavings)
+    if changes is None and leavings is not None and request.purpose != "full":
+        request = in_own_folders(request, leavings)
     directory.write_json(directory.config, without_model(request.ds_config))
     directory.write_json(directory.overlay, request.overlay)
     plan = _plan(request, directory)
@@ -314,18 +317,9 @@ def _world(request: LaunchRequest, directory: RunDirectory) -> WorldPlan:
     # The run directories of further trials are siblings of the first.
     own = [str(directory.root.parent if request.continues else directory.root)]
     own += [] if directory.leavings is None else [str(directory.leavings.parent)]
-    swapped = _nvme_paths(request.ds_config)
+    swapped = (path for _, path in swap_paths(request.ds_config))  # an overlay would slow it down
     return WorldPlan(
         isolation=request.isolation,
         folder=str(directory.world),
         passed=tuple(dict.fromkeys((*own, *request.writable, *swapped))),
     )
-
-
-def _nvme_paths(config: Any) -> Iterator[str]:
-    """Yield DeepSpeed's swap folders: DeepSpeed removes its files itself, and an overlay would slow it down."""
-    if isinstance(config, Mapping):
-        for key, value in config.items():
-            if key == "nvme_path" and isinstance(value, str):
-                yield value
-            yield from _nvme_paths(value)

@@ -70,8 +70,10 @@ class TunerNotes:
         return record
 
     def close(self) -> None:
-        """Remove the journal, after the leftovers it lists have been removed."""
+        """Remove the journal, with leftovers it still lists: those of launches that never started."""
         if self._own is not None and self._descriptor is not None:
+            for record in self._own.glob("*.jsonl"):
+                remove_noted(record)
             _remove(self._own)
             os.close(self._descriptor)
             if self._parent is None:

@@ -17,13 +17,14 @@ from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.isolation import FolderWatch
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.nvml import DeviceError
-from optuna_dsat.launch.places.engine import Engine, News, Place, PlaceState
+from optuna_dsat.launch.places.engine import ClusterError, Engine, News, Place, PlaceState
 from optuna_dsat.launch.places.place import HeldPlace, Layout, Stage
 from optuna_dsat.launch.places.remote import RemoteLaunch
 from optuna_dsat.launch.protocol import Holder, LaunchRequest, SlotsBusyError
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.operators import ASYNC_IO
 from optuna_dsat.secrecy.references import resolved, values_for
 from optuna_dsat.words import things_in_words
 
@@ -213,6 +214,10 @@ class Cluster:
             place.note(news)
             for builder, why in message["failed"].items():
                 where = place.name_of(news.node)
+                if builder == ASYNC_IO:
+                    raise ClusterError(
+                        f"Offload to NVMe needs DeepSpeed's async_io, which {where} cannot build: {why}."
+                    )
                 self._notify_once(f"DeepSpeed's {builder} fails on {where}, and so will what needs it: {why}.")
         elif not name:
             place.note(news)

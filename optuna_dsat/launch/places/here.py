@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.agent.command import device_environment, prepare_launch, write_run_directory
 from optuna_dsat.launch.agent.run import MachineLaunch
 from optuna_dsat.launch.isolation import FolderWatch, why_no_overlay
@@ -20,7 +21,7 @@ from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.protocol import Holder, LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
-from optuna_dsat.runtime.agent.operators import COMMUNICATION, operator_name
+from optuna_dsat.runtime.agent.operators import ASYNC_IO, COMMUNICATION, operator_name
 from optuna_dsat.runtime.isolation.world import NEW_CACHES
 
 
@@ -73,13 +74,19 @@ class Here:
         self._operators = operators
 
     def admit(self, request: LaunchRequest) -> None:
-        """Compile the operators that are not compiled yet."""
+        """Compile the operators that are not compiled yet.
+
+        Raises:
+            UsageError: If the operator of NVMe offload, which is asked for, cannot be compiled.
+        """
         wanted, self._operators = self._operators, ()
         if not wanted:
             return
         python = request.command.interpreter
         environ = device_environment(self._base_env, kind=self._pool.kind, python=python)
         for name, why in compile_operators(wanted, environ, python=python, on_phase=self._on_phase).items():
+            if name == ASYNC_IO:
+                raise UsageError(f"Offload to NVMe needs DeepSpeed's async_io, which cannot be built here: {why}.")
             means = "gloo alone is used" if name == COMMUNICATION else "what needs it will fail, too"
             self._notify(f"DeepSpeed's {operator_name(name)} cannot be built here, and {means}: {why}.")
 
