@@ -10,7 +10,7 @@ from optuna_dsat.cli.tables import UNBOUNDED, console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.secrecy.command import without_secrets
-from optuna_dsat.study.config_changes import changes_in_words, checkpointing_in_words
+from optuna_dsat.study.config_changes import changes_in_words
 from optuna_dsat.study.confirm.words import answers_in_words, remarks_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
 from optuna_dsat.study.options.declaration import options_in
@@ -72,8 +72,8 @@ def _show_configs(result: StudyResult) -> None:
         configs = [(f"At your global batch, {same}", result.same_batch), (f"Fastest, trial {result.trial}", result)]
     for what, config in configs:
         say(f"{what}: {config.config_path}")
-        if words := checkpointing_in_words(config.checkpoint_every):
-            say_prose(words)
+        if config.model_change:
+            say_prose(config.model_change)
         say("Train with it:")
         say(f"  {config.command}")
 
@@ -161,6 +161,8 @@ def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]
     ]
     print_table(("knob", "", "where it applies", "choices"), rows)
     say_prose(combinations_in_words(space.classes()))
+    if preview["refused"]:
+        say_prose(preview["refused"])
     launch, ranks = preview["profile_launch"], things_in_words(spec.slots_per_trial, slot_name(spec.device))
     first, *rest = launch["attempts"]
     say_prose(

@@ -1,10 +1,12 @@
-"""Conditions under which knobs change DeepSpeed's behaviour."""
+"""Knobs as a type, and the conditions under which they change DeepSpeed's behaviour."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from optuna_dsat.runtime.overlay import COMPILE, MODEL, ZERO
 
 ZERO_STAGE = "zero_stage"
 ZERO_STAGES = (0, 1, 2, 3)
@@ -96,3 +98,92 @@ def may_lack_hooks(params: Mapping[str, Any]) -> bool:
 def offloads_params(params: Mapping[str, Any]) -> bool:
     """Return whether parameters are offloaded: the persistent ones are then on the device from the start."""
     return bool(params.get(OFFLOAD_PARAM, "none") != "none")
+
+
+Kind = str
+"""``stage``, ``flag``, ``size`` (a number of elements), ``ranks``, ``device`` (``none``, ``cpu``, ``nvme``), ``share``
+(0 to 1), ``modules`` (whether modules of classes that the profile names are meant) or ``blocks`` (1 for every block, 2
+for every second, 0 for none).
+"""
+
+_OLDEST = "0.14.0"
+"""Oldest DeepSpeed that is supported."""
+_MANUAL = "deepspeed.ai/docs/config-json"
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A DeepSpeed setting that the search may change."""
+
+    name: str
+    """Name of the Optuna parameter: DeepSpeed's own key."""
+    path: tuple[str, ...]
+    """Keys of the value in a DeepSpeed config, outermost first."""
+    kind: Kind
+    choices: tuple[Any, ...]
+    """Default choices, ascending."""
+    default: Any
+    """DeepSpeed's default; None where it depends on the stage."""
+    stages: tuple[int, ...]
+    """ZeRO stages at which DeepSpeed reads it."""
+    where: str
+    """Description of stages and condition, shown to users."""
+    used_by: str
+    """Place in DeepSpeed 0.19.8 that uses it, and the reason for its condition."""
+    condition: Condition = lambda _params, _site: True
+    """Whether it changes DeepSpeed's behaviour at these stages, given the params drawn before."""
+    source: str = _MANUAL
+    """Paper, pull request or manual that describes it."""
+    since: str = _OLDEST
+    """First version of DeepSpeed that has it, of the supported versions."""
+    is_exact: bool = True
+    """Whether training computes the same as without it, up to rounding; else it is searched with ``--allow lossy``."""
+    live: tuple[int, ...] = ()
+    """ZeRO stages at which a running engine follows it (``runtime.measure.live``)."""
+    static_if: Callable[[Mapping[str, Any]], bool] = lambda _params: False
+    """Whether a running engine does not follow it even at these stages, given all params."""
+    effect: float = 1.0
+    """Expected effect on the speed relative to other knobs: the scale of its prior (``guided.residual_gp``)."""
+    inert: bool = False
+    """Whether DeepSpeed accepts the value without using it: sampled only if the user lists values."""
+    on_demand: bool = False
+    """Whether it is useful for some models only: sampled if the profile shows this, or where the user names it."""
+    several_nodes: bool = False
+    """Whether it is useful on several nodes only: sampled on a single node only if the user lists values."""
+    several_ranks: bool = False
+    """Whether it is useful with several ranks only: sampled with a single rank only if the user lists values."""
+
+    @property
+    def is_in_offload(self) -> bool:
+        """Whether it is a detail of an offload, in the section of its device."""
+        return len(self.path) > 2 and self.kind != "device" and self.name != NVME
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it changes the model or its engine instead of the DeepSpeed config (``runtime.adapt``)."""
+        return self.path[0] == MODEL
+
+    @property
+    def is_of_zero(self) -> bool:
+        """Whether it is a key of ``zero_optimization``."""
+        return self.path[0] == ZERO
+
+    @property
+    def permission(self) -> str:
+        """Value of ``--allow`` without which it is not searched; empty for none."""
+        return "lossy" if not self.is_exact else COMPILE if COMPILE in self.path else ""
+
+    def value_in(self, zero: Mapping[str, Any]) -> Any:
+        """Return its value as written in ``ds_config.knob_settings``; None if it is not given."""
+        value = zero.get(self.path[1])
+        if len(self.path) > 2 and isinstance(value, Mapping):
+            return value.get(self.path[2])
+        return None if self.is_in_offload else value
+
+    def applies(self, params: Mapping[str, Any], site: Site) -> bool:
+        """Return whether it changes DeepSpeed's behaviour, given the params drawn before."""
+        return stage_of(params) in self.stages and self.condition(params, site)
+
+    def is_live(self, params: Mapping[str, Any]) -> bool:
+        """Return whether a running engine with these params follows it."""
+        return stage_of(params) in self.live and not self.static_if(params)

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, ZERO, canonical_zero, effective, merge, zero_default
+from optuna_dsat.config.ds_config import (
+    GRADIENT_ACCUMULATION,
+    ZERO,
+    canonical_zero,
+    effective,
+    knob_settings,
+    merge,
+    zero_default,
+)
+from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, checkpoint_every
 
 _IN_THE_STRUCTURE = frozenset({"stage", "device", "nvme_path", "buffer_size", "max_in_cpu"})
 """Keys of stage and offloads, and keys that the search sets with them alone."""
@@ -23,8 +31,8 @@ def knob_differences(
     ``params_count`` is the number of the model's parameters, above which all sizes are equivalent; None if unknown.
 
     Returns:
-        Dotted key within the ZeRO section, ``checkpoint_every`` or ``gradient_accumulation_steps`` -> value; sorted by
-        key.
+        Dotted key within the ZeRO section, name of a knob of another section, or ``gradient_accumulation_steps`` ->
+        value; those of the ZeRO section first, sorted by key.
     """
     given, mine = effective(config), effective(own)
     stage = Structure.of(given).stage
@@ -35,8 +43,11 @@ def knob_differences(
     for key in sorted(here.keys() | there_zero.keys()):
         if key.rpartition(".")[2] not in _IN_THE_STRUCTURE and here.get(key) != there_zero.get(key):
             record[key] = written.get(key, zero_default(key, stage=stage))
-    if every := checkpoint_every(given):
-        record[CHECKPOINT_EVERY] = every
+    others, own_others = (knob_settings(item, zero={}) for item in (given, mine))
+    for knob in KNOBS:
+        value = others.get(knob.path[1], knob.default)
+        if not knob.is_of_zero and value != own_others.get(knob.path[1], knob.default):
+            record[knob.name] = value
     steps = given.get(GRADIENT_ACCUMULATION, 1)
     if steps != mine.get(GRADIENT_ACCUMULATION, 1):
         record[GRADIENT_ACCUMULATION] = steps

@@ -39,6 +39,7 @@ __all__ = [
     "canonical_zero",
     "effective",
     "flatten",
+    "knob_settings",
     "merge",
     "parse_autotuning",
     "precision_of",
@@ -70,7 +71,7 @@ _ZERO_ALIASES = {
 }
 """Field name of ``DeepSpeedZeroConfig``, which DeepSpeed accepts as well -> documented key."""
 
-_OF_ZERO = tuple(knob for knob in KNOBS if not knob.is_of_model)
+_OF_ZERO = tuple(knob for knob in KNOBS if knob.is_of_zero)
 _ZERO_DEFAULTS: Mapping[str, Any] = {
     knob.path[1]: knob.default for knob in _OF_ZERO if len(knob.path) == 2 and knob.kind != "modules"
 }
@@ -108,6 +109,19 @@ def zero_section(config: Mapping[str, Any]) -> dict[str, Any]:
         if zero.pop(old, None) is True and new not in zero:
             zero[new] = {"device": "cpu"} if pin is None else {"device": "cpu", "pin_memory": pin}
     return zero
+
+
+def knob_settings(config: Mapping[str, Any], *, zero: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``zero_optimization`` section together with the knobs of a config's other sections.
+
+    Each knob is under its last key.
+    """
+    result = dict(zero)
+    for section, key in (knob.path for knob in KNOBS if not knob.is_of_zero):
+        settings = config.get(section)
+        if isinstance(settings, Mapping) and settings.get(key) is not None:
+            result[key] = settings[key]
+    return result
 
 
 def zero_default(key: str, *, stage: Any) -> Any:

@@ -56,6 +56,23 @@ def resolve_names(names: Iterable[str], *, option: str) -> tuple[str, ...]:
     return tuple(resolved)
 
 
+PERMISSIONS: tuple[str, ...] = tuple(dict.fromkeys(knob.permission for knob in KNOBS if knob.permission))
+"""Values of ``--allow``."""
+
+
+def check_permissions(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the values of ``--allow``, each once.
+
+    Raises:
+        ConfigError: If a value is not one of ``PERMISSIONS``.
+    """
+    result = tuple(dict.fromkeys(names))
+    for name in result:
+        if name not in PERMISSIONS:
+            raise ConfigError(f"--allow is {name!r:.60}; it takes {' and '.join(PERMISSIONS)}.")
+    return result
+
+
 _ALIKE = 0.6
 """Minimum similarity of a misspelt name to a knob: short names such as ``stage`` have few letters."""
 

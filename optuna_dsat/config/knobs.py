@@ -8,17 +8,14 @@ knob is sampled only if it changes DeepSpeed's behaviour; otherwise it would mul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from optuna_dsat.config.conditions import (
     NVME,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     ZERO_STAGE,
     ZERO_STAGES,
-    Condition,
+    Kind,
+    Knob,
     Site,
     contiguous_applies,
     may_be_shared,
@@ -30,10 +27,12 @@ from optuna_dsat.config.conditions import (
     scatter_applies,
     stage_of,
 )
-from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL, ZERO
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, COMPILE, MODEL, ZERO
 
 __all__ = [
     "CHECKPOINT_EVERY",
+    "COMPILE",
+    "DEEPCOMPILE",
     "KNOBS",
     "LEAF_MODULE",
     "MODEL",
@@ -52,92 +51,14 @@ __all__ = [
 ]
 
 LEAF_MODULE = "leaf_module"
+DEEPCOMPILE = "deepcompile"
 OFFLOAD_RATIO = "offload_optimizer_ratio"
 PIN_MEMORY = "offload_pin_memory"
 PARTITION_COPY = "zero_hpz_partition_size"
 REUSE_DISTANCE = "stage3_max_reuse_distance"
 
-Kind = str
-"""``stage``, ``flag``, ``size`` (a number of elements), ``ranks``, ``device`` (``none``, ``cpu``, ``nvme``), ``share``
-(0 to 1), ``modules`` (whether modules of classes that the profile names are meant) or ``blocks`` (1 for every block, 2
-for every second, 0 for none).
-"""
-
 _BUCKETS = tuple(n * 10**m for m in range(6, 10) for n in (1, 5))
 """dsat's defaults: n * 10^m elements for n in (1, 5), m in 6..9."""
-
-_OLDEST = "0.14.0"
-"""Oldest DeepSpeed that is supported."""
-_MANUAL = "deepspeed.ai/docs/config-json"
-
-
-@dataclass(frozen=True)
-class Knob:
-    """A DeepSpeed setting that the search may change."""
-
-    name: str
-    """Name of the Optuna parameter: DeepSpeed's own key."""
-    path: tuple[str, ...]
-    """Keys of the value in a DeepSpeed config, outermost first."""
-    kind: Kind
-    choices: tuple[Any, ...]
-    """Default choices, ascending."""
-    default: Any
-    """DeepSpeed's default; None where it depends on the stage."""
-    stages: tuple[int, ...]
-    """ZeRO stages at which DeepSpeed reads it."""
-    where: str
-    """Description of stages and condition, shown to users."""
-    used_by: str
-    """Place in DeepSpeed 0.19.8 that uses it, and the reason for its condition."""
-    condition: Condition = lambda _params, _site: True
-    """Whether it changes DeepSpeed's behaviour at these stages, given the params drawn before."""
-    source: str = _MANUAL
-    """Paper, pull request or manual that describes it."""
-    since: str = _OLDEST
-    """First version of DeepSpeed that has it, of the supported versions."""
-    is_exact: bool = True
-    """Whether training computes the same as without it, up to rounding."""
-    live: tuple[int, ...] = ()
-    """ZeRO stages at which a running engine follows it (``runtime.measure.live``)."""
-    static_if: Callable[[Mapping[str, Any]], bool] = lambda _params: False
-    """Whether a running engine does not follow it even at these stages, given all params."""
-    effect: float = 1.0
-    """Expected effect on the speed relative to other knobs: the scale of its prior (``guided.residual_gp``)."""
-    inert: bool = False
-    """Whether DeepSpeed accepts the value without using it: sampled only if the user lists values."""
-    on_demand: bool = False
-    """Whether it is useful for some models only: sampled if the profile shows this, or where the user names it."""
-    several_nodes: bool = False
-    """Whether it is useful on several nodes only: sampled on a single node only if the user lists values."""
-    several_ranks: bool = False
-    """Whether it is useful with several ranks only: sampled with a single rank only if the user lists values."""
-
-    @property
-    def is_in_offload(self) -> bool:
-        """Whether it is a detail of an offload, in the section of its device."""
-        return len(self.path) > 2 and self.kind != "device" and self.name != NVME
-
-    @property
-    def is_of_model(self) -> bool:
-        """Whether it changes the model instead of the DeepSpeed config (``runtime.adapt.checkpointing``)."""
-        return self.path[0] == MODEL
-
-    def value_in(self, zero: Mapping[str, Any]) -> Any:
-        """Return its value as written in a ``zero_optimization`` section; None if it is not given."""
-        value = zero.get(self.path[1])
-        if len(self.path) > 2 and isinstance(value, Mapping):
-            return value.get(self.path[2])
-        return None if self.is_in_offload else value
-
-    def applies(self, params: Mapping[str, Any], site: Site) -> bool:
-        """Return whether it changes DeepSpeed's behaviour, given the params drawn before."""
-        return stage_of(params) in self.stages and self.condition(params, site)
-
-    def is_live(self, params: Mapping[str, Any]) -> bool:
-        """Return whether a running engine with these params follows it."""
-        return stage_of(params) in self.live and not self.static_if(params)
-
 
 KNOBS: tuple[Knob, ...] = (
     Knob(
@@ -469,6 +390,39 @@ KNOBS: tuple[Knob, ...] = (
         ),
         source="arXiv:1604.06174",
         on_demand=True,
+    ),
+    Knob(
+        name=COMPILE,
+        path=(MODEL, COMPILE),
+        kind="flag",
+        choices=(False, True),
+        default=False,
+        stages=ZERO_STAGES,
+        condition=lambda _params, site: not site.pipeline,
+        where="with --allow compile, for models that the script does not compile; not pipelines",
+        used_by=(
+            "engine.DeepSpeedEngine.compile, which nothing calls by the config alone. Each shape of inputs is compiled "
+            "anew, so that a launch has one micro-batch."
+        ),
+        source="docs.pytorch.org/docs/stable/torch.compiler.html",
+        since="0.14.4",
+        effect=2.0,
+    ),
+    Knob(
+        name=DEEPCOMPILE,
+        path=(COMPILE, DEEPCOMPILE),
+        kind="flag",
+        choices=(False, True),
+        default=False,
+        stages=(1, 2, 3),
+        condition=lambda params, _site: bool(params.get(COMPILE)) and not params.get(CHECKPOINT_EVERY),
+        where="with --allow compile, at ZeRO 1, 2, 3 on GPUs, for compiled models without activation checkpointing",
+        used_by=(
+            "engine.DeepSpeedEngine.get_deepcompile_backend, which falls back to torch.compile at stage 0. It needs "
+            "CUDA (compile.util.is_deepcompile_supported). Activation checkpointing with it is untested."
+        ),
+        source="arXiv:2504.09983",
+        since="0.16.6",
     ),
 )
 """All knobs in the order of suggestion: a condition reads only preceding knobs."""

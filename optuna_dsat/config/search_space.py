@@ -12,7 +12,6 @@ from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
 from optuna_dsat.config.knob_values import normalise
 from optuna_dsat.config.knobs import (
     KNOBS,
-    MODEL,
     NVME,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
@@ -97,7 +96,7 @@ class SearchSpace:
     asked_samples_per_rank: int | None = None
     """Samples per rank and global step that the question asks for (``at_batch``); None in the search itself."""
     user_zero: Mapping[str, Any] = field(default_factory=dict)
-    """The user's ``zero_optimization`` section in its current form, lists resolved."""
+    """The user's ``zero_optimization`` section in its current form, lists resolved, as ``knob_settings`` has it."""
     legacy_keys: tuple[str, ...] = ()
     """Deprecated spellings of knobs in the user's section, which overlays remove."""
     leaf_classes: tuple[str, ...] = ()
@@ -200,11 +199,13 @@ class SearchSpace:
         settings = dict(self._settings(given))
         values = {tuned.name: value for tuned, value in settings.items()}
         zero: dict[str, Any] = dict.fromkeys(self.legacy_keys)
-        model: dict[str, Any] = {}
+        others: dict[str, dict[str, Any]] = {}
         for tuned in self.knobs:
-            key = tuned.knob.path[1]
-            if tuned.knob.is_of_model:
-                model |= {key: values[tuned.name]} if values.get(tuned.name) else {}
+            section, key = tuned.knob.path[:2]
+            if not tuned.knob.is_of_zero:
+                value = values.get(tuned.name) or None
+                if value or key in self.user_zero:
+                    others.setdefault(section, {})[key] = value
             elif tuned.knob.is_in_offload:
                 if tuned.name in values and tuned.role is not Role.KEPT:
                     _write_in_offloads(tuned, values, zero)
@@ -219,9 +220,7 @@ class SearchSpace:
             zero["reduce_scatter"] = False
         size = params[MICRO_BATCH]
         steps = params.get(configs.GRADIENT_ACCUMULATION, self.accumulation(size))
-        result: dict[str, Any] = {ZERO: zero, **configs.batch_overlay(size, steps)}
-        if model:
-            result[MODEL] = model
+        result: dict[str, Any] = {ZERO: zero, **others, **configs.batch_overlay(size, steps)}
         if self.allow_untested_optimizer and values[ZERO_STAGE]:
             result["zero_allow_untested_optimizer"] = True
         return result
@@ -256,7 +255,7 @@ class SearchSpace:
         The config must give its micro-batch as a number. Missing values are DeepSpeed's defaults; sizes beyond the
         number of parameters are mapped to the largest choice.
         """
-        zero = {**configs.effective({ZERO: {}, **ds_config})[ZERO], **(ds_config.get(MODEL) or {})}
+        zero = configs.knob_settings(ds_config, zero=configs.effective({ZERO: {}, **ds_config})[ZERO])
         try:
             result = list(self._settings(lambda tuned: self._read(tuned, zero)))
             micro_batch = normalise(MICRO_BATCH, "count", ds_config.get(MICRO_BATCH))
@@ -410,9 +409,7 @@ def present(knob: Knob, zero: Mapping[str, Any]) -> Any:
     if knob.kind == "device":
         return device_of(zero, knob.name)
     value = knob.value_in(zero)
-    if knob.is_of_model:
-        return normalise(knob.name, knob.kind, value)
-    if knob.is_in_offload or knob.kind == "modules":
+    if knob.is_in_offload or knob.kind == "modules" or not knob.is_of_zero:
         return knob.default if value in (None, configs.AUTO) else normalise(knob.name, knob.kind, value)
     if value is None or value == configs.AUTO:
         value = configs.zero_default(knob.path[1], stage=zero.get("stage", 0))

@@ -58,6 +58,8 @@ __all__ = [
 _SHARED_GROUPS = 10
 """Sub-groups of a rank's partition that allow shares of tenths on the device (``OFFLOAD_RATIO``)."""
 _GROUP_UNIT = 1_000_000
+_FEWER = 10
+"""Ratio of a size to the only smaller choice where knobs that need a permission are searched."""
 _BY_NAME = MappingProxyType({knob.name: knob for knob in KNOBS})
 _LEGACY = MappingProxyType({
     "cpu_offload": OFFLOAD_OPTIMIZER,
@@ -122,6 +124,8 @@ class SpaceRequest:
     """Classes of modules that ``leaf_module`` names."""
     worthwhile: Collection[str] = ()
     """Knobs that are useful for some models only (``Knob.on_demand``), and for this one."""
+    permitted: Collection[str] = ()
+    """Knobs that need a permission (``Knob.permission``) which is given, and that can be searched."""
 
 
 def build_space(request: SpaceRequest) -> SearchSpace:
@@ -150,13 +154,13 @@ class _Builder:
         self._request = request
         self._no_tune = frozenset(request.no_tune)
         self._plain = configs.effective({ZERO: {}, **request.ds_config})
-        self._zero = self._plain[ZERO]
-        """The user's section, lists resolved."""
+        self._zero = configs.knob_settings(self._plain, zero=self._plain[ZERO])
+        """The user's section, lists resolved, and knobs of other sections."""
 
     def build(self) -> SearchSpace:
         self._check_names()
         request = self._request
-        for knob in (item for item in KNOBS if item.name != NVME):
+        for knob in (item for item in KNOBS if item.name != NVME and self._may_search(item)):
             read_present(knob, self._zero)  # rejects invalid values, also of knobs that are not searched
         stage = TunedKnob(knob=_BY_NAME[ZERO_STAGE], choices=self._stages())
         offloads = self._offload_knobs()
@@ -203,12 +207,22 @@ class _Builder:
         if both:
             raise ConfigError(f"{both[0]} is given to both --fix and --no-tune; use one of them.")
         zero = self._request.ds_config.get(ZERO)
-        sections = {"stage", *(knob.path[1] for knob in KNOBS if not knob.is_of_model)} | _LEGACY.keys()
+        sections = {"stage", *(knob.path[1] for knob in KNOBS if knob.is_of_zero)} | _LEGACY.keys()
         for key, value in zero.items() if isinstance(zero, Mapping) else ():
             if isinstance(value, list) and key not in sections:
                 raise ConfigError(f"{ZERO}.{key} is a list, but not a knob. The knobs are {known_names()}.")
 
+    def _may_search(self, knob: Knob) -> bool:
+        """Return whether a knob needs no permission, or has it."""
+        return not knob.permission or knob.name in self._request.permitted
+
     def _is_searched(self, knob: Knob) -> bool:
+        if not self._may_search(knob):
+            if self._named(knob):
+                raise ConfigError(f"{knob.name} is tuned or fixed {knob.where}, and that does not hold here.")
+            return False
+        if knob.permission and knob.name in self._no_tune:
+            return False
         if knob.on_demand:
             return knob.name not in self._no_tune and (knob.name in self._request.worthwhile or self._named(knob))
         one_node = min(self._request.nodes, self._request.ranks_per_node) == 1
@@ -296,7 +310,9 @@ class _Builder:
         if knob.kind == "modules" and listed is None:
             choices = (True,)  # ranks may wait for each other for ever otherwise
         if knob.kind == "size" and listed is None:
-            choices = (capped(knob.name, value, self._request.params) for value in choices)
+            choices = sizes = [capped(knob.name, value, self._request.params) for value in choices]
+            if self._request.permitted:  # each of these knobs multiplies the combinations
+                choices = (*sorted(size for size in sizes if _FEWER * size <= sizes[-1])[-1:], sizes[-1])
         elif knob.kind == "size":
             choices = _distinct(knob.name, choices, self._request.params)
         choices = tuple(sorted(_unique(choices)))

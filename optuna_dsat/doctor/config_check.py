@@ -275,7 +275,11 @@ def _of_unused(config: Mapping[str, Any]) -> Iterator[Finding]:
         if value not in (None, AUTO) and knob.name not in (ZERO_STAGE, NVME):
             params[knob.name] = value
     site = _site(config)
-    given = [knob for knob in KNOBS if params.get(knob.name) not in off and not knob.path[1].startswith(_OF_STAGE_3)]
+    given = [
+        knob
+        for knob in KNOBS
+        if knob.is_of_zero and params.get(knob.name) not in off and not knob.path[1].startswith(_OF_STAGE_3)
+    ]
     unused = [".".join(knob.path) for knob in given if knob.inert or not knob.applies(params, site)]
     if unused:
         yield _finding(unused, Status.NOTE, f"not used at ZeRO {stage} with these settings")

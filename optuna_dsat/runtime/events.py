@@ -186,6 +186,8 @@ class ProfileMeasured(Event, kind="profile_measured"):
     """Share of the forward pass's FLOPs within these blocks."""
     no_checkpointing: str = ""
     """Why activations cannot be checkpointed; empty if they can, or without a measurement."""
+    no_compiling: str = ""
+    """Why the search does not compile the model; empty if it may."""
     leaf_classes: list[str] = field(default_factory=list)
     """Classes of modules that route samples among their parts, and are no leaves of ZeRO 3 yet."""
     leaf_params: int = 0

@@ -22,7 +22,7 @@ from typing import Any
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.accelerate import how_to_train_with_deepspeed, join_ranks
 from optuna_dsat.runtime.adapt.batch_sources import BatchSources
-from optuna_dsat.runtime.adapt.checkpointing import MODEL_KNOBS, CheckpointingError
+from optuna_dsat.runtime.adapt.checkpointing import ENGINE_KNOBS, MODEL_KNOBS, CheckpointingError
 from optuna_dsat.runtime.adapt.ranks import join_group, spawn_in_place
 from optuna_dsat.runtime.adapt.side_effects import (
     disable_checkpoints,
@@ -253,6 +253,7 @@ class DeepSpeedHook:
         if differences and self._plan.measures and self._engine is None:
             self._writer.write(ConfigDiffers(rank=self._rank.rank, time=started, differences=differences))
         result = build()
+        self._change_engine(result[0])
         self._state.phase = before
         if self._plan.measures:
             span = [started, time.time() - started]
@@ -275,9 +276,16 @@ class DeepSpeedHook:
         if not settings or not any(parameter.requires_grad for parameter in getattr(model, "parameters", list)()):
             return
         with suppress(CheckpointingError) if self._changed_model else nullcontext():
-            for name, value in settings.items():
-                MODEL_KNOBS[name](value).apply(model)
+            for name in MODEL_KNOBS.keys() & settings.keys():
+                MODEL_KNOBS[name](settings[name]).apply(model)
         self._changed_model = True
+
+    def _change_engine(self, engine: Any) -> None:
+        """Apply the trial's settings of the engine to one that trains."""
+        settings = self._plan.overlay.get(MODEL) or {}
+        if getattr(engine, "optimizer", None) is not None:
+            for name in ENGINE_KNOBS.keys() & settings.keys():
+                ENGINE_KNOBS[name](settings[name]).apply(engine)
 
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
         """Replace the config among bound arguments of ``deepspeed.initialize`` without mutating the script's objects.

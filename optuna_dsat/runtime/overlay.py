@@ -37,8 +37,8 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
 ZERO = "zero_optimization"
 TRAIN_BATCH, MICRO_BATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
 GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
-MODEL, CHECKPOINT_EVERY = "optuna_dsat", "checkpoint_every"
-"""Section of settings that change the model, which DeepSpeed never gets, and its key for activation checkpointing."""
+MODEL, CHECKPOINT_EVERY, COMPILE = "optuna_dsat", "checkpoint_every", "compile"
+"""Section of settings that change the model or its engine, which DeepSpeed never gets, and its keys."""
 _BATCH_KEYS = (TRAIN_BATCH, GRADIENT_ACCUMULATION, MICRO_BATCH)
 """Any two determine the third; in the order in which the script's value is dropped."""
 
@@ -73,6 +73,11 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]
 def checkpoint_every(config: Mapping[str, Any]) -> int:
     """Return the activation checkpointing of a complete config: of every so many blocks, 0 for none."""
     return int((config.get(MODEL) or {}).get(CHECKPOINT_EVERY) or 0)
+
+
+def is_compiled(config: Mapping[str, Any]) -> bool:
+    """Return whether a complete config has the engine compiled."""
+    return bool((config.get(MODEL) or {}).get(COMPILE))
 
 
 def without_model(config: Mapping[str, Any]) -> dict[str, Any]:

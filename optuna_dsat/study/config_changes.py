@@ -63,16 +63,24 @@ def shown_settings(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def checkpointing_in_words(every: int) -> str:
-    """Return where to write activation checkpointing, which no DeepSpeed config sets; empty for none."""
-    if not every:
-        return ""
-    blocks = "every block" if every == 1 else f"one of {every} blocks"
-    return (
-        f"The activations of {blocks} are checkpointed, which no DeepSpeed config can. optuna-dsat train does it; for "
-        f"your own command, write optuna_dsat.checkpoint_blocks(model, every={every}) before deepspeed.initialize "
-        "(with the Hugging Face Trainer, for every block: gradient_checkpointing=True in its arguments)."
-    )
+def model_change_in_words(every: int, *, compiled: bool) -> str:
+    """Return where to write what no DeepSpeed config sets: activation checkpointing and compilation; empty for none."""
+    changes = []
+    if every:
+        blocks = "every block" if every == 1 else f"one of {every} blocks"
+        changes.append(
+            f"The activations of {blocks} are checkpointed, which no DeepSpeed config can. optuna-dsat train does it; "
+            f"for your own command, write optuna_dsat.checkpoint_blocks(model, every={every}) before "
+            "deepspeed.initialize (with the Hugging Face Trainer, for every block: gradient_checkpointing=True in its "
+            "arguments)."
+        )
+    if compiled:
+        changes.append(
+            "The model is compiled, which no DeepSpeed config can. optuna-dsat train does it; for your own command, "
+            "write engine.compile() after deepspeed.initialize (with the Hugging Face Trainer: torch_compile=True in "
+            "its arguments)."
+        )
+    return " ".join(changes)
 
 
 def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:

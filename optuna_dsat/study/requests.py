@@ -10,8 +10,14 @@ from typing import Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.runtime.events import EngineReady, Event, RankStarted
+from optuna_dsat.runtime.overlay import is_compiled
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training
 from optuna_dsat.study.spec import StudySpec
+
+_FIRST_COMPILED_STEP = 3
+"""First step of a compiled engine that may count: torch compiles in the first, and again for the second if it differs,
+as at ZeRO 3, which traces its modules in the first.
+"""
 
 
 def script_command(spec: StudySpec) -> ScriptCommand:
@@ -47,9 +53,14 @@ def launch_request(
         purpose: ``profile``, ``trial`` or ``confirm``.
         overlay: Laid over the config that the script passes to DeepSpeed; None removes a key.
         config: The whole DeepSpeed config; None for the user's present config with the overlay laid over it.
-        start_profile_step: First step that counts; None for the study's.
+        start_profile_step: First step that counts; None for the study's, or a later step in a compiled engine.
         end_profile_step: Last step that counts; None for the study's.
     """
+    compiled = is_compiled(overlay)
+    first = spec.start_profile_step if start_profile_step is None else start_profile_step
+    last = spec.end_profile_step if end_profile_step is None else end_profile_step
+    if compiled and start_profile_step is None and first < _FIRST_COMPILED_STEP:
+        first, last = _FIRST_COMPILED_STEP, last + _FIRST_COMPILED_STEP - first
     return LaunchRequest(
         launch_id=launch_id,
         purpose=purpose,
@@ -57,15 +68,15 @@ def launch_request(
         ds_config=ds_config.merge(ds_config.effective(spec.ds_config), overlay) if config is None else config,
         overlay=overlay,
         slots=spec.slots_per_trial,
-        start_profile_step=spec.start_profile_step if start_profile_step is None else start_profile_step,
-        end_profile_step=spec.end_profile_step if end_profile_step is None else end_profile_step,
+        start_profile_step=first,
+        end_profile_step=last,
         device_memory_bytes=spec.device_memory_bytes,
         env=spec.script.environment,
         timeout_s=spec.trial_timeout,
         stall_s=spec.stall_timeout,
         isolation=spec.isolation,
         writable=tuple(map(str, spec.writable or ())),
-        continues=spec.continues and purpose in ("profile", "trial"),
+        continues=spec.continues and purpose in ("profile", "trial") and not compiled,
     )
 
 

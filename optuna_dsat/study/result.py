@@ -15,7 +15,7 @@ from optuna_dsat.cost.gpus import precision_advice
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
 from optuna_dsat.runtime.files import write_text_atomic
-from optuna_dsat.runtime.overlay import checkpoint_every
+from optuna_dsat.runtime.overlay import checkpoint_every, is_compiled
 from optuna_dsat.script.settings_file import SettingsCopy
 from optuna_dsat.secrecy.references import names_in, resolved
 from optuna_dsat.secrecy.shapes import find_secrets, hidden_data
@@ -23,8 +23,8 @@ from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG, best_settings, command_to_train
 from optuna_dsat.study.config_changes import (
     Change,
-    checkpointing_in_words,
     config_changes,
+    model_change_in_words,
     trainable_config,
 )
 from optuna_dsat.study.confirm.rounds import Rounds
@@ -67,6 +67,13 @@ class SameBatch:
     """Shell command that trains with it."""
     checkpoint_every: int = 0
     """Activation checkpointing of every so many repeated blocks, which no DeepSpeed config sets; 0 for none."""
+    compiled: bool = False
+    """Whether the model is compiled, which no DeepSpeed config sets."""
+
+    @property
+    def model_change(self) -> str:
+        """As of ``StudyResult``."""
+        return model_change_in_words(self.checkpoint_every, compiled=self.compiled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +126,9 @@ class StudyResult:
     """Activation checkpointing of every so many repeated blocks; 0 for none. No key of ``config``: ``command`` does it,
     or ``optuna_dsat.checkpoint_blocks`` in the script.
     """
+    compiled: bool = False
+    """Whether the model is compiled. No key of ``config``: ``command`` does it, or ``engine.compile()`` in the script.
+    """
     train_batch_size: int
     """Global batch of ``config``, in samples."""
     user_train_batch_size: int
@@ -168,6 +178,7 @@ class StudyResult:
             "speed_up": self.speed_up,
             "metrics": self.metrics,
             "checkpoint_every": self.checkpoint_every,
+            "compiled": self.compiled,
             "verdict": self.verdict.to_json(),
             "finalists": finalists,
             "loss_check": self.loss_check,
@@ -176,7 +187,7 @@ class StudyResult:
     @property
     def model_change(self) -> str:
         """Sentence on the change of the model that the result needs, and where to write it; empty without any."""
-        return checkpointing_in_words(self.checkpoint_every)
+        return model_change_in_words(self.checkpoint_every, compiled=self.compiled)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""
@@ -274,6 +285,7 @@ def result_of(
             storage=storage,
         ),
         checkpoint_every=checkpoint_every(complete),
+        compiled=is_compiled(complete),
         train_batch_size=batch,
         user_train_batch_size=own_batch,
         same_batch=_same_batch(study, storage=storage),
@@ -310,7 +322,7 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
     measured = verdict.same_batch
     if measured is None or measured.number == verdict.result.number:
         return None
-    ratio = measured.speed_up
+    ratio, complete = measured.speed_up, study.complete_config(measured.trial)
     return SameBatch(
         trial=measured.number,
         is_user_config=measured.is_user_config,
@@ -321,13 +333,14 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
         config_path=str(spec.study_dir / SAME_BATCH_CONFIG),
         command=command_to_train(
             spec,
-            study.complete_config(measured.trial),
+            complete,
             profiled=study.profiled,
             host_threads=measured.trial.user_attrs.get(attributes.HOST_THREADS),
             storage=storage,
             same_batch=measured.number,
         ),
-        checkpoint_every=checkpoint_every(study.complete_config(measured.trial)),
+        checkpoint_every=checkpoint_every(complete),
+        compiled=is_compiled(complete),
     )
 
 

@@ -16,6 +16,7 @@ from optuna_dsat.study.context import SearchContext, StudyContext
 from optuna_dsat.study.end_reason import BUDGETS, EndReason, headroom_in_words
 from optuna_dsat.study.folder import held_folder
 from optuna_dsat.study.profile.fingerprint import fingerprint
+from optuna_dsat.study.profile.permission import refused_in_words, refused_knobs
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import enqueue_user_config
 from optuna_dsat.study.profile.turn import ProfileTurn
@@ -97,6 +98,9 @@ class Session:
 
     def _profile(self) -> SearchContext:
         """Return the study with its profile; from then on the spec follows the script's trainer."""
+        refused = refused_knobs(self.spec, None)
+        if words := refused_in_words(refused):
+            self._context.say(words)
         turn = ProfileTurn(
             self._context,
             fingerprint=fingerprint(self.spec, device_names=self._request.device_names),
@@ -112,6 +116,9 @@ class Session:
             option = profiled.stage_option.rstrip("=")
             self._context.say(f"The script takes its ZeRO stage from {option}; it follows each configuration.")
         known = self._context = replace(self._context, spec=profiled.followed_by(self.spec))
+        later = {name: why for name, why in refused_knobs(self.spec, profiled).items() if name not in refused}
+        if words := refused_in_words(later):
+            self._context.say(words)
         space = space_of(self.spec, profiled)
         known.launcher.prepare(
             profiled.preload.changed(added=self.spec.preload or (), left_out=self.spec.no_preload or ()),

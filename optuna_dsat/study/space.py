@@ -13,6 +13,7 @@ from optuna_dsat.config.structures import STRUCTURES, Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.guided.problem import REACH
+from optuna_dsat.study.profile.permission import permitted_knobs
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.spec import StudySpec
@@ -304,5 +305,6 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         trainable=None if profiled is None else profiled.profile.trainable_params,
         leaf_classes=() if profiled is None else profiled.profile.leaf_classes,
         worthwhile=_worthwhile(spec, profiled),
+        permitted=permitted_knobs(spec, profiled),
     )
     return build_space(request)

@@ -12,6 +12,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.config.ds_config import batch_triangle, effective
+from optuna_dsat.config.knobs import COMPILE, MODEL
 from optuna_dsat.outcome import Outcome
 
 OUTCOME = "outcome"
@@ -111,6 +112,8 @@ def waiting_launch(trials: Sequence[FrozenTrial]) -> str | None:
     if not any(ROOT_LAUNCH in trial.user_attrs for *_, trial in ended):
         return None
     ended_at, _, latest = max(ended, key=lambda item: item[:2])
+    if (latest.user_attrs.get(CONFIG, {}).get(MODEL) or {}).get(COMPILE):
+        return None  # a compiled engine has one shape of inputs
     running = (trial.datetime_start for trial in trials if trial.state is TrialState.RUNNING)
     if any(started is not None and started >= ended_at for started in running):
         return None

@@ -31,6 +31,7 @@ from optuna_dsat.store import Store
 from optuna_dsat.store.urls import database_files
 from optuna_dsat.study.folder import set_others_aside
 from optuna_dsat.study.live_state import LiveNotes
+from optuna_dsat.study.profile.permission import refused_in_words, refused_knobs
 from optuna_dsat.study.profile.profile import profile_attempts
 from optuna_dsat.study.profile.script import user_config
 from optuna_dsat.study.progress import (
@@ -325,6 +326,7 @@ def preview(spec: StudySpec) -> tuple[SearchSpace, dict[str, Any]]:
             {"knob": row.knob, "role": row.role, "applies": row.where, "choices": list(row.choices)}
             for row in space.describe()
         ],
+        "refused": refused_in_words(refused_knobs(spec, None)),
         "profile_launch": {
             "micro_batch": attempts[0].micro_batch,
             "attempts": [attempt.words for attempt in attempts],

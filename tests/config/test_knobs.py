@@ -10,7 +10,7 @@ import pytest
 
 from optuna_dsat.config.ds_config import ZERO
 from optuna_dsat.config.knob_values import normalise
-from optuna_dsat.config.knobs import KNOBS, NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, PIN_MEMORY
+from optuna_dsat.config.knobs import COMPILE, KNOBS, NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, PIN_MEMORY
 from optuna_dsat.script.interpreter import module_places
 from tests.harness.commands import ROOT
 
@@ -20,6 +20,7 @@ CLASSES = {
     (ZERO,): "DeepSpeedZeroConfig",
     (ZERO, OFFLOAD_OPTIMIZER): "DeepSpeedZeroOffloadOptimizerConfig",
     (ZERO, OFFLOAD_PARAM): "DeepSpeedZeroOffloadParamConfig",
+    (COMPILE,): "CompileConfig",
 }
 """Section of a DeepSpeed config -> the class that reads it."""
 
@@ -28,9 +29,10 @@ OLDER_DEFAULTS = {PIN_MEMORY: False}
 
 
 def keys_of(deepspeed: Path) -> dict[tuple[str, str], str]:
-    """Return class and key of each field of DeepSpeed's ZeRO configs, with its default; nothing is imported."""
+    """Return class and key of each field of DeepSpeed's configs, with its default; nothing is imported."""
     result = {}
-    for path in (deepspeed / "runtime" / "zero").glob("*config.py"):
+    others = [deepspeed / "compile" / "config.py"]
+    for path in [*(deepspeed / "runtime" / "zero").glob("*config.py"), *(path for path in others if path.exists())]:
         for owner in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(owner, ast.ClassDef):
                 continue
@@ -75,5 +77,6 @@ def numbers_of(version: str) -> tuple[int, ...]:
 def test_every_row_of_the_table_is_complete() -> None:
     for knob in KNOBS:
         assert all((knob.used_by, knob.where, knob.source, knob.is_exact)), knob.name
+        assert (f"--allow {knob.permission}" in knob.where) == bool(knob.permission), knob.name
         assert set(knob.live) <= set(knob.stages), knob.name
         assert knob.default is None or knob.default in knob.choices or knob.kind in ("size", "ranks"), knob.name

@@ -92,6 +92,7 @@ class SimulatedProfile:
     block_input_bytes_per_sample: int = 0
     block_share: float = 0.0
     no_checkpointing: str = ""
+    no_compiling: str = ""
     leaf_classes: tuple[str, ...] = ()
     leaf_params: int = 0
 

@@ -16,8 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from optuna_dsat.runtime.measure.blocks import ForwardCheck, library_model, reason_against, repeated_blocks
-from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY
+from optuna_dsat.runtime.measure.blocks import (
+    ForwardCheck,
+    compiled_by_script,
+    library_model,
+    reason_against,
+    repeated_blocks,
+)
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, COMPILE
 
 
 class CheckpointingError(ValueError):
@@ -63,10 +69,10 @@ def checkpoint_blocks(model: Any, every: int = 1) -> Any:
 
 
 class ModelKnob(Protocol):
-    """A setting of a trial that changes the model instead of the DeepSpeed config."""
+    """A setting of a trial that changes the model or its engine instead of the DeepSpeed config."""
 
-    def apply(self, model: Any) -> None:
-        """Change a model before its engine is built."""
+    def apply(self, target: Any) -> None:
+        """Change a model before its engine is built, or the engine."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +81,32 @@ class CheckpointEvery:
 
     every: int
 
-    def apply(self, model: Any) -> None:
+    def apply(self, target: Any) -> None:
         """Checkpoint the blocks of a model.
 
         Raises:
             CheckpointingError: If it cannot be right.
         """
         if self.every:
-            checkpoint_blocks(model, self.every)
+            checkpoint_blocks(target, self.every)
 
 
-MODEL_KNOBS: Mapping[str, Callable[[int], ModelKnob]] = {CHECKPOINT_EVERY: CheckpointEvery}
+@dataclass(frozen=True)
+class CompileEngine:
+    """``engine.compile()``, with torch's inductor: DeepCompile where the DeepSpeed config has it."""
+
+    is_on: bool
+
+    def apply(self, target: Any) -> None:
+        """Compile the module of an engine; one that the script compiles is left alone."""
+        if self.is_on and not compiled_by_script(target.module):
+            target.compile()
+
+
+MODEL_KNOBS: Mapping[str, Callable[[Any], ModelKnob]] = {CHECKPOINT_EVERY: CheckpointEvery}
 """Key of the section of settings that change the model -> the knob, made of its value."""
+ENGINE_KNOBS: Mapping[str, Callable[[Any], ModelKnob]] = {COMPILE: CompileEngine}
+"""Key of the same section -> the knob that changes the engine."""
 
 
 class _CheckpointedForward:

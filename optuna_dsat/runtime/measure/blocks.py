@@ -63,7 +63,7 @@ def reason_against(model: Any) -> str:
         return "" if supported else f"{type(library).__name__} does not support it"
     if len(blocks) < 2:
         return "it has fewer than two repeated blocks"
-    if "OptimizedModule" in names or any(getattr(m, "_compiled_call_impl", None) is not None for m in modules):
+    if compiled_by_script(model):
         return "it is compiled before deepspeed.initialize"
     for part in (part for block in blocks for part in block.modules()):
         kinds = [cls.__name__ for cls in type(part).__mro__]
@@ -72,6 +72,14 @@ def reason_against(model: Any) -> str:
         if type(part).__module__.startswith("deepspeed.moe"):
             return "its blocks contain a mixture of experts, whose ranks exchange tokens in the forward pass"
     return ""
+
+
+def compiled_by_script(model: Any) -> bool:
+    """Return whether a model, or a part of it, is compiled by torch."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
 
 
 def library_model(model: Any) -> Any | None:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, ProfileMeasured
-from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch
+from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch, compiled_by_script
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
@@ -140,6 +140,7 @@ class Profiler:
                 block_input_bytes_per_sample=watch.input_bytes // divisor,
                 block_share=min(1.0, watch.flops / self._forward_flops) if self._forward_flops else 1.0,
                 no_checkpointing=watch.reason,
+                no_compiling="the script compiles its model itself" if compiled_by_script(module) else "",
                 leaf_classes=sorted({type(leaf).__name__ for leaf in leaves}),
                 leaf_params=max((sum(map(_numel, leaf.parameters())) for leaf in leaves), default=0),
             )

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from optuna_dsat.config.knob_values import resolve_names
+from optuna_dsat.config.knob_values import PERMISSIONS, check_permissions, resolve_names
 from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.metrics import METRICS
 from optuna_dsat.study.options.declaration import (
@@ -333,6 +333,20 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
             first=True,
         ),
         AfterValidator(partial(resolve_names, option="--only")),
+    ] = None
+    allow: Annotated[
+        Texts,
+        what(
+            help="Also search settings that need your consent: compile (engine.compile and DeepCompile) (repeatable, "
+            "or separated by commas).",
+            none="neither",
+            python_help="Settings to search that need consent: ``compile`` (``engine.compile`` and DeepCompile). None "
+            "for none.",
+            parse=split_names,
+            metavar="WHAT,...",
+            choices=PERMISSIONS,
+        ),
+        AfterValidator(check_permissions),
     ] = None
     follow_batch: Annotated[
         bool,

@@ -1,0 +1,91 @@
+"""``--allow``: what is refused before anything is launched, and what a search with it returns."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from optuna_dsat.config.knobs import COMPILE, DEEPCOMPILE
+from optuna_dsat.errors import ConfigError
+from optuna_dsat.runtime.overlay import MODEL
+from optuna_dsat.study.profile import permission
+from optuna_dsat.study.profile.permission import permitted_knobs, refused_in_words, refused_knobs
+from optuna_dsat.study.requests import launch_request
+from optuna_dsat.study.space import space_of
+from optuna_dsat.trials import attributes
+from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedResult
+from tests.harness.small_model import PROFILE, profiled_of
+from tests.harness.studies import StudyBench
+
+
+@pytest.fixture(autouse=True)
+def compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permission, "package_folders", lambda name, python: ("triton",))  # noqa: ARG005
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+
+
+def test_only_what_is_allowed_is_permitted(bench: StudyBench) -> None:
+    assert permitted_knobs(bench.spec(), None) == frozenset()
+    assert refused_knobs(bench.spec(), None) == {}
+    assert permitted_knobs(bench.spec(allow=("compile",)), None) == {COMPILE, DEEPCOMPILE}
+    assert permitted_knobs(bench.spec(allow=("compile",), only=("stage", COMPILE)), None) == {COMPILE}
+    assert bench.spec(allow=("compile",)).identity() != bench.spec().identity()
+    with pytest.raises(ConfigError, match="--allow is 'fast'; it takes"):
+        bench.spec(allow=("fast",))
+
+
+def test_what_compilation_lacks_is_named(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = {"allow": ("compile",)}
+    on_cpu = bench.spec(device="cpu", **allowed)
+    assert refused_knobs(on_cpu, None) == {DEEPCOMPILE: "CUDA is needed"}
+    profiled = profiled_of(profile=replace(PROFILE, no_compiling="the script compiles its model itself"))
+    assert refused_in_words(refused_knobs(bench.spec(**allowed), profiled)) == (
+        "Allowed, and not searched: compile, deepcompile (the script compiles its model itself)."
+    )
+    assert COMPILE not in {tuned.name for tuned in space_of(bench.spec(**allowed), profiled).knobs}
+    monkeypatch.setattr(permission, "package_folders", lambda name, python: ())  # noqa: ARG005
+    assert "Triton" in refused_knobs(bench.spec(**allowed), None)[COMPILE]
+    assert permitted_knobs(on_cpu, None) == {COMPILE}
+    monkeypatch.setattr(shutil, "which", lambda name: None)  # noqa: ARG005
+    assert "a C++ compiler" in refused_knobs(on_cpu, None)[COMPILE]
+    monkeypatch.setattr(permission, "script_versions", lambda python, on: {"deepspeed": "0.15.1+cu"})  # noqa: ARG005
+    assert refused_knobs(bench.spec(**allowed), None)[DEEPCOMPILE] == (
+        "it came with DeepSpeed 0.16.6, and the script's is 0.15.1+cu"
+    )
+
+
+def test_a_compiled_engine_is_not_continued_and_counts_later_steps(bench: StudyBench) -> None:
+    spec = bench.spec(start_profile_step=1, end_profile_step=4)
+    overlay = {MODEL: {COMPILE: True}}
+    plain, compiled = (launch_request(spec, launch_id="l", purpose="trial", overlay=item) for item in ({}, overlay))
+    assert (plain.continues, plain.start_profile_step, plain.end_profile_step) == (True, 1, 4)
+    assert (compiled.continues, compiled.start_profile_step, compiled.end_profile_step) == (False, 3, 6)
+
+
+@dataclass
+class Compiling(Hill):
+    """A hill on which a compiled model is twice as fast."""
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        result = super().run(ds_config, slots)
+        if not (ds_config.get(MODEL) or {}).get(COMPILE):
+            return result
+        return replace(result, forward_s=result.forward_s / 2, backward_s=result.backward_s / 2)
+
+
+def test_a_compiled_result_says_where_to_write_it(bench: StudyBench) -> None:
+    result = bench.run(bench.spec(method="guided", max_trials=16, allow=("compile",)), Compiling())
+    assert result is not None
+    assert result.compiled
+    assert "write engine.compile() after deepspeed.initialize" in result.model_change
+    assert "optuna-dsat train s --storage" in result.command
+    assert MODEL not in result.config
+    assert json.loads((bench.folder / "out" / "s" / "best_ds_metrics.json").read_text())["compiled"] is True
+    continued = [t for t in bench.study().trials if attributes.ROOT_LAUNCH in t.user_attrs]
+    assert not any(trial.params.get(COMPILE) for trial in continued)
