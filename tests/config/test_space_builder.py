@@ -254,7 +254,7 @@ def test_parameters_on_nvme_are_not_kept_for_reuse_unless_the_user_does() -> Non
 def test_ranks_on_the_cpu_have_parameters_on_nvme_in_bf16_only() -> None:
     half = {"bf16": {"enabled": True}}
     for config, device, searched in (({}, "cpu", False), (half, "cpu", True), ({}, "cuda", True)):
-        request = {"zero_stages": (3,), "nvme_path": "/nvme", "device": device}
+        request: dict[str, Any] = {"zero_stages": (3,), "nvme_path": "/nvme", "device": device}
         space = build_space(SpaceRequest(ds_config=config, **request))
         choices = {tuned.name: tuned.choices for tuned in space.knobs}
         assert ("nvme" in choices["offload_param"]) == searched
