@@ -100,6 +100,11 @@ def offloads_params(params: Mapping[str, Any]) -> bool:
     return bool(params.get(OFFLOAD_PARAM, "none") != "none")
 
 
+def swaps_params(params: Mapping[str, Any]) -> bool:
+    """Return whether parameters are offloaded to NVMe."""
+    return params.get(OFFLOAD_PARAM) == "nvme"
+
+
 Kind = str
 """``stage``, ``flag``, ``size`` (a number of elements), ``ranks``, ``device`` (``none``, ``cpu``, ``nvme``), ``share``
 (0 to 1), ``modules`` (whether modules of classes that the profile names are meant) or ``blocks`` (1 for every block, 2

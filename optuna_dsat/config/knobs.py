@@ -8,6 +8,8 @@ knob is sampled only if it changes DeepSpeed's behaviour; otherwise it would mul
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from optuna_dsat.config.conditions import (
     NVME,
     OFFLOAD_OPTIMIZER,
@@ -26,6 +28,7 @@ from optuna_dsat.config.conditions import (
     reduces_gradients,
     scatter_applies,
     stage_of,
+    swaps_params,
 )
 from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, COMPILE, MODEL, ZERO
 
@@ -42,7 +45,7 @@ __all__ = [
     "OFFLOAD_RATIO",
     "PARTITION_COPY",
     "PIN_MEMORY",
-    "REUSE_DISTANCE",
+    "WITH_PARAMS_ON_NVME",
     "ZERO_STAGE",
     "ZERO_STAGES",
     "Kind",
@@ -55,7 +58,14 @@ DEEPCOMPILE = "deepcompile"
 OFFLOAD_RATIO = "offload_optimizer_ratio"
 PIN_MEMORY = "offload_pin_memory"
 PARTITION_COPY = "zero_hpz_partition_size"
-REUSE_DISTANCE = "stage3_max_reuse_distance"
+_PREFETCH, _REUSE = "stage3_prefetch_bucket_size", "stage3_max_reuse_distance"
+WITH_PARAMS_ON_NVME = MappingProxyType({_PREFETCH: 0, _REUSE: 0})
+"""Settings of parameters on NVMe, which DeepSpeed 0.19.8 reads into five swap buffers.
+
+A parameter that is kept for reuse occupies its buffer, so that there is none for others. The prefetcher reads a
+parameter twice if it is the last of the forward pass and the first of the backward pass. Either ends the training
+(``AsyncPartitionedParameterSwapper.swap_in``).
+"""
 
 _BUCKETS = tuple(n * 10**m for m in range(6, 10) for n in (1, 5))
 """dsat's defaults: n * 10^m elements for n in (1, 5), m in 6..9."""
@@ -244,14 +254,14 @@ KNOBS: tuple[Knob, ...] = (
         inert=True,
     ),
     Knob(
-        name="stage3_prefetch_bucket_size",
-        path=(ZERO, "stage3_prefetch_bucket_size"),
+        name=_PREFETCH,
+        path=(ZERO, _PREFETCH),
         kind="size",
         choices=(5_000_000, 50_000_000, 500_000_000),
         default=50_000_000,
         stages=(3,),
-        condition=lambda _params, site: not site.sequential,
-        where="ZeRO 3",
+        condition=lambda params, site: not site.sequential and not swaps_params(params),
+        where="ZeRO 3; 0 with parameters on NVMe",
         used_by=(
             "zero.partitioned_param_coordinator.PartitionedParameterCoordinator.fetch_sub_module; "
             "stage3_allgather_sequential sets it to 1 (engine._configure_zero_optimizer)."
@@ -266,24 +276,21 @@ KNOBS: tuple[Knob, ...] = (
         choices=(100_000_000, 1_000_000_000),
         default=1_000_000_000,
         stages=(3,),
-        condition=lambda params, _site: params.get("stage3_prefetch_bucket_size", 1) > 0,
-        where="ZeRO 3",
+        condition=lambda params, _site: params.get(_PREFETCH, 1) > 0 and not swaps_params(params),
+        where="ZeRO 3, but for parameters on NVMe",
         used_by="PartitionedParameterCoordinator.fetch_sub_module: bounds what is prefetched.",
         live=(3,),
     ),
     Knob(
-        name=REUSE_DISTANCE,
-        path=(ZERO, REUSE_DISTANCE),
+        name=_REUSE,
+        path=(ZERO, _REUSE),
         kind="size",
         choices=(100_000_000, 1_000_000_000),
         default=1_000_000_000,
         stages=(3,),
-        condition=lambda params, _site: params.get(OFFLOAD_PARAM) != "nvme",
+        condition=lambda params, _site: not swaps_params(params),
         where="ZeRO 3; 0 with parameters on NVMe",
-        used_by=(
-            "PartitionedParameterCoordinator.__params_to_release: keeps what is used again within the distance. On "
-            "NVMe each kept parameter occupies a swap buffer, and without a free one DeepSpeed fails."
-        ),
+        used_by="PartitionedParameterCoordinator.__params_to_release: keeps what is used again within the distance.",
         live=(3,),
     ),
     Knob(
@@ -348,7 +355,7 @@ KNOBS: tuple[Knob, ...] = (
         choices=(1,),
         default=1,
         stages=(3,),
-        condition=lambda params, _site: params.get(OFFLOAD_PARAM) != "nvme",
+        condition=lambda params, _site: not swaps_params(params),
         where="ZeRO 3 on several nodes, but for parameters on NVMe",
         used_by=(
             "zero.partition_parameters.Init._partition_param_sec: so many ranks, those of a node, hold a second copy "

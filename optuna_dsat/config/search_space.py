@@ -16,7 +16,7 @@ from optuna_dsat.config.knobs import (
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     PIN_MEMORY,
-    REUSE_DISTANCE,
+    WITH_PARAMS_ON_NVME,
     ZERO_STAGE,
     Knob,
     Site,
@@ -181,7 +181,8 @@ class SearchSpace:
         Sub-keys of the user's offload sections (``pin_memory``, ``buffer_count``...) are kept. Knobs that do not
         apply are removed, as they would be inherited otherwise: an ``offload_param`` is meaningless below ZeRO 3, and
         an ``offload_optimizer`` without ZeRO makes DeepSpeed build a CPU optimizer for parameters on the GPU.
-        Parameters on NVMe are not kept for reuse, unless the user's config offloads them there (``REUSE_DISTANCE``).
+        Parameters on NVMe get settings with which they run (``WITH_PARAMS_ON_NVME``), unless the user's config offloads
+        them there.
         ``reduce_scatter`` is disabled at stages 2 and 3 if gradients are prescaled, because DeepSpeed refuses its
         default there. ``zero_allow_untested_optimizer`` is set only after a comparison of losses: ZeRO flattens and
         splits parameters, and an optimizer that reads their shapes then trains differently
@@ -215,7 +216,7 @@ class SearchSpace:
                 zero[key] = self._written(tuned, values)
         if values.get(OFFLOAD_PARAM) == "nvme":
             own = device_of(self.user_zero, OFFLOAD_PARAM) == "nvme"
-            zero[REUSE_DISTANCE] = self.user_zero.get(REUSE_DISTANCE) if own else 0
+            zero |= {key: self.user_zero.get(key) for key in WITH_PARAMS_ON_NVME} if own else WITH_PARAMS_ON_NVME
         if self.site.prescaled and values[ZERO_STAGE] >= 2:
             zero["reduce_scatter"] = False
         size = params[MICRO_BATCH]

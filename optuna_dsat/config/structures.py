@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config.ds_config import ZERO
-from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, REUSE_DISTANCE
+from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, WITH_PARAMS_ON_NVME
 
 _NONE, _CPU, _NVME = "none", "cpu", "nvme"
 
@@ -78,7 +78,7 @@ class Structure:
             if device == _NVME:
                 section[key] |= {"nvme_path": nvme_path, **(swap_settings if key == OFFLOAD_PARAM else {})}
         if self.offload_param == _NVME:
-            section[REUSE_DISTANCE] = 0  # each parameter that is kept occupies a swap buffer
+            section |= WITH_PARAMS_ON_NVME
         return section
 
 

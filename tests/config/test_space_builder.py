@@ -247,8 +247,10 @@ def test_parameters_on_nvme_are_not_kept_for_reuse_unless_the_user_does() -> Non
             section = space.overlay(params)["zero_optimization"]
             on_nvme = params["offload_param"] == "nvme"
             assert ("stage3_max_reuse_distance" in params) != on_nvme
+            assert ("stage3_prefetch_bucket_size" in params) != on_nvme
             if on_nvme:
                 assert section["stage3_max_reuse_distance"] == kept
+                assert section["stage3_prefetch_bucket_size"] == (None if "offload_param" in zero else 0)
 
 
 def test_ranks_on_the_cpu_have_parameters_on_nvme_in_bf16_only() -> None:
