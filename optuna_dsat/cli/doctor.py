@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optuna_dsat.cli.parsing.parameters import option
+from optuna_dsat.cli.plan import PlanOptions, plan_with_launch
 from optuna_dsat.cli.tables import console_of, notify
-from optuna_dsat.errors import ConfigError
+from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
 
@@ -59,7 +61,20 @@ def doctor(
         _Cluster | None, option("--on", help="Look at nodes of this cluster, too, holding them for a moment.")
     ] = None,
     script: Annotated[
-        Path | None, option("--script", help="File that they should have as this machine has it.", exists=True)
+        Path | None,
+        option(
+            "--script",
+            help="Your script: nodes should have it as this machine does. With --ds-config, the host memory to load "
+            "its model, of steps and to save it is predicted, from a launch unless it was profiled before.",
+            exists=True,
+        ),
+    ] = None,
+    ds_config: Annotated[
+        Path | None, option("--ds-config", help="The script's DeepSpeed config (JSON).", exists=True)
+    ] = None,
+    script_args: Annotated[
+        list[str] | None,
+        typer.Argument(help="Arguments of the script, after --.", metavar="[-- SCRIPT_ARGS]", show_default=False),
     ] = None,
     nodes_per_trial: Annotated[int, typer.Option("--nodes-per-trial", help="Nodes to look at, with --on.")] = 1,
     gpus_per_node: Annotated[
@@ -74,6 +89,8 @@ def doctor(
     from optuna_dsat.doctor.examination import examine
     from optuna_dsat.doctor.finding import exit_code, to_json
 
+    if ds_config is not None and script is None:
+        raise UsageError("--ds-config is for the host memory of a script: give --script, too.")
     findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme_path, python=python)
     if on is not None:
         from optuna_dsat.doctor import cluster
@@ -86,6 +103,9 @@ def doctor(
         layout = Layout(nodes=nodes_per_trial, slots=gpus or 1, kind=kind, gpus=gpus, python=python)
         engine = engine_of(on.value, slurm_arg=slurm_arg or (), ray_address=ray_address, ray_node=ray_node or ())
         findings += cluster.examine(engine, layout, files={str(path): digest_of(path) for path in files})
+    if script is not None and ds_config is not None and not exit_code(findings):
+        options = PlanOptions(script=script, ds_config=ds_config, script_args=script_args, output_dir=output_dir)
+        findings.append(_host_memory(options if storage is None else replace(options, storage=storage)))
     if as_json:
         print(json.dumps(to_json(findings), indent=2))
     else:
@@ -94,6 +114,24 @@ def doctor(
     if code:
         notify("optuna-dsat: no launch can run before what is FATAL above is mended.")
         raise typer.Exit(code)
+
+
+def _host_memory(options: PlanOptions) -> Finding:
+    """Return the finding on the host memory to load the script's model, of its steps and to save it."""
+    from dataclasses import asdict
+
+    from optuna_dsat.config import ds_config
+    from optuna_dsat.config.structures import Structure
+    from optuna_dsat.cost.memory import host_peaks
+    from optuna_dsat.doctor.finding import finding_of
+    from optuna_dsat.study.profile.host import host_memory_in_words
+
+    subject = plan_with_launch(options).subject
+    config = ds_config.effective(subject.config)
+    peaks = host_peaks(subject.profile, config, hardware=subject.hardware)
+    words = f"your config ({Structure.of(config).words})"
+    text, remedy = host_memory_in_words(words, peaks, subject.hardware)
+    return finding_of("host", "memory of training", text, remedy, data=asdict(peaks))
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

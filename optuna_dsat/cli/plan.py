@@ -132,7 +132,7 @@ def _run(options: PlanOptions) -> None:
     if not 0 <= _memory_margin(options) < 1:
         raise UsageError(f"--memory-margin is {options.memory_margin}; it must be at least 0 and below 1 (100%).")
     shaped = options.params is not None or options.hf_config is not None
-    result = _without_launch(options) if shaped else _with_launch(options)
+    result = _without_launch(options) if shaped else plan_with_launch(options)
     if options.json_output:
         _print_json(result)
     else:
@@ -219,7 +219,7 @@ def _memory_margin(options: PlanOptions) -> float:
     return share(options.memory_margin, option="--memory-margin")
 
 
-def _with_launch(options: PlanOptions) -> Plan:
+def plan_with_launch(options: PlanOptions) -> Plan:
     """Return the plan of a script, from a stored or a new profile."""
     from contextlib import closing
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.plan.rows import CLOSE, Plan, PlannedRow
-from optuna_dsat.words import bytes_in_words, count_in_words, setting_in_words, things_in_words
+from optuna_dsat.study.profile.host import host_memory_in_words
+from optuna_dsat.words import bytes_in_words, count_in_words, setting_in_words
 
 _MUCH_OF_DEVICE = 0.08
 """Minimum share of the device's memory in buffers for advice on them."""
@@ -107,27 +108,7 @@ def _host_memory(plan: Plan) -> str | None:
     """Give the host memory to load the model, of steps and to save it, and warn if there is less."""
     row = plan.recommended or min(plan.rows, key=lambda row: row.least_bytes)
     hardware, peaks = plan.subject.hardware, row.host
-    ranks = things_in_words(hardware.ranks_on_node, "rank")
-    parts = [f"{bytes_in_words(peaks.loading_bytes)} to load the model if {ranks} of a host build it whole"]
-    parts += [f"{bytes_in_words(peaks.step_bytes)} in steps"] if peaks.step_bytes else []
-    parts += [f"{bytes_in_words(peaks.saving_bytes)} to save it"] if peaks.saving_bytes else []
-    text = f"Host memory of {row.name}: {', '.join(parts)}. The processes themselves are not counted."
-    there = hardware.host_memory_bytes
-    short = [
-        phase
-        for phase, size in (("load", peaks.loading_bytes), ("train", peaks.step_bytes), ("save", peaks.saving_bytes))
-        if size > there
-    ]
-    if not short:
-        return text
-    text += f" A host has {bytes_in_words(there)}, too little to {' and to '.join(short)}."
-    if "load" in short and peaks.partitioned_loading_bytes is not None:
-        text += f" Within deepspeed.zero.Init loading takes {bytes_in_words(peaks.partitioned_loading_bytes)}."
-    elif "load" in short:
-        text += " Load on one rank after the other, or build the model on the device."
-    if "save" in short and "train" not in short:
-        text += " Without stage3_gather_16bit_weights_on_model_save each rank saves its own part."
-    return text
+    return " ".join(filter(None, host_memory_in_words(row.name, peaks, hardware)))
 
 
 def _checkpointing(plan: Plan) -> str | None:

@@ -8,10 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.cost.memory import swap_needs
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.runtime.events import EngineReady, Event, RankStarted
 from optuna_dsat.runtime.overlay import is_compiled
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
 
 _FIRST_COMPILED_STEP = 3
@@ -44,6 +47,7 @@ def launch_request(
     config: Mapping[str, Any] | None = None,
     start_profile_step: int | None = None,
     end_profile_step: int | None = None,
+    profiled: Profiled | None = None,
 ) -> LaunchRequest:
     """Return a measured launch of a study's script under the study's limits.
 
@@ -55,17 +59,22 @@ def launch_request(
         config: The whole DeepSpeed config; None for the user's present config with the overlay laid over it.
         start_profile_step: First step that counts; None for the study's, or a later step in a compiled engine.
         end_profile_step: Last step that counts; None for the study's.
+        profiled: The script's model, for space on NVMe; None before it is known.
     """
     compiled = is_compiled(overlay)
     first = spec.start_profile_step if start_profile_step is None else start_profile_step
     last = spec.end_profile_step if end_profile_step is None else end_profile_step
     if compiled and start_profile_step is None and first < _FIRST_COMPILED_STEP:
         first, last = _FIRST_COMPILED_STEP, last + _FIRST_COMPILED_STEP - first
+    config = ds_config.merge(ds_config.effective(spec.ds_config), overlay) if config is None else config
+    swap_bytes, locked_bytes = 0, 0
+    if profiled is not None:
+        swap_bytes, locked_bytes = swap_needs(profiled.profile, config, hardware_of(spec, profiled))
     return LaunchRequest(
         launch_id=launch_id,
         purpose=purpose,
         command=script_command(spec),
-        ds_config=ds_config.merge(ds_config.effective(spec.ds_config), overlay) if config is None else config,
+        ds_config=config,
         overlay=overlay,
         slots=spec.slots_per_trial,
         start_profile_step=first,
@@ -77,6 +86,8 @@ def launch_request(
         isolation=spec.isolation,
         writable=tuple(map(str, spec.writable or ())),
         continues=spec.continues and purpose in ("profile", "trial") and not compiled,
+        swap_bytes=swap_bytes,
+        locked_bytes=locked_bytes,
     )
 
 

@@ -16,6 +16,7 @@ from optuna_dsat.study.context import SearchContext, StudyContext
 from optuna_dsat.study.end_reason import BUDGETS, EndReason, headroom_in_words
 from optuna_dsat.study.folder import held_folder
 from optuna_dsat.study.profile.fingerprint import fingerprint
+from optuna_dsat.study.profile.host import check_nvme
 from optuna_dsat.study.profile.permission import refused_in_words, refused_knobs
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import enqueue_user_config
@@ -120,6 +121,7 @@ class Session:
         if words := refused_in_words(later):
             self._context.say(words)
         space = space_of(self.spec, profiled)
+        check_nvme(self.spec, profiled, space)
         known.launcher.prepare(
             profiled.preload.changed(added=self.spec.preload or (), left_out=self.spec.no_preload or ()),
             operators=profiled.operators(self.spec, space),

@@ -70,6 +70,7 @@ def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
         device_memory_bytes=profiled.profile.device_memory_bytes,
         host_memory_bytes=profiled.profile.host_memory_bytes,
         device=spec.device,
+        nvme_bytes_per_s=profiled.nvme_bytes_per_s.get(spec.nvme_folder or ""),
     )
 
 
@@ -176,9 +177,12 @@ def largest_micro_batches(spec: StudySpec, profiled: Profiled, *, every: int = 0
     result = {}
     for stage in spec.stages:
         for offloaded in (False, True) if stage > 0 else (False,):
-            device = "cpu" if offloaded else "none"
+            to_nvme = stage == 3 and spec.nvme_folder is not None
+            device = ("nvme" if to_nvme else "cpu") if offloaded else "none"
             structure = Structure(stage=stage, offload_optimizer=device, offload_param=device if stage == 3 else "none")
-            zero = {**sizes, **structure.zero_section()}
+            settings = memory.swap_settings(profiled.profile, base, hardware)
+            section = structure.zero_section(nvme_path=spec.nvme_folder, swap_settings=settings)
+            zero = {**sizes, **section}
             config = ds_config.merge(base, {ds_config.ZERO: zero, MODEL: {CHECKPOINT_EVERY: every}})
             result[stage, offloaded] = memory.largest_micro_batch(profiled.profile, config, hardware=hardware)
     return result
@@ -303,6 +307,7 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         nodes=spec.nodes_per_trial,
         ranks_per_node=spec.slots_per_node,
         trainable=None if profiled is None else profiled.profile.trainable_params,
+        largest_layer=None if profiled is None else profiled.profile.largest_layer_params,
         leaf_classes=() if profiled is None else profiled.profile.leaf_classes,
         worthwhile=_worthwhile(spec, profiled),
         permitted=permitted_knobs(spec, profiled),

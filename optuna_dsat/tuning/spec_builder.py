@@ -78,6 +78,11 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
             "--zero-stages is about the ZeRO stage, which --only leaves as your config has it; add --only stage, or "
             "drop one of them."
         )
+    if spec.nvme_path is not None and 3 not in spec.stages:
+        raise UsageError(
+            "--nvme-path is for ZeRO 3, as DeepSpeed offloads to NVMe at no other stage; add 3 to --zero-stages, or "
+            "drop one of them."
+        )
     _check_modules(spec)
     keep(secrets.values)
     from optuna_dsat.study.space import space_of
@@ -128,7 +133,7 @@ def _existing_folder(path: str) -> str:
     """Return the path of the folder for NVMe offload."""
     if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
         raise UsageError(f"--nvme-path is {path}, which is no folder that can be written to.")
-    return path
+    return os.path.abspath(path)  # noqa: PTH100 - keeps links
 
 
 def _device_memory(options: TuneOptions, devices: Devices) -> int | None:

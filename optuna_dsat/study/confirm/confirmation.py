@@ -171,6 +171,7 @@ class Confirmation:
             overlay=trial.user_attrs[attributes.OVERLAY],
             config=trial.user_attrs[attributes.CONFIG],
             end_profile_step=confirmation_end(self._spec),
+            profiled=self._context.profiled,
         )
         if request.timeout_s is not None:
             request = replace(request, timeout_s=5 * request.timeout_s)

@@ -55,6 +55,7 @@ class ProfileAttempt:
     micro_batch: int = 1
     accumulation: int = 1
     """Accumulation steps; more than 1 for a script that requires its own number of steps."""
+    nvme_path: str | None = None
 
     @property
     def words(self) -> str:
@@ -75,7 +76,7 @@ class ProfileAttempt:
         if self.structure is None:
             return batch
         zero = {
-            **self.structure.zero_section(),
+            **self.structure.zero_section(nvme_path=self.nvme_path),
             "reduce_bucket_size": _SMALL_BUCKET,
             "stage3_prefetch_bucket_size": _SMALL_BUCKET if self.structure.stage == 3 else None,
         }
@@ -85,7 +86,8 @@ class ProfileAttempt:
 def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
     """Yield the attempts of a study in order of decreasing device memory, the user's settings first.
 
-    Structures follow the guide's order at the searched stages; ZeRO 1 only if neither 2 nor 3 is searched.
+    Structures follow the guide's order at the searched stages; ZeRO 1 only if neither 2 nor 3 is searched. The last
+    attempt has the optimizer on NVMe, but no parameters, whose buffers get their size when the model is known.
     """
     smallest = smallest_micro_batch(
         SpaceRequest(
@@ -97,6 +99,9 @@ def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
     for structure in GUIDE_ORDER:
         if structure.stage in spec.stages and structure.stage >= least:
             yield ProfileAttempt(structure=structure, micro_batch=smallest)
+    if spec.nvme_folder is not None:
+        structure = Structure(stage=3, offload_param="cpu", offload_optimizer="nvme")
+        yield ProfileAttempt(structure=structure, micro_batch=smallest, nvme_path=spec.nvme_folder)
 
 
 def measure_profile(

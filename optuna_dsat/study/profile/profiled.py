@@ -74,6 +74,8 @@ class Profiled(Record):
     """Whether the script reads its DeepSpeed config by a name in its code or a settings file, not by an argument."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the environment that the script needs to train with DeepSpeed, besides its own."""
+    nvme_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Folder on NVMe -> its measured speed, the mean of reading and writing the same bytes."""
     preload: Preload = field(default_factory=Preload)
     """Modules that the script imports, for forked launches."""
     trains_alike_with_zero: bool | None = None

@@ -22,6 +22,7 @@ from optuna_dsat.runtime.events import EngineReady
 from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.confirm.loss_check import check_loss
 from optuna_dsat.study.context import StudyContext
+from optuna_dsat.study.profile.host import measured_nvme, saving_in_words
 from optuna_dsat.study.profile.profile import measure_profile, own_batch
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
@@ -94,6 +95,8 @@ class ProfileTurn:
                 f"{' and '.join(profiled.profile.leaf_classes)} routes samples among its parts: at ZeRO 3 it is "
                 f"gathered as a whole ({LEAF_MODULE}), or ranks would gather different parts at the same time."
             )
+        if text := saving_in_words(self._spec, profiled):
+            self._context.say(text)
         if text := _data_in_words(profiled.followed_by(self._spec), profiled):
             self._context.say(text)
         if objective(self._spec, profiled) != self._spec.metric:
@@ -110,7 +113,7 @@ class ProfileTurn:
             with self._store.profile_turn(self._context.study_uuid) as turn:
                 stored = self._stored() if self._reuse or waiting else None
                 profiled = None if stored is None else Profiled.if_readable(stored.profile)
-                if profiled is not None and not self._is_to_compare(profiled):
+                if profiled is not None and not (self._is_to_compare(profiled) or self._is_to_time(profiled)):
                     return profiled, True
                 if turn is not None:
                     reused = profiled is not None
@@ -120,6 +123,8 @@ class ProfileTurn:
                         profiled = profiled or self._measure(turn)
                         if self._is_to_compare(profiled):
                             profiled = self._with_comparison(profiled, turn)
+                        if self._is_to_time(profiled):
+                            profiled = self._with_nvme_speed(profiled, turn)
                         return profiled, reused
                     except TurnLostError:
                         waiting = True
@@ -154,7 +159,7 @@ class ProfileTurn:
 
     def _measure(self, turn: Turn) -> Profiled:
         spec = self._spec
-        needed = operators_at_start(spec.ds_config, device=spec.device)
+        needed = operators_at_start(spec.ds_config, device=spec.device, to_nvme=spec.nvme_folder is not None)
         if missing := [name for name in needed if not is_built(name, os.environ)]:
             self._context.launcher.prepare(Preload(), operators=missing)
         profiled = measure_profile(
@@ -203,6 +208,22 @@ class ProfileTurn:
             result = f"With ZeRO {stage} the first losses differ by {check.difference:.1e}, and {allowed}."
         profiled = replace(profiled, trains_alike_with_zero=check.agrees is True, zero_comparison=result)
         self.fingerprint += _COMPARED
+        with turn.held("store the profile"):
+            self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
+        return profiled
+
+    def _is_to_time(self, profiled: Profiled) -> bool:
+        """Return whether the speed of the study's folder on NVMe is still to be measured, on this machine."""
+        folder = self._spec.nvme_folder
+        return folder is not None and self._spec.on == "here" and folder not in profiled.nvme_bytes_per_s
+
+    def _with_nvme_speed(self, profiled: Profiled, turn: Turn) -> Profiled:
+        """Measure the speed of the study's folder on NVMe; store the profile with it."""
+        folder, speed = self._spec.nvme_folder or "", measured_nvme(self._spec)
+        reads, writes = (f"{each / 1e9:.2f} GB/s" for each in (speed.read_bytes_per_s, speed.write_bytes_per_s))
+        self._context.say(f"{folder} reads {reads} and writes {writes}.")
+        speeds = {**profiled.nvme_bytes_per_s, folder: speed.bytes_per_s}
+        profiled = replace(profiled, nvme_bytes_per_s=speeds)
         with turn.held("store the profile"):
             self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
         return profiled

@@ -171,7 +171,14 @@ class Proposals:
             return Refusal.VETOED
         self._refused = 0
         launch_id = f"trial-{trial.number:04d}"
-        request = launch_request(self._spec, launch_id=launch_id, purpose="trial", overlay=overlay, config=config)
+        request = launch_request(
+            self._spec,
+            launch_id=launch_id,
+            purpose="trial",
+            overlay=overlay,
+            config=config,
+            profiled=self._profiled,
+        )
         trial.set_user_attr(attributes.CONFIG, dict(config))
         words = config_in_words(config, own=self._config, params_count=self._profiled.profile.params)
         trial.set_user_attr(attributes.CONFIGURATION, words)
