@@ -28,7 +28,8 @@ These are searched where they change what DeepSpeed does. Hold one with `--fix N
 it with `--no-tune NAME`, tune it alone with `--only NAME`, or give a list in the config
 (`"reduce_bucket_size": [5e7, 5e8]`) to choose among its values.
 Bucket sizes are capped by the model's size after the profile launch. None of them changes what training computes, up to
-rounding. `optuna_dsat/config/knobs.py` has the places in DeepSpeed 0.19.8 from which the conditions were read, and the
+rounding, except the knobs of `--allow lossy` ([permission](../explanation/result.md#with-your-permission)).
+`optuna_dsat/config/knobs.py` has the places in DeepSpeed 0.19.8 from which the conditions were read, and the
 papers. On CPU ranks the device is the host: what `offload_optimizer_ratio` and `offload_pin_memory` gain on a GPU is
 not measured yet. A knob that is *live* at the ZeRO stage of a running engine changes without a new launch.
 

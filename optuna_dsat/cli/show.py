@@ -43,13 +43,16 @@ def show_result(result: StudyResult, *, as_json: bool, price: float | None = Non
         return
     for line in answers_in_words(result.verdict, metric=result.metric, device=result.device):
         say_prose(line)
+    if result.numbers:
+        say_prose(result.numbers)
     _show_configs(result)
     if result.changes:
         say_prose(changes_in_words(result.changes))
     remarks = [
         _throughput(result),
         result.learning_rate_advice,
-        None if result.loss_check is None else result.loss_check["message"],
+        None if result.loss_check is None or result.numbers else result.loss_check["message"],
+        result.rejected,
         *remarks_in_words(result.verdict),
         result.failures,
         result.measurement,

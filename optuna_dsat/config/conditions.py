@@ -13,6 +13,8 @@ ZERO_STAGES = (0, 1, 2, 3)
 OFFLOAD_OPTIMIZER = "offload_optimizer"
 OFFLOAD_PARAM = "offload_param"
 NVME = "offload_optimizer_nvme"
+BF16 = "bf16"
+BF16_STATES = "bf16_optimizer_states"
 _GROUPS = 4
 """Sub-groups of a rank of which a quarter can stay on the device."""
 
@@ -39,6 +41,8 @@ class Site:
     """Whether DeepSpeed builds its Adam with decoupled weight decay, which a host and a GPU can share."""
     owned: int | None = None
     """Trainable parameters of a rank's partition; None if unknown."""
+    bf16: bool = False
+    """Whether the config trains in bf16."""
 
 
 Condition = Callable[[Mapping[str, Any], Site], bool]
@@ -90,6 +94,18 @@ def may_be_shared(params: Mapping[str, Any], site: Site) -> bool:
     return offloads(params) and not params.get(NVME) and site.cpu_adam and (site.owned is None or groups >= _GROUPS)
 
 
+def bf16_states_apply(params: Mapping[str, Any], site: Site) -> bool:
+    """Return whether ZeRO can keep the optimizer's states in bf16: an offloaded optimizer must be DeepSpeed's Adam."""
+    if not params.get(BF16, site.bf16) or params.get(NVME) or not reduces_gradients(params, site):
+        return False
+    return not offloads(params) or site.cpu_adam
+
+
+def bf16_master_applies(params: Mapping[str, Any], site: Site) -> bool:
+    """Return whether ZeRO can keep the master weights alone in bf16: with the optimizer offloaded."""
+    return offloads(params) and bf16_states_apply(params, site) and not params.get(BF16_STATES)
+
+
 def may_lack_hooks(params: Mapping[str, Any]) -> bool:
     """Return whether the engine makes its hooks by ``overlap_comm``: ZeRO 1 without contiguous gradients."""
     return stage_of(params) == 1 and params.get("contiguous_gradients") is False
@@ -107,8 +123,8 @@ def swaps_params(params: Mapping[str, Any]) -> bool:
 
 Kind = str
 """``stage``, ``flag``, ``size`` (a number of elements), ``ranks``, ``device`` (``none``, ``cpu``, ``nvme``), ``share``
-(0 to 1), ``modules`` (whether modules of classes that the profile names are meant) or ``blocks`` (1 for every block, 2
-for every second, 0 for none).
+(0 to 1), ``modules`` (whether modules of classes that the profile names are meant), ``section`` (whether a section of
+settings is there) or ``blocks`` (1 for every block, 2 for every second, 0 for none).
 """
 
 _OLDEST = "0.14.0"
@@ -124,17 +140,17 @@ class Knob:
     """Name of the Optuna parameter: DeepSpeed's own key."""
     path: tuple[str, ...]
     """Keys of the value in a DeepSpeed config, outermost first."""
-    kind: Kind
-    choices: tuple[Any, ...]
-    """Default choices, ascending."""
-    default: Any
-    """DeepSpeed's default; None where it depends on the stage."""
     stages: tuple[int, ...]
     """ZeRO stages at which DeepSpeed reads it."""
     where: str
     """Description of stages and condition, shown to users."""
     used_by: str
     """Place in DeepSpeed 0.19.8 that uses it, and the reason for its condition."""
+    kind: Kind = "flag"
+    choices: tuple[Any, ...] = (False, True)
+    """Default choices, ascending."""
+    default: Any = False
+    """DeepSpeed's default; None where it depends on the stage."""
     condition: Condition = lambda _params, _site: True
     """Whether it changes DeepSpeed's behaviour at these stages, given the params drawn before."""
     source: str = _MANUAL

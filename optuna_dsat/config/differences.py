@@ -15,6 +15,7 @@ from optuna_dsat.config.ds_config import (
     zero_default,
 )
 from optuna_dsat.config.knobs import KNOBS
+from optuna_dsat.config.search_space import present
 from optuna_dsat.config.structures import Structure
 
 _IN_THE_STRUCTURE = frozenset({"stage", "device", "nvme_path", "buffer_size", "max_in_cpu"})
@@ -52,6 +53,13 @@ def knob_differences(
     if steps != mine.get(GRADIENT_ACCUMULATION, 1):
         record[GRADIENT_ACCUMULATION] = steps
     return record
+
+
+def lossy_settings(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs that change numbers (``Knob.is_exact``) and differ from the user's settings, with values."""
+    here, there = (knob_settings(plain, zero=plain.get(ZERO) or {}) for plain in (effective(config), effective(own)))
+    values = {knob.name: (present(knob, here), present(knob, there)) for knob in KNOBS if not knob.is_exact}
+    return {name: value for name, (value, own_value) in values.items() if value != own_value}
 
 
 def _flat(zero: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ _ZERO_ALIASES = {
 
 _OF_ZERO = tuple(knob for knob in KNOBS if knob.is_of_zero)
 _ZERO_DEFAULTS: Mapping[str, Any] = {
-    knob.path[1]: knob.default for knob in _OF_ZERO if len(knob.path) == 2 and knob.kind != "modules"
+    knob.path[1]: knob.default for knob in _OF_ZERO if len(knob.path) == 2 and knob.kind not in ("modules", "section")
 }
 """DeepSpeed's defaults of the keys that have no section."""
 _OFFLOAD_DEFAULTS: Mapping[str, Any] = {knob.path[2]: knob.default for knob in KNOBS if knob.is_in_offload}

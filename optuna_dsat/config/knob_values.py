@@ -87,9 +87,9 @@ def normalise(name: str, kind: Kind, value: Any) -> Any:
     """
     if kind == "device":
         return _device(name, value)
-    if kind == "modules" and isinstance(value, Mapping):
+    if kind in ("modules", "section") and isinstance(value, Mapping):
         return True
-    if kind in ("flag", "modules"):
+    if kind in ("flag", "modules", "section"):
         flags = {True: True, False: False, "true": True, "false": False, "True": True, "False": False}
         if not isinstance(value, bool | str) or value not in flags:
             raise ConfigError(f"{name} is {as_written(value)}; it must be true or false.")

@@ -11,6 +11,8 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from optuna_dsat.config.conditions import (
+    BF16,
+    BF16_STATES,
     NVME,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
@@ -19,6 +21,8 @@ from optuna_dsat.config.conditions import (
     Kind,
     Knob,
     Site,
+    bf16_master_applies,
+    bf16_states_apply,
     contiguous_applies,
     may_be_shared,
     may_lack_hooks,
@@ -33,6 +37,9 @@ from optuna_dsat.config.conditions import (
 from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, COMPILE, MODEL, ZERO
 
 __all__ = [
+    "BF16",
+    "BF16_MASTER",
+    "BF16_STATES",
     "CHECKPOINT_EVERY",
     "COMPILE",
     "DEEPCOMPILE",
@@ -45,7 +52,11 @@ __all__ = [
     "OFFLOAD_RATIO",
     "PARTITION_COPY",
     "PIN_MEMORY",
+    "QUANTIZED",
+    "QUANTIZED_FROZEN",
     "WITH_PARAMS_ON_NVME",
+    "ZENFLOW",
+    "ZENFLOW_SECTION",
     "ZERO_STAGE",
     "ZERO_STAGES",
     "Kind",
@@ -55,6 +66,14 @@ __all__ = [
 
 LEAF_MODULE = "leaf_module"
 DEEPCOMPILE = "deepcompile"
+BF16_MASTER = "bf16_master_weights_and_grads"
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
+QUANTIZED_FROZEN = "zero_quantized_nontrainable_weights"
+ZENFLOW = "zenflow"
+ZENFLOW_SECTION = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 4, "update_interval": 4}
+"""ZenFlow's settings where the config has none. Steps between updates on the host are as in DeepSpeed's tutorial; the
+automatic strategy needs DeepSpeed's own data loader.
+"""
 OFFLOAD_RATIO = "offload_optimizer_ratio"
 PIN_MEMORY = "offload_pin_memory"
 PARTITION_COPY = "zero_hpz_partition_size"
@@ -101,9 +120,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name=NVME,
         path=(ZERO, OFFLOAD_OPTIMIZER, "device"),
-        kind="flag",
-        choices=(False, True),
-        default=False,
         stages=(3,),
         condition=lambda params, _site: offloads(params),
         where="ZeRO 3 with optimizer offload, where an NVMe path is given",
@@ -127,8 +143,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="contiguous_gradients",
         path=(ZERO, "contiguous_gradients"),
-        kind="flag",
-        choices=(False, True),
         default=True,
         stages=(1, 2, 3),
         condition=contiguous_applies,
@@ -143,8 +157,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="overlap_comm",
         path=(ZERO, "overlap_comm"),
-        kind="flag",
-        choices=(False, True),
         default=None,
         stages=(1, 2, 3),
         condition=overlap_applies,
@@ -162,8 +174,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="reduce_scatter",
         path=(ZERO, "reduce_scatter"),
-        kind="flag",
-        choices=(False, True),
         default=True,
         stages=(1, 2, 3),
         condition=scatter_applies,
@@ -180,8 +190,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="use_multi_rank_bucket_allreduce",
         path=(ZERO, "use_multi_rank_bucket_allreduce"),
-        kind="flag",
-        choices=(False, True),
         default=True,
         stages=(1, 2),
         condition=lambda params, site: scatter_applies(params, site) and params.get("reduce_scatter", True),
@@ -198,9 +206,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="round_robin_gradients",
         path=(ZERO, "round_robin_gradients"),
-        kind="flag",
-        choices=(False, True),
-        default=False,
         stages=(1, 2),
         condition=lambda params, _site: offloads(params),
         where="ZeRO 1 and 2 with optimizer offload, on several ranks; a checkpoint resumes with the same value only",
@@ -245,8 +250,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="allgather_partitions",
         path=(ZERO, "allgather_partitions"),
-        kind="flag",
-        choices=(False, True),
         default=True,
         stages=(1, 2),
         where="nowhere; where you list values, ZeRO 1 and 2",
@@ -334,8 +337,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name=PIN_MEMORY,
         path=(ZERO, OFFLOAD_OPTIMIZER, "pin_memory"),
-        kind="flag",
-        choices=(False, True),
         default=True,
         stages=(1, 2, 3),
         condition=lambda params, _site: offloads(params) or offloads_params(params),
@@ -401,9 +402,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name=COMPILE,
         path=(MODEL, COMPILE),
-        kind="flag",
-        choices=(False, True),
-        default=False,
         stages=ZERO_STAGES,
         condition=lambda _params, site: not site.pipeline,
         where="with --allow compile, for models that the script does not compile; not pipelines",
@@ -418,9 +416,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name=DEEPCOMPILE,
         path=(COMPILE, DEEPCOMPILE),
-        kind="flag",
-        choices=(False, True),
-        default=False,
         stages=(1, 2, 3),
         condition=lambda params, _site: bool(params.get(COMPILE)) and not params.get(CHECKPOINT_EVERY),
         where="with --allow compile, at ZeRO 1, 2, 3 on GPUs, for compiled models without activation checkpointing",
@@ -430,6 +425,85 @@ KNOBS: tuple[Knob, ...] = (
         ),
         source="arXiv:2504.09983",
         since="0.16.6",
+    ),
+    Knob(
+        name=BF16,
+        path=(BF16, "enabled"),
+        stages=ZERO_STAGES,
+        where="with --allow lossy, for configs in fp32 or fp16 whose DeepSpeed config sets the precision",
+        used_by="engine.DeepSpeedEngine._configure_distributed_model converts the module; fp16 is then left out.",
+        is_exact=False,
+        effect=2.0,
+    ),
+    Knob(
+        name=BF16_STATES,
+        path=(BF16, BF16_STATES),
+        stages=(1, 2, 3),
+        condition=bf16_states_apply,
+        where="with --allow lossy, at ZeRO 1, 2, 3 in bf16; an offloaded optimizer must be DeepSpeed's Adam",
+        used_by=(
+            "base_optimizer.ZeROOptimizer._configure_master_weights. It is refused without "
+            "bf16_master_weights_and_grads, which is set with it."
+        ),
+        source="DeepSpeed pull request 7700",
+        since="0.18.3",
+        is_exact=False,
+    ),
+    Knob(
+        name=BF16_MASTER,
+        path=(BF16, BF16_MASTER),
+        stages=(1, 2, 3),
+        condition=bf16_master_applies,
+        where="with --allow lossy, at ZeRO 1, 2, 3 in bf16 with DeepSpeed's Adam offloaded",
+        used_by="base_optimizer.ZeROOptimizer._configure_master_weights asserts the offload if states stay in fp32.",
+        source="DeepSpeed pull request 7700",
+        since="0.18.3",
+        is_exact=False,
+    ),
+    Knob(
+        name=QUANTIZED[0],
+        path=(ZERO, QUANTIZED[0]),
+        stages=(3,),
+        where="with --allow lossy, at ZeRO 3 on several GPUs",
+        used_by="partition_parameters.Init: parameters are gathered as int8. Its kernels exist for CUDA only.",
+        source="arXiv:2306.10209, section 3.1",
+        is_exact=False,
+        several_ranks=True,
+    ),
+    Knob(
+        name=QUANTIZED[1],
+        path=(ZERO, QUANTIZED[1]),
+        stages=(3,),
+        condition=lambda params, _site: params.get("reduce_scatter", True),
+        where="with --allow lossy, at ZeRO 3 with reduce_scatter, on several nodes with GPUs",
+        used_by="stage3.__avg_scatter_grads uses it if there are more ranks than devices of a node.",
+        source="arXiv:2306.10209, section 3.3",
+        is_exact=False,
+        several_nodes=True,
+    ),
+    Knob(
+        name=QUANTIZED_FROZEN,
+        path=(ZERO, QUANTIZED_FROZEN),
+        stages=(3,),
+        where="with --allow lossy, at ZeRO 3 on GPUs, for models in fp16 with frozen parameters",
+        used_by="partition_parameters.quantize_dstensor, which asserts fp16.",
+        source="arXiv:2306.10209, section 3.1",
+        is_exact=False,
+    ),
+    Knob(
+        name=ZENFLOW,
+        path=(ZERO, ZENFLOW),
+        kind="section",
+        stages=(1, 2),
+        condition=lambda params, site: offloads(params) and site.cpu_adam,
+        where="with --allow lossy, at ZeRO 1 and 2 with DeepSpeed's Adam offloaded from GPUs, without accumulation",
+        used_by=(
+            "zenflow.zenflow_stage_1_and_2.ZenFlowZeroOptimizer: most gradients are applied late, on the host. "
+            "zenflow.engine.configure_zenflow replaces gradient_accumulation_steps. Stage 3 lost a rank when tried."
+        ),
+        source="arXiv:2505.12242",
+        since="0.17.5",
+        is_exact=False,
     ),
 )
 """All knobs in the order of suggestion: a condition reads only preceding knobs."""

@@ -11,12 +11,17 @@ from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
 from optuna_dsat.config.knob_values import normalise
 from optuna_dsat.config.knobs import (
+    BF16,
+    BF16_MASTER,
+    BF16_STATES,
     KNOBS,
     NVME,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     PIN_MEMORY,
     WITH_PARAMS_ON_NVME,
+    ZENFLOW,
+    ZENFLOW_SECTION,
     ZERO_STAGE,
     Knob,
     Site,
@@ -159,8 +164,10 @@ class SearchSpace:
         batches = {self.searched_accumulation(size) * size for size in sizes}
         if not values or batches == {samples_per_rank}:
             return None
+        knobs = (replace(tuned, choices=(False,)) if tuned.name == ZENFLOW else tuned for tuned in self.knobs)
         return replace(
             self,
+            knobs=tuple(knobs),  # ZenFlow replaces the accumulation
             asked_samples_per_rank=samples_per_rank,
             micro_batches=(values[0], values[-1]),
             micro_batch_values=values,
@@ -222,6 +229,10 @@ class SearchSpace:
         size = params[MICRO_BATCH]
         steps = params.get(configs.GRADIENT_ACCUMULATION, self.accumulation(size))
         result: dict[str, Any] = {ZERO: zero, **others, **configs.batch_overlay(size, steps)}
+        if values.get(BF16_STATES):
+            others[BF16][BF16_MASTER] = True
+        if values.get(BF16):
+            result["fp16"] = None
         if self.allow_untested_optimizer and values[ZERO_STAGE]:
             result["zero_allow_untested_optimizer"] = True
         return result
@@ -231,6 +242,9 @@ class SearchSpace:
         value = values[tuned.name]
         if tuned.knob.kind == "modules":
             return {"classes": list(self.leaf_classes)} if value else None
+        if tuned.knob.kind == "section":
+            own = self.user_zero.get(tuned.name)
+            return (own if isinstance(own, Mapping) else ZENFLOW_SECTION) if value else None
         if tuned.knob.kind != "device":
             return value
         if value == "none":
@@ -410,7 +424,7 @@ def present(knob: Knob, zero: Mapping[str, Any]) -> Any:
     if knob.kind == "device":
         return device_of(zero, knob.name)
     value = knob.value_in(zero)
-    if knob.is_in_offload or knob.kind == "modules" or not knob.is_of_zero:
+    if knob.is_in_offload or knob.kind in ("modules", "section") or not knob.is_of_zero:
         return knob.default if value in (None, configs.AUTO) else normalise(knob.name, knob.kind, value)
     if value is None or value == configs.AUTO:
         value = configs.zero_default(knob.path[1], stage=zero.get("stage", 0))

@@ -492,6 +492,7 @@ def site_of(
             and settings.get("adam_w_mode", True) is not False
         ),
         owned=owned,
+        bf16=configs.precision_of(plain) == "bf16",
     )
 
 

@@ -260,13 +260,14 @@ def zero_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) 
     zero = configs.zero_section(ds_config)
     leaf = profile.leaf_params if zero.get("stage") == 3 and zero.get(LEAF_MODULE) else 0
     every = checkpoint_every(ds_config)
+    is_halved = profile.param_bytes == 4 and configs.precision_of(ds_config) != "fp32"  # measured in fp32
     return ZeroSettings.of(
         ds_config,
         params=profile.params,
         trainable=profile.trainable_params,
         largest_layer=max(profile.largest_layer_params, leaf),
         param_bytes=profile.param_bytes,
-        activation_bytes=profile.activation_bytes(every),
+        activation_bytes=profile.activation_bytes(every) // (2 if is_halved else 1),
         recomputed=profile.checkpointed_share(every) * profile.block_share,
         optimizer=profile.optimizer,
         ranks=hardware.world_size,

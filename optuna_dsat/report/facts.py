@@ -74,8 +74,9 @@ def ranks_of_a_launch(view: StudyView) -> str:
 
 
 def advice_on(result: StudyResult) -> list[str]:
-    """Return advice for the use of a result: learning rate, changes of the script."""
-    return list(filter(None, (result.model_change, result.learning_rate_advice, result.advice)))
+    """Return advice for the use of a result: changed numbers, changes of the script, learning rate."""
+    texts = (result.numbers, result.rejected, result.model_change, result.learning_rate_advice, result.advice)
+    return list(filter(None, texts))
 
 
 def versions(view: StudyView) -> str:

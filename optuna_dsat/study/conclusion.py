@@ -7,13 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.store import Turn, TurnLostError
 from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG, best_settings
 from optuna_dsat.study.confirm.confirmation import Confirmation
-from optuna_dsat.study.confirm.loss_check import LossCheck, check_loss, nothing_to_compare
+from optuna_dsat.study.confirm.loss_check import (
+    STEPS_OF_NUMBERS,
+    LossCheck,
+    check_loss,
+    lossy_of,
+    may_be_result,
+    nothing_to_compare,
+)
+from optuna_dsat.study.confirm.rounds import CheckedSettings, Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.end_reason import EndReason
@@ -37,6 +46,7 @@ class Conclusion:
         self._with_loss_check = with_loss_check
         self.interrupted = reason is EndReason.INTERRUPTED
         """Whether Ctrl-C ended the search, the confirmation or the comparison of losses."""
+        self._checks_numbers = "lossy" in (self._spec.allow or ())
         self._held: Turn | None = None
         """This worker's turn; None without a turn."""
 
@@ -44,7 +54,8 @@ class Conclusion:
         """Confirm, choose and write the winner; None if nothing was measured."""
         while True:
             with ExitStack() as stack:
-                if self._reason is not EndReason.INTERRUPTED and (self._spec.confirm or self._with_loss_check):
+                checks = self._with_loss_check or self._checks_numbers
+                if self._reason is not EndReason.INTERRUPTED and (self._spec.confirm or checks):
                     try:
                         self._held = stack.enter_context(self._turn())
                     except KeyboardInterrupt:
@@ -80,12 +91,13 @@ class Conclusion:
         candidates = self._context.method.ranked(trials, maximize=self._spec.maximize)
         if not candidates:
             return None
-        self._confirm(trials, candidates)
-        store, spec = self._context.store, self._spec
-        study = replace(read_stored(store, spec.name), spec=spec, profiled=self._context.profiled)
+        self._check_numbers(trials, candidates)
+        rounds, spec = Rounds.of(self._study.user_attrs), self._spec
+        self._confirm(trials, [trial for trial in candidates if may_be_result(trial, rounds, spec)])
+        store, study = self._context.store, self._stored()
         if study.verdict is None:
             return None
-        check = self._compare_losses(study, study.verdict)
+        check = self._compare_losses(study.verdict)
         result = result_of(
             study,
             store.launches(self._context.study_uuid),
@@ -97,9 +109,62 @@ class Conclusion:
             self._write(study, result)
         return result
 
+    def _stored(self) -> StoredStudy:
+        spec = self._spec
+        return replace(read_stored(self._context.store, spec.name), spec=spec, profiled=self._context.profiled)
+
+    def _check_numbers(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> None:
+        """Compare the losses of the best trials whose settings change numbers with those of the user's config.
+
+        Compared are trials that may become finalists, and that the search ranks before the user's config. Trials with
+        equal settings of this kind train alike up to rounding: one of them is launched.
+        """
+        if self._reason is EndReason.INTERRUPTED or not self._checks_numbers:
+            return
+        own, slots = attributes.user_config_trial(trials), self._spec.slots_per_trial
+        batch = None if own is None else attributes.train_batch_size(own, slots=slots)
+        same = [trial for trial in candidates if attributes.train_batch_size(trial, slots=slots) == batch]
+        losses: dict[str, Sequence[float]] = {}
+        try:
+            for ranked, most in ((candidates, max(1, self._spec.confirm)), (same, 1)):
+                left = most
+                for trial in ranked:
+                    if not left or (own is not None and trial.number == own.number):
+                        break
+                    left -= self._trains_alike(trial, losses)
+        except KeyboardInterrupt:
+            self.interrupted, self._reason = True, EndReason.INTERRUPTED
+
+    def _trains_alike(self, trial: FrozenTrial, losses: dict[str, Sequence[float]]) -> bool:
+        """Return whether a trial may be the result; compare its losses if that is open.
+
+        ``losses`` are those of the user's config, which the first comparison adds.
+        """
+        settings, rounds = lossy_of(trial, self._spec), Rounds.of(self._study.user_attrs)
+        if settings and rounds.checked(settings) is None:
+            self._context.say(f"Comparing the first losses of trial {trial.number} with those of your config ...")
+            check = self._check(trial, name=f"trial-{trial.number:04d}", steps=STEPS_OF_NUMBERS, known=losses)
+            losses |= {
+                which: values
+                for which, values in check.losses.items()
+                if which != "best" and len(values) == STEPS_OF_NUMBERS
+            }
+            checked = CheckedSettings(settings=settings, number=trial.number, check=asdict(check))
+            rounds = replace(rounds, losses=(*rounds.losses, checked))
+            with self._storing("store a comparison of losses"):
+                self._study.set_user_attr(attributes.CONFIRMATION, rounds.to_json())
+            self._context.say(check.message)
+        return may_be_result(trial, rounds, self._spec)
+
+    def _check(self, trial: FrozenTrial, **how: Any) -> LossCheck:
+        """Compare the losses of a trial with those of the user's config, as ``check_loss``."""
+        ranks = attributes.data_parallel_size(trial, slots=self._spec.slots_per_trial)
+        overlay = self._stored().overlay_of(trial)
+        return check_loss(self._spec, overlay, data_parallel_size=ranks, launch=self._context.launch, **how)
+
     def _confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> None:
         """Measure the finalists in rounds; after an interruption, the stored rounds of earlier runs remain."""
-        if self._reason is EndReason.INTERRUPTED:
+        if self._reason is EndReason.INTERRUPTED or not candidates:
             return
         confirmation = Confirmation(self._context, storing=self._storing)
         confirmation.run(trials, candidates)
@@ -107,22 +172,17 @@ class Conclusion:
             self.interrupted = True
             self._reason = EndReason.INTERRUPTED
 
-    def _compare_losses(self, study: StoredStudy, verdict: Verdict) -> LossCheck | None:
+    def _compare_losses(self, verdict: Verdict) -> LossCheck | None:
         """Return the comparison of first losses; None if it was not requested or was interrupted."""
         if not self._with_loss_check or self._reason is EndReason.INTERRUPTED:
             return None
+        if lossy_of(verdict.result.trial, self._spec):
+            return None  # compared already, over more steps
         if verdict.is_baseline:
             return nothing_to_compare(self._spec)
         self._context.say("Comparing the first losses under the best config with those under yours ...")
         try:
-            return check_loss(
-                self._spec,
-                study.overlay_of(verdict.result.trial),
-                data_parallel_size=attributes.data_parallel_size(
-                    verdict.result.trial, slots=self._spec.slots_per_trial
-                ),
-                launch=self._context.launch,
-            )
+            return self._check(verdict.result.trial)
         except KeyboardInterrupt:
             self.interrupted = True
             return None

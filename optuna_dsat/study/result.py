@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.knobs import BF16
 from optuna_dsat.cost.gpus import precision_advice
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
+from optuna_dsat.metrics import speed_up
 from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.overlay import checkpoint_every, is_compiled
 from optuna_dsat.script.settings_file import SettingsCopy
@@ -27,6 +29,7 @@ from optuna_dsat.study.config_changes import (
     model_change_in_words,
     trainable_config,
 )
+from optuna_dsat.study.confirm.loss_check import lossy_in_words, lossy_of, rejected_in_words
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.end_reason import describe_structure_failures
@@ -35,7 +38,7 @@ from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.space import dataset_size, epoch_samples
 from optuna_dsat.study.stored import StoredStudy
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import count_in_words, steps_in_words, things_in_words
+from optuna_dsat.words import count_in_words, metric_in_words, steps_in_words, things_in_words, times_in_words
 
 if TYPE_CHECKING:
     import optuna
@@ -141,6 +144,12 @@ class StudyResult:
     """Advice on learning rate and steps for the changed global batch; None if it did not change."""
     loss_check: Mapping[str, Any] | None
     """A ``optuna_dsat.study.confirm.loss_check.LossCheck`` as a dictionary; None if it was not requested."""
+    numbers: str = ""
+    """Settings of the answers that change numbers (``--allow lossy``), with the comparison of their losses; empty
+    without any."""
+    rejected: str = ""
+    """Settings that are not in the result because their losses differ from those of the user's config; empty without
+    any."""
     headroom: float | None = None
     """Upper bound (90% probability) of the relative improvement of the space's best config over the best measured
     config; None if the method has no posterior, or the search was interrupted."""
@@ -255,7 +264,10 @@ def result_of(
     complete, config = study.complete_config(trial), study.ready_config(trial)
     batch, own_batch = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
-    settings = best_settings(spec, config, folder)
+    settings, rounds = best_settings(spec, config, folder), study.rounds
+    same_batch = _same_batch(study, storage=storage)
+    checked = rounds.checked(lossy_of(trial, spec))
+    answers = [trial, *([] if same_batch is None else [study.trials[same_batch.trial]])]
     writes_batch = settings is not None and settings.sets_batch
     return StudyResult(
         study=spec.name,
@@ -288,7 +300,7 @@ def result_of(
         compiled=is_compiled(complete),
         train_batch_size=batch,
         user_train_batch_size=own_batch,
-        same_batch=_same_batch(study, storage=storage),
+        same_batch=same_batch,
         dataset_size=dataset_size(spec, profiled),
         learning_rate_advice=learning_rate_advice(
             config,
@@ -297,7 +309,9 @@ def result_of(
             samples=epoch_samples(spec, profiled),
             is_chosen=batch == spec.train_batch_size,
         ),
-        loss_check=loss_check,
+        loss_check=loss_check if checked is None else checked.check,
+        numbers=lossy_in_words(answers, rounds, spec),
+        rejected=rejected_in_words(rounds),
         headroom=study.attributes.get(attributes.HEADROOM),
         measurement=" ".join(
             (
@@ -305,7 +319,7 @@ def result_of(
                 _running_engines_in_words(study.trials, Rounds.of(study.attributes)),
             )
         ).strip(),
-        advice="" if profiled is None else _advice(profiled, complete, settings_written=writes_batch),
+        advice="" if profiled is None else _advice(study, profiled, complete, settings_written=writes_batch),
         failures=describe_structure_failures(study.trials),
         continued=sum(bool(row.report.root) for row in launches if _is_of_trial(row)),
         launches=dict(Counter(row.report.outcome.value for row in launches if _is_of_trial(row))),
@@ -344,11 +358,26 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
     )
 
 
-def _advice(profiled: Profiled, config: Mapping[str, Any], *, settings_written: bool) -> str:
-    """Return what to change in the script, and what another precision would bring; empty without any."""
+def _advice(study: StoredStudy, profiled: Profiled, config: Mapping[str, Any], *, settings_written: bool) -> str:
+    """Return what to change in the script, and what another precision brings; empty without any."""
     device, size = profiled.profile.device_name, profiled.profile.param_bytes
-    precision = precision_advice(config, device_name=device, param_bytes=size)
+    precision = _bf16_in_words(study) or precision_advice(config, device_name=device, param_bytes=size)
     return " ".join(filter(None, (profiled.advice(config, settings_written=settings_written), precision)))
+
+
+def _bf16_in_words(study: StoredStudy) -> str:
+    """Return how fast trials in bf16 were, where the config has another precision; empty if none was measured."""
+    fastest: dict[bool, FrozenTrial] = {}
+    for trial in study.measured:
+        if BF16 in trial.params:
+            fastest.setdefault(trial.params[BF16], trial)
+    if len(fastest) < 2:
+        return ""
+    half, other = fastest[True].values[0], fastest[False].values[0]
+    ratio = speed_up(half, other, maximize=study.spec.maximize)
+    precision = ds_config.precision_of(study.spec.ds_config)
+    words = "" if ratio is None else f", {times_in_words(ratio)}x as fast as the fastest in {precision}"
+    return f"The fastest trial in bf16 measured {metric_in_words(study.metric, half, device=study.spec.device)}{words}."
 
 
 def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) -> str:

@@ -96,6 +96,7 @@ def trained(config: Mapping[str, Any], *, mixture: bool) -> dict[str, Any]:
     optimizer = engine.optimizer
     return {
         "losses": losses,
+        "accumulation": engine.gradient_accumulation_steps(),
         "collectives": dict(counts),
         "devices": Counter(getattr(optimizer, "subgroup_to_device", {}).values()),
         "groups": len(getattr(optimizer, "fp16_partitioned_groups_flat", ())),

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_RATIO, PIN_MEMORY
+from optuna_dsat.config.knobs import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_RATIO, PIN_MEMORY, ZENFLOW_SECTION
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.runtime.measure.blocks import RoutingWatch
 
@@ -79,6 +79,16 @@ def test_zero_2_reads_its_knobs_and_trains_alike() -> None:
     assert spread["losses"] == offloaded["losses"] == unpinned["losses"]
     assert sorted(spread["order"]) == offloaded["order"] != spread["order"]
     assert (offloaded["pinned"], unpinned["pinned"]) == (True, False)
+
+
+@pytest.mark.torchrun
+def test_zenflow_counts_as_a_step_what_it_updates_at_a_time() -> None:
+    """``loss_check`` compares the losses of every so many steps of the script."""
+    plain = config(2, **{OFFLOAD_OPTIMIZER: "cpu"})
+    late = ds_config.merge(plain, {"zero_optimization": {"zenflow": ZENFLOW_SECTION}})
+    own, zenflow = trained({"config": plain}, {"config": late})
+    assert (own["accumulation"], zenflow["accumulation"]) == (1, ZENFLOW_SECTION["update_interval"])
+    assert own["losses"] != zenflow["losses"]
 
 
 @pytest.mark.torchrun

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.config.knobs import COMPILE, DEEPCOMPILE
+from optuna_dsat.config.knobs import BF16, COMPILE, DEEPCOMPILE, KNOBS, QUANTIZED_FROZEN, ZENFLOW
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.overlay import MODEL
 from optuna_dsat.study.profile import permission
@@ -58,6 +58,39 @@ def test_what_compilation_lacks_is_named(bench: StudyBench, monkeypatch: pytest.
     assert refused_knobs(bench.spec(**allowed), None)[DEEPCOMPILE] == (
         "it came with DeepSpeed 0.16.6, and the script's is 0.15.1+cu"
     )
+
+
+LOSSY = {knob.name for knob in KNOBS if not knob.is_exact}
+
+
+def test_what_cannot_change_numbers_here_is_named(bench: StudyBench) -> None:
+    allowed = {"allow": ("lossy",)}
+    assert refused_knobs(bench.spec(**allowed), None) == {
+        BF16: "the config trains in bf16 already",
+        QUANTIZED_FROZEN: "it is for frozen parameters in fp16",
+    }
+    assert permitted_knobs(bench.spec(**allowed), None) == LOSSY - {BF16, QUANTIZED_FROZEN}
+    on_cpu = refused_knobs(bench.spec(device="cpu", **allowed), None)
+    assert "zero_quantized_weights, zero_quantized_gradients, zero_quantized_nontrainable_weights, zenflow (CUDA" in (
+        refused_in_words(on_cpu)
+    )
+    config = {key: value for key, value in bench.spec().ds_config.items() if key != "bf16"}
+    old = profiled_of(profile=replace(PROFILE, device_name="Tesla V100-SXM2-32GB", param_bytes=4))
+    new = replace(old, profile=replace(old.profile, device_name="NVIDIA H100 80GB HBM3"))
+    in_fp32 = bench.spec(ds_config=config, **allowed)
+    assert refused_knobs(in_fp32, old)[BF16] == "this GPU has no bf16"
+    assert {BF16, ZENFLOW} <= permitted_knobs(in_fp32, new)
+    accumulates = {**config, "gradient_accumulation_steps": 2}
+    assert ZENFLOW in refused_knobs(bench.spec(ds_config=accumulates, **allowed), new)
+    for changes in (
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        {"fp16": {"enabled": "auto"}},
+        {"torch_autocast": {"enabled": True}},
+    ):
+        assert BF16 in refused_knobs(bench.spec(ds_config={**config, **changes}, **allowed), new)
+    frozen = replace(new.profile, trainable_params=1)
+    in_fp16 = bench.spec(ds_config={**config, "fp16": {"enabled": True}}, **allowed)
+    assert QUANTIZED_FROZEN in permitted_knobs(in_fp16, replace(new, profile=frozen))
 
 
 def test_a_compiled_engine_is_not_continued_and_counts_later_steps(bench: StudyBench) -> None:

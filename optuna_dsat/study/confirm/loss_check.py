@@ -1,4 +1,4 @@
-"""Compare the first losses of the best config and the user's config: a faster config must train alike.
+"""Compare the first losses of a faster config and the user's config: it must train alike.
 
 Both are launched with the user's micro-batch and accumulation steps, so each step sees the same samples; only ZeRO,
 offload and buckets differ. The user's config is launched twice: the difference between its runs is the randomness of
@@ -10,18 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from optuna.trial import FrozenTrial
+
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.differences import lossy_settings
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.words import outcome_in_words
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import knob_in_words, outcome_in_words
 
 STEPS = 5
 """First global steps whose losses are compared."""
+STEPS_OF_NUMBERS = 20
+"""First global steps that are compared where a config changes numbers: differences accumulate."""
 
 TOLERANCES: Mapping[str, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 2e-2}
 """Precision -> largest relative difference of two losses that it explains. The unit roundoffs are 6e-8, 4.9e-4 and
@@ -67,10 +75,12 @@ def check_loss(
     launch: Callable[[LaunchRequest], tuple[LaunchRecord, LaunchReport]],
     name: str = "",
     steps: int = STEPS,
+    known: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> LossCheck:
     """Launch the user's config twice and the best config once, at the user's batch; compare their first losses.
 
-    ``name`` distinguishes the launches of several checks of a study.
+    ``name`` distinguishes the launches of several checks of a study; ``known`` are losses of the user's config in an
+    earlier check of as many steps.
 
     Raises:
         DeviceError: If other processes occupy the slots for too long.
@@ -79,26 +89,87 @@ def check_loss(
     triangle = ds_config.batch_triangle(user, world_size=data_parallel_size)
     batch = ds_config.batch_overlay(triangle.micro_batch, triangle.gradient_accumulation_steps)
     zero = best.get("zero_optimization", {})
-    removed = user.get("zero_optimization", {}).keys() - zero.keys()
-    added = {key: value for key, value in best.items() if key not in user}
-    best_overlay = {**added, **batch, "zero_optimization": {**dict.fromkeys(removed), **zero}}
-    losses: dict[str, Sequence[float]] = {}
+    best_overlay = {**_changes(user, {"zero_optimization": zero, **best}), **batch}
+    if ds_config.precision_of(best) == "bf16" and "fp16" not in best:
+        best_overlay["fp16"] = None
+    precision = max(_precision(user), _precision(best), key=lambda name: TOLERANCES[name])
+    every = _steps_of_an_update(zero)
+    losses: dict[str, Sequence[float]] = dict(known)
     for which, overlay in (("user", batch), ("user_again", batch), ("best", best_overlay)):
+        if which in known:
+            continue
         request = launch_request(
             spec,
             launch_id=f"{_LAUNCHES}{name and f'{name}-'}{which.replace('_', '-')}",
             purpose="confirm",
             overlay=overlay,
             start_profile_step=1,
-            end_profile_step=steps,
+            end_profile_step=steps // every if which == "best" else steps,
         )
         record, report = launch(request)
         if report.outcome is not Outcome.MEASURED:
             ended = outcome_in_words(report.outcome)
-            return _undecided(_precision(user), losses, f"the launch {request.launch_id} ended with {ended}")
+            return _undecided(precision, losses, f"the launch {request.launch_id} ended with {ended}")
         boundaries = record.boundaries[:steps]  # skipped steps too: the data of each step are the same
         losses[which] = [step.loss for step in boundaries if step.loss is not None]
-    return compare(losses, precision=_precision(user))
+    if every > 1:
+        losses |= {which: losses[which][every - 1 :: every] for which in ("user", "user_again")}
+    return compare(losses, precision=precision)
+
+
+def _changes(user: Mapping[str, Any], best: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overlay that gives the keys of a config its values; None removes what its sections lack."""
+    result: dict[str, Any] = {}
+    for key, value in best.items():
+        own = user.get(key)
+        if value != own and isinstance(value, Mapping) and isinstance(own, Mapping):
+            result[key] = {**dict.fromkeys(own.keys() - value.keys()), **value}
+        elif value != own:
+            result[key] = value
+    return result
+
+
+def lossy_of(trial: FrozenTrial, spec: StudySpec) -> dict[str, Any]:
+    """Return the settings of a trial that change numbers, as of ``lossy_settings``; empty if none is allowed."""
+    allowed = "lossy" in (spec.allow or ()) and attributes.CONFIG in trial.user_attrs
+    return lossy_settings(trial.user_attrs[attributes.CONFIG], spec.ds_config) if allowed else {}
+
+
+def may_be_result(trial: FrozenTrial, rounds: Rounds, spec: StudySpec) -> bool:
+    """Return whether a trial changes no numbers, or its losses were compared and agree."""
+    settings = lossy_of(trial, spec)
+    checked = rounds.checked(settings)
+    return not settings or (checked is not None and checked.agrees)
+
+
+def lossy_in_words(trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -> str:
+    """Return the settings of trials that change numbers, with the comparison of their losses; empty without any."""
+    texts = []
+    for trial in trials:
+        settings = lossy_of(trial, spec)
+        if (checked := rounds.checked(settings)) is not None:
+            texts.append(f"Trial {trial.number} changes numbers ({_settings(settings)}). {checked.check['message']}")
+    return " ".join(dict.fromkeys(texts))
+
+
+def rejected_in_words(rounds: Rounds) -> str:
+    """Return the settings whose losses do not agree with those of the user's config; empty without any."""
+    return " ".join(
+        f"No result has {_settings(checked.settings)}: trial {checked.number} was compared. {checked.check['message']}"
+        for checked in rounds.losses
+        if not checked.agrees
+    )
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(knob_in_words(name, value) for name, value in settings.items())
+
+
+def _steps_of_an_update(zero: Mapping[str, Any]) -> int:
+    """Return the steps of the script that DeepSpeed counts as a step: ZenFlow's between updates on the host, else 1."""
+    zenflow = zero.get("zenflow")
+    interval = zenflow.get("update_interval") if isinstance(zenflow, Mapping) else 1
+    return interval if isinstance(interval, int) else 1
 
 
 def nothing_to_compare(spec: StudySpec) -> LossCheck:

@@ -53,6 +53,23 @@ class RoundLaunch(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckedSettings(Record):
+    """Settings that change numbers, and the comparison of their losses with those of the user's config."""
+
+    settings: Mapping[str, Any]
+    """Knob -> value, as of ``config.differences.lossy_settings``."""
+    number: int
+    """Number of the trial whose config was launched."""
+    check: Mapping[str, Any]
+    """A ``loss_check.LossCheck`` as a dictionary."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the losses agree."""
+        return self.check["agrees"] is True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rounds(Record):
     """The confirmation of a study so far."""
 
@@ -66,6 +83,8 @@ class Rounds(Record):
     """Estimate of the compared trials by the search; None if its method has no posterior."""
     launches: tuple[RoundLaunch, ...] = field(default=())
     """Launches in the order in which they ran."""
+    losses: tuple[CheckedSettings, ...] = ()
+    """Comparisons of losses for settings that change numbers (``--allow lossy``)."""
 
     @classmethod
     def of(cls, study_attributes: Mapping[str, Any]) -> Rounds:
@@ -77,6 +96,10 @@ class Rounds(Record):
     def with_launch(self, launch: RoundLaunch) -> Rounds:
         """Return a copy of the rounds with another launch."""
         return replace(self, launches=(*self.launches, launch))
+
+    def checked(self, settings: Mapping[str, Any]) -> CheckedSettings | None:
+        """Return the comparison of losses for settings that change numbers; None without one."""
+        return next((checked for checked in self.losses if checked.settings == settings), None)
 
     @property
     def last(self) -> int:

@@ -17,6 +17,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.record import Record
 from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.metrics import Interval, speed_up
+from optuna_dsat.study.confirm.loss_check import may_be_result
 from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.study.confirm.rounds import (
     MIN_ROUNDS,
@@ -169,9 +170,12 @@ def are_alike(batch: int, other: int) -> bool:
 
 
 def verdict_of(trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -> Verdict | None:
-    """Return the verdict on a study by all trials and the rounds; None if nothing was measured."""
+    """Return the verdict on a study by all trials and the rounds; None if nothing was measured.
+
+    A trial whose settings change numbers is not selected unless its losses agree with those of the user's config.
+    """
     judge = _Judge(trials, rounds, spec)
-    if not judge.measured:
+    if not judge.permitted:
         return None
     return judge.by_rounds() if judge.paired else judge.by_search()
 
@@ -184,11 +188,13 @@ class _Judge:
         self._maximize = spec.maximize
         self._tie = spec.tie
         self._slots = spec.slots_per_trial
-        self.measured = attributes.best_trials(trials, maximize=spec.maximize)
-        self._trials = {trial.number: trial for trial in self.measured}
+        measured = attributes.best_trials(trials, maximize=spec.maximize)
+        self._trials = {trial.number: trial for trial in measured}
+        self.permitted = [trial.number for trial in measured if may_be_result(trial, rounds, spec)]
+        """Numbers of the measured trials that may be the result, the best first."""
         own = attributes.user_config_trial(trials)
         self._baseline = None if own is None or own.number not in self._trials else own.number
-        self._values = {number: item for number, item in rounds.values().items() if number in self._trials}
+        self._values = {number: item for number, item in rounds.values().items() if number in self.permitted}
         eligible = [number for number in self._values if rounds.failure(number) is None]
         needed = _needed_rounds([len(self._values[number]) for number in eligible])
         self._eligible = [number for number in eligible if len(self._values[number]) >= needed]
@@ -245,7 +251,7 @@ class _Judge:
 
     def by_search(self) -> Verdict:
         """Return the verdict by the search alone: the best measurement, possibly the user's config."""
-        best = self.measured[0].number
+        best = self.permitted[0]
         return self._verdict(VerdictKind.UNCONFIRMED, best, best, ties=(), undecided=())
 
     def _kind(self, pick: int, best: int) -> VerdictKind:
@@ -391,7 +397,7 @@ class _Judge:
 
     def _at_batch(self, batch: int) -> Measured | None:
         """Return the trial with the best speed-up at a global batch, by the rounds if there are any."""
-        numbers = self._eligible if self.paired else list(self._trials)
+        numbers = self._eligible if self.paired else self.permitted
         known = [(ratio.value, n) for n in numbers if self._batch(n) == batch and (ratio := self._ratio(n)) is not None]
         return self._decided(max(known, key=lambda ratio: ratio[0])[1]) if known else None
 

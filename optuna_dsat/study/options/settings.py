@@ -337,11 +337,13 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
     allow: Annotated[
         Texts,
         what(
-            help="Also search settings that need your consent: compile (engine.compile and DeepCompile) (repeatable, "
-            "or separated by commas).",
+            help="Also search settings that need your consent: lossy (they change numbers: bf16 for fp32 or fp16, bf16 "
+            "states, ZeRO++ quantisation, ZenFlow; a result with one needs equal losses) and compile (engine.compile, "
+            "DeepCompile) (repeatable, or separated by commas).",
             none="neither",
-            python_help="Settings to search that need consent: ``compile`` (``engine.compile`` and DeepCompile). None "
-            "for none.",
+            python_help="Settings to search that need consent: ``lossy`` (they change numbers: bf16 for fp32 or fp16, "
+            "bf16 states, ZeRO++ quantisation, ZenFlow; a result with one needs equal losses) and ``compile`` "
+            "(``engine.compile``, DeepCompile). None for neither.",
             parse=split_names,
             metavar="WHAT,...",
             choices=PERMISSIONS,

@@ -8,7 +8,20 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from optuna_dsat.config.knobs import COMPILE, DEEPCOMPILE, KNOBS, Knob
+from optuna_dsat.config.ds_config import AUTO, batch_triangle, effective, precision_of
+from optuna_dsat.config.knobs import (
+    BF16,
+    BF16_MASTER,
+    BF16_STATES,
+    COMPILE,
+    DEEPCOMPILE,
+    KNOBS,
+    QUANTIZED,
+    QUANTIZED_FROZEN,
+    ZENFLOW,
+    Knob,
+)
+from optuna_dsat.cost.gpus import gpu_of_device
 from optuna_dsat.script.interpreter import package_folders, script_versions
 from optuna_dsat.study.spec import StudySpec
 
@@ -52,11 +65,38 @@ def _too_old(knob: Knob, spec: StudySpec) -> str:
 
 def _reason(name: str, spec: StudySpec, profiled: Profiled | None) -> str:
     """Return why a knob cannot be searched; empty if it can."""
-    if name == DEEPCOMPILE and spec.device == "cpu":
+    if name in (DEEPCOMPILE, *QUANTIZED, QUANTIZED_FROZEN, ZENFLOW) and spec.device == "cpu":
         return _NEEDS_CUDA
     if name in (COMPILE, DEEPCOMPILE):
         return (profiled is not None and profiled.profile.no_compiling) or _no_compiler(spec)
+    if name in QUANTIZED and spec.ds_config.get("torch_autocast"):
+        return "not with torch_autocast"
+    if name == BF16:
+        return _no_bf16(spec, profiled)
+    if name in (BF16_STATES, BF16_MASTER) and precision_of(spec.ds_config) != "bf16":
+        return "bf16 is not searched" if BF16 in spec.kept_knobs or _no_bf16(spec, profiled) else ""
+    if name == QUANTIZED_FROZEN:
+        frozen = profiled is None or profiled.profile.trainable_params < profiled.profile.params
+        is_fp16 = precision_of(spec.ds_config) == "fp16"
+        return "" if frozen and is_fp16 else "it is for frozen parameters in fp16"
+    ranks = (profiled and profiled.data_parallel_size) or spec.slots_per_trial
+    steps = batch_triangle(effective(spec.ds_config), world_size=ranks).gradient_accumulation_steps
+    if name == ZENFLOW and (steps > 1 or spec.train_batch_size is not None or spec.batch == "keep"):
+        return "it replaces gradient accumulation"
     return ""
+
+
+def _no_bf16(spec: StudySpec, profiled: Profiled | None) -> str:
+    """Return why bf16 cannot take the place of the config's precision; empty if it can."""
+    if precision_of(spec.ds_config) == "bf16":
+        return "the config trains in bf16 already"
+    sections = [spec.ds_config.get(key) or {} for key in ("bf16", "fp16")]
+    if any(section.get("enabled") == AUTO for section in sections) or (profiled and profiled.trainer is not None):
+        return "the script's trainer sets the precision"
+    if spec.ds_config.get("torch_autocast") or (spec.ds_config.get("data_types") or {}).get("grad_accum_dtype"):
+        return "the config sets the types of autocast or gradients"
+    gpu = None if profiled is None else gpu_of_device(profiled.profile.device_name)
+    return "" if gpu is None or gpu.bf16 else "this GPU has no bf16"
 
 
 def _no_compiler(spec: StudySpec) -> str:

@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.config.knobs import CHECKPOINT_EVERY, COMPILE, DEEPCOMPILE, NVME
+from optuna_dsat.config.knobs import BF16, CHECKPOINT_EVERY, COMPILE, DEEPCOMPILE, NVME
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.profile.script import user_config
 from optuna_dsat.study.progress import uninterrupted
@@ -135,7 +135,7 @@ class Proposals:
             best = ranked[0]
             if any(trial.user_attrs.get(attributes.SIMPLIFIES) == best.number for trial in trials):
                 return False
-            kept = (*STRUCTURE, NVME, CHECKPOINT_EVERY, COMPILE, DEEPCOMPILE)
+            kept = (*STRUCTURE, NVME, CHECKPOINT_EVERY, COMPILE, DEEPCOMPILE, BF16)
             params = self._space.completed({name: best.params.get(name) for name in kept})
             for name in (MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION):
                 if name in best.params:

@@ -1,0 +1,120 @@
+"""Settings that change numbers: searched with permission, and in a result only if their losses agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from optuna_dsat.cli.show import show_result
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.knobs import BF16, BF16_STATES
+from optuna_dsat.report.facts import advice_on
+from optuna_dsat.study.confirm.loss_check import is_of_losses
+from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.stored import read_stored, record_of
+from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedProfile, SimulatedResult
+from tests.harness.studies import USER_CONFIG, StudyBench
+
+IN_FP32 = {key: value for key, value in USER_CONFIG.items() if key != "bf16"}
+
+
+@dataclass
+class Lossy(Hill):
+    """A hill on which bf16 states and bf16 for fp32 are faster and have another loss."""
+
+    loss: float = 1.0
+    in_fp32: bool = False
+
+    def profile(self, slots: int) -> SimulatedProfile:
+        return replace(super().profile(slots), param_bytes=4 if self.in_fp32 else 2)
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        result = super().run(ds_config, slots)
+        bf16 = ds_config.get("bf16", {})
+        if not bf16.get("enabled" if self.in_fp32 else BF16_STATES):
+            return replace(result, loss=1.0)
+        return replace(result, forward_s=result.forward_s / 3, backward_s=result.backward_s / 3, loss=self.loss)
+
+
+def tuned(bench: StudyBench, hill: Lossy, **changes: Any) -> StudyResult:
+    result = bench.run(bench.spec(**{"method": "guided", "max_trials": 20, "allow": ("lossy",), **changes}), hill)
+    assert result is not None
+    return result
+
+
+def loss_launches(bench: StudyBench) -> list[str]:
+    launches = bench.store.launches(record_of(bench.store, "s").uuid)
+    return [row.report.launch_id for row in launches if is_of_losses(row.report.launch_id)]
+
+
+def test_without_permission_nothing_changes_numbers(bench: StudyBench) -> None:
+    hill = Lossy()
+    result = tuned(bench, hill, allow=())
+    assert not any(BF16_STATES in config["bf16"] for config in hill.configs)
+    assert (result.numbers, result.rejected, result.loss_check, loss_launches(bench)) == ("", "", None, [])
+
+
+@pytest.mark.parametrize("confirm", [3, 0])
+def test_a_result_that_changes_numbers_was_compared(
+    bench: StudyBench, confirm: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tuned(bench, Lossy(loss=1.001), confirm=confirm)
+    assert result.config["bf16"] == {"enabled": True, BF16_STATES: True, "bf16_master_weights_and_grads": True}
+    launched = loss_launches(bench)
+    assert [name.rpartition("-")[2] for name in launched] == ["user", "again", "best"]
+    assert result.loss_check is not None
+    assert result.loss_check["agrees"] is True
+    assert len(result.loss_check["losses"]["best"]) == 20
+    words = f"Trial {result.trial} changes numbers (bf16_optimizer_states=true, bf16_master_weights_and_grads=true)."
+    assert result.numbers.startswith(words)
+    assert "agree within" in result.numbers
+    assert result.numbers in advice_on(result)
+    show_result(result, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines).index("changes numbers") < " ".join(lines).index("Config:")
+    record = json.loads((bench.folder / "out" / "s" / "best_ds_metrics.json").read_text())
+    assert record["loss_check"]["agrees"] is True
+    assert json.loads(json.dumps(result.to_json()))["numbers"] == result.numbers
+
+
+@pytest.mark.parametrize("confirm", [3, 0])
+def test_a_config_whose_losses_differ_is_not_the_result(bench: StudyBench, confirm: int) -> None:
+    hill = Lossy(loss=1.5)
+    result = tuned(bench, hill, confirm=confirm)
+    assert any(config["bf16"].get(BF16_STATES) for config in hill.configs)
+    assert BF16_STATES not in result.config["bf16"]
+    assert result.numbers == ""
+    assert "No result has bf16_optimizer_states=true" in result.rejected
+    assert "The first losses differ by 3.3e-01" in result.rejected
+    study = read_stored(bench.store, "s")
+    assert study.measured[0].params[BF16_STATES] is True, "it was the fastest"
+    assert study.verdict is not None
+    assert study.verdict.result.number == result.trial
+    assert study.verdict.measured.keys() == {trial.number for trial in study.measured}
+    if result.same_batch is not None:
+        assert BF16_STATES not in result.same_batch.config["bf16"]
+    before = len(loss_launches(bench))
+    assert before == 3
+    again = tuned(bench, hill, confirm=confirm)  # the study is continued with its comparison
+    assert (again.trial, len(loss_launches(bench))) == (result.trial, before)
+
+
+def test_bf16_for_fp32_is_measured_and_its_tolerance_is_that_of_bf16(bench: StudyBench) -> None:
+    result = tuned(bench, Lossy(loss=1.01, in_fp32=True), ds_config=IN_FP32)
+    assert ds_config.precision_of(result.config) == "bf16"
+    assert result.loss_check is not None
+    assert result.loss_check["precision"] == "bf16"
+    assert "The fastest trial in bf16 measured" in result.advice
+    assert "x as fast as the fastest in fp32." in result.advice
+    assert any(change.key == "bf16.enabled" for change in result.changes)
+
+
+def test_bf16_is_not_switched_without_permission(bench: StudyBench) -> None:
+    result = tuned(bench, Lossy(in_fp32=True), ds_config=IN_FP32, allow=("compile",), device="cpu")
+    assert ds_config.precision_of(result.config) == "fp32"
+    assert BF16 not in {name for trial in bench.study().trials for name in trial.params}
