@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.runtime.overlay import COMPILE, MODEL, ZERO
@@ -15,6 +16,14 @@ OFFLOAD_PARAM = "offload_param"
 NVME = "offload_optimizer_nvme"
 BF16 = "bf16"
 BF16_STATES = "bf16_optimizer_states"
+PREFETCH, REUSE = "stage3_prefetch_bucket_size", "stage3_max_reuse_distance"
+WITH_PARAMS_ON_NVME = MappingProxyType({PREFETCH: 0, REUSE: 0})
+"""Settings of parameters on NVMe, which DeepSpeed 0.19.8 reads into five swap buffers.
+
+A parameter that is kept for reuse occupies its buffer, so that there is none for others. The prefetcher reads a
+parameter twice if it is the last of the forward pass and the first of the backward pass. Either ends the training
+(``AsyncPartitionedParameterSwapper.swap_in``).
+"""
 _GROUPS = 4
 """Sub-groups of a rank of which a quarter can stay on the device."""
 

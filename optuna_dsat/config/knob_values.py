@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from optuna_dsat.config.documents import as_written
+from optuna_dsat.config.ds_config import size_limit
 from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE, ZERO_STAGES, Kind
 from optuna_dsat.config.misspelt import near_key
 from optuna_dsat.errors import ConfigError
@@ -137,3 +138,17 @@ def _whole(name: str, value: Any) -> int:
     except ValueError:
         pass
     raise ConfigError(f"{name} is {as_written(value)}; it must be a whole number, such as 5e8 or 500000000.")
+
+
+def distinct_sizes(name: str, sizes: Iterable[int], params: int | None) -> Iterable[int]:
+    """Return sizes with different effects: at or above ``size_limit`` only the smallest."""
+    if params is None:
+        return sizes
+    limit = size_limit(name, params)
+    known = sorted(sizes)
+    return [size for size in known if size < limit] + [size for size in known if size >= limit][:1]
+
+
+def unique(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the values in their order, each once."""
+    return tuple(dict.fromkeys(values))

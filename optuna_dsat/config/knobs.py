@@ -8,14 +8,14 @@ knob is sampled only if it changes DeepSpeed's behaviour; otherwise it would mul
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from optuna_dsat.config.conditions import (
     BF16,
     BF16_STATES,
     NVME,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
+    PREFETCH,
+    REUSE,
     ZERO_STAGE,
     ZERO_STAGES,
     Kind,
@@ -54,7 +54,6 @@ __all__ = [
     "PIN_MEMORY",
     "QUANTIZED",
     "QUANTIZED_FROZEN",
-    "WITH_PARAMS_ON_NVME",
     "ZENFLOW",
     "ZENFLOW_SECTION",
     "ZERO_STAGE",
@@ -77,14 +76,6 @@ automatic strategy needs DeepSpeed's own data loader.
 OFFLOAD_RATIO = "offload_optimizer_ratio"
 PIN_MEMORY = "offload_pin_memory"
 PARTITION_COPY = "zero_hpz_partition_size"
-_PREFETCH, _REUSE = "stage3_prefetch_bucket_size", "stage3_max_reuse_distance"
-WITH_PARAMS_ON_NVME = MappingProxyType({_PREFETCH: 0, _REUSE: 0})
-"""Settings of parameters on NVMe, which DeepSpeed 0.19.8 reads into five swap buffers.
-
-A parameter that is kept for reuse occupies its buffer, so that there is none for others. The prefetcher reads a
-parameter twice if it is the last of the forward pass and the first of the backward pass. Either ends the training
-(``AsyncPartitionedParameterSwapper.swap_in``).
-"""
 
 _BUCKETS = tuple(n * 10**m for m in range(6, 10) for n in (1, 5))
 """dsat's defaults: n * 10^m elements for n in (1, 5), m in 6..9."""
@@ -257,8 +248,8 @@ KNOBS: tuple[Knob, ...] = (
         inert=True,
     ),
     Knob(
-        name=_PREFETCH,
-        path=(ZERO, _PREFETCH),
+        name=PREFETCH,
+        path=(ZERO, PREFETCH),
         kind="size",
         choices=(5_000_000, 50_000_000, 500_000_000),
         default=50_000_000,
@@ -279,14 +270,14 @@ KNOBS: tuple[Knob, ...] = (
         choices=(100_000_000, 1_000_000_000),
         default=1_000_000_000,
         stages=(3,),
-        condition=lambda params, _site: params.get(_PREFETCH, 1) > 0 and not swaps_params(params),
+        condition=lambda params, _site: params.get(PREFETCH, 1) > 0 and not swaps_params(params),
         where="ZeRO 3, but for parameters on NVMe",
         used_by="PartitionedParameterCoordinator.fetch_sub_module: bounds what is prefetched.",
         live=(3,),
     ),
     Knob(
-        name=_REUSE,
-        path=(ZERO, _REUSE),
+        name=REUSE,
+        path=(ZERO, REUSE),
         kind="size",
         choices=(100_000_000, 1_000_000_000),
         default=1_000_000_000,

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config as configs
+from optuna_dsat.config.conditions import WITH_PARAMS_ON_NVME
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
 from optuna_dsat.config.knob_values import normalise
 from optuna_dsat.config.knobs import (
@@ -19,7 +20,6 @@ from optuna_dsat.config.knobs import (
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     PIN_MEMORY,
-    WITH_PARAMS_ON_NVME,
     ZENFLOW,
     ZENFLOW_SECTION,
     ZERO_STAGE,

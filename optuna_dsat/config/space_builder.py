@@ -19,7 +19,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.ds_config import MICRO_BATCH, MICRO_BATCH_CAP, ZERO
-from optuna_dsat.config.knob_values import known_names, normalise
+from optuna_dsat.config.knob_values import distinct_sizes, known_names, normalise, unique
 from optuna_dsat.config.knobs import (
     KNOBS,
     NVME,
@@ -267,11 +267,11 @@ class _Builder:
             return self._default_choices(knob)
         if not isinstance(value, list):
             return None
-        return _unique(normalise(knob.name, knob.kind, item) for item in value)
+        return unique(normalise(knob.name, knob.kind, item) for item in value)
 
     def _stages(self) -> tuple[int, ...]:
         knob = _BY_NAME[ZERO_STAGE]
-        stages = _unique(normalise("--zero-stages", "stage", stage) for stage in self._request.zero_stages)
+        stages = unique(normalise("--zero-stages", "stage", stage) for stage in self._request.zero_stages)
         narrowed = self._listed(knob)
         reason = f"--zero-stages asks for {', '.join(map(str, stages))}"
         if self._request.untested_optimizer:
@@ -314,8 +314,8 @@ class _Builder:
             if self._request.permitted:  # each of these knobs multiplies the combinations
                 choices = (*sorted(size for size in sizes if _FEWER * size <= sizes[-1])[-1:], sizes[-1])
         elif knob.kind == "size":
-            choices = _distinct(knob.name, choices, self._request.params)
-        choices = tuple(sorted(_unique(choices)))
+            choices = distinct_sizes(knob.name, choices, self._request.params)
+        choices = tuple(sorted(unique(choices)))
         self._check_ranks(knob, choices)
         return TunedKnob(knob=knob, choices=choices)
 
@@ -340,7 +340,7 @@ class _Builder:
         allowed = self._offload_knob(_BY_NAME[OFFLOAD_OPTIMIZER])
         if allowed.role is Role.KEPT:
             return [*result, allowed]
-        values = _unique("cpu" if value == "nvme" else value for value in allowed.choices)
+        values = unique("cpu" if value == "nvme" else value for value in allowed.choices)
         result.append(TunedKnob(knob=allowed.knob, choices=values, role=allowed.role))
         if "nvme" in allowed.choices:
             to_nvme = (False, True) if "cpu" in allowed.choices else (True,)
@@ -363,7 +363,7 @@ class _Builder:
         else:
             more = ("nvme",) if self._request.nvme_path and self._swaps(knob) else ()
             to_host = knob.choices if self._request.device != "cpu" or self._says_all(knob) else ("none",)
-            tuned = TunedKnob(knob=knob, choices=_unique((*to_host, *more, present)))
+            tuned = TunedKnob(knob=knob, choices=unique((*to_host, *more, present)))
         if "nvme" in tuned.choices and not (self._request.nvme_path or own_path):
             raise ConfigError(f"{knob.name} may be nvme, but no folder is known: give --nvme-path.")
         if "nvme" in tuned.choices and present != "nvme" and not self._swaps(knob):
@@ -494,16 +494,3 @@ def site_of(
         owned=owned,
         bf16=configs.precision_of(plain) == "bf16",
     )
-
-
-def _distinct(name: str, sizes: Iterable[int], params: int | None) -> Iterable[int]:
-    """Return sizes with different effects: at or above ``size_limit`` only the smallest."""
-    if params is None:
-        return sizes
-    limit = configs.size_limit(name, params)
-    known = sorted(sizes)
-    return [size for size in known if size < limit] + [size for size in known if size >= limit][:1]
-
-
-def _unique(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(values))

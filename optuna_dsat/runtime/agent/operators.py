@@ -63,7 +63,7 @@ def _compile(name: str) -> str:
         if builder is None or builder.NAME == "deepspeed_not_implemented":
             return ""  # this device does not have or need such an operator
         if name == ASYNC_IO and not builder.is_compatible(verbose=False):
-            return "libaio and its header are missing: install libaio-dev, or libaio-devel"
+            return "libaio and its header are missing (install libaio-dev, or libaio-devel)"
         builder.load(verbose=False)
     except Exception as error:  # noqa: BLE001 - any error is reported to the user
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
