@@ -72,10 +72,14 @@ def print_table(
 
 
 def _widths(least: Sequence[int], wanted: Sequence[int], *, room: int) -> list[int]:
-    """Return the widths of columns: the least, and of the rest of the room a share of what each column lacks."""
-    missing = [max(0, full - cells) for full, cells in zip(wanted, least, strict=True)]
-    spare = min(1.0, (room - sum(least)) / (sum(missing) or 1))
-    return [cells + int(spare * lack) for cells, lack in zip(least, missing, strict=True)]
+    """Return the widths of columns: the least, and an equal share of the rest, or what is wanted where that is less."""
+    result, left = list(least), room - sum(least)
+    lacks = [max(0, full - cells) for full, cells in zip(wanted, least, strict=True)]
+    for place, at in enumerate(sorted(range(len(lacks)), key=lacks.__getitem__)):
+        more = min(lacks[at], left // (len(lacks) - place))
+        result[at] += more
+        left -= more
+    return result
 
 
 def console_of(width: int | None = None) -> Console:

@@ -18,10 +18,9 @@ from optuna_dsat.study.confirm.loss_check import (
     STEPS_OF_NUMBERS,
     LossCheck,
     check_loss,
-    lossy_of,
-    may_be_result,
     nothing_to_compare,
 )
+from optuna_dsat.study.confirm.lossy import lossy_of, may_be_result
 from optuna_dsat.study.confirm.rounds import CheckedSettings, Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.context import SearchContext

@@ -29,7 +29,7 @@ from optuna_dsat.study.config_changes import (
     model_change_in_words,
     trainable_config,
 )
-from optuna_dsat.study.confirm.loss_check import lossy_in_words, lossy_of, rejected_in_words
+from optuna_dsat.study.confirm.lossy import lossy_in_words, lossy_of, rejected_in_words
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.end_reason import describe_structure_failures

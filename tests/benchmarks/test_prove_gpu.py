@@ -288,7 +288,7 @@ def test_every_check_has_its_own_name_and_every_example_a_check() -> None:
     assert names[:3] == ["doctor", "example-gpt", "example-huggingface"]
     assert sum(name.startswith("edge-") for name in names) == 6
     folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir()}
-    assert folders - {"__pycache__", "slurm"} == {folder for folder, _ in checks.EXAMPLES.values()}
+    assert folders - {"__pycache__", "slurm", "ci"} == {folder for folder, _ in checks.EXAMPLES.values()}
 
 
 @pytest.mark.parametrize("predicted", [1, 15, 300])

@@ -17,7 +17,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.record import Record
 from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.metrics import Interval, speed_up
-from optuna_dsat.study.confirm.loss_check import may_be_result
+from optuna_dsat.study.confirm.lossy import may_be_result
 from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.study.confirm.rounds import (
     MIN_ROUNDS,
