@@ -171,7 +171,7 @@ def compared(pairs: Sequence[tuple[Result, Result]]) -> str:
 
 
 def _of_search(results: Sequence[Result]) -> str:
-    """Return the median number of launches beside the rounds; empty where a file does not tell them apart."""
+    """Return the median number of launches without the rounds; empty if a file does not count the rounds."""
     counts = [None if result.rounds is None else result.launches - result.rounds for result in results]
     known = [count for count in counts if count is not None]
     return f"{statistics.median(known):.0f}" if len(known) == len(counts) else ""

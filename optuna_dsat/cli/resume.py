@@ -39,7 +39,9 @@ _Log = Annotated[
         "--log", metavar="TRACKER[=VALUE]", help="Log each further trial: wandb, mlflow or tensorboard (repeatable)."
     ),
 ]
-_Price = Annotated[float | None, option("--price", help="Price of a GPU hour, for what the search costs.", min=0.0)]
+_Price = Annotated[
+    float | None, option("--price", help="Price of a GPU hour; the result then gives the cost of the search.", min=0.0)
+]
 _OnEnd = Annotated[str | None, option("--on-end", metavar="COMMAND", help=HELP)]
 Workdir = Annotated[
     Path | None, option("--workdir", help="Working directory, where the script lies elsewhere on this machine.")

@@ -56,7 +56,9 @@ class OutputOptions:
         ),
     ] = False
     on_end: Annotated[str | None, of_output(help=HELP, metavar="COMMAND")] = None
-    price: Annotated[float | None, of_output(help="Price of a GPU hour, for what the search costs.")] = None
+    price: Annotated[
+        float | None, of_output(help="Price of a GPU hour; the result then gives the cost of the search.")
+    ] = None
 
 
 def _search(method: str | None, context: typer.Context, options: TuneOptions, output: OutputOptions) -> None:

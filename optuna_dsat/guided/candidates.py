@@ -92,7 +92,7 @@ class Observations:
     waiting: int = -1
     """Index of the launch whose ranks wait for another trial; -1 for none."""
     climbs: bool = False
-    """Whether launches measure several trials."""
+    """Whether launches measure several trials, and so can climb to larger micro-batches."""
 
     def take(self, index: Numbers) -> Observations:
         """Return the trials at an index array; ``used`` still covers all trials."""

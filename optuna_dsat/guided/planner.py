@@ -319,7 +319,7 @@ class GuidedPlanner:
         if not len(rows) or not acquisition.value.max() > 0:
             return None
         chosen = first_launched(self.problem.table, posterior, rows, sizes, acquisition)
-        best = start_of_climb(rows, sizes, acquisition, chosen) if posterior.climbs else chosen
+        best = start_of_climb(rows, sizes, acquisition, chosen) if observations.climbs else chosen
         row = int(rows[best])
         return Candidate(
             params=self.problem.table.lineages[row],

@@ -105,8 +105,6 @@ class Posterior:
         self._problem = problem
         self._table = problem.table
         self._observations = observations
-        self.climbs = observations.climbs
-        """Whether launches measure several trials, and so can climb to larger micro-batches."""
         self._prior_observations = problem.prior_observations
         self.measured = measured = observations.take(most_informative(observations))
         """Measured trials."""

@@ -42,8 +42,11 @@ def reason_of(
     """
     if posterior.incumbent is None:
         return f"most likely to run: {fits:.0%}"
-    edge = f"; near the edge of memory, fits with {fits:.0%}" if fits < _EDGE else ""
-    edge = "; climbs from here to the edge of memory" if climbs else edge
+    edge = ""
+    if climbs:
+        edge = "; climbs from here to the edge of memory"
+    elif fits < _EDGE:
+        edge = f"; near the edge of memory, fits with {fits:.0%}"
     return f"{_difference(table, posterior, row, size)}, {_predicted(log_objective - posterior.incumbent)}{edge}"
 
 

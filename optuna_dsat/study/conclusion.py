@@ -14,12 +14,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.store import Turn, TurnLostError
 from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG, best_settings
 from optuna_dsat.study.confirm.confirmation import Confirmation
-from optuna_dsat.study.confirm.loss_check import (
-    STEPS_OF_NUMBERS,
-    LossCheck,
-    check_loss,
-    nothing_to_compare,
-)
+from optuna_dsat.study.confirm.loss_check import STEPS_OF_NUMBERS, LossCheck, check_loss, nothing_to_compare
 from optuna_dsat.study.confirm.lossy import lossy_of, may_be_result
 from optuna_dsat.study.confirm.rounds import CheckedSettings, Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
