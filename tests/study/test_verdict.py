@@ -450,6 +450,19 @@ def test_finalists_that_rounds_would_not_tell_apart_take_no_launches() -> None:
     assert chosen(0.1) == [1, OWN]
 
 
+def test_the_best_measurement_is_a_finalist_only_if_noise_does_not_explain_it() -> None:
+    """A lucky launch took three rounds, though the posterior knew better."""
+    trials = [trial(OWN, 10.0), trial(1, 20.6, micro_batch=64), trial(2, 20.0, micro_batch=64)]
+    estimate = searched({OWN: (10.0, 0.01), 1: (18.5, 0.01), 2: (20.0, 0.01)})
+    ranked = [trials[2], trials[1], trials[0]]
+
+    def chosen(noise: float) -> list[int]:
+        return choose_finalists(trials, ranked, spec=spec(), noise=noise, estimate=estimate)
+
+    assert chosen(0.04) == [2, OWN]
+    assert chosen(0.01) == [2, 1, OWN], "3 % is more than two launches differ by"
+
+
 def test_a_finalist_of_long_launches_has_to_gain_as_much() -> None:
     """Three launches of four times the seconds were made of what had measured best by chance."""
     trials = [trial(OWN, 10.0), *(trial(number, value, micro_batch=16) for number, value in ((1, 20.0), (2, 19.9)))]

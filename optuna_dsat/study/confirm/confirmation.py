@@ -122,7 +122,8 @@ class Confirmation:
         if (rounds.chosen and rounds.measured == len(candidates)) or not self._spec.confirm:
             return rounds
         before = verdict_of(trials, rounds, self._spec)
-        noise = None if before is None or before.noise is None else before.noise.relative_sd
+        known = None if before is None else before.noise
+        noise = self._context.method.noise(trials) if known is None else known.relative_sd
         out = refuted(rounds, trials, spec=self._spec)
         searched = self._estimate(trials, [candidate.number for candidate in candidates])
         numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, estimate=searched, out=out)

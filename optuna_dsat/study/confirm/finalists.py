@@ -54,12 +54,12 @@ def choose_finalists(
     """Return the numbers of the finalists, including the user's config.
 
     The first of ``--confirm`` finalists is the method's best. The second has the smallest global batch of the trials
-    that cannot be distinguished from the best measurement, by noise or ``--tie``. The best measurement follows, as a
-    model may be wrong, then the next best. If the method has a posterior, it decides which trials cannot be
-    distinguished from the best. Trials that are surely worse than a tie are then excluded, as are trials from which
-    three rounds are expected to gain less than ``--min-gain`` per launch, with launches as long as at this smallest
-    batch. The best trial at the user's global batch is added, for a speed-up between equal batches. A trial whose
-    simplification was no slower than a tie is replaced by it.
+    that cannot be distinguished from the best measurement, by noise or ``--tie``. As a model may be wrong, the best
+    measurement follows if it exceeds the first's by more than the noise; then the next best. If the method has a
+    posterior, it decides which trials cannot be distinguished from the best. Trials that are surely worse than a tie
+    are then excluded, as are trials from which three rounds are expected to gain less than ``--min-gain`` per launch,
+    with launches as long as at this smallest batch. The best trial at the user's global batch is added, for a speed-up
+    between equal batches. A trial whose simplification was no slower than a tie is replaced by it.
 
     Args:
         trials: All trials.
@@ -101,7 +101,10 @@ def choose_finalists(
             return _gain_of_rounds(number, best, estimate, noise=sd) >= launches * spec.options.min_gain
 
         more = [trial for trial in others if trial.number in possible and is_worth_it(trial.number)]
-    places = [best, smallest, measured[0].number, *(trial.number for trial in more)]
+    places = [best, smallest]
+    if abs(math.log(measured[0].values[0] / others[0].values[0])) > math.sqrt(2) * sd:
+        places.append(measured[0].number)
+    places += [trial.number for trial in more]
     chosen = list(dict.fromkeys(places))[: spec.confirm]
     if baseline is not None and (spec.confirm > 1 or spec.batch == "both"):
         batch = attributes.train_batch_size(baseline, slots=spec.slots_per_trial)

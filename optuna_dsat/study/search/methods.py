@@ -71,6 +71,10 @@ class Method:
             numbers=tuple(numbers), means=tuple(means.tolist()), covariance=tuple(map(tuple, joint.tolist()))
         )
 
+    def noise(self, trials: Sequence[FrozenTrial]) -> float | None:
+        """Return the relative standard deviation between launches; None if the method does not estimate it."""
+        return None if self.posterior is None else self.posterior.noise(trials)
+
     def predicted_peak(
         self, trials: Sequence[FrozenTrial], params: Mapping[str, Any], config: Mapping[str, Any]
     ) -> int | None:
