@@ -1,6 +1,6 @@
-"""Largest micro-batch and throughput of ``examples/gpt`` at half the memory it needs, by activation checkpointing.
+"""Largest micro-batch and throughput of an example at half the memory it needs, by activation checkpointing.
 
-    python -m benchmarks.checkpointing [--micro-batch 8] [--rounds 3] [--args --layers 8 --seq 256]
+    python -m benchmarks.checkpointing [--example huggingface] [--micro-batch 8] [--rounds 3] [--args --layers 8]
 
 A launch without a limit measures the peak at a micro-batch; half of it is the limit of all others. For none, every
 second and every block, bisection finds the largest micro-batch that trains ten steps. These three are then launched in
@@ -14,19 +14,22 @@ import os
 import statistics
 import tempfile
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from optuna_dsat.config import ds_config, user_file
+from benchmarks.launch_overhead import EXAMPLES, Script, request
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
-from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MICRO_BATCH, MODEL
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt"
 RANKS = 2
+ARGS = {
+    "gpt": ("--layers", "8", "--seq", "256"),
+    "huggingface": ("--layers", "8", "--hidden", "128", "--sequence", "128"),
+}
+"""Arguments of each example's script that give it a model large enough to run out of memory."""
 CHOICES = {0: "none", 2: "every second block", 1: "every block"}
 
 
@@ -35,7 +38,9 @@ class Example:
     """Launches of the example on two CPU ranks."""
 
     launcher: TorchrunLauncher
-    args: tuple[str, ...]
+    script: Script
+    folder: str
+    """Working directory of the launches."""
     limit_bytes: int | None = None
     launches: int = field(default=0, init=False)
 
@@ -46,25 +51,10 @@ class Example:
             RuntimeError: If it fails otherwise.
         """
         self.launches += 1
-        user = user_file.load(EXAMPLE / "ds_config.json").raw
         overlay = {MICRO_BATCH: size, **({MODEL: {CHECKPOINT_EVERY: every}} if every else {})}
-        request = LaunchRequest(
-            command=ScriptCommand(
-                script=str(EXAMPLE / "train.py"),
-                args=self.args,
-                cwd=str(EXAMPLE),
-                config_path=str(EXAMPLE / "ds_config.json"),
-            ),
-            ds_config=ds_config.merge(user, overlay),
-            overlay=overlay,
-            slots=RANKS,
-            launch_id=f"launch-{self.launches}",
-            purpose="trial",
-            start_profile_step=3,
-            end_profile_step=10,
-            device_memory_bytes=self.limit_bytes,
-        )
-        record, report = follow(self.launcher, request, lambda _: None)
+        launch_id = f"launch-{self.launches}"
+        asked = request(self.script, overlay, launch_id=launch_id, slots=RANKS, cwd=self.folder, steps=(3, 10))
+        record, report = follow(self.launcher, replace(asked, device_memory_bytes=self.limit_bytes), lambda _: None)
         if report.outcome is Outcome.OUT_OF_MEMORY:
             return None
         if report.outcome is not Outcome.MEASURED:
@@ -85,14 +75,17 @@ class Example:
 def main() -> None:
     """Print a row per choice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--example", choices=list(ARGS), default="gpt")
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--args", nargs=argparse.REMAINDER, default=["--layers", "8", "--seq", "256"])
+    parser.add_argument("--args", nargs=argparse.REMAINDER, help="instead of those in this file")
     options = parser.parse_args()
+    script = EXAMPLES[options.example]
+    script = replace(script, args=(*script.args, *(options.args or ARGS[options.example])))
     with tempfile.TemporaryDirectory() as folder:
         launcher = local_launcher(Path(folder), devices=cpu_devices(RANKS), base_env=dict(os.environ), warm=True)
         with closing(launcher):
-            example = Example(launcher=launcher, args=tuple(options.args))
+            example = Example(launcher=launcher, script=script, folder=folder)
             needed = example.metrics(0, options.micro_batch)
             if needed is None:
                 raise SystemExit("The machine has too little memory for the first launch.")
