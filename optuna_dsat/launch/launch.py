@@ -61,7 +61,7 @@ class WaitingLaunch:
 
 
 class Processes(Protocol):
-    """The processes of a launch: on this machine (``agent/run.py``), or on nodes (``places/remote.py``)."""
+    """The processes of a launch: on this machine (``agent/run.py``), or on nodes (``places/place.py``)."""
 
     @property
     def host(self) -> str:

@@ -62,7 +62,7 @@ def dropped_in_words(lines: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptCommand:
+class ScriptCommand(Record):
     """The user's training script, as passed to torchrun."""
 
     script: str
@@ -87,7 +87,7 @@ class ScriptCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
+class LaunchRequest(Record):
     """A launch: a configuration and the steps to run."""
 
     launch_id: str

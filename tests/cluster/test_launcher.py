@@ -13,8 +13,7 @@ from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places.cluster import Limits
 from optuna_dsat.launch.places.engine import ClusterError
-from optuna_dsat.launch.places.place import Layout
-from optuna_dsat.launch.places.remote import RemoteLaunch
+from optuna_dsat.launch.places.place import Layout, RemoteLaunch
 from optuna_dsat.launch.protocol import Finished, LaunchReport, SlotsBusyError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.secrecy.references import PREFIX

@@ -19,10 +19,18 @@ import pytest
 
 from optuna_dsat.launch.agent import run
 from optuna_dsat.launch.agent.agent import Doorbell, NodeAgent, addresses, digest_of, free_port, interface_of, reached
-from optuna_dsat.launch.agent.files import TOKEN, LaunchFiles, TrackerFiles, write_tracker
-from optuna_dsat.launch.agent.wire import HEARD_S, Joiner, request_from_json, request_to_json, to_lines
+from optuna_dsat.launch.agent.files import (
+    HEARD_S,
+    TOKEN,
+    Joiner,
+    LaunchFiles,
+    TrackerFiles,
+    to_lines,
+    write_tracker,
+)
 from optuna_dsat.launch.event_log import GrowingFile
 from optuna_dsat.launch.places.slurm import cause_in, job_in, place_arguments
+from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
 from optuna_dsat.version import __version__
@@ -104,7 +112,7 @@ def test_gpus_that_are_not_there_are_named(agent: NodeAgent, monkeypatch: pytest
 
 def test_a_launch_that_cannot_start_is_told_and_takes_no_slot(agent: NodeAgent, tmp_path: Path) -> None:
     look(agent, slots=1)
-    wire = request_to_json(request(tmp_path, script=STUB, slots=2))
+    wire = request(tmp_path, script=STUB, slots=2).to_json()
     order = {"do": "launch", "request": wire, "environ": {}, "warm": False, "rendezvous": None}
     order["trackers"] = {"folder": str(tmp_path), "token": ""}
     assert answer(agent, order)["news"] == "failed"
@@ -120,7 +128,7 @@ def test_a_trial_whose_files_cannot_be_written_ends_the_launch_that_it_was_to_co
     look(agent, slots=1)
     (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
     first = request(tmp_path, launch_id="first", script="continued.py", slots=1, continues=True)
-    order = {"do": "launch", "request": request_to_json(first), "warm": False, "rendezvous": None}
+    order = {"do": "launch", "request": first.to_json(), "warm": False, "rendezvous": None}
     agent.take({**order, "environ": dict(os.environ), "trackers": {"folder": str(tmp_path), "token": ""}})
     news: list[dict[str, Any]] = []
 
@@ -135,7 +143,7 @@ def test_a_trial_whose_files_cannot_be_written_ends_the_launch_that_it_was_to_co
 
     monkeypatch.setattr(run, "write_run_directory", fail)
     changes = {"train_micro_batch_size_per_gpu": 8}
-    second = request_to_json(replace(first, launch_id="second"))
+    second = replace(first, launch_id="second").to_json()
     agent.take({"do": "continue", "launch_id": "first", "request": second, "changes": changes})
     news.clear()
     wait_until(lambda: says("free"), what="its processes are gone")
@@ -151,7 +159,7 @@ def test_what_takes_long_on_a_node_is_told_until_it_is_over(
     ready: list[bool] = []
     monkeypatch.setattr(Forking, "begin", lambda *_, **__: None)
     monkeypatch.setattr(Forking, "is_ready", property(lambda _: bool(ready)))
-    wire = request_to_json(request(tmp_path, script=STUB, slots=1))
+    wire = request(tmp_path, script=STUB, slots=1).to_json()
     order = {"do": "launch", "request": wire, "environ": {}, "warm": True, "rendezvous": None}
     order["trackers"] = {"folder": str(tmp_path), "token": ""}
     assert answer(agent, order) == {"news": "phase", "words": IMPORTING}
@@ -386,7 +394,7 @@ def test_what_a_nodes_shell_prints_is_no_message() -> None:
 
 def test_a_request_comes_back_as_it_was(tmp_path: Path) -> None:
     sent = request(tmp_path, args=("--lr", "1e-4"), timeout_s=4.0)
-    assert request_from_json(json.loads(json.dumps(request_to_json(sent)))) == sent
+    assert LaunchRequest.from_json(json.loads(json.dumps(sent.to_json()))) == sent
 
 
 def test_what_srun_says_is_told_without_its_prefixes() -> None:

@@ -21,9 +21,8 @@ from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places import ray_engine, ray_nodes
 from optuna_dsat.launch.places.engine import ClusterError, PlaceState
 from optuna_dsat.launch.places.ray_engine import ControlWatch, RayEngine
-from optuna_dsat.launch.places.ray_node import node_environment
 from optuna_dsat.launch.places.ray_nodes import fitting_nodes, named_nodes
-from optuna_dsat.launch.places.ray_place import cause_of
+from optuna_dsat.launch.places.ray_place import cause_of, node_environment
 from optuna_dsat.launch.places.ray_train import torchrun_words
 from tests.harness.commands import DS_CONFIG, SCRIPT, Command
 from tests.harness.ray_cluster import LOOPBACK, ROOT, RayCluster, running_ray, why_no_ray

@@ -39,8 +39,8 @@ import psutil
 
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.agent.command import device_environment
+from optuna_dsat.launch.agent.files import HEARD_S
 from optuna_dsat.launch.agent.run import Machine, NodeLaunch
-from optuna_dsat.launch.agent.wire import HEARD_S
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.machine.host import available_memory_bytes
 from optuna_dsat.launch.machine.journal import LeftoverWatch, TunerNotes

@@ -17,7 +17,6 @@ from typing import Any
 
 from optuna_dsat.launch.agent.command import PreparedLaunch, prepare_launch, start_torchrun, write_run_directory
 from optuna_dsat.launch.agent.files import LaunchFiles, TrackerFiles
-from optuna_dsat.launch.agent.wire import request_from_json
 from optuna_dsat.launch.facts import EndFacts
 from optuna_dsat.launch.machine.host import BesideWatch, ProcessUsage
 from optuna_dsat.launch.machine.journal import remove_noted
@@ -282,7 +281,7 @@ class NodeLaunch:
 
     def __init__(self, order: Mapping[str, Any], *, machine: Machine) -> None:
         self._machine = machine
-        self._request = machine.limited(request_from_json(order["request"]))
+        self._request = machine.limited(LaunchRequest.from_json(order["request"]))
         given = order["rendezvous"]
         rendezvous = None if given is None else Rendezvous.from_json(given)
         own = self._request.slots // (1 if rendezvous is None else rendezvous.nodes)
@@ -410,7 +409,7 @@ class NodeLaunch:
         """Have the ranks, which wait for it, measure another trial."""
         if self._processes is None:
             return
-        request = self._machine.limited(request_from_json(order["request"]))
+        request = self._machine.limited(LaunchRequest.from_json(order["request"]))
         self.name, self._told = request.launch_id, ([], None)
         directory = write_run_directory(request, self._folder, leavings=self._leavings, changes=order["changes"])
         self._processes.take_on(request, directory)

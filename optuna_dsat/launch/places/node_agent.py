@@ -3,7 +3,7 @@
 Started as ``python -m optuna_dsat.launch.places.node_agent [NODE NAME]``.
 
 Commands are lines of JSON on standard input; commands to other nodes (``to``) are ignored. Messages are written to
-standard output (``launch/agent/wire.py``). The agent exits at the end of its input.
+standard output (``launch/agent/files.py``). The agent exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from optuna_dsat.launch.agent.agent import NodeAgent
-from optuna_dsat.launch.agent.wire import decode_line, to_lines
+from optuna_dsat.launch.agent.files import decode_line, to_lines
 from optuna_dsat.signals import ENDING
 
 _PAUSE_S = 0.02

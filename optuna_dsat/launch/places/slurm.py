@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from optuna_dsat.launch.agent.wire import Joiner
+from optuna_dsat.launch.agent.files import Joiner
 from optuna_dsat.launch.places.engine import LOST_S, PING_S, ClusterError, News, Order, Place, PlaceState, ping_order
 from optuna_dsat.script.interpreter import with_package
 from optuna_dsat.words import things_in_words
