@@ -9,14 +9,14 @@ The directory of a launch:
       command.json        the command, its working directory, its devices
       command.txt         the command as a line for a shell
       env.json            environment variables, by an allow-list
-      agent.json          exit codes and signals of failed ranks, as seen by torchrun
+      agent.json          exit codes and signals of failed ranks, as seen by torchrun; missing if it was killed
       report.json         the launch's report
       next.json           the next trial of the same ranks, or the order to leave (``runtime/measure/live.py``)
       events/rank0.jsonl  events of rank 0
       logs/agent.log      output of torchrun itself
       logs/rank0.stdout.log, logs/rank0.stderr.log
       logs/rank0.stacks.log  stacks of rank 0 while it was silent
-      trackers/           output of experiment trackers and TensorBoard
+      trackers/           output of experiment trackers and TensorBoard, which they would otherwise upload
       world/              changes of the launch to the user's files, while it runs (``runtime/isolation/world.py``)
       world.json          which folders were protected, and how
 """
@@ -35,9 +35,8 @@ from typing import Any
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.protocol import LaunchReport, is_launch_id
 from optuna_dsat.runtime.files import set_aside, write_text_atomic
-from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.names import is_secret_name
-from optuna_dsat.secrecy.references import hidden_text, shell_join
+from optuna_dsat.secrecy.references import hidden_text, shell_join, without_secrets
 
 _RECORDED_NAMES = frozenset(
     {
@@ -101,9 +100,19 @@ def readable_errors(path: Path) -> Iterator[None]:
         raise OutputError(text) from error
 
 
+class _Path:
+    """A path in a run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: RunDirectory, _owner: type[RunDirectory]) -> Path:
+        return directory.root / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
-    """The directory of a launch and all paths in it."""
+    """The directory of a launch and all paths in it, which the module's docstring describes."""
 
     root: Path
     leavings: Path | None = None
@@ -129,75 +138,21 @@ class RunDirectory:
             directory.trackers_dir.mkdir()
         return directory
 
-    @property
-    def config(self) -> Path:
-        """The launch's DeepSpeed config."""
-        return self.root / "ds_config.json"
-
-    @property
-    def overlay(self) -> Path:
-        """The overlay of the script's config."""
-        return self.root / "overlay.json"
-
-    @property
-    def launch(self) -> Path:
-        """The launch description that every rank reads."""
-        return self.root / "launch.json"
-
-    @property
-    def command_json(self) -> Path:
-        """The command as JSON."""
-        return self.root / "command.json"
-
-    @property
-    def command_text(self) -> Path:
-        """The command as a line for a shell."""
-        return self.root / "command.txt"
-
-    @property
-    def environment(self) -> Path:
-        """Recorded environment variables."""
-        return self.root / "env.json"
-
-    @property
-    def agent_record(self) -> Path:
-        """Exit codes of the ranks, as seen by torchrun; missing if it was killed."""
-        return self.root / "agent.json"
-
-    @property
-    def report(self) -> Path:
-        """The launch's report."""
-        return self.root / "report.json"
-
-    @property
-    def trackers_dir(self) -> Path:
-        """Folder for the output of experiment trackers, which they would otherwise upload."""
-        return self.root / "trackers"
-
-    @property
-    def events_dir(self) -> Path:
-        """Folder of the event files."""
-        return self.root / "events"
-
-    @property
-    def log_dir(self) -> Path:
-        """Folder of all logs."""
-        return self.root / "logs"
-
-    @property
-    def agent_log(self) -> Path:
-        """Output of torchrun itself."""
-        return self.log_dir / "agent.log"
-
-    @property
-    def torchrun_dir(self) -> Path:
-        """Folder that torchrun creates for its logs; remains empty, since ranks write to ``log_dir``."""
-        return self.log_dir / "torchrun"
-
-    @property
-    def world(self) -> Path:
-        """Folder for the launch's changes to the user's files; removed after the launch."""
-        return self.root / "world"
+    config = _Path("ds_config.json")
+    overlay = _Path("overlay.json")
+    launch = _Path("launch.json")
+    command_json = _Path("command.json")
+    command_text = _Path("command.txt")
+    environment = _Path("env.json")
+    agent_record = _Path("agent.json")
+    report = _Path("report.json")
+    trackers_dir = _Path("trackers")
+    events_dir = _Path("events")
+    log_dir = _Path("logs")
+    agent_log = _Path("logs/agent.log")
+    torchrun_dir = _Path("logs/torchrun")
+    """Folder that torchrun creates for its logs; remains empty, since ranks write to ``log_dir``."""
+    world = _Path("world")
 
     def events(self, rank: int) -> Path:
         """Event file of a rank."""
