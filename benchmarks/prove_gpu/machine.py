@@ -13,8 +13,8 @@ from typing import Any
 
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.machine.devices import Devices, detect_devices
-from optuna_dsat.launch.machine.host import host_memory_bytes
 from optuna_dsat.launch.machine.nvml import Nvml, NvmlError
+from optuna_dsat.runtime.measure.memory import host_memory_bytes
 
 _PACKAGES = ("torch", "deepspeed", "optuna-dsat", "optuna", "transformers", "accelerate", "lightning")
 _STAND_IN_SIGNS = ("STUB_NVML_CONF", "NULL_TOTAL_MIB", "NULL_KERNEL_US")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.cli.tables import UNBOUNDED, console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
-from optuna_dsat.secrecy.command import without_secrets
+from optuna_dsat.secrecy.references import without_secrets
 from optuna_dsat.study.config_changes import changes_in_words
 from optuna_dsat.study.confirm.words import answers_in_words, remarks_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words

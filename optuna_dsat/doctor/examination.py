@@ -13,7 +13,8 @@ from optuna_dsat.doctor import capabilities, libraries, nvme
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.machine import device_findings, find_gpus, host_findings
 from optuna_dsat.errors import DsatError, UsageError
-from optuna_dsat.launch.machine.devices import Nvml, refuse_build
+from optuna_dsat.launch.machine.devices import refuse_build
+from optuna_dsat.launch.machine.nvml import Nvml
 from optuna_dsat.script.interpreter import OLDEST, examined, named_python, script_python
 from optuna_dsat.store import database_exists, display_url
 

@@ -29,10 +29,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from optuna_dsat.launch.facts import LaunchFacts, StopReason
 from optuna_dsat.launch.failure_line import failure_line
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import dropped_in_words
+from optuna_dsat.launch.protocol import LaunchFacts, dropped_in_words
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
@@ -46,8 +45,6 @@ from optuna_dsat.runtime.events import (
 from optuna_dsat.script.batch_rule import samples_per_rank
 from optuna_dsat.signals import ENDING
 from optuna_dsat.words import steps_in_words, things_in_words
-
-__all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_batch"]
 
 _EXCERPT_LINES = 20
 """Maximum lines of a traceback in a report; the last lines are kept."""

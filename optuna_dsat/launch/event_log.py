@@ -37,12 +37,9 @@ _CHUNK_BYTES = 2**20
 
 
 class GrowingFile:
-    """Reads new content of a growing file.
+    """Reads new content of a growing file, at most ``most_bytes`` at once.
 
-    Args:
-        path: The file; it need not exist yet. Nothing is read while it is not a regular file: a script may have put
-            something else in its place.
-        most_bytes: Most bytes that are read at once.
+    Nothing is read while it does not exist or is not a regular file: a script may have put something else in its place.
     """
 
     def __init__(self, path: Path, *, most_bytes: int = _CHUNK_BYTES) -> None:
@@ -238,9 +235,7 @@ def dropped_in_words(size: int) -> str:
 class LogLimit:
     """Limits the logs of a launch to ``START_BYTES + END_BYTES`` each.
 
-    Args:
-        paths: The logs; they need not exist yet. Links and files with several names are not changed: a script may have
-            put them there.
+    Links and files with several names are not changed: a script may have put them there.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:

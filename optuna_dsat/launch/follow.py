@@ -31,16 +31,8 @@ _REMEDIES = (
 class SlotWait:
     """Reports who holds the slots that a launch waits for, and limits the wait while the holders stay the same.
 
-    Call ``check`` repeatedly while slots are missing, and ``reset`` once the launch has started or is given up.
-
-    Args:
-        holders: Returns the current holders of the slots that are not free.
-        slots: Slots of a launch.
-        limit_s: Longest wait in seconds since the holders last changed; 0 to fail at once.
-        study: Name of the study to resume after a failure; empty for none.
-        on_notice: Called with a description of the holders, once per change.
-        on_phase: Called with a description of a reported wait, and with an empty string at its end.
-        clock: Monotonic time in seconds.
+    Call ``check`` repeatedly while slots are missing, and ``reset`` once the launch has started or is given up. A
+    ``limit_s`` of 0 fails at once. ``on_phase`` gets an empty text at the end of a reported wait.
     """
 
     def __init__(
@@ -142,15 +134,9 @@ def follow(
 ) -> tuple[LaunchRecord, LaunchReport]:
     """Run a launch to its end and return its record and report; waits while others hold the slots.
 
-    A launch that others kill is repeated a few times, with a notice through ``wait``.
-
-    Args:
-        launcher: The launcher; no other launch of it may be running.
-        request: The launch.
-        on_event: Called with each event.
-        enough: Called with the counted steps after each global step; if it returns True, the launch ends as measured.
-        on_step: Called with each global step.
-        wait: Reports who holds the slots and limits the wait; None for ten minutes without notices.
+    No other launch of the launcher may be running. A launch that others kill is repeated a few times, with a notice
+    through ``wait``; without it, the wait is ten minutes. ``enough`` gets the counted steps after each global step; if
+    it returns True, the launch ends as measured.
 
     Raises:
         DeviceError: If others hold the slots for longer than ``wait`` allows.

@@ -13,8 +13,9 @@ from typing import TextIO
 
 from optuna_dsat.launch.agent.command import prepare_launch, write_run_directory
 from optuna_dsat.launch.follow import DEFAULT_LIMIT_S, SlotWait
-from optuna_dsat.launch.machine.devices import Devices, Nvml
+from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.launch.machine.journal import LeftoverWatch, TunerNotes, remove_noted
+from optuna_dsat.launch.machine.nvml import Nvml
 from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.machine.tree import first_failure_code
@@ -36,27 +37,18 @@ def run_full(
     wait_for_gpus_s: float = DEFAULT_LIMIT_S,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Run a launch to its end in the foreground, on the user's terminal, and return its exit code.
+    """Run a launch of purpose ``full`` to its end in the foreground, on the user's terminal.
 
     Ctrl-C reaches torchrun, which ends the ranks; other ending signals (``ENDING``) are forwarded to it. A second
-    signal kills everything at once (``is_told_again``).
-
-    Args:
-        request: The launch; its purpose is ``full``.
-        devices: The devices to use.
-        output_dir: Folder of its run directory; None for a temporary folder.
-        nvml: NVML interface; None for this machine's.
-        max_slots: Ranks that share the machine's cores; None for the number of devices.
-        stdout: Stream for its output; None for this process's standard output.
-        wait_for_gpus_s: Longest wait for devices that others hold, since the holders last changed; 0 for none.
-        on_notice: Called with a description of their holders.
+    signal kills everything at once (``is_told_again``). Without ``output_dir``, the run directory is temporary.
+    ``max_slots`` ranks share the machine's cores; by default as many as devices.
 
     Returns:
         0, or the exit code of the rank that failed first (128 plus the number of a signal, as in shells).
 
     Raises:
         ValueError: If the purpose is not ``full``.
-        DeviceError: If others hold the devices for too long.
+        DeviceError: If others hold the devices for longer than ``wait_for_gpus_s``.
         OutputError: If the run directory cannot be written.
     """
     if request.purpose != "full":

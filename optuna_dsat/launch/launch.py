@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.event_log import EventLog, LogLimit
-from optuna_dsat.launch.facts import EndFacts, LaunchFacts, StopReason
 from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage
-from optuna_dsat.launch.protocol import Conditions, LaunchReport, LaunchRequest
+from optuna_dsat.launch.protocol import Conditions, EndFacts, LaunchFacts, LaunchReport, LaunchRequest, StopReason
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.stacks import StackWatch, describe_stacks
 from optuna_dsat.outcome import Outcome

@@ -12,14 +12,15 @@ from typing import Any, Protocol
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
 from optuna_dsat.config.live import live_changes
 from optuna_dsat.launch.classify import Verdict, classify
-from optuna_dsat.launch.facts import LaunchFacts, StopReason
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
-from optuna_dsat.launch.machine.devices import Devices, Nvml
+from optuna_dsat.launch.machine.devices import Devices
+from optuna_dsat.launch.machine.nvml import Nvml
 from optuna_dsat.launch.machine.slots import SlotPool
 from optuna_dsat.launch.places.here import Here
 from optuna_dsat.launch.protocol import (
     Finished,
     Holder,
+    LaunchFacts,
     LaunchReport,
     LaunchRequest,
     LaunchUpdate,
@@ -28,6 +29,7 @@ from optuna_dsat.launch.protocol import (
     Settled,
     SlotsBusyError,
     SlotsTakenError,
+    StopReason,
 )
 from optuna_dsat.launch.reports import complete_report, isolation_notice, report_of, report_of_unstarted, write_report
 from optuna_dsat.launch.run_directory import RunDirectory
@@ -402,18 +404,10 @@ def local_launcher(
     """Return a launcher for this machine.
 
     ``start`` must be called from a thread that lives as long as the launches: the kernel ends a launch with the thread
-    that started it, and so with a tuner that is killed.
-
-    Args:
-        output_dir: Folder of the run directories, one per launch.
-        devices: The devices to use; GPUs in use by other processes are not taken.
-        max_slots: Most slots in use at a time; None for all.
-        nvml: NVML to ask about GPUs; None for the machine's.
-        base_env: Environment that launches inherit from; None for this process's own.
-        warm: Whether launches are forked from a process that has the heavy modules imported, as long as that works.
-        own_files: Absolute paths of files that the tuner writes outside of ``output_dir``, such as its database.
-        on_notice: Called with each new notice for the user.
-        on_phase: Called with the name of a long activity other than a launch, and with nothing once it is over.
+    that started it, and so with a tuner that is killed. With ``warm``, launches are forked from a process that has the
+    heavy modules imported, as long as that works. ``own_files`` are absolute paths of files that the tuner writes
+    outside of ``output_dir``, such as its database. ``on_phase`` gets the name of a long activity other than a launch,
+    and nothing once it is over.
 
     Raises:
         UsageError: If ``max_slots`` is less than 1.

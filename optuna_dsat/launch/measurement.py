@@ -68,13 +68,10 @@ class GlobalStep:
 
 
 def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, configured_samples: int) -> GlobalStep:
-    """Merge the measurements of a global step over all ranks.
+    """Merge the measurements of a global step, given once per rank.
 
-    Args:
-        steps: The same step, once per rank.
-        data_parallel_size: Number of ranks with different samples; ranks of a model-parallel group see the same
-            samples.
-        configured_samples: The engine's train batch size, used if no rank observed its input.
+    ``data_parallel_size`` is the number of ranks with different samples; ranks of a model-parallel group see the same
+    samples. ``configured_samples``, the engine's train batch size, counts if no rank observed its input.
 
     Raises:
         ValueError: If ``steps`` is empty or mixes different steps.
@@ -136,12 +133,7 @@ def per_element_metric(steps: Sequence[GlobalStep]) -> str | None:
 
 
 def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_size: int) -> dict[str, float]:
-    """Return the metrics of the counted steps.
-
-    Args:
-        steps: Counted steps, without warm-up.
-        flops_per_sample: FLOPs of forward and backward, per sample.
-        world_size: Number of ranks.
+    """Return the metrics of the counted steps; ``flops_per_sample`` is of forward and backward.
 
     Returns:
         ``throughput`` (samples/s over all ranks), ``FLOPS_per_gpu`` (FLOP/s per rank), ``latency``, ``forward``,
@@ -263,12 +255,7 @@ def is_certain(steps: Sequence[GlobalStep], *, tolerance: float) -> bool:
 
 
 class LaunchRecord:
-    """Events of a launch so far; steps are merged over ranks.
-
-    Args:
-        world_size: Ranks of the launch.
-        start_profile_step: First global step that counts.
-    """
+    """Events of a launch so far; steps are merged over ranks, and count from ``start_profile_step`` on."""
 
     def __init__(self, *, world_size: int, start_profile_step: int) -> None:
         self.world_size = world_size
@@ -401,11 +388,8 @@ class LaunchRecord:
     def data_at_most(self, batch: int) -> int:
         """Return an upper bound on the samples per rank in the script's data, for a script that ended normally.
 
-        If the last step had fewer samples than a full step, the data were used up; otherwise less than a further step
-        was left.
-
-        Args:
-            batch: Configured samples per global step and rank.
+        If the last step had fewer samples than ``batch``, the configured samples per global step and rank, the data
+        were used up; otherwise less than a further step was left.
         """
         ranks = self.world_size if self.engine is None else self.engine.data_parallel_size
         seen = [step.samples / ranks for step in self.boundaries]

@@ -248,30 +248,20 @@ class Launcher(Protocol):
     @property
     def free_slots(self) -> int:
         """Slots available to a launch now, or as soon as settled launches have ended."""
-        ...
 
     @property
     def total_slots(self) -> int:
         """Slots managed by this launcher, busy or free."""
-        ...
 
     @property
     def waiting(self) -> Collection[str]:
         """IDs of the started launches that have no slots yet."""
-        ...
 
     def holders(self) -> Sequence[Holder]:
         """Measure and return the holders of the slots that are not free, in the order of the slots."""
-        ...
 
     def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
-        """Prepare shared requirements of later launches.
-
-        Args:
-            preload: Modules to import; a launcher may import them once, before a fork.
-            operators: Class names of DeepSpeed's builders whose operators are compiled before the next launch.
-        """
-        ...
+        """Set the modules to import before a fork, and the operators of DeepSpeed to compile before the next launch."""
 
     def start(self, request: LaunchRequest) -> None:
         """Start a launch. If its slots belong to settled launches, it starts once these have ended.
@@ -280,19 +270,15 @@ class Launcher(Protocol):
             SlotsBusyError: If fewer than ``request.slots`` slots are free; other tuners may have taken some since
                 ``free_slots`` was read.
         """
-        ...
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
         """Return the updates since the last call; wait up to ``timeout_s`` seconds for updates."""
-        ...
 
     def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
         """End a launch at once; a later ``poll`` returns its ``Finished``. Unknown or ended launches are ignored."""
-        ...
 
     def close(self) -> None:
         """End all running launches."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,3 +293,44 @@ class Rendezvous(Record):
     port: int
     interface: str = ""
     """Network interface of this node for connections to the others; empty to let the libraries choose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReason:
+    """Outcome and message of a launch that the launcher ended itself."""
+
+    outcome: Outcome
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndFacts:
+    """Facts of a launch's processes, known once all of them are gone."""
+
+    exit_codes: Mapping[int, int] = field(default_factory=dict)
+    """Rank -> exit code (negative: signal) of the ranks that torchrun saw fail and the launcher did not kill."""
+    agent_exit_code: int | None = None
+    """Exit code of torchrun (negative: signal); None if the launcher ended it."""
+    oom_kills: int | None = None
+    """Processes that the kernel killed for lack of memory during the launch; None if unknown."""
+    shared_memory_free: int | None = None
+    """Free bytes in shared memory; None if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFacts(EndFacts):
+    """Observations of an ended launch."""
+
+    slots: int
+    end_profile_step: int
+    start_profile_step: int
+    micro_batch: int | None
+    """Configured ``train_micro_batch_size_per_gpu``; None if not configured."""
+    events: Mapping[int, Sequence[Event]]
+    """Rank -> events in the order written."""
+    stop: StopReason | None = None
+    """None if the launcher did not end the launch."""
+    config_path: str = "ds_config.json"
+    """Path of the user's DeepSpeed config, for the remedy in messages."""
+    dropped_lines: int = 0
+    """Lines of the event files without an event that this version can read."""

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from optuna_dsat.launch.classify import Verdict
-from optuna_dsat.launch.facts import LaunchFacts
 from optuna_dsat.launch.isolation import describe_isolation
 from optuna_dsat.launch.launch import Launch
-from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
+from optuna_dsat.launch.protocol import LaunchFacts, LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankFailed, StepMeasured

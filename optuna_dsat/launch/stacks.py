@@ -10,8 +10,7 @@ from pathlib import Path
 
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.files import open_regular
-from optuna_dsat.runtime.stacks import STACK_SIGNAL, stacks_path
-from optuna_dsat.runtime.user_code import is_installed
+from optuna_dsat.runtime.user_code import STACK_SIGNAL, is_installed, stacks_path
 
 _ANSWER_S = 3.0
 """Time for a rank to write its stacks, and for a node to send them."""
@@ -35,11 +34,8 @@ class StackWatch:
     ) -> bool:
         """Return whether the ranks have been silent for the limit, with equal stacks in the middle and at the end.
 
-        Args:
-            now: Monotonic time, as ``silent_since``.
-            silent_since: Last event, or activity that counts.
-            limit_s: Silence after which ranks that make no progress count as stalled.
-            ask: Asks the ranks for their stacks; returns all ranks, of which those that cannot be asked do not answer.
+        ``ask`` asks the ranks for their stacks and returns all ranks, also ranks that cannot be asked and do not
+        answer.
         """
         if silent_since != self._silent_since:
             self._silent_since, self._asked_at, self._earlier = silent_since, None, {}

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.secrecy.command import without_secrets
-from optuna_dsat.secrecy.references import shell_join
+from optuna_dsat.secrecy.references import shell_join, without_secrets
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import bytes_in_words, outcomes_in_words, slot_name, things_in_words

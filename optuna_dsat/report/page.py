@@ -38,7 +38,7 @@ from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.template import page_text
 from optuna_dsat.report.training import Training
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.secrecy.command import hidden_command
+from optuna_dsat.secrecy.references import hidden_command
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG
 from optuna_dsat.study.confirm.measured import configuration_of

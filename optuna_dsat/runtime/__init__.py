@@ -8,10 +8,9 @@
     trial_config        applies the overlay and rejects invalid combinations
     reporting           public functions for training loops that the hook cannot observe
     failure             exception -> outcome
-    events, writer      the event file of a rank
+    events              the event file of a rank
     imports             functions replaced and modules watched in the script's process
-    user_code           frames of the user's code
-    stacks              stacks of a silent rank, on request
+    user_code           frames of the user's code, and stacks of a silent rank
     files               atomic writes and bounded reads, used by all folders
     process_identity    identifies a process across restarts, used by launch and store
     measure, adapt, isolation   sub-packages; see their docstrings

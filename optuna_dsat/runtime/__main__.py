@@ -26,12 +26,10 @@ def main(argv: list[str], *, safe_path: bool, forked: bool = False) -> int:
 
 
 def run(argv: list[str], *, safe_path: bool, forked: bool = False) -> NoReturn:
-    """Run the script as this rank and end the process.
+    """Run ``SCRIPT ARGS...`` or ``--module PKG.MOD ARGS...`` as this rank and end the process.
 
-    Args:
-        argv: ``SCRIPT ARGS...`` or ``--module PKG.MOD ARGS...``.
-        safe_path: Whether to keep the script's folder out of ``sys.path`` (``python -P``).
-        forked: Whether this process was forked from a process that had imported the heavy modules.
+    With ``safe_path``, the script's folder is not on ``sys.path`` (``python -P``). A ``forked`` process has the heavy
+    modules imported.
 
     Raises:
         FailedExit: If the script of a full training run failed; the interpreter then shuts down normally.

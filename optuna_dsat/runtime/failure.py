@@ -110,14 +110,11 @@ class Diagnosis:
 
 
 def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) -> Diagnosis:
-    """Return the classification of an exception.
+    """Return the classification of the script's uncaught exception.
 
-    Args:
-        error: The script's uncaught exception. Its causes are checked too: an out-of-memory error among them
-            decides the outcome.
-        phase: The rank's phase when it was raised (``RankFailed.phase``).
-        device: ``cuda`` or ``cpu``; empty before DeepSpeed was imported.
-        limited: Whether this rank's host memory is limited (``--device-memory`` on CPU).
+    Its causes are checked too: an out-of-memory error among them decides the outcome. ``phase`` is the rank's when it
+    was raised (``RankFailed.phase``), ``device`` is empty before DeepSpeed was imported, and ``limited`` is whether
+    this rank's host memory is limited (``--device-memory`` on CPU).
     """
     on_cpu = device == "cpu"
     for link in _exception_chain(error):

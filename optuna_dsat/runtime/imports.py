@@ -183,14 +183,8 @@ def patch(
     """Return a decorator that replaces a function of a module, class or object.
 
     The decorated function gets the original as its first argument. The decorator returns a function that restores the
-    original.
-
-    Args:
-        owner: The module, class or object.
-        name: Name of the function.
-        copies: Whether to replace it also where ``from module import name`` copied it.
-        is_method: Whether the replacement is a bound method, whose object is then an argument, too. torch's schedulers
-            need one.
+    original. With ``copies``, the function is also replaced where ``from module import name`` copied it. With
+    ``is_method``, the replacement is a bound method, whose object is then an argument, too, as torch's schedulers need.
     """
     own, original = vars(owner).get(name), getattr(owner, name)
 

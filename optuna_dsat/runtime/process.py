@@ -53,7 +53,7 @@ from optuna_dsat.runtime.measure.memory import out_of_memory_errors, process_lim
 from optuna_dsat.runtime.measure.meter import RankState
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan, Rank
 from optuna_dsat.runtime.reporting import set_current_trial
-from optuna_dsat.runtime.stacks import register_stacks
+from optuna_dsat.runtime.user_code import register_stacks
 from optuna_dsat.secrecy.references import PREFIX, hidden_text, keep, names_in, resolved
 
 EXIT_EVENTS_LOST = 74
@@ -299,9 +299,7 @@ def _show(error: BaseException) -> None:
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends, or now if it has ended. Does nothing outside Linux.
 
-    Args:
-        parent: Process number of the parent, as recorded by the parent: if the parent has already ended, ``getppid``
-            in this process returns another process.
+    ``parent`` is as recorded by the parent: if that has already ended, ``getppid`` here returns another process.
     """
     if not sys.platform.startswith("linux"):
         return

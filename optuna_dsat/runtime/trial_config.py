@@ -63,13 +63,8 @@ def config_differences(
     in value is reported. A list of values to try equals each member. Batch sizes are normalized to micro-batch and
     accumulation before the comparison.
 
-    Args:
-        script: The config that the script passed, before the overlay.
-        user: The user's file.
-        launch: The launch's config file: the user's with the overlay.
-        world_size: Number of ranks, which divide the global batch size.
-        own: Dotted keys whose values are known to come from the script and not from the launch's file, also where the
-            user's file contains ``"auto"``.
+    ``script`` is the config that the script passed, before the overlay; ``launch`` is the user's with the overlay.
+    Values of the keys in ``own`` are known to come from the script, also where the user's file contains ``"auto"``.
     """
     flat_script, flat_user, flat_launch = (
         flatten(_normalized_batches(config, world_size)) for config in (script, user, launch)

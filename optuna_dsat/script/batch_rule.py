@@ -132,15 +132,9 @@ class BatchRule(Record):
 def held(own: int, *, found: BatchSourcesFound | None = None, present: int | None = None, ranks: int = 1) -> BatchRule:
     """Return the rule of a script with a fixed batch size, with the source line that feeds the engine.
 
-    The size is the micro-batch of the user's config if a number in the script confirms it, or if no number confirms the
-    fed rows: the engine is then fed in other units, such as views, pairs or packed sequences. Otherwise it is the
-    number of fed rows.
-
-    Args:
-        own: Rows per rank and forward pass that the engine was fed.
-        found: Batch sources noted by the profile launch; None for none.
-        present: Micro-batch of the user's config; None to ignore it.
-        ranks: Data-parallel ranks.
+    ``own`` are the rows per rank and forward pass that the engine was fed, ``present`` is the micro-batch of the user's
+    config. The size is ``present`` if a number in the script confirms it, or if no number confirms the fed rows: the
+    engine is then fed in other units, such as views, pairs or packed sequences. Otherwise it is ``own``.
     """
     if found is None:
         return BatchRule(kind="held", own=own)
@@ -166,15 +160,9 @@ def guesses(
 ) -> list[BatchRule]:
     """Return candidate sources of the batch size, likeliest first: options, settings files, data loaders.
 
-    If the engine was fed more rows than the micro-batch of the user's config, numbers equal to that micro-batch come
-    first: each sample may be several rows (views, pairs, groups).
-
-    Args:
-        sources: Batch sources noted by the profile launch.
-        own: Rows per rank and forward pass that its engine was fed.
-        ranks: Data-parallel ranks.
-        present: Micro-batch of the user's config; None if unknown.
-        configured: Micro-batch of the profile launch, if the rows may be a multiple of it; None if they cannot.
+    If the engine was fed more rows (``own``) than ``present``, the micro-batch of the user's config, numbers equal to
+    that micro-batch come first: each sample may be several rows (views, pairs, groups). ``configured`` is the
+    micro-batch of the profile launch, if the rows may be a multiple of it.
     """
     as_config = [] if present is None or present == own else _of_size(sources, present, fed=own, ranks=ranks)
     named = [rule for rule in as_config if _names_it(rule)]

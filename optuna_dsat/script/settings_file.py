@@ -179,16 +179,9 @@ def settings_copy(
     change. A file or section is the script's config if the script passes it to DeepSpeed, apart from batch sizes and
     settings that the script adds, such as scheduler steps.
 
-    Args:
-        source: Source of the script's batch size, from ``BatchRule.source``; empty if it is the config.
-        config: The best config, with all batch sizes.
-        own: The config that the script itself passes.
-        args: The script's arguments.
-        cwd: Its working directory.
-        folder: Folder of the copy.
-        sections: Whether the config may be a section of the file.
-        user_config: Path of the user's DeepSpeed config, which such a file may name; empty if there is none.
-        best_config: Path of the best config, which replaces ``user_config`` in the copy.
+    ``source`` is that of the script's batch size (``BatchRule.source``), ``config`` the best config with all batch
+    sizes, ``own`` the config that the script itself passes. ``sections`` is whether the config may be a section of the
+    file. ``best_config`` is the path that replaces ``user_config`` in the copy.
     """
     files = [file for arg in args if (file := Path(cwd) / arg.rpartition("=")[2]).suffix in _FORMATS]
     is_setting = source.get("kind") == "setting"

@@ -69,9 +69,8 @@ _DIGITS_AT_END = re.compile(r"\d+$")
 def is_secret(name: str, value: str) -> bool:
     """Return whether the value of an option, variable or key is a secret, by its name.
 
-    Args:
-        name: Such as ``--hf.token``, ``openaiKey`` or ``WANDB_API_KEY``.
-        value: Its value; numbers, booleans and paths of existing files are secrets only if the name denotes a password.
+    A name is such as ``--hf.token``, ``openaiKey`` or ``WANDB_API_KEY``. Numbers, booleans and paths of existing files
+    are secrets only if the name denotes a password.
     """
     strength = _strength(name)
     text = value.strip().strip("\"'")

@@ -81,10 +81,8 @@ class Found:
 def find_secrets(text: str, *, prose: bool = False) -> list[Found]:
     """Return the secrets in a text, in order of occurrence, without overlaps.
 
-    Args:
-        text: Any text: an argument, a URL, JSON, a message.
-        prose: Whether it is a message of a program, where ``token: x`` may be a parser's remark and only values that
-            look like secrets count.
+    In ``prose``, a message of a program, ``token: x`` may be a parser's remark: only values that look like secrets
+    count.
     """
     matches = sorted(_candidates(text, prose=prose), key=lambda match: (match.start, -match.end))
     kept: list[Found] = []

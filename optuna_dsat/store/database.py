@@ -48,14 +48,10 @@ def _timed_out(*, purpose: str, timeout_s: float) -> StorageError:
 
 @contextmanager
 def file_lock(path: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
-    """Hold a lock file against other processes and threads.
+    """Hold a lock file against other processes and threads; ``purpose`` is a verb phrase for the error message.
 
-    Args:
-        path: The lock file, created if missing. Must not be the database itself: closing any descriptor of an
-            SQLite file drops the locks that SQLite holds on it (https://www.sqlite.org/howtocorrupt.html,
-            section 2.2).
-        purpose: Purpose as a verb phrase, for the error message.
-        timeout_s: Maximum wait, in seconds.
+    It must not be the database itself: closing any descriptor of an SQLite file drops the locks that SQLite holds on it
+    (https://www.sqlite.org/howtocorrupt.html, section 2.2).
 
     Raises:
         StorageError: If the lock was not free in time.
@@ -201,10 +197,7 @@ def install_events(engine: Engine) -> None:
 class Database:
     """An open database: transactions that are retried after transient errors, and a lock between processes.
 
-    Args:
-        url: The user's storage URL.
-        retry_limit_s: Seconds for which work is retried after a transient error.
-        create: Whether to create a missing SQLite file; otherwise a missing file is an error.
+    Without ``create``, a missing SQLite file is an error.
 
     Attributes:
         url: The parsed URL, with the password.
@@ -285,18 +278,13 @@ class Database:
                 )
 
     def run(self, work: Callable[[Session], T], *, read_only: bool = False, limit_s: float | None = None) -> T:
-        """Run ``work`` in a transaction and commit it; retry after a transient error.
+        """Run ``work`` in a transaction, commit it and return its result; retry after a transient error.
 
-        Args:
-            work: Called with the session. It must be idempotent: it may run again even after a commit.
-            read_only: Whether it only reads; on SQLite it then does not wait for writers.
-            limit_s: Seconds for which to retry; None for ``retry_limit_s``.
-
-        Returns:
-            The result of ``work``.
+        It must be idempotent: it may run again even after a commit. With ``read_only``, it does not wait for writers on
+        SQLite.
 
         Raises:
-            StorageError: If the database failed, or was not available again in time.
+            StorageError: If the database failed, or was not available again within ``limit_s``.
         """
 
         def attempt() -> T:

@@ -20,7 +20,7 @@ from optuna_dsat.store import migrate
 from optuna_dsat.store.database import Database, engine_options, install_events
 from optuna_dsat.store.launches import Measurements
 from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S, Heartbeat, Turn, release_trial, this_worker
-from optuna_dsat.store.optuna_tables import has_our_tables, open_optuna_tables
+from optuna_dsat.store.migrate import has_our_tables, open_optuna_tables
 from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
 from optuna_dsat.store.registry import STUDY_UUID, Registry
 from optuna_dsat.store.retry import RETRY_LIMIT_S, RetryingStorage
@@ -83,16 +83,11 @@ class Store(Registry, Measurements):
     ) -> Store:
         """Open a database; create its tables if it is new, holding the database's lock.
 
-        Args:
-            url: ``sqlite:///FILE`` or ``postgresql://USER@HOST:PORT/DATABASE``. The password may also come from
-                the environment or a password file, as libpq reads them.
-            create: Whether to create a missing SQLite file, and our tables in a database of Optuna's alone; otherwise
-                both are errors, and nothing is written. With ``create``, rows of studies that were deleted with
-                Optuna's tools are also removed; readers skip this, so that they need not wait for writers.
-            retry_limit_s: Seconds for which calls are retried after a transient error.
-            heartbeat_interval_s: Time between two heartbeats, in seconds.
-            grace_s: Age from which a heartbeat is stale, in seconds.
-            max_losses: Maximum times that a configuration is requeued after its worker died.
+        A URL is ``sqlite:///FILE`` or ``postgresql://USER@HOST:PORT/DATABASE``. The password may also come from the
+        environment or a password file, as libpq reads them. Without ``create``, a missing SQLite file and a database of
+        Optuna's alone are errors, and nothing is written. With it, rows of studies that were deleted with Optuna's
+        tools are also removed; readers skip this, so that they need not wait for writers. A heartbeat is stale after
+        ``grace_s``; a configuration is requeued at most ``max_losses`` times after its worker died.
 
         Raises:
             StorageUrlError: If the URL cannot be opened, or its schema is older or newer than this version's.
@@ -175,14 +170,10 @@ class Store(Registry, Measurements):
         return self._database.exclusively(purpose, work)
 
     def finish(self, trial: optuna.Trial, work: Callable[[], None]) -> bool:
-        """Finish a trial by ``work`` if this worker still owns the trial; return whether it does.
+        """Finish a trial whose launch has ended by ``work`` if this worker still owns it; return whether it does.
 
-        Reclaiming lost trials takes the same lock.
-
-        Args:
-            trial: A trial whose launch has ended.
-            work: Stores the result and calls ``study.tell``; keep it brief. It runs again if the server released the
-                lock meanwhile, unless the trial is already finished.
+        ``work`` stores the result and calls ``study.tell``; keep it brief. It runs again if the server released the
+        lock, which reclaiming takes as well, unless the trial is already finished.
         """
 
         def finished() -> bool:

@@ -303,7 +303,7 @@ def open_study(
     """
     result = store.find_study(spec.name)
     if result is None:
-        from optuna_dsat.launch.machine.environment import environment_of
+        from optuna_dsat.launch.machine.devices import environment_of
 
         script = spec.script
         folder = Path(script.cwd) if script.is_module else Path(script.script).parent

@@ -22,8 +22,7 @@ from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.launch.machine.host import own_folder
 from optuna_dsat.runtime.files import read_regular, write_text_atomic
 from optuna_dsat.script.command.source import module_file
-from optuna_dsat.secrecy.command import without_secrets
-from optuna_dsat.secrecy.references import names_in, value_of
+from optuna_dsat.secrecy.references import names_in, value_of, without_secrets
 from optuna_dsat.secrecy.shapes import hidden
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.spec import StudySpec

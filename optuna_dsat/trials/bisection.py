@@ -53,13 +53,6 @@ def optimistic_bound(
 
     An empty interval gives the worst possible value. Metrics that are not positive and finite give the best possible
     value, because they do not allow extrapolation.
-
-    Args:
-        points: (micro-batch, metric) of the measurements.
-        low: Smallest remaining micro-batch.
-        high: Largest remaining micro-batch.
-        direction: Direction of the metric.
-        margin: Relative difference of two metrics that counts as real.
     """
     maximize = direction == StudyDirection.MAXIMIZE
     best_possible = math.inf if maximize else -math.inf

@@ -22,41 +22,13 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, canonical_number
-from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, canonical_number
+from optuna_dsat.config.ds_config import MICRO_BATCH as MICRO_BATCH
+from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER as OFFLOAD_OPTIMIZER
+from optuna_dsat.config.knobs import OFFLOAD_PARAM as OFFLOAD_PARAM
+from optuna_dsat.config.knobs import ZERO_STAGE as ZERO_STAGE
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials.attributes import OUTCOME, VETOED
-
-__all__ = [
-    "FIXED_ATTR",
-    "MICRO_BATCH",
-    "OFFLOAD_OPTIMIZER",
-    "OFFLOAD_PARAM",
-    "PEAK_MARGIN",
-    "PEAK_WIDTH",
-    "PLAN_ATTR",
-    "RETRY_ATTR",
-    "STRUCTURE",
-    "ZERO_STAGE",
-    "Feasibility",
-    "Lineage",
-    "LineageGate",
-    "MicroBatchSet",
-    "agrees",
-    "feasibility",
-    "group",
-    "lineage_key",
-    "micro_batches_of",
-    "middle",
-    "past_peak",
-    "peak_gap",
-    "score",
-    "search_interval",
-    "structure",
-    "unreachable",
-    "unused_micro_batches",
-    "visible_params",
-]
 
 STRUCTURE = (ZERO_STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
 """Knobs that determine where model states are stored, and hence memory use and communication."""
@@ -271,11 +243,9 @@ class LineageGate(Protocol):
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may get another launch, most urgent first."""
-        ...
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
         """Return structures (partial knobs) whose new lineages cannot win."""
-        ...
 
 
 def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> dict[str, Lineage]:

@@ -18,8 +18,7 @@ from optuna_dsat.launch.machine.host import available_memory_bytes
 from optuna_dsat.script.arg_mapping import parse_mappings
 from optuna_dsat.script.command.source import is_importable
 from optuna_dsat.script.interpreter import examined, script_python
-from optuna_dsat.secrecy.command import refer_in_command
-from optuna_dsat.secrecy.references import References, keep
+from optuna_dsat.secrecy.references import References, keep, refer_in_command
 from optuna_dsat.study.options.parse import one_count
 from optuna_dsat.study.options.settings import SearchSettings
 from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes

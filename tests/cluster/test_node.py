@@ -19,15 +19,7 @@ import pytest
 
 from optuna_dsat.launch.agent import run
 from optuna_dsat.launch.agent.agent import Doorbell, NodeAgent, addresses, digest_of, free_port, interface_of, reached
-from optuna_dsat.launch.agent.files import (
-    HEARD_S,
-    TOKEN,
-    Joiner,
-    LaunchFiles,
-    TrackerFiles,
-    to_lines,
-    write_tracker,
-)
+from optuna_dsat.launch.agent.files import HEARD_S, TOKEN, Joiner, LaunchFiles, TrackerFiles, to_lines, write_tracker
 from optuna_dsat.launch.event_log import GrowingFile
 from optuna_dsat.launch.places.slurm import cause_in, job_in, place_arguments
 from optuna_dsat.launch.protocol import LaunchRequest

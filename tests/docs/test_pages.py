@@ -18,7 +18,7 @@ import optuna_dsat
 from docs.generate import config_keys, figures, options
 from optuna_dsat import errors, pruners, samplers
 from optuna_dsat.launch import run_directory
-from optuna_dsat.launch.machine.devices import DeviceError
+from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.run_directory import OutputError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.end_reason import EndReason

@@ -19,7 +19,7 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
 from optuna_dsat.runtime.events import Event, RankStarted, encode_event
-from optuna_dsat.runtime.stacks import stacks_path
+from optuna_dsat.runtime.user_code import stacks_path
 from tests.harness.events import step_of
 from tests.harness.launches import followed
 from tests.harness.workers import wait_until
@@ -159,7 +159,7 @@ class SilentRankBench:
 
 WAITING = """import sys, time
 from pathlib import Path
-from optuna_dsat.runtime.stacks import register_stacks
+from optuna_dsat.runtime.user_code import register_stacks
 while not Path(sys.argv[1]).is_dir():  # the run directory may be made after the start
     time.sleep(0.01)
 register_stacks(Path(sys.argv[1]), 0)

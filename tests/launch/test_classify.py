@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.classify import classify, observed_micro_batch
-from optuna_dsat.launch.facts import LaunchFacts, StopReason
 from optuna_dsat.launch.failure_line import failure_line
+from optuna_dsat.launch.protocol import LaunchFacts, StopReason
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,

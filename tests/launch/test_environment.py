@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from optuna_dsat.launch.machine import environment
-from optuna_dsat.launch.machine.environment import environment_of
+from optuna_dsat.launch.machine import devices as devices_module
+from optuna_dsat.launch.machine.devices import environment_of
 from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid
 from tests.harness.simulated import SIMULATED_DEVICES
 
@@ -43,7 +43,7 @@ def test_driver_and_clocks_are_those_of_the_first_gpu_and_unknown_for_a_cluster(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.has(f"gpu {uuid(0)} 81559 4 NVIDIA H100", f"gpu {uuid(1)} 81559 4 NVIDIA H100")
-    monkeypatch.setattr(environment, "Nvml", machine.nvml)
+    monkeypatch.setattr(devices_module, "Nvml", machine.nvml)
     facts = environment_of(tmp_path, None, on="here", devices=machine.detect())
     assert facts["driver"] == "580.00"
     assert facts["clocks"].startswith("SM up to 1980 MHz")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.machine.journal import Removed, remove_noted
 from optuna_dsat.launch.machine.processes import new_mark
+from optuna_dsat.launch.protocol import StopReason
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY, note, note_shared_buffer
 from optuna_dsat.runtime.agent.processes import MARK_ENV

@@ -9,19 +9,10 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.machine import devices as devices_module
-from optuna_dsat.launch.machine.host import host_memory_bytes
 from optuna_dsat.launch.machine.nvml import DeviceError, NvmlError
 from optuna_dsat.runtime.agent.processes import ProcessKey
-from tests.harness.nvml_machine import (
-    GPU_IS_LOST,
-    MIB,
-    NOT_SUPPORTED,
-    UNKNOWN,
-    Machine,
-    machine,
-    nvml_libraries,
-    uuid,
-)
+from optuna_dsat.runtime.measure.memory import host_memory_bytes
+from tests.harness.nvml_machine import GPU_IS_LOST, MIB, NOT_SUPPORTED, UNKNOWN, Machine, machine, nvml_libraries, uuid
 
 __all__ = ["machine", "nvml_libraries"]
 

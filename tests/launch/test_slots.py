@@ -9,17 +9,16 @@ from typing import cast
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices, detect_devices
-from optuna_dsat.launch.machine.host import host_memory_bytes
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.machine.slots import SlotPool
 from optuna_dsat.launch.places.here import Here
-from optuna_dsat.launch.protocol import Finished, LaunchReport
+from optuna_dsat.launch.protocol import Finished, LaunchReport, StopReason
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
+from optuna_dsat.runtime.measure.memory import host_memory_bytes
 from tests.harness.launches import followed, processes_of
 from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid
 

@@ -12,12 +12,12 @@ import pytest
 
 from optuna_dsat.launch.stacks import StackWatch, describe_stacks, request_stacks
 from optuna_dsat.runtime.agent.processes import ProcessKey
-from optuna_dsat.runtime.stacks import stacks_path
+from optuna_dsat.runtime.user_code import stacks_path
 from tests.harness.commands import ROOT
 
 RANK = """import sys, time
 from pathlib import Path
-from optuna_dsat.runtime.stacks import register_stacks
+from optuna_dsat.runtime.user_code import register_stacks
 register_stacks(Path(sys.argv[1]), 0)
 def first():
     print("ready", flush=True)

@@ -13,7 +13,6 @@ import pytest
 
 from optuna_dsat.launch.classify import classify, observed_micro_batch
 from optuna_dsat.launch.event_log import EventLog
-from optuna_dsat.launch.facts import LaunchFacts, StopReason
 from optuna_dsat.launch.measurement import (
     GlobalStep,
     LaunchRecord,
@@ -23,6 +22,7 @@ from optuna_dsat.launch.measurement import (
     merge_ranks,
     metrics_of,
 )
+from optuna_dsat.launch.protocol import LaunchFacts, StopReason
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.metrics import Interval
 from optuna_dsat.outcome import Outcome

@@ -10,7 +10,7 @@ import pytest
 
 from optuna_dsat.launch.classify import classify
 from optuna_dsat.launch.event_log import EventLog
-from optuna_dsat.launch.facts import LaunchFacts
+from optuna_dsat.launch.protocol import LaunchFacts
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (

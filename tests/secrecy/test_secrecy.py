@@ -6,8 +6,16 @@ import time
 import pytest
 
 from optuna_dsat.secrecy import references
-from optuna_dsat.secrecy.command import refer_in_command, without_secrets
-from optuna_dsat.secrecy.references import References, hidden_text, keep, names_in, resolved, shell_join
+from optuna_dsat.secrecy.references import (
+    References,
+    hidden_text,
+    keep,
+    names_in,
+    refer_in_command,
+    resolved,
+    shell_join,
+    without_secrets,
+)
 from optuna_dsat.secrecy.shapes import hidden, hidden_data
 
 SECRET = "geheim-7f3a"

@@ -13,9 +13,9 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from optuna_dsat.errors import StorageUrlError
-from optuna_dsat.store import Store, display_url, optuna_tables
+from optuna_dsat.store import Store, display_url, migrate
 from optuna_dsat.store.database import CONNECTIONS, Database
-from optuna_dsat.store.optuna_tables import open_optuna_tables
+from optuna_dsat.store.migrate import open_optuna_tables
 from optuna_dsat.store.urls import parse_url
 from tests.harness.databases import Server
 from tests.harness.workers import StoredStudy, WorkerBench
@@ -225,7 +225,7 @@ def test_a_database_that_is_locked_while_optunas_tables_are_made_is_waited_for(
             raise OperationalError("CREATE TABLE studies", None, original)
         return RDBStorage(*args, **kwargs)
 
-    monkeypatch.setattr(optuna_tables, "RDBStorage", locked_once)
+    monkeypatch.setattr(migrate, "RDBStorage", locked_once)
     with Store.open(sqlite_url) as store:
         assert store.list_studies() == ()
     assert len(made) == 2

@@ -10,9 +10,8 @@ import re
 import sys
 from collections.abc import Sequence
 
-from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.names import is_secret_name
-from optuna_dsat.secrecy.references import References
+from optuna_dsat.secrecy.references import References, refer_in_command
 from optuna_dsat.study.options.declaration import STORAGE_ENV
 
 __all__ = [

@@ -24,8 +24,7 @@ from optuna_dsat.runtime.rank import LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.interception import is_of_rank
 from optuna_dsat.script.interpreter import module_command, with_package
-from optuna_dsat.secrecy.command import without_secrets
-from optuna_dsat.secrecy.references import resolved, values_for
+from optuna_dsat.secrecy.references import resolved, values_for, without_secrets
 
 _OWN_PREFIXES = ("OPTUNA_DSAT_", "PET_", "TORCHELASTIC_")
 """Prefixes of variables of the tuner, or of a parent torchrun, that a launch must not inherit (PET_*: torchrun's
@@ -125,18 +124,10 @@ def launch_environment(
     cores: int | None = None,
     rendezvous: Rendezvous | None = None,
 ) -> dict[str, str]:
-    """Return the environment of a launch.
+    """Return the environment of a launch, based on the tuner's.
 
-    Args:
-        base: The tuner's environment.
-        request: The launch; its ``env`` overrides ``base``, but not variables required by the launch.
-        directory: Its run directory.
-        devices: Its devices.
-        kind: ``cuda`` or ``cpu``.
-        total_slots: Maximum number of concurrent ranks on this machine, over all launches.
-        mark: Mark of the launch's processes.
-        cores: CPU cores to share; None for the cores available to this process.
-        rendezvous: Rendezvous of the launch's nodes; None for a launch on this machine alone.
+    ``request.env`` overrides ``base``, but not variables required by the launch. ``total_slots`` is the maximum number
+    of concurrent ranks on this machine, over all launches, which share ``cores`` (None for the cores of this process).
     """
     environ = {
         name: value
@@ -224,12 +215,8 @@ def write_run_directory(
 ) -> RunDirectory:
     """Create the run directory of a launch with the files that do not depend on its slots.
 
-    Args:
-        request: The launch.
-        output_dir: Folder of the run directories.
-        leavings: Journal for leftovers of its processes elsewhere; None for none.
-        changes: Changes of the running engine by a continued launch, which keeps the first one's view of the file
-            system; None for a launch that starts processes.
+    ``leavings`` is the journal for leftovers of its processes elsewhere. ``changes`` of the running engine belong to a
+    continued launch, which keeps the first one's view of the file system; None for a launch that starts processes.
     """
     directory = replace(RunDirectory.create(output_dir, request.launch_id), leavings=leavings)
     if changes is None and leavings is not None and request.purpose != "full":

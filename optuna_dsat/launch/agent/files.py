@@ -20,7 +20,7 @@ from typing import Any
 
 from optuna_dsat.launch.event_log import START_BYTES, GrowingFile, LogLimit, dropped_in_words
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.runtime.stacks import stacks_path
+from optuna_dsat.runtime.user_code import stacks_path
 
 _PIECE = 960
 """Message bytes per line: SLURM forwards lines of up to 1,024 bytes whole."""

@@ -17,7 +17,6 @@ from typing import Any
 
 from optuna_dsat.launch.agent.command import PreparedLaunch, prepare_launch, start_torchrun, write_run_directory
 from optuna_dsat.launch.agent.files import LaunchFiles, TrackerFiles
-from optuna_dsat.launch.facts import EndFacts
 from optuna_dsat.launch.machine.host import BesideWatch, ProcessUsage
 from optuna_dsat.launch.machine.journal import remove_noted
 from optuna_dsat.launch.machine.operators import remove_stale_locks
@@ -25,7 +24,7 @@ from optuna_dsat.launch.machine.processes import kernel_oom_kills, new_mark
 from optuna_dsat.launch.machine.shared_memory import free_shared_bytes
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.machine.tree import AgentHandle, ProcessTree, end_launch
-from optuna_dsat.launch.protocol import Conditions, LaunchRequest, Rendezvous
+from optuna_dsat.launch.protocol import Conditions, EndFacts, LaunchRequest, Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory, readable_errors
 from optuna_dsat.launch.stacks import request_stacks
 from optuna_dsat.launch.warm.forking import Forking

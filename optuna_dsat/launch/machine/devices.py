@@ -1,4 +1,4 @@
-"""The devices of this machine: GPUs reported by NVML, or ranks on the CPU.
+"""The devices of this machine: GPUs reported by NVML, or ranks on the CPU; the software and clocks they run with.
 
 Never imports torch and never creates a CUDA context: the tuner must not use memory of the GPUs it measures.
 The NVML part has not been run on a machine with a GPU yet.
@@ -9,30 +9,17 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.machine.host import host_memory_bytes
 from optuna_dsat.launch.machine.nvml import DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, DeviceError, GpuFacts, Nvml, NvmlError
+from optuna_dsat.runtime.measure.memory import host_memory_bytes
+from optuna_dsat.script.interpreter import examined, script_versions
 from optuna_dsat.words import things_in_words
-
-__all__ = [
-    "VARIABLE",
-    "Device",
-    "DeviceError",
-    "Devices",
-    "Nvml",
-    "NvmlError",
-    "Visible",
-    "cpu_devices",
-    "detect_devices",
-    "is_part",
-    "other_devices",
-    "read_visible",
-    "refuse_build",
-]
 
 # Devices other than NVIDIA GPUs are not supported; the user is informed before a search runs on the CPU instead.
 #
@@ -122,11 +109,9 @@ def is_part(gpu: str) -> bool:
 
 
 def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
-    """Return the GPUs listed in ``text``, in its order; all for None.
+    """Return the GPUs that a value of the variable lists, in its order; all for None.
 
-    Args:
-        text: Value of the variable; None if it is not set.
-        uuids: UUID of each GPU of the machine by index; empty if it is not available.
+    ``uuids`` has the UUID of each GPU of the machine by index; empty if not available.
     """
     if text is None:
         return Visible(gpus=tuple(map(str, range(len(uuids)))))
@@ -369,3 +354,61 @@ def _device(gpu: str, facts: GpuFacts, *, place: int, host_memory: int) -> Devic
         memory_bytes=host_memory if facts.memory_bytes is None else facts.memory_bytes,
         uuid=facts.uuid or ("" if gpu.isdigit() else gpu),
     )
+
+
+_GIT_S = 5.0
+"""Time limit for git, in seconds; a cold network file system takes seconds."""
+_CUDA_OF_TORCH = re.compile(r"^cuda\b[^=\n]*= *'([\d.]+)'", re.MULTILINE)
+"""Line of ``torch/version.py``."""
+
+
+def environment_of(folder: Path, python: str | None, *, on: str, devices: Devices | None) -> dict[str, str]:
+    """Return the environment of a script in a folder: Python, torch, DeepSpeed, CUDA, driver, clocks, git commit.
+
+    Unknown facts are left out, such as the driver of a cluster's nodes.
+    """
+    facts = {**script_versions(python, on=on), "commit": _commit(folder)}
+    if on == "here":
+        facts["cuda"] = _cuda_of_torch(python or sys.executable)
+        facts |= _gpu_facts(devices)
+    return {name: text for name, text in facts.items() if text}
+
+
+def _commit(folder: Path) -> str:
+    """Return the commit of a folder, with ``-dirty`` if tracked files differ from it; empty without git."""
+    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "describe", "--always", "--dirty"]
+    try:
+        ended = subprocess.run(
+            [*command, "--abbrev=40", "--exclude=*"],
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return ""
+    return ended.stdout.strip()
+
+
+def _cuda_of_torch(python: str) -> str:
+    """Return the CUDA version that an interpreter's torch was built with, without importing it; empty on the CPU."""
+    for folder in examined(python).path:
+        try:
+            text = Path(folder, "torch", "version.py").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        match = _CUDA_OF_TORCH.search(text)
+        return match[1] if match else ""
+    return ""
+
+
+def _gpu_facts(devices: Devices | None) -> dict[str, str]:
+    """Return the driver, and the clocks and power limit of the first GPU; empty without NVML."""
+    if devices is None or devices.kind != "cuda" or not devices.devices:
+        return {}
+    try:
+        nvml = Nvml()
+        return {"driver": nvml.driver_version(), "clocks": nvml.limits(devices.devices[0].nvml_id)}
+    except NvmlError:
+        return {}

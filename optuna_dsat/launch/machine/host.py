@@ -23,20 +23,7 @@ from optuna_dsat.launch.machine.processes import cpu_seconds
 from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import EngineReady, Event, StepMeasured
-from optuna_dsat.runtime.measure.memory import host_memory_bytes, memory_limits
-
-__all__ = [
-    "MAX_STALL_LIMITS",
-    "ActivityMonitor",
-    "BesideWatch",
-    "GpuSight",
-    "ProcessUsage",
-    "available_memory_bytes",
-    "busy_seconds",
-    "host_memory_bytes",
-    "own_folder",
-    "read_usage",
-]
+from optuna_dsat.runtime.measure.memory import memory_limits
 
 MAX_STALL_LIMITS = 3
 """Silence, in multiples of the stall limit, after which activity no longer keeps a launch alive: ranks may spin in
@@ -96,12 +83,8 @@ class ActivityMonitor:
     ) -> None:
         """Compare with the previous reading, if it was taken after the last event.
 
-        Args:
-            readings: Resource usage of the ranks and all their descendants.
-            now: Time of the readings.
-            last_event: Time of the last event.
-            ranks: The ranks among ``readings``.
-            trained: Whether a step was measured, after which the activity of ranks does not count.
+        ``readings`` cover the ranks and all their descendants. Once a step was measured (``trained``), the activity of
+        ranks does not count.
         """
         before, read_at = self._readings, self._read_at
         self._readings, self._read_at = readings, now

@@ -67,13 +67,9 @@ def file_system(folder: Path) -> str:
 def measure(folder: Path, *, size_bytes: int = SIZE_BYTES, threads: int = _THREADS) -> Speed:
     """Write a file into a folder and read it back; return the throughput.
 
-    The file is unlinked before the first write, so it never outlives this process. It bypasses the page cache, as the
-    files of DeepSpeed's async_io do (``O_DIRECT``), where the file system allows it.
-
-    Args:
-        folder: Folder for offloaded states.
-        size_bytes: Size of the file; at most a tenth of the free space.
-        threads: Concurrent requests.
+    The file is unlinked before the first write, so it never outlives this process, and has at most a tenth of the free
+    space. It bypasses the page cache, as the files of DeepSpeed's async_io do (``O_DIRECT``), where the file system
+    allows it.
 
     Raises:
         OSError: If the folder cannot be written to, or the disk is full.
@@ -149,12 +145,10 @@ def _may_lock_all() -> bool:
 
 
 def check_room(folder: Path, *, swap_bytes: int, locked_bytes: int) -> None:
-    """Check that a launch can offload to a folder.
+    """Check that a launch can offload to a folder, which need not exist yet.
 
-    Args:
-        folder: Folder on NVMe; it may not exist yet.
-        swap_bytes: Bytes that the ranks on this machine write there.
-        locked_bytes: Bytes that each of them page-locks: DeepSpeed's buffers, without which it crashes.
+    The ranks on this machine write ``swap_bytes`` there, and each page-locks ``locked_bytes``: DeepSpeed's buffers,
+    without which it crashes.
 
     Raises:
         OutputError: If there is too little space, or the limit of page-locked memory is too low.

@@ -58,13 +58,10 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
 
 
 def noted_path(value: Any) -> Path | None:
-    """Return the path in a journal line; None if another file has that name by now.
-
-    Args:
-        value: JSON of the line: a path, or the path and inode of a file in shared memory.
+    """Return the path in a journal line (its JSON); None if another file has that name by now.
 
     Raises:
-        TypeError, KeyError: If it is neither.
+        TypeError, KeyError: If it is neither a path nor the path and inode of a file in shared memory.
         OSError, ValueError: If there is no such file.
     """
     if not isinstance(value, dict):

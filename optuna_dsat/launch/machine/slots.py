@@ -39,18 +39,10 @@ class SlotLease:
 
 
 class SlotPool:
-    """The pool of devices for launches.
+    """The pool of devices for launches, of which at most ``max_slots`` are in use at a time.
 
     GPUs that other processes use, and GPUs that do not respond, are not taken. A lock file per GPU, in the user's
     folder, keeps two tuners of a user from taking the same GPU. Tuners of other users are detected by their processes.
-
-    Args:
-        devices: All devices.
-        max_slots: Maximum number of devices in use at a time; None for all.
-        nvml: NVML to query GPUs; None for this machine's.
-        lock_dir: Folder of the lock files; None for a folder of the user.
-        clock: Monotonic time in seconds.
-        on_notice: Called when a GPU stops responding or responds again.
 
     Raises:
         UsageError: If ``max_slots`` is less than 1.

@@ -31,16 +31,13 @@ class AgentHandle(Protocol):
     @property
     def pid(self) -> int:
         """Process number."""
-        ...
 
     @property
     def returncode(self) -> int | None:
         """Exit code (negative: signal) at the last ``poll`` or ``wait``; None if it was running."""
-        ...
 
     def poll(self) -> int | None:
         """Return the exit code, or None while it runs."""
-        ...
 
 
 def _load_failures(record: Path) -> list[Mapping[str, float]]:

@@ -12,13 +12,12 @@ from typing import Any
 
 from optuna_dsat.launch.agent.command import write_run_directory
 from optuna_dsat.launch.agent.files import TOKEN, append_events, append_log, write_tracker
-from optuna_dsat.launch.facts import StopReason
 from optuna_dsat.launch.isolation import FolderWatch
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places.engine import ClusterError, Engine, News, Place, PlaceState
 from optuna_dsat.launch.places.place import HeldPlace, Layout, RemoteLaunch, Stage
-from optuna_dsat.launch.protocol import Holder, LaunchRequest, SlotsBusyError
+from optuna_dsat.launch.protocol import Holder, LaunchRequest, SlotsBusyError, StopReason
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.outcome import Outcome

@@ -56,17 +56,14 @@ class Place(Protocol):
     @property
     def name(self) -> str:
         """Name for the user, such as ``SLURM job 17``."""
-        ...
 
     @property
     def state(self) -> PlaceState:
         """Current state; ``LOST`` is final."""
-        ...
 
     @property
     def why(self) -> str:
         """Why it is queued, as the scheduler reports it, or why it is lost; empty if unknown."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,27 +95,21 @@ class Engine(Protocol):
         Raises:
             ClusterError: A single line with the cluster's reason.
         """
-        ...
 
     def request(self, *, nodes: int, slots: int) -> Place:
         """Request an allocation without waiting. It is ready once ``news`` has returned a ``hello`` of every node."""
-        ...
 
     def order(self, place: Place, order: Order, *, node: int | None = None) -> None:
         """Send a command to a node, or to all nodes for None. Never waits; lost allocations ignore it."""
-        ...
 
     def news(self, timeout_s: float) -> Sequence[News]:
         """Return messages of agents since the last call, in order per node; wait up to ``timeout_s`` for some.
 
         Returns early if an allocation changes its state.
         """
-        ...
 
     def release(self, place: Place) -> None:
         """Release an allocation, including a queued request, without waiting."""
-        ...
 
     def close(self) -> None:
         """Release all allocations and wait, a few seconds at most, until they are gone."""
-        ...

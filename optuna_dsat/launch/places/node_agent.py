@@ -36,11 +36,7 @@ def _number_and_name(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[i
 def _serve(agent: NodeAgent, node: int, *, news_to: int, told: Mapping[int, object]) -> None:
     """Forward commands and messages until the agent or its head leaves, or a signal arrives. Writes never block.
 
-    Args:
-        agent: Agent of this node.
-        node: Its number in the allocation.
-        news_to: Descriptor for messages.
-        told: Received signals. They are checked between commands, so that no command is interrupted.
+    ``told`` are the received signals. They are checked between commands, so that no command is interrupted.
 
     Raises:
         BrokenPipeError: If the head has stopped reading.

@@ -9,10 +9,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.launch.facts import EndFacts
 from optuna_dsat.launch.machine.host import ProcessUsage
 from optuna_dsat.launch.places.engine import ClusterError, Engine, News, Place, PlaceState
-from optuna_dsat.launch.protocol import Conditions, Rendezvous
+from optuna_dsat.launch.protocol import Conditions, EndFacts, Rendezvous
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.agent.torchrun import LOOPBACK

@@ -102,11 +102,8 @@ _GOODBYE_S = 5.0
 class RayEngine:
     """Holds allocations in a Ray cluster; an ``Engine``.
 
-    Args:
-        address: ``HOST:PORT`` of the cluster's head; None or ``auto`` for ``RAY_ADDRESS`` or this machine's cluster.
-        names: Nodes that may be used (see ``named_nodes``); all for none.
-        python: Interpreter of the agents; None for the one of Ray's workers.
-        on_notice: Called with lines for the user.
+    ``address`` is ``HOST:PORT`` of the cluster's head; None or ``auto`` for ``RAY_ADDRESS`` or this machine's cluster.
+    ``names`` are the nodes that may be used (see ``named_nodes``); all for none.
     """
 
     def __init__(

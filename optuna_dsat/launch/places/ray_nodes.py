@@ -25,12 +25,10 @@ def fitting_nodes(resources: Sequence[Mapping[str, float]], *, slots: int) -> in
 
 
 def named_nodes(alive: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return the nodes with these names, in the order of the names; all nodes if no names are given.
+    """Return the live nodes with these names, in the order of the names; all nodes if no names are given.
 
-    Args:
-        alive: Ray's descriptions of its live nodes.
-        names: A node's name in Ray, its host name (with or without domain), its address, with or without the port of
-            its raylet, or a name that resolves to its address.
+    A name is a node's name in Ray, its host name (with or without domain), its address, with or without the port of its
+    raylet, or a name that resolves to its address.
 
     Raises:
         ClusterError: If no node has such a name.
@@ -83,17 +81,11 @@ def refuse_impossible(*, nodes: int, slots: int, names: Sequence[str] = ()) -> N
 
 
 def group_of(*, nodes: int, slots: int, names: Sequence[str] = (), without: Collection[str] = ()) -> Any:
-    """Request a placement group with a bundle per node; return it while pending.
+    """Request a placement group with a bundle of ``slots`` GPUs per node; return it while pending.
 
     If exactly as many nodes are named as are needed, bundles are assigned to them in order, so that the first named
-    node has the first ranks.
-
-    Args:
-        nodes: Nodes.
-        slots: GPUs per node; 0 for none.
-        names: Nodes that may be used; all for none.
-        without: IDs of nodes to avoid if there are enough others. Ray would wait for a frozen node and delay all
-            other requests meanwhile.
+    node has the first ranks. Nodes with an ID in ``without`` are avoided if there are enough others: Ray would wait for
+    a frozen node and delay all other requests meanwhile.
 
     Raises:
         ClusterError: If a named node does not exist.

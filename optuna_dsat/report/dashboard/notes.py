@@ -24,7 +24,7 @@ from optuna_dsat.report.facts import (
 )
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.secrecy.command import hidden_command
+from optuna_dsat.secrecy.references import hidden_command
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.command import BEST_CONFIG
 from optuna_dsat.study.confirm.measured import Measured, configuration_of

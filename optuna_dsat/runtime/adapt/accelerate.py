@@ -65,11 +65,8 @@ class AccelerateConfig:
     def note_filled_in(self, config: Any, values: Mapping[str, Any]) -> None:
         """Record the values with which ``DeepSpeedPlugin`` fills in ``"auto"`` of the script's or the user's config.
 
-        The user's file may contain ``"auto"`` where the launch's file, which the script then reads, has a number.
-
-        Args:
-            config: The plugin's config.
-            values: Dotted key -> value from arguments, else the environment, else accelerate's default.
+        The user's file may contain ``"auto"`` where the launch's file, which the script then reads, has a number. Each
+        of ``values``, by dotted key, is from arguments, else the environment, else accelerate's default.
         """
         if isinstance(config, LaidConfig):
             own, launch = flatten(config.scripts_own()), flatten(self._plan.overlay)

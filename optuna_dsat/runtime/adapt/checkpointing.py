@@ -31,14 +31,11 @@ class CheckpointingError(ValueError):
 
 
 def checkpoint_blocks(model: Any, every: int = 1) -> Any:
-    """Checkpoint the activations of a model's repeated blocks; call it before ``deepspeed.initialize``.
+    """Checkpoint the activations of a model's repeated blocks, in place; call it before ``deepspeed.initialize``.
 
     Losses and gradients stay the same, with dropout too: the state of torch's random number generators is restored for
-    the second forward pass. Blocks that draw from another generator train differently.
-
-    Args:
-        model: A ``torch.nn.Module``; it is changed in place. Names and types of modules and parameters stay.
-        every: 1 for every block, 2 for every second block, and so on.
+    the second forward pass. Blocks that draw from another generator train differently. Names and types of modules and
+    parameters stay. ``every`` is 1 for every block, 2 for every second block, and so on.
 
     Returns:
         The model.

@@ -35,13 +35,9 @@ _SECTIONS = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "ze
 def default_config_option(config_path: str, *, user_config: str = "", on_found: Callable[[str], None]) -> None:
     """Make ``config_path`` the default of a parser's option for the DeepSpeed config, in every parser of this process.
 
-    A default is replaced if it is empty, not a file, or the user's config. DeepSpeed's switch is then on by default.
-
-    Args:
-        config_path: The launch's DeepSpeed config; empty to replace no default.
-        user_config: The user's DeepSpeed config, from which the launch's was made; empty for none.
-        on_found: Called with the name of an option whose default was replaced or is a DeepSpeed config, and with the
-            name of the Trainer's option if its argument is not a file.
+    A default is replaced if it is empty, not a file, or the user's config; DeepSpeed's switch is then on by default. An
+    empty ``config_path`` replaces none. ``on_found`` gets the name of an option whose default was replaced or is a
+    DeepSpeed config, and of the Trainer's option if its argument is not a file.
     """
 
     @patch(argparse.ArgumentParser, "parse_known_args")
@@ -190,16 +186,11 @@ _WRITING = frozenset("wax+")
 def reads_redirected(
     *, user_config: str, config: str, on_read: Callable[[bool], None] = lambda _: None
 ) -> Iterator[None]:
-    """Return a context in which opening the user's config for reading opens ``config``.
+    """Return a context in which opening the user's config for reading opens ``config``, that of the launch.
 
-    Covers ``open``, ``io.open`` and ``pathlib``. Writing and other files are unaffected, except for two comparisons
-    of file names.
-
-    Args:
-        user_config: The user's DeepSpeed config; if empty, nothing is redirected.
-        config: The launch's DeepSpeed config.
-        on_read: Called whenever either file is opened for reading: with True if by the launch's path, which scripts get
-            as an argument, and with False if by the user's path.
+    Covers ``open``, ``io.open`` and ``pathlib``. Writing and other files are unaffected, except for two comparisons of
+    file names. Whenever either file is opened for reading, ``on_read`` is called: with True if by the launch's path,
+    which scripts get as an argument, and with False if by the user's path.
     """
     if not user_config:
         yield

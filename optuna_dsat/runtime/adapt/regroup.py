@@ -17,12 +17,7 @@ from optuna_dsat.runtime.measure.live import NotLiveError
 
 
 class RegroupedIndices:
-    """The batches of indices of a data loader.
-
-    Args:
-        batches: Its batch sampler.
-        scale: Returns the present ratio of the batch size to the sampler's.
-    """
+    """The batches of indices of a data loader; ``scale`` returns the present ratio of their size to its sampler's."""
 
     def __init__(self, batches: Any, *, scale: Callable[[], Fraction]) -> None:
         self._batches = batches
@@ -48,11 +43,7 @@ class RegroupedIndices:
 
 
 class RegroupedBatches:
-    """The batches of a data loader whose dataset yields batches.
-
-    Args:
-        batches: The loader's iterator.
-        scale: Returns the present ratio of the batch size to the dataset's.
+    """The batches of a data loader whose dataset yields batches; ``scale`` returns the present ratio to their size.
 
     Raises:
         NotLiveError: In iteration, if batches cannot be joined.
@@ -102,10 +93,7 @@ class RepeatedInputs:
 
     As in benchmarks that make their inputs once: nothing but the model then depends on the batch, so a step takes the
     time that it takes in a launch of this size. If the script compares the output with labels outside of the model, it
-    fails.
-
-    Args:
-        scale: Returns the present ratio of the batch size to the script's.
+    fails. ``scale`` returns the present ratio of the batch size to the script's.
     """
 
     def __init__(self, *, scale: Callable[[], Fraction]) -> None:

@@ -107,11 +107,8 @@ def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[
     """Make a trial continue with the script's initial weights if a checkpoint does not match its configuration.
 
     Step times do not depend on the weights' values; a notice is printed to the rank's log. The client state is returned
-    if the checkpoint's files contain it. DeepSpeed handles missing checkpoints.
-
-    Args:
-        engine_class: ``deepspeed.DeepSpeedEngine``; patched in place.
-        is_mismatch: Returns whether a mismatch can explain an error; other errors, such as out-of-memory, are raised.
+    if the checkpoint's files contain it. DeepSpeed handles missing checkpoints. Errors that a mismatch cannot explain
+    (``is_mismatch``), such as out-of-memory, are raised.
     """
     signature = inspect.signature(engine_class.load_checkpoint)
 

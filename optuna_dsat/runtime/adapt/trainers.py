@@ -386,8 +386,7 @@ class LightningHook(TrainerHook):
 def _number_of(devices: Any) -> int | None:
     """Return the number of devices in the ``devices`` argument of Lightning's Trainer; None if unspecified.
 
-    Args:
-        devices: A number, a list of indices, either of these as text (``"2"``, ``"0,1"``), ``-1`` or ``"auto"``.
+    It is a number, a list of indices, either of these as text (``"2"``, ``"0,1"``), ``-1`` or ``"auto"``.
     """
     if isinstance(devices, str):
         indices = [word.strip() for word in devices.split(",") if word.strip()]

@@ -105,9 +105,7 @@ class PreloadResult:
 def load(preload: Preload, *, watched: frozenset[str]) -> PreloadResult:
     """Import modules into this process and report which of them prevent forks.
 
-    Args:
-        preload: The modules.
-        watched: Environment variables that differ between launches, which no import may read.
+    ``watched`` are environment variables that differ between launches, which no import may read.
     """
     result = PreloadResult()
     ImportWatch({"torch.utils.file_baton": guard_builds}).install()  # imports may build, and wait for builds

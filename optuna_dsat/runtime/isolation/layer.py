@@ -60,12 +60,9 @@ class Location(NamedTuple):
 
 
 class Layer:
-    """Writable layer of a launch over read-only folders.
+    """Writable layer of a launch, the folder ``upper``, over read-only folders.
 
-    Args:
-        upper: Folder of the layer.
-        folders: Absolute paths below which writes are redirected.
-        passed: Absolute paths below which writes are not redirected; the longest matching path of both lists decides.
+    Writes below ``folders`` are redirected, writes below ``passed`` are not; the longest matching path of both decides.
     """
 
     def __init__(self, upper: Path, *, folders: Sequence[str], passed: Sequence[str]) -> None:

@@ -74,14 +74,10 @@ def _named(descriptor: int) -> str:
 
 
 def mount_overlay(target: str, *, lower: int, layers: int, name: str, unprivileged: bool) -> None:
-    """Mount an overlay.
+    """Mount an overlay on ``target``, over the folder with the descriptor ``lower``.
 
-    Args:
-        target: Mount point.
-        lower: Descriptor of the lower folder.
-        layers: Descriptor of the folder that receives ``NAME/upper`` and ``NAME/work``.
-        name: Name of the folder of this overlay.
-        unprivileged: Whether this process is in a user namespace.
+    The folder with the descriptor ``layers`` receives ``NAME/upper`` and ``NAME/work``. ``unprivileged`` is whether
+    this process is in a user namespace.
 
     Raises:
         OSError: If it cannot be mounted, e.g. if ``layers`` is on NFS or in an overlay.

@@ -239,9 +239,6 @@ class RoutingWatch:
     A part may be idle on a rank. ZeRO 3 gathers the parameters of a module as it runs, by all ranks together. Ranks
     that run different parts then hang or train on wrong parameters, unless the routing module is a leaf
     (``zero_optimization.leaf_module``).
-
-    Args:
-        model: The engine's module.
     """
 
     def __init__(self, model: Any) -> None:

@@ -54,10 +54,8 @@ UPDATES_ALONE = 2
 class OtherEngine:
     """Observer of the updates of an engine that is not measured.
 
-    Args:
-        engine: The engine that ``deepspeed.initialize`` returned.
-        measured: Returns the number of updates of the measured engine.
-        takes_over: Called once this engine counts as the training engine; the observation then ends.
+    ``takes_over`` is called once this engine counts as the training engine, compared with the number of updates of the
+    ``measured`` engine; the observation then ends.
     """
 
     def __init__(self, engine: Any, *, measured: Callable[[], int], takes_over: Callable[[], None]) -> None:

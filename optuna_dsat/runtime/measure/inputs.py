@@ -95,9 +95,8 @@ def sample_counter(
 ) -> Callable[[Any], InputSize | None]:
     """Return a function that computes the size of a forward pass's inputs, or returns None without tensors.
 
-    Args:
-        numbers: Returns the currently known batch sizes.
-        rows: Rows of the model's input, and the number of samples in them: (2, 1) for pairs.
+    ``numbers`` returns the currently known batch sizes. ``rows`` are rows of the model's input, and the number of
+    samples in them: (2, 1) for pairs.
     """
 
     def counted(batch: Any) -> InputSize | None:

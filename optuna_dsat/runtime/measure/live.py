@@ -35,13 +35,10 @@ class NotLiveError(RuntimeError):
 
 
 def change_settings(engine: Any, changes: Mapping[str, Any]) -> None:
-    """Change settings of an engine. Call it on all ranks between the same two optimizer steps.
+    """Change settings of an engine, as returned by ``optuna_dsat.config.live.live_changes``.
 
-    After an error the engine may be partly changed: end the launch. The engine's config keeps its knobs' first values.
-
-    Args:
-        engine: The engine.
-        changes: As returned by ``optuna_dsat.config.live.live_changes``.
+    Call it on all ranks between the same two optimizer steps. After an error the engine may be partly changed: end the
+    launch. The engine's config keeps its knobs' first values.
 
     Raises:
         NotLiveError: If this version of DeepSpeed has no such attribute, or the model is compiled for its batch size.

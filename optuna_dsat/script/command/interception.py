@@ -27,7 +27,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, shortened
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.command import interceptor
-from optuna_dsat.secrecy.command import without_secrets
+from optuna_dsat.secrecy.references import without_secrets
 
 REMEDY = "Name the script and its config instead: optuna-dsat METHOD SCRIPT CONFIG -- ARGUMENTS."
 """What to do where a command cannot be run here."""
@@ -169,16 +169,11 @@ def intercept(
     launcher: str | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> InterceptedRank:
-    """Run a command and return the first rank that it starts.
+    """Run a command without input and return the first rank that it starts.
 
-    Args:
-        words: The command. It is run without input.
-        cwd: Its working directory.
-        python: Interpreter in whose environment programs that ``PATH`` lacks are searched for; None for this process's.
-        launcher: The launcher that it is, whose output is read for its error; None for another program, whose output
-            goes to stderr.
-        on_notice: Called with a message before another program is run, which may take as long as it needs to reach its
-            launch.
+    Programs that ``PATH`` lacks are searched for in the environment of the interpreter ``python``. The output of a
+    ``launcher`` is read for its error; other programs write to stderr, and ``on_notice`` is called before: they may
+    take as long as they need to reach their launch.
 
     Raises:
         UsageError: If it ends without starting a rank.

@@ -26,7 +26,7 @@ from optuna_dsat.script.command.interceptor import LAUNCHERS
 from optuna_dsat.script.command.launcher_options import facts_of
 from optuna_dsat.script.command.source import module_file
 from optuna_dsat.script.interpreter import has_console_script, interpreter_of, module_command, package_folders
-from optuna_dsat.secrecy.command import without_secrets
+from optuna_dsat.secrecy.references import without_secrets
 
 MAINS = {
     "deepspeed.launcher.runner": "deepspeed",
@@ -108,11 +108,8 @@ def read_command(
 ) -> LaunchCommand | None:
     """Parse a command; return None if its first word is a script, not a launcher.
 
-    Args:
-        words: The command. Variables may be set in front of it, as in a shell.
-        cwd: Its working directory.
-        python: Interpreter that the user named, whose launchers are used.
-        on_notice: Called with the command that is run to find its launch.
+    Variables may be set in front of it, as in a shell. ``python`` is the interpreter that the user named, whose
+    launchers are used. ``on_notice`` gets the command that is run to find its launch.
 
     Raises:
         UsageError: If the launcher rejects its options, cannot start here, or starts nothing that can be tuned.
