@@ -37,6 +37,7 @@ from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
     BatchSourcesFound,
     EngineReady,
+    Event,
     RankFailed,
     RankFinished,
     RankStarted,
@@ -105,31 +106,15 @@ def observed_micro_batch(facts: LaunchFacts) -> int | None:
 
     The last batch of an epoch may be smaller.
     """
-    seen = [
-        event.observed_micro_batch
-        for events in facts.events.values()
-        for event in events
-        if isinstance(event, StepMeasured) and event.observed_micro_batch is not None
-    ]
-    counted = [
-        event.observed_micro_batch
-        for events in facts.events.values()
-        for event in events
-        if isinstance(event, StepMeasured)
-        and event.observed_micro_batch is not None
-        and event.number >= facts.start_profile_step
-    ]
-    return max(counted or seen, default=None)
+    steps = [(step.number, step.observed_micro_batch) for step in facts.of(StepMeasured)]
+    seen = [(number, size) for number, size in steps if size is not None]
+    counted = [size for number, size in seen if number >= facts.start_profile_step]
+    return max(counted or [size for _, size in seen], default=None)
 
 
 def _failures(facts: LaunchFacts, *outcomes: Outcome) -> list[RankFailed]:
     """Return the failure records with one of ``outcomes``, earliest first."""
-    failures = [
-        event
-        for events in facts.events.values()
-        for event in events
-        if isinstance(event, RankFailed) and _outcome_of(event) in outcomes
-    ]
+    failures = [event for event in facts.of(RankFailed) if _outcome_of(event) in outcomes]
     return sorted(failures, key=lambda event: (event.time, event.rank))
 
 
@@ -213,15 +198,9 @@ def _own_failure(facts: LaunchFacts) -> Verdict | None:
         if records:
             record = records[0]
             return _from_record(record, record.error_type, cause=failure_line(record.message))
-    exits = [
-        event
-        for events in facts.events.values()
-        for event in events
-        if isinstance(event, RankFinished) and event.reason.startswith("exit_code_")
-    ]
-    for event in exits:
-        code = event.reason.removeprefix("exit_code_")
-        if code != "0":
+    for event in facts.of(RankFinished):
+        _, is_exit, code = event.reason.partition("exit_code_")
+        if is_exit and code != "0":
             return Verdict(
                 outcome=Outcome.SCRIPT_ERROR,
                 message=f"rank {event.rank}: the script left with sys.exit({code}) after "
@@ -334,7 +313,7 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
             )
         if finished.reason in ("profile_done", STEPS_SKIPPED) or finished.steps >= facts.end_profile_step:
             continue
-        if not any(isinstance(event, EngineReady) for events in facts.events.values() for event in events):
+        if not facts.of(EngineReady):
             text = f"rank {rank}: the script never called deepspeed.initialize"
             return Verdict(outcome=Outcome.SCRIPT_ERROR, message=text, rank=rank)
         if counts := _allocation_failures(facts):
@@ -359,8 +338,7 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
 
 def _allocation_failures(facts: LaunchFacts) -> dict[int, int]:
     """Return rank -> out-of-memory failures of its allocator, for ranks with a record of their end."""
-    ends = (event for events in facts.events.values() for event in events if isinstance(event, RankFinished))
-    return {end.rank: end.allocation_failures for end in ends if end.allocation_failures}
+    return {end.rank: end.allocation_failures for end in facts.of(RankFinished) if end.allocation_failures}
 
 
 def _batch_differs(facts: LaunchFacts) -> Verdict | None:
@@ -397,20 +375,17 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
 
 def _training_samples(facts: LaunchFacts) -> int | None:
     """Return the samples per rank and epoch of the engine's data loader; None if unknown."""
-    result = [event for events in facts.events.values() for event in events if isinstance(event, BatchSourcesFound)]
-    sizes = [size for event in result if (size := samples_per_rank(event)) is not None]
-    return min(sizes, default=None)
+    sizes = (samples_per_rank(event) for event in facts.of(BatchSourcesFound))
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def _never_updated(facts: LaunchFacts) -> Verdict | None:
     """Reject a launch without counted steps because too many steps were skipped."""
-    ends = [event for events in facts.events.values() for event in events if isinstance(event, RankFinished)]
-    given_up = [end for end in ends if end.reason == STEPS_SKIPPED]
+    given_up = [end for end in facts.of(RankFinished) if end.reason == STEPS_SKIPPED]
     if not given_up or _record(facts).counted:
         return None
     end = given_up[0]
-    readies = (event for events in facts.events.values() for event in events if isinstance(event, EngineReady))
-    precision = next((event.precision for event in readies), "")
+    precision = next((event.precision for event in facts.of(EngineReady)), "")
     if precision in ("bf16", "fp32"):
         who = f"DeepSpeed, in {precision},"
         remedy = "Look for what makes the loss or its gradients infinite: data, learning rate, initial values"
@@ -447,7 +422,7 @@ def _nothing_counts(facts: LaunchFacts) -> Verdict | None:
 def _record(facts: LaunchFacts) -> LaunchRecord:
     """Return the steps of a launch, merged over the ranks that recorded any event."""
     record = LaunchRecord(world_size=len(facts.events), start_profile_step=facts.start_profile_step)
-    for event in (event for events in facts.events.values() for event in events):
+    for event in facts.of(Event):
         record.add(event)
     return record
 

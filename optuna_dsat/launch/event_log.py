@@ -144,6 +144,10 @@ class EventLog:
         return [event for events in self.events.values() for event in events]
 
     @property
+    def _steps(self) -> list[StepMeasured]:
+        return [event for event in self._all() if isinstance(event, StepMeasured)]
+
+    @property
     def starts(self) -> list[RankStarted]:
         """Start records of the ranks."""
         return [event for event in self._all() if isinstance(event, RankStarted)]
@@ -170,22 +174,17 @@ class EventLog:
     @property
     def has_trained(self) -> bool:
         """Whether any rank has completed a step."""
-        return any(isinstance(event, StepMeasured) for event in self._all())
+        return bool(self._steps)
 
     @property
     def longest_step_s(self) -> float | None:
         """Duration of the longest step so far; None before the first."""
-        return max((event.latency_s for event in self._all() if isinstance(event, StepMeasured)), default=None)
+        return max((step.latency_s for step in self._steps), default=None)
 
     @property
     def last_step(self) -> int:
         """Number of the last counted step of any rank; 0 before the first."""
-        return max((event.number for event in self._all() if isinstance(event, StepMeasured)), default=0)
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        """Whether a rank has reported that it is out of device memory."""
-        return self.has_failed_with(Outcome.OUT_OF_MEMORY)
+        return max((step.number for step in self._steps), default=0)
 
     def has_failed_with(self, *outcomes: Outcome) -> bool:
         """Return whether the end of a rank is a failure with one of ``outcomes``."""
@@ -193,10 +192,9 @@ class EventLog:
 
     def progress_in_words(self, *, end_profile_step: int) -> str:
         """Describe how many steps were completed."""
-        steps = [event for event in self._all() if isinstance(event, StepMeasured)]
-        if not steps:
+        if not self._steps:
             return "no step was finished"
-        last = max(steps, key=lambda event: event.step)
+        last = max(self._steps, key=lambda event: event.step)
         skipped = last.skipped_before + last.skipped
         done = f"the last step was {last.step - skipped} of {end_profile_step}"
         return f"{done}, with {skipped} more that the loss scaler skipped" if skipped else done

@@ -186,7 +186,7 @@ class Launch:
     @property
     def settled(self) -> bool:
         """Whether the outcome is final: all steps are done, it was stopped, or a rank is out of memory."""
-        if self.stop_reason is not None or self.log.is_out_of_memory:
+        if self.stop_reason is not None or self.log.has_failed_with(Outcome.OUT_OF_MEMORY):
             return True
         return len(self.log.done) == self.request.slots
 
@@ -317,7 +317,7 @@ class Launch:
 
     def _grace_s(self, ends: set[int], dead: set[int]) -> float:
         """Return the time that the other ranks have to leave a record, after one has ended too early."""
-        if self.log.is_out_of_memory:
+        if self.log.has_failed_with(Outcome.OUT_OF_MEMORY):
             return 0.0  # takes precedence over all other records
         if dead - ends:
             return _FAILURE_GRACE_S

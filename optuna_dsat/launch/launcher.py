@@ -259,7 +259,7 @@ class TorchrunLauncher:
             updates += [Observed(launch_id=name, event=event) for event in launch.advance(now)]
             if launch.settled and launch.settled_as is None and not self._forking.may_repeat(launch):
                 launch.settled_as = self._settled_report(launch)
-                if launch.may_continue and not launch.log.is_out_of_memory:
+                if launch.may_continue and not launch.log.has_failed_with(Outcome.OUT_OF_MEMORY):
                     updates.append(Finished(launch_id=name, report=self._park(launch)))
                     continue
                 updates.append(Settled(launch_id=name, report=launch.settled_as))

@@ -9,12 +9,14 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from optuna_dsat.config.record import Record
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import Event
+
+_Event = TypeVar("_Event", bound=Event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,28 +136,28 @@ class LaunchReport(Record):
     outcome: Outcome
     message: str
     """Message for the user in a single line: what happened, where, and the remedy if known."""
-    exit_code: int | None
+    exit_code: int | None = None
     """Exit code of the launch command (negative: signal). None if it never ran or the launcher ended it, which it does
     once all ranks have recorded their end."""
-    error_excerpt: str
+    error_excerpt: str = ""
     """Last lines of the traceback of the rank that failed first; empty without a failure."""
-    missing_bytes: int | None
+    missing_bytes: int | None = None
     """Size of the allocation that failed first; None if unknown."""
     log_path: str
     """Path of the full log of the relevant rank, for the user."""
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()
     """The launch command, without secrets."""
     host: str
-    devices: tuple[int, ...]
+    devices: tuple[int, ...] = ()
     """Device indices used; CPU ranks count from 0."""
-    pids: tuple[int, ...]
+    pids: tuple[int, ...] = ()
     started_at: float
     """Unix time."""
-    startup_s: float
+    startup_s: float = 0.0
     """From the start to the first step boundary, or to the end if no step was measured."""
-    measured_s: float
+    measured_s: float = 0.0
     """From the first step boundary to the last event of a rank, including a failed step."""
-    exit_s: float
+    exit_s: float = 0.0
     """From the last event of a rank until all processes are gone and the devices are free."""
     conditions: Conditions = field(default_factory=Conditions)
     """Other activity while its steps were measured; empty if not observed."""
@@ -334,3 +336,7 @@ class LaunchFacts(EndFacts):
     """Path of the user's DeepSpeed config, for the remedy in messages."""
     dropped_lines: int = 0
     """Lines of the event files without an event that this version can read."""
+
+    def of(self, kind: type[_Event]) -> list[_Event]:
+        """Return the events of a kind, of all ranks."""
+        return [event for events in self.events.values() for event in events if isinstance(event, kind)]

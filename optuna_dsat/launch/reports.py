@@ -35,8 +35,7 @@ _CLOCK_SET_S = 2.0
 
 def report_of(launch: Launch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
     """Return the report of a launch that ended ``exit_s`` after the last event of a rank."""
-    recorded = [event for events in facts.events.values() for event in events]
-    startup_s, measured_s = _spent(launch, recorded)
+    startup_s, measured_s = _spent(launch, facts.of(Event))
     log = _log_of(launch.directory, verdict.rank)
     return LaunchReport(
         launch_id=launch.request.launch_id,
@@ -89,18 +88,9 @@ def report_of_unstarted(
         launch_id=request.launch_id,
         outcome=outcome,
         message=message,
-        exit_code=None,
-        error_excerpt="",
-        missing_bytes=None,
         log_path=str(directory.agent_log),
-        command=(),
         host=socket.gethostname(),
-        devices=(),
-        pids=(),
         started_at=time.time(),
-        startup_s=0.0,
-        measured_s=0.0,
-        exit_s=0.0,
     )
 
 
@@ -118,9 +108,7 @@ def write_report(report: LaunchReport, directory: RunDirectory, *, facts: Launch
     Raises:
         OutputError: If a full disk or a folder that is not writable explains a failure that no rank recorded.
     """
-    unrecorded = report.outcome is Outcome.SCRIPT_ERROR and not any(
-        isinstance(event, RankFailed) for events in facts.events.values() for event in events
-    )
+    unrecorded = report.outcome is Outcome.SCRIPT_ERROR and not facts.of(RankFailed)
     try:
         directory.write_report(report)
     except OutputError:

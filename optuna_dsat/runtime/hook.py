@@ -34,9 +34,10 @@ from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
 from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event, EventWriter
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.imports import ImportWatch, patch
-from optuna_dsat.runtime.measure.clock import Clock, DeviceClock
 from optuna_dsat.runtime.measure.engine import (
     SHM_OPERATOR,
+    Clock,
+    DeviceClock,
     OtherEngine,
     compile_without_limit,
     import_dependencies_of_initialize,
@@ -277,7 +278,7 @@ class DeepSpeedHook:
             return
         with suppress(CheckpointingError) if self._changed_model else nullcontext():
             for name in MODEL_KNOBS.keys() & settings.keys():
-                MODEL_KNOBS[name](settings[name]).apply(model)
+                MODEL_KNOBS[name](model, settings[name])
         self._changed_model = True
 
     def _change_engine(self, engine: Any) -> None:
@@ -285,7 +286,7 @@ class DeepSpeedHook:
         settings = self._plan.overlay.get(MODEL) or {}
         if getattr(engine, "optimizer", None) is not None:
             for name in ENGINE_KNOBS.keys() & settings.keys():
-                ENGINE_KNOBS[name](settings[name]).apply(engine)
+                ENGINE_KNOBS[name](engine, settings[name])
 
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
         """Replace the config among bound arguments of ``deepspeed.initialize`` without mutating the script's objects.

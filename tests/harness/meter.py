@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.runtime.measure.clock import Clock
+from optuna_dsat.runtime.measure.engine import Clock
 from optuna_dsat.runtime.measure.memory import CudaMemory, MemoryPeaks
 from optuna_dsat.runtime.measure.meter import Meter, RankState
 

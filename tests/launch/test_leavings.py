@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.machine.journal import Removed, remove_noted
+from optuna_dsat.launch.machine.journal import remove_noted
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.protocol import StopReason
 from optuna_dsat.outcome import Outcome
@@ -92,7 +93,7 @@ def test_only_noted_temporary_folders_are_removed(tmp_path: Path, monkeypatch: p
     note(record, made)
     (tmp_path / "file").touch()
     record.write_text(record.read_text() + f'"relative"\n3\n"{tmp_path / "file"}"\n"cut of')
-    assert remove_noted(record) == Removed(folders=1)
+    assert remove_noted(record) == Counter(folders=1)
     assert not Path(made).exists()
     assert Path(own).exists()
     assert (tmp_path / "file").exists(), "no file but one in shared memory"
@@ -110,7 +111,7 @@ def test_a_buffer_of_the_same_name_that_is_in_use_stays(tmp_path: Path) -> None:
             assert not remove_noted(record)
             assert path.exists()
     record.write_text(json.dumps(str(path)))
-    assert remove_noted(record) == Removed(shared_memory=1)
+    assert remove_noted(record) == Counter(shared_memory=1)
     assert not path.exists()
 
 
@@ -142,5 +143,5 @@ def test_temporary_files_go_with_a_launch_and_no_other(tmp_path: Path) -> None:
     assert record.read_text().count('"file"') == 3, "one was removed by its maker"
     second.unlink()
     second.symlink_to(own)  # not a file of the launch
-    assert remove_noted(record) == Removed(files=1)
+    assert remove_noted(record) == Counter(files=1)
     assert (first.exists(), second.is_symlink(), own.exists()) == (False, True, True)

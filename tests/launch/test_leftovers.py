@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.host import own_folder
 from optuna_dsat.launch.machine.journal import (
     LeftoverWatch,
-    Removed,
     TunerNotes,
     any_gone,
     gone_tuners,
     remove_leftovers,
+    removed_in_words,
 )
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.runtime.adapt.journal import note
@@ -112,8 +113,8 @@ def test_what_a_killed_tuner_left_is_removed(
     assert any_gone(notes)
     removed = remove_leftovers(environ, notes=notes)
     wait_until(lambda: ended(rank), what="its rank is gone")
-    assert (removed.folders, removed.partial_files) == (1, 1)
-    assert "1 temporary folder, 1 partly written file" in removed.in_words()
+    assert (removed["folders"], removed["partial_files"]) == (1, 1)
+    assert "1 temporary folder, 1 partly written file" in removed_in_words(removed)
     wait_until(lambda: not any(path.exists() for path in shared), what="its shared memory is gone")
     assert not (made / "temporary").exists()
     assert [path.name for path in (made / "trial-0000").iterdir()] == [".launch.json.1"], "another process writes that"
@@ -152,7 +153,7 @@ def test_what_others_leave_is_removed_while_a_search_runs(
     text: list[str] = []
     gone = [False]
     monkeypatch.setattr(journal, "any_gone", lambda: gone[0])
-    monkeypatch.setattr(journal, "remove_leftovers", lambda _: Removed(processes=2, shared_memory=1))
+    monkeypatch.setattr(journal, "remove_leftovers", lambda _: Counter(processes=2, shared_memory=1))
     watch = LeftoverWatch(environ, on_notice=text.append)
     gone[0] = True
     watch.check()
@@ -165,7 +166,7 @@ def test_what_others_leave_is_removed_while_a_search_runs(
 def test_a_search_that_ends_looks_once_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text: list[str] = []
     monkeypatch.setattr(journal, "any_gone", lambda: True)
-    monkeypatch.setattr(journal, "remove_leftovers", lambda _: Removed(folders=1))
+    monkeypatch.setattr(journal, "remove_leftovers", lambda _: Counter(folders=1))
     local_launcher(tmp_path / "out", devices=cpu_devices(1), on_notice=text.append).close()
     assert text == ["Removed what a killed run had left: 1 temporary folder."]
 

@@ -128,7 +128,7 @@ def test_a_daemon_of_a_killed_tuner_is_ended_by_the_next_start(cwd: Path) -> Non
     tuner.kill()
     tuner.wait()
     assert not ended(pid)
-    assert remove_leftovers({"TORCH_EXTENSIONS_DIR": str(cwd)}, notes=notes).processes >= 1
+    assert remove_leftovers({"TORCH_EXTENSIONS_DIR": str(cwd)}, notes=notes)["processes"] >= 1
     assert ended(pid)
 
 

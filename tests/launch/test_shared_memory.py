@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.machine.journal import Removed, remove_leftovers, remove_noted
+from optuna_dsat.launch.machine.journal import remove_leftovers, remove_noted
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch, shared_memory_of
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
@@ -99,7 +100,7 @@ def test_what_was_noted_is_removed_after_the_tuner_was_killed_unless_another_has
     rank = mapping(made, again)
     watch.check(0.0)
     assert watch.found == {made, again}
-    assert remove_noted(record) == Removed(), "they are in use"
+    assert remove_noted(record) == Counter(), "they are in use"
     watch = SharedMemoryWatch(lambda: (), record=record)
     lines = [json.dumps({"path": str(path), "inode": path.stat().st_ino}) for path in names]
     killed(rank)
@@ -108,7 +109,7 @@ def test_what_was_noted_is_removed_after_the_tuner_was_killed_unless_another_has
     keep.touch()
     again.write_bytes(b"another's")
     record.write_text("\n".join([*lines, '{"path": 3, "inode": 1}', '{"path": "/dev/shm/none", "inode": 1}', "{"]))
-    assert remove_noted(record) == Removed(shared_memory=1)
+    assert remove_noted(record) == Counter(shared_memory=1)
     assert not made.exists()
     assert again.exists()
 

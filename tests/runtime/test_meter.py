@@ -13,8 +13,7 @@ import numpy
 import pytest
 import torch
 
-from optuna_dsat.runtime.measure.clock import DeviceClock
-from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS, SkipDetector
+from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS, DeviceClock, SkipDetector
 from optuna_dsat.runtime.measure.inputs import leading_dimension, size_of
 from tests.harness.meter import Engine, FakeClock, MeterBench, PipelineEngine
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.runtime import user_code
-from optuna_dsat.runtime.measure.clock import Clock
+from optuna_dsat.runtime.measure.engine import Clock
 from optuna_dsat.runtime.user_code import is_installed, parsed_source, places_of
 
 

@@ -14,7 +14,7 @@ import torch
 from optuna_dsat.launch.agent.command import write_run_directory
 from optuna_dsat.launch.protocol import Holder, LaunchRequest
 from optuna_dsat.runtime.events import Event, ProfileMeasured
-from optuna_dsat.runtime.measure.clock import Clock
+from optuna_dsat.runtime.measure.engine import Clock
 from optuna_dsat.runtime.measure.memory import MemoryPeaks
 from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler

@@ -17,8 +17,9 @@ import shutil
 import stat
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -204,30 +205,10 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Removed:
-    """Number of removed items by kind."""
-
-    processes: int = 0
-    shared_memory: int = 0
-    folders: int = 0
-    files: int = 0
-    partial_files: int = 0
-    build_locks: int = 0
-
-    def __add__(self, other: Removed) -> Removed:
-        return Removed(
-            **{field_.name: getattr(self, field_.name) + getattr(other, field_.name) for field_ in fields(self)}
-        )
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, field_.name) for field_ in fields(self))
-
-    def in_words(self) -> str:
-        """Return a summary for the user; empty if nothing was removed."""
-        counts = [(getattr(self, name), words) for name, words in _WORDS.items()]
-        names = [f"{count} {words[count > 1]}" for count, words in counts if count]
-        return f"Removed what a killed run had left: {', '.join(names)}." if names else ""
+def removed_in_words(removed: Counter[str]) -> str:
+    """Return a summary for the user of the number of removed items by kind; empty if nothing was removed."""
+    names = [f"{removed[name]} {words[removed[name] > 1]}" for name, words in _WORDS.items() if removed[name]]
+    return f"Removed what a killed run had left: {', '.join(names)}." if names else ""
 
 
 class LeftoverWatch:
@@ -241,7 +222,7 @@ class LeftoverWatch:
     def begin(self) -> None:
         """Remove all leftovers."""
         if removed := remove_leftovers(self._environ):
-            self._notify(removed.in_words())
+            self._notify(removed_in_words(removed))
 
     def check(self) -> None:
         """Remove leftovers of tuners killed since the last check, at most every few seconds."""
@@ -256,24 +237,26 @@ class LeftoverWatch:
                 self.begin()
 
 
-def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -> Removed:
-    """Remove leftovers of this user's ended tuners on this machine, and build locks that nobody holds.
+def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -> Counter[str]:
+    """Remove leftovers of this user's ended tuners, and build locks that nobody holds; return their number by kind.
 
     Raises:
         UsageError: If the user's folder cannot be used.
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
     """
     seen = _made_by(find_leftovers())
-    removed = Removed(processes=len(kill_leftovers())) + Removed(shared_memory=_remove_shared_memory(seen))
+    removed = Counter(processes=len(kill_leftovers()))
+    removed["shared_memory"] = _remove_shared_memory(seen)
     with gone_tuners(notes) as tuners:
         for tuner in tuners:
             for record in tuner.records:
                 removed += remove_noted(record)
-            removed += _remove_partial_files(tuner)
-    return removed + Removed(build_locks=len(remove_stale_locks(environ)))
+            removed["partial_files"] += _remove_partial_files(tuner)
+    removed["build_locks"] = len(remove_stale_locks(environ))
+    return +removed
 
 
-def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
+def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Counter[str]:
     """Remove the leftovers in a launch's journal, the files in shared memory that were ``seen``, and the journal.
 
     All processes with its mark must be gone.
@@ -297,7 +280,7 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
     for folder in folders:
         _remove_folder(folder)
     record.unlink(missing_ok=True)
-    return Removed(
+    return +Counter(
         processes=processes,
         shared_memory=_remove_shared_memory(shared),
         folders=len(folders),
@@ -371,16 +354,16 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _remove_partial_files(tuner: GoneTuner) -> Removed:
-    """Remove partially written files of a killed tuner, in the folders of its study and launches."""
+def _remove_partial_files(tuner: GoneTuner) -> int:
+    """Remove partially written files in the folders of a killed tuner's study and launches; return their number."""
     if tuner.pid is None or tuner.output_dir is None:
-        return Removed()
+        return 0
     paths = [*tuner.output_dir.glob(".*"), *tuner.output_dir.glob("*/.*")]
     partial = [path for path in paths if (m := _PARTIAL.fullmatch(path.name)) and int(m["pid"]) == tuner.pid]
     partial = [path for path in partial if path.is_file() and not path.is_symlink()]
     for path in partial:
         path.unlink(missing_ok=True)
-    return Removed(partial_files=len(partial))
+    return len(partial)
 
 
 def _all_processes() -> list[int]:

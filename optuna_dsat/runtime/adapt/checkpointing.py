@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from optuna_dsat.runtime.measure.blocks import (
     ForwardCheck,
@@ -65,45 +64,25 @@ def checkpoint_blocks(model: Any, every: int = 1) -> Any:
     return model
 
 
-class ModelKnob(Protocol):
-    """A setting of a trial that changes the model or its engine instead of the DeepSpeed config."""
-
-    def apply(self, target: Any) -> None:
-        """Change a model before its engine is built, or the engine."""
+def _checkpoint(model: Any, every: int) -> None:
+    if every:
+        checkpoint_blocks(model, every)
 
 
-@dataclass(frozen=True)
-class CheckpointEvery:
-    """Activation checkpointing of every so many blocks; 0 for none."""
-
-    every: int
-
-    def apply(self, target: Any) -> None:
-        """Checkpoint the blocks of a model.
-
-        Raises:
-            CheckpointingError: If it cannot be right.
-        """
-        if self.every:
-            checkpoint_blocks(target, self.every)
+def _compile(engine: Any, is_on: bool) -> None:
+    """Compile the module of an engine, by DeepCompile where its config has it, unless the script compiles it."""
+    if is_on and not compiled_by_script(engine.module):
+        engine.compile()
 
 
-@dataclass(frozen=True)
-class CompileEngine:
-    """``engine.compile()``, with torch's inductor: DeepCompile where the DeepSpeed config has it."""
+MODEL_KNOBS: Mapping[str, Callable[[Any, Any], None]] = {CHECKPOINT_EVERY: _checkpoint}
+"""Key of the section of settings that change the model -> function that applies its value before the engine is built.
 
-    is_on: bool
-
-    def apply(self, target: Any) -> None:
-        """Compile the module of an engine; one that the script compiles is left alone."""
-        if self.is_on and not compiled_by_script(target.module):
-            target.compile()
-
-
-MODEL_KNOBS: Mapping[str, Callable[[Any], ModelKnob]] = {CHECKPOINT_EVERY: CheckpointEvery}
-"""Key of the section of settings that change the model -> the knob, made of its value."""
-ENGINE_KNOBS: Mapping[str, Callable[[Any], ModelKnob]] = {COMPILE: CompileEngine}
-"""Key of the same section -> the knob that changes the engine."""
+Raises:
+    CheckpointingError: If activations cannot be checkpointed right.
+"""
+ENGINE_KNOBS: Mapping[str, Callable[[Any, Any], None]] = {COMPILE: _compile}
+"""Key of the same section -> function that applies its value to the engine."""
 
 
 class _CheckpointedForward:

@@ -1,4 +1,4 @@
-"""Selects the measured engine of a script: the first engine created, unless it does not train.
+"""The measured engine of a script and its clock: the first engine created, unless it does not train.
 
 Scripts for reinforcement learning or preference optimization may first create the engine of a reference model, which
 never steps; scripts that train folds or rounds create an engine for each. Another engine replaces the measured engine
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Mapping
+from time import perf_counter  # the function itself: a script may replace it in the module
 from typing import Any
 
 from optuna_dsat.runtime.imports import patch
@@ -152,3 +153,47 @@ def import_dependencies_of_initialize(overlay: Mapping[str, Any]) -> None:
     for name in names:
         with contextlib.suppress(ImportError):  # other versions of DeepSpeed lack the module
             importlib.import_module(name)
+
+
+class Clock:
+    """Clock of devices that execute synchronously (the CPU)."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has completed all queued work."""
+
+    def now(self) -> float:
+        """Return the host's monotonic time in seconds."""
+        return perf_counter()
+
+    def mark(self) -> Any:
+        """Return a timestamp in the device's work queue, without waiting for the device."""
+        return perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks; valid only after ``synchronize``."""
+        return float(end - start)
+
+
+class DeviceClock(Clock):
+    """Clock of devices that execute asynchronously: phases are timed by events on the device's current stream.
+
+    Synchronizing after every phase would keep the host from running ahead and so change the measurement;
+    events do not. The device is synchronized once per step, at the step boundary.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        self._accelerator.synchronize()
+
+    def mark(self) -> Any:
+        """Record an event on the current stream."""
+        event = self._accelerator.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two events on the device."""
+        return float(start.elapsed_time(end)) / 1000.0

@@ -130,10 +130,6 @@ def _set_scatter(optimizer: Any, value: bool) -> None:
     _set(optimizer, "reduce_scatter", value)
 
 
-def _set_reduction(optimizer: Any, value: bool) -> None:
-    _set(optimizer, "use_multi_rank_bucket_allreduce", value)
-
-
 def _refuse_for_experts(optimizer: Any, value: bool) -> None:
     """Refuse what DeepSpeed refuses for a mixture of experts (``_configure_moe_settings``)."""
     if not value and getattr(optimizer, "has_moe_layers", False):
@@ -217,7 +213,9 @@ SETTERS: Mapping[str, Callable[[Any, Any], None]] = {
     # zero/partitioned_param_coordinator.py: fetch_sub_module
     "stage3_prefetch_bucket_size": _of_coordinator("prefetch_bucket_sz"),
     # zero/stage_1_and_2.py: average_tensor
-    "use_multi_rank_bucket_allreduce": _set_reduction,
+    "use_multi_rank_bucket_allreduce": lambda optimizer, value: _set(
+        optimizer, "use_multi_rank_bucket_allreduce", value
+    ),
 }
 """Knob -> function that sets it in an optimizer of DeepSpeed 0.14.5 to 0.19.8, and the functions there that read it."""
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.runtime.imports import patch
-from optuna_dsat.runtime.measure.clock import Clock
 from optuna_dsat.runtime.measure.engine import (
     MOST_SKIPPED_STEPS,
+    Clock,
     SkipDetector,
     global_steps,
     is_pipeline,

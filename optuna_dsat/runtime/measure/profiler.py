@@ -15,7 +15,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -79,30 +79,24 @@ class Profiler:
             counter = stack.enter_context(_flop_counter())
             saved: dict[int, int] = {}
             before = 0
-            module = self._engine.module
             if phase != "backward":
                 if self._on_cpu:
-                    stack.enter_context(_saved_tensors(module, saved))
+                    stack.enter_context(_saved_tensors(self._engine.module, saved))
                 else:
-                    before = int(self._accelerator.memory_allocated()) - _parameter_bytes(module)
+                    before = self._held_on_device()
             if phase == "forward":
-                held = self._saved_on_cpu(saved) if self._on_cpu else self._held_on_device
+                held = (lambda: sum(saved.values())) if self._on_cpu else self._held_on_device
                 stack.enter_context(self._routing.forward())
                 stack.enter_context(self._blocks.forward(saved_bytes=held, flops=counter.get_total_flops))
             elif phase == "backward":
                 stack.enter_context(self._blocks.backward())
             yield
             if phase == "forward" and not self._on_cpu:
-                after = int(self._accelerator.memory_allocated()) - _parameter_bytes(module)
-                self._activations += max(0, after - before)
+                self._activations += max(0, self._held_on_device() - before)
         self._activations += sum(saved.values())
         self._forward_flops += counter.get_total_flops() if phase == "forward" else 0
         self._flops += counter.get_total_flops()
         self._flops_known &= not counter.failed
-
-    @staticmethod
-    def _saved_on_cpu(saved: Mapping[int, int]) -> Callable[[], int]:
-        return lambda: sum(saved.values())
 
     def _held_on_device(self) -> int:
         return int(self._accelerator.memory_allocated()) - _parameter_bytes(self._engine.module)
