@@ -150,7 +150,7 @@ def _quantized_in_words(shape: TransformerShape, *, element: int) -> tuple[str, 
             f"The config quantizes its weights ({shape.quantized}): {counted} frozen parameters are counted so. "
             "The time to dequantize them is not.",
         )
-    why = " for all are trained (--trainable-share)" if shape.quantized_bits is not None else ""
+    why = ", as all of them are trained (--trainable-share)" if shape.quantized_bits is not None else ""
     return (
         f"The config quantizes its weights ({shape.quantized}). The plan does not count that{why}: each weight takes "
         f"{8 * element} bits here, so memory is overestimated.",

@@ -22,6 +22,9 @@ _DEFAULT_TOKENS = 2048
 """Default number of tokens per sample, unless the model's maximum is smaller."""
 _PARTS = ("text_config", "vision_config", "audio_config")
 """Sections of a multimodal model's config, one for each of its parts."""
+_TYPE = r'"(?:quant_method|quant_type|weights|weight_dtype)": "[a-z_]*(?:int|fp|float)([1-9]\d?)'
+_BITS = re.compile(rf'"(?:n|num_|w_)?bits": "?([1-9]\d?)\b|{_TYPE}')
+"""Bits of a weight in a ``quantization_config``, by their number or by a type such as ``int4``."""
 _DROPOUTS = ("hidden_dropout_prob", "resid_pdrop", "resid_dropout", "hidden_dropout", "dropout", "dropout_rate")
 
 
@@ -155,10 +158,11 @@ def _quantized(data: Mapping[str, Any]) -> tuple[str, int | None]:
     if not isinstance(section, Mapping) or not section:
         return "", None
     loaded = next((bits for bits in (4, 8) if section.get(f"load_in_{bits}bit")), None)
-    bits = section.get("bits") or loaded
+    weights = re.sub(r'"[a-z_]*(?:activations|cache_scheme)": \{[^{}]*\}', "", json.dumps(section))
+    named = _BITS.search(weights)
+    bits = loaded or (int(named[1] or named[2]) if named else None)
     method = section.get("quant_method") or "unknown method"
-    known = bits if isinstance(bits, int) and not isinstance(bits, bool) and 0 < bits < 16 else None
-    return (f"{method}, {bits} bits" if bits else str(method)), known
+    return (f"{method}, {bits} bits" if bits else str(method)), bits if bits is not None and bits < 16 else None
 
 
 def _known_kind(path: Path, data: Mapping[str, Any]) -> str:

@@ -246,7 +246,16 @@ SMALL_LLAMA = {
         ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, "bitsandbytes, 4 bits"),
         ({"load_in_8bit": True, "quant_method": "bitsandbytes"}, "bitsandbytes, 8 bits"),
         ({"bits": 4, "quant_method": "gptq"}, "gptq, 4 bits"),
-        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "fp8"}, "fp8, 8 bits"),
+        ({"quant_method": "mxfp4"}, "mxfp4, 4 bits"),
+        ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 3}}}, "hqq, 3 bits"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "torchao, 4 bits"),
+        (
+            {"config_groups": {"0": {"input_activations": {"num_bits": 8}, "weights": {"num_bits": 4}}}},
+            "unknown method, 4 bits",
+        ),
+        ({"bits": "4", "quant_method": "gptq"}, "gptq, 4 bits"),
+        ({"quant_method": "bitnet"}, "bitnet"),
         (None, ""),
     ],
 )
