@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -25,10 +26,14 @@ def test_the_commit_of_the_scripts_folder_is_recorded_and_whether_files_differ_f
     (tmp_path / "train.py").write_text("")
     assert "commit" not in environment_of(tmp_path, None, on="here", devices=None)
     git(tmp_path, "init", "-q")
+    assert "commit" not in environment_of(tmp_path, None, on="here", devices=None)
     git(tmp_path, "add", "train.py")
     git(tmp_path, "commit", "-q", "-m", "first")
     commit = git(tmp_path, "rev-parse", "HEAD")
+    os.utime(tmp_path / "train.py", (0, 0))  # the index is not up to date, and is not the tuner's to write
+    index = (tmp_path / ".git" / "index").stat()
     assert environment_of(tmp_path, None, on="here", devices=None)["commit"] == commit
+    assert (tmp_path / ".git" / "index").stat().st_mtime_ns == index.st_mtime_ns
     (tmp_path / "train.py").write_text("changed = True\n")
     assert environment_of(tmp_path, None, on="here", devices=None)["commit"] == f"{commit}-dirty"
 

@@ -376,19 +376,16 @@ def environment_of(folder: Path, python: str | None, *, on: str, devices: Device
 
 def _commit(folder: Path) -> str:
     """Return the commit of a folder, with ``-dirty`` if tracked files differ from it; empty without git."""
-    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch"]
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # git describe ignores it and writes the index
     try:
         ended = subprocess.run(
-            [*command, "--abbrev=40", "--exclude=*"],
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-            capture_output=True,
-            text=True,
-            timeout=_GIT_S,
-            check=False,
+            [*command, "--untracked-files=no"], env=environ, capture_output=True, text=True, timeout=_GIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
         return ""
-    return ended.stdout.strip()
+    commit = re.search(r"^# branch\.oid ([0-9a-f]+)$", ended.stdout, re.MULTILINE)
+    return "" if commit is None else commit[1] + "-dirty" * bool(re.search("^[^#]", ended.stdout, re.MULTILINE))
 
 
 def _cuda_of_torch(python: str) -> str:
