@@ -285,7 +285,7 @@ def result_of(
         speed_up_high=None if speed_up is None else speed_up.high,
         speed_up_confirmed=speed_up is not None and speed_up.rounds > 0,
         config=config,
-        changes=config_changes(hidden_data(own), hidden_data(complete)),
+        changes=config_changes(hidden_data(own), hidden_data({**complete, **config})),
         metrics=dict(best.metrics),
         config_path=str(folder / BEST_CONFIG),
         metrics_path=str(folder / BEST_METRICS),

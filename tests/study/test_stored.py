@@ -40,17 +40,28 @@ pytestmark = pytest.mark.usefixtures("in_sqlite")
 LIGHTNING = ScriptTrainer(framework="lightning", micro_batch=None, gradient_accumulation_steps=4, options={})
 
 
-def run_with_trainer(bench: StudyBench, **changes: Any) -> StudyResult:
-    """Run a study ``s`` of a script that Lightning's Trainer runs, which accumulates over four micro-batches."""
-    bench.run(bench.spec(name="first", max_trials=1, confirm=0), Hill())
+def run_with_trainer(bench: StudyBench, trainer: ScriptTrainer = LIGHTNING, **changes: Any) -> StudyResult:
+    """Run a study ``s`` of a script that a trainer runs; Lightning's accumulates over four micro-batches."""
+    bench.run(bench.spec(**{**changes, "name": "first", "max_trials": 1, "confirm": 0}), Hill())
     first = read_stored(bench.store, "first")
     fingerprint = str(first.attributes[attributes.FINGERPRINT])
     assert first.profiled is not None
-    profiled = replace(first.profiled, trainer=LIGHTNING)
+    profiled = replace(first.profiled, trainer=trainer)
     bench.store.save_profile(fingerprint, profiled.to_json(), study_uuid=first.record.uuid)
     result = bench.run(bench.spec(**{"max_trials": 4, "confirm": 0, **changes}), Hill())
     assert result is not None
     return result
+
+
+def test_lengths_of_a_schedule_that_the_trainer_has_to_compute_are_reported_as_changed(bench: StudyBench) -> None:
+    trainer = ScriptTrainer(framework="transformers", micro_batch=1, gradient_accumulation_steps=1, options={})
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 20, "total_num_steps": 192}}
+    config = {**bench.spec().ds_config, "train_micro_batch_size_per_gpu": 1, "scheduler": schedule}
+    result = run_with_trainer(bench, trainer, ds_config=config)
+    assert result.config["scheduler"]["params"]["warmup_num_steps"] == "auto"
+    changed = {change.key: (change.own, change.best) for change in result.changes}
+    assert changed["scheduler.params.warmup_num_steps"] == ("20", '"auto"')
+    assert changed["scheduler.params.total_num_steps"] == ("192", '"auto"')
 
 
 def test_report_and_note_advise_what_the_result_does(bench: StudyBench) -> None:
